@@ -1,0 +1,83 @@
+"""Spartito: train any PyTorch model under any distribution strategy.
+
+import spartito as sp
+
+strategy = sp.strategy()
+trainer = sp.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"], strategy=strategy)
+history = trainer.fit(train, epochs=20, validation_data=val)
+"""  # noqa: E501
+
+import os as _os
+from typing import TYPE_CHECKING
+
+from spartito._lazy import attach as _attach
+from spartito.errors import SpartitoError, TaskLostError, UserError, install_excepthook
+from spartito.log import configure as _configure
+
+if TYPE_CHECKING:
+    from spartito import data, models
+    from spartito.cluster.spec import ClusterSpec, Task
+    from spartito.data.batch import Batch
+    from spartito.strategies import (
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        OneDeviceStrategy,
+        Strategy,
+        strategy,
+    )
+    from spartito.training import callbacks
+    from spartito.training.callback import Callback
+    from spartito.training.history import History
+    from spartito.training.summary import summary
+    from spartito.training.trainer import Trainer
+
+__version__ = "0.1.0"
+
+__getattr__ = _attach(
+    __name__,
+    {
+        "Batch": "spartito.data.batch",
+        "Callback": "spartito.training.callback",
+        "ClusterSpec": "spartito.cluster.spec",
+        "History": "spartito.training.history",
+        "MirroredStrategy": "spartito.strategies",
+        "MultiWorkerMirroredStrategy": "spartito.strategies",
+        "OneDeviceStrategy": "spartito.strategies",
+        "Strategy": "spartito.strategies",
+        "Task": "spartito.cluster.spec",
+        "Trainer": "spartito.training.trainer",
+        "strategy": "spartito.strategies",
+        "summary": "spartito.training.summary",
+    },
+    {
+        "callbacks": "spartito.training.callbacks",
+        "data": "spartito.data",
+        "models": "spartito.models",
+    },
+)
+
+__all__ = [
+    "Batch",
+    "Callback",
+    "ClusterSpec",
+    "History",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "SpartitoError",
+    "Strategy",
+    "Task",
+    "TaskLostError",
+    "Trainer",
+    "UserError",
+    "callbacks",
+    "data",
+    "models",
+    "strategy",
+    "summary",
+]
+
+# torch's rendezvous repeats on stderr what our own errors say in one line.
+_os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+install_excepthook()
+_configure()

@@ -1,0 +1,25 @@
+"""Packages that import their parts when somebody uses them: ``import spartito`` stays quick."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def attach(
+    package: str, names: Mapping[str, str], modules: Mapping[str, str] | None = None
+) -> Callable[[str], Any]:
+    """A module's ``__getattr__`` (PEP 562) for ``package``.
+
+    ``names`` maps a public name to the module that defines it, ``modules`` a name to a module.
+    """
+
+    def getattr_(name: str) -> Any:
+        if name in names:
+            return getattr(importlib.import_module(names[name]), name)
+        if modules and name in modules:
+            return importlib.import_module(modules[name])
+        raise AttributeError(f"module {package!r} has no attribute {name!r}")
+
+    return getattr_

@@ -1,0 +1,206 @@
+"""Checkpoints of a run: written whole, checked when read, the last few kept and the best.
+
+    checkpoints/
+        best.json                 {"name", "monitor", "value"}
+        step-00000400/
+            model.safetensors     the parameters under the user's own names
+            optimizer.safetensors
+            state.json            all that is no tensor
+            manifest.json         sizes and checksums of the files above, order and metrics
+
+A state is a dict of sections, ``{"model": ..., "optimizer": ..., "trainer": ...}``, each a nested
+tree as `spartito.storage.pack_state` takes it; a section with tensors has its own file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from spartito.errors import UserError
+from spartito.log import warn
+from spartito.storage.atomic import (
+    MANIFEST,
+    is_leftover,
+    read_manifest,
+    sweep,
+    verify,
+    write_directory,
+    write_file_atomically,
+)
+from spartito.storage.tensors import load_tensors, pack_state, save_tensors, unpack_state
+
+STATE = "state.json"
+BEST = "best.json"
+_SUFFIX = ".safetensors"
+
+
+@dataclass(frozen=True)
+class Best:
+    """The pointer to the best checkpoint: its directory's name, and which figure made it so."""
+
+    name: str
+    monitor: str
+    value: float
+
+
+def write_checkpoint(
+    path: str | os.PathLike[str],
+    state: Mapping[str, Any],
+    about: Mapping[str, Any] | None = None,
+) -> None:
+    """Write ``state`` as the directory ``path``, whole or not at all; an older one is replaced.
+
+    ``about`` is JSON for the manifest. Raises `UserError` when something in ``state`` cannot be
+    saved (before anything is written), or the folder cannot be written.
+    """
+    packed = {section: pack_state(tree, section) for section, tree in state.items()}
+    trees = {section: tree for section, (tree, _) in packed.items()}
+    with write_directory(path, about) as new:
+        for section, (_, tensors) in packed.items():
+            if tensors:
+                save_tensors(tensors, new / f"{section}{_SUFFIX}")
+        (new / STATE).write_text(json.dumps(trees, allow_nan=False) + "\n")
+
+
+def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """The state that was written to the directory ``path``, its tensors on the CPU.
+
+    Every file is compared with its checksum first. Raises `UserError` that names the file that
+    is missing or damaged.
+    """
+    path = Path(path)
+    manifest = verify(path)
+    if STATE not in manifest.files:
+        raise UserError(f"{path} holds no checkpoint: it has no {STATE}")
+    trees: dict[str, Any] = json.loads((path / STATE).read_bytes())
+    state: dict[str, Any] = {}
+    for section, tree in trees.items():
+        name = f"{section}{_SUFFIX}"
+        tensors = load_tensors(path / name) if name in manifest.files else {}
+        state[section] = unpack_state(tree, tensors)
+    return state
+
+
+class CheckpointManager:
+    """The checkpoints under one directory; one process at a time writes there."""
+
+    def __init__(self, directory: str | os.PathLike[str], keep: int | None = None) -> None:
+        """``keep`` is how many of the newest stay, all when None; the best stays besides."""
+        if keep is not None and keep < 1:
+            raise UserError(
+                f"keep is {keep}, and at least 1 checkpoint must stay", "keep=None: all"
+            )
+        self.directory = Path(directory)
+        self.keep = keep
+
+    def prepare(self) -> None:
+        """Make the directory, clear what killed writers left, and try to write there.
+
+        Raises `UserError` now rather than after the first epoch.
+        """
+        sweep(self.directory)
+        write_file_atomically(self.directory / _PROBE, "")
+        (self.directory / _PROBE).unlink(missing_ok=True)
+
+    def save(
+        self,
+        state: Mapping[str, Any],
+        name: str,
+        metrics: Mapping[str, float] | None = None,
+        best: tuple[str, float] | None = None,
+    ) -> Path:
+        """Write ``state`` as the newest checkpoint ``name``, then remove the oldest beyond `keep`.
+
+        ``metrics`` are kept in its manifest. ``best`` is (monitor, value) when this checkpoint
+        is the best so far. An older checkpoint of that name is replaced.
+        """
+        if not name or name.startswith(".") or Path(name).name != name:
+            raise UserError(f"{name!r} cannot name a checkpoint: it must be a plain file name")
+        sweep(self.directory)
+        newest = max((_sequence(path) for path in self.all()), default=0)
+        figures, _ = pack_state(dict(metrics or {}), "metrics")
+        path = self.directory / name
+        write_checkpoint(path, state, {"sequence": max(newest, 0) + 1, "metrics": figures})
+        if best is not None:
+            pointer = Best(name, *best)
+            write_file_atomically(self.directory / BEST, json.dumps(asdict(pointer)) + "\n")
+        self._remove_oldest(path)
+        return path
+
+    def all(self) -> list[Path]:
+        """All checkpoints, oldest first, without checking them; damaged ones come first."""
+        return sorted(self._candidates(), key=lambda path: (_sequence(path), path.name))
+
+    def latest(self) -> Path | None:
+        """The newest checkpoint whose files are all whole, or None.
+
+        A damaged one is named in the log, and the one before it is taken.
+        """
+        paths = self.all()
+        # One whose order is lost might have been the newest: say so before passing it by.
+        unordered = [path for path in paths if _sequence(path) < 0]
+        for path in [*reversed(unordered), *(p for p in reversed(paths) if p not in unordered)]:
+            try:
+                verify(path)
+            except UserError as error:
+                warn("%s is passed over: %s", path.name, error)
+            else:
+                return path
+        return None
+
+    def load(self, path: str | os.PathLike[str]) -> dict[str, Any]:
+        """The state in ``path``, which is a directory or the name of one of ours."""
+        ours = self.directory / path
+        return read_checkpoint(ours if ours.is_dir() else path)
+
+    @property
+    def best_so_far(self) -> Best | None:
+        """What ``best.json`` says, or None; a `UserError` when it cannot be understood."""
+        file = self.directory / BEST
+        try:
+            raw = json.loads(file.read_bytes())
+            return Best(str(raw["name"]), str(raw["monitor"]), float(raw["value"]))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise UserError(f"{file} cannot be understood: {error}", "Remove it.") from error
+
+    @property
+    def best(self) -> Path | None:
+        """The best checkpoint, when one was named the best and is still there."""
+        pointer = self.best_so_far
+        path = self.directory / pointer.name if pointer else None
+        return path if path and path.is_dir() else None
+
+    def _candidates(self) -> list[Path]:
+        try:
+            found = list(self.directory.iterdir())
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        return [p for p in found if not is_leftover(p) and any((p / f).exists() for f in _FILES)]
+
+    def _remove_oldest(self, newest: Path) -> None:
+        if self.keep is None:
+            return
+        stay = {newest, self.best}
+        for path in self.all()[: -self.keep]:
+            if path not in stay:
+                shutil.rmtree(path, ignore_errors=True)
+
+
+_FILES = (MANIFEST, STATE, f"model{_SUFFIX}")
+_PROBE = ".writable"
+
+
+def _sequence(path: Path) -> int:
+    """When ``path`` was written among its neighbours, from 1; -1 when that cannot be read."""
+    try:
+        return int(read_manifest(path).about.get("sequence", -1))
+    except (UserError, ValueError, TypeError):
+        return -1

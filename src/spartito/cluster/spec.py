@@ -1,0 +1,156 @@
+"""The cluster as one value: every task with its address, and the task that we are."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Self
+
+from spartito.errors import UserError
+from spartito.names import nearest
+
+ROLES = ("chief", "worker", "ps", "evaluator")
+"""What a task can be."""
+
+REPLICA_ROLES = ("chief", "worker")
+"""The roles that train, in rank order."""
+
+NO_RANK = -1
+"""The rank of a task that does not train (ps, evaluator)."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Task:
+    """One process of the job, as ``worker 1``."""
+
+    type: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.type} {self.index}"
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterSpec:
+    """All tasks of the job, and which of them this process is.
+
+    ``addresses`` maps a role to the ``host:port`` of every task, ``""`` where unknown.
+    ``rank`` counts the ``num_replicas`` tasks that train, the chief first, then the workers;
+    ``local_rank`` and ``local_size`` count those on this machine. A task that does not train
+    has rank and local rank `NO_RANK`. ``rendezvous`` is the ``host:port`` where the processes
+    meet, None when alone. ``source`` says where all this was read.
+
+    Raises `UserError` for values that cannot be one cluster.
+    """
+
+    addresses: Mapping[str, tuple[str, ...]]
+    task: Task
+    rank: int
+    num_replicas: int
+    local_rank: int
+    local_size: int
+    rendezvous: str | None
+    source: str
+
+    def __post_init__(self) -> None:
+        own = {role: tuple(tasks) for role, tasks in self.addresses.items()}
+        object.__setattr__(self, "addresses", own)
+        for rule, holds in self._rules():
+            if not holds:
+                raise UserError(f"{self.source} says {self._figures()}, but {rule}")
+
+    @classmethod
+    def alone(cls) -> Self:
+        """The cluster of one process that nobody told anything."""
+        return cls({"worker": ("",)}, Task("worker", 0), 0, 1, 0, 1, None, "no cluster")
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this task writes files and prints: the chief, or worker 0 where none is."""
+        return self.rank == 0
+
+    @property
+    def replica_tasks(self) -> tuple[Task, ...]:
+        """The tasks that train, in rank order."""
+        return tuple(
+            Task(role, index)
+            for role in REPLICA_ROLES
+            for index in range(len(self.addresses.get(role, ())))
+        )
+
+    def task_of(self, rank: int) -> Task:
+        """The task with this rank."""
+        return self.replica_tasks[rank]
+
+    def address_of(self, task: Task) -> str:
+        """The ``host:port`` of ``task``, ``""`` where unknown."""
+        return self.addresses[task.type][task.index]
+
+    def name_of(self, rank: int) -> str:
+        """How an error names a rank: ``worker 1 (10.0.0.2:29500)``, the address when known."""
+        task = self.task_of(rank)
+        address = self.address_of(task)
+        return f"{task} ({address})" if address else str(task)
+
+    def from_source(self, source: str) -> Self:
+        """The same cluster, told by ``source``."""
+        return replace(self, source=source)
+
+    def _figures(self) -> str:
+        return (
+            f"task {self.task}, rank {self.rank} of {self.num_replicas}, "
+            f"local rank {self.local_rank} of {self.local_size}"
+        )
+
+    def _rules(self) -> list[tuple[str, bool]]:
+        replicas = self.replica_tasks
+        listed = self.task.index in range(len(self.addresses.get(self.task.type, ())))
+        trains = self.task.type in REPLICA_ROLES
+        ranked = (
+            self.rank in range(len(replicas)) and replicas[self.rank] == self.task
+            if trains
+            else self.rank == self.local_rank == NO_RANK
+        )
+        local = not trains or (
+            0 <= self.local_rank < self.local_size
+            and self.local_rank <= self.rank
+            and self.local_size - self.local_rank <= self.num_replicas - self.rank
+        )
+        unknown = [role for role in self.addresses if role not in ROLES]
+        return [
+            (f"{unknown} is no role. {nearest(str(unknown[:1]), ROLES)}", not unknown),
+            ("a job needs a chief or a worker", bool(replicas)),
+            ("a job has at most one chief", len(self.addresses.get("chief", ())) <= 1),
+            ("that task is not in the cluster", listed),
+            (f"the cluster lists {len(replicas)} that train", self.num_replicas == len(replicas)),
+            ("the rank does not belong to that task", ranked),
+            ("the local rank does not fit into the ranks", local),
+            (
+                "several replicas need an address where they meet",
+                self.num_replicas == 1 or bool(self.rendezvous),
+            ),
+        ]
+
+
+def split_address(address: str) -> tuple[str, int]:
+    """The host and the port of ``host:port`` or ``[ipv6]:port``; `UserError` if it is neither."""
+    host, colon, port = address.rpartition(":")
+    bracketed = host.startswith("[") and host.endswith("]")
+    name = host[1:-1] if bracketed else host
+    if not colon or not name or (":" in name) != bracketed or not _is_host(name):
+        raise UserError(
+            f"the address {address!r} is not host:port",
+            "Write it as 10.0.0.1:29500, name:29500 or [fe80::1]:29500.",
+        )
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise UserError(f"the port {port!r} of {address!r} is not a number from 1 to 65535")
+    return name, int(port)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether ``host`` means each machine itself, so that no other machine can reach it."""
+    return host.lower() in {"localhost", "::1", "0.0.0.0", "::"} or host.startswith("127.")
+
+
+def _is_host(name: str) -> bool:
+    return not any(c.isspace() or c in "/@[]" for c in name)

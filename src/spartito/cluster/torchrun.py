@@ -1,0 +1,56 @@
+"""Who we are by torchrun's variables, which ``spartito run`` sets as well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spartito.cluster.spec import ClusterSpec, Task, split_address
+from spartito.errors import UserError
+
+COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+VARIABLES = (*COUNTS, "MASTER_ADDR", "MASTER_PORT")
+SOURCE = "torchrun's variables"
+
+
+def from_torchrun(env: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster of ``RANK`` of ``WORLD_SIZE`` workers; None where neither is set."""
+    if not (env.get("RANK") or env.get("WORLD_SIZE")):
+        return None
+    missing = [name for name in VARIABLES if not env.get(name)]
+    if missing:
+        given = " ".join(f"{name}={env[name]}" for name in VARIABLES if env.get(name))
+        raise UserError(
+            f"{given} is set, but {', '.join(missing)} is not; torchrun sets all of them",
+            f"Start with 'spartito run' or torchrun, set {', '.join(missing)}, "
+            "or unset RANK and WORLD_SIZE.",
+        )
+    rank, size, local_rank, local_size = (_count(env, name) for name in COUNTS)
+    for name, value, limit in (
+        ("RANK", rank, size),
+        ("LOCAL_RANK", local_rank, local_size),
+        ("LOCAL_RANK", local_rank, rank + 1),
+        ("LOCAL_WORLD_SIZE", local_size, size + 1),
+    ):
+        if value >= limit:
+            given = " ".join(f"{name}={env[name]}" for name in COUNTS)
+            raise UserError(f"{name}={value} must be less than {limit} with {given}")
+    host, port = env["MASTER_ADDR"], env["MASTER_PORT"]
+    meeting = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+    split_address(meeting)
+    return ClusterSpec(
+        addresses={"worker": (meeting if size > 1 else "", *[""] * (size - 1))},
+        task=Task("worker", rank),
+        rank=rank,
+        num_replicas=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        rendezvous=meeting if size > 1 else None,
+        source=SOURCE,
+    )
+
+
+def _count(env: Mapping[str, str], name: str) -> int:
+    text = env[name].strip()
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"{name}={env[name]!r} is not a whole number")
+    return int(text)

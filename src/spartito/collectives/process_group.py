@@ -1,0 +1,161 @@
+"""Replicas on several machines meet through torch's process groups: gloo, or NCCL for GPUs."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spartito.collectives.collective import Collective, Reducer, Riders
+from spartito.errors import TaskLostError
+
+GRACE = 3.0  # seconds in which the living answer after an error
+
+
+class ProcessGroupCollective(Collective):
+    """The group of all replicas behind ``torch.distributed``'s default process group.
+
+    ``address`` is this process's own address as the others see it, so that gloo does not have
+    to guess an interface; None leaves it to gloo. Errors of the backend name no rank, so the
+    living sign in at ``store`` and the one who does not is named.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[str],
+        store: dist.Store,
+        timeout: float,
+        backend: str = "gloo",
+        address: str | None = None,
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(names)
+        self._names = names
+        self._store = dist.PrefixStore("alive", store)
+        self._timeout = timeout
+        self._device = torch.device("cuda" if backend == "nccl" else "cpu")
+        limit = timedelta(seconds=timeout)
+        options: Any = None
+        if backend == "gloo" and address:
+            options = dist.ProcessGroupGloo._Options()
+            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+            options._timeout = limit
+        with self._named():
+            dist.init_process_group(
+                backend,
+                store=dist.PrefixStore("group", store),
+                rank=rank,
+                world_size=self.world_size,
+                timeout=limit,
+                pg_options=options,
+            )
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._in_place(tensor, dist.all_reduce)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        source = self._here(tensor)
+        answers = [torch.empty_like(source) for _ in range(self.world_size)]
+        with self._named():
+            dist.all_gather(answers, source)
+        return [answer.to(tensor.device) for answer in answers]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return self._in_place(tensor, lambda flat: dist.broadcast(flat, source))
+
+    def barrier(self) -> None:
+        self.all_reduce(torch.zeros(1))
+
+    def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+        return ProcessGroupReducer(self, torch.zeros(numel, dtype=dtype, device=device))
+
+    def reduce_all(self, *tensors: Tensor) -> None:
+        """Sum several tensors at once, in place."""
+        with self._named():
+            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+                work.wait()
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _here(self, tensor: Tensor) -> Tensor:
+        """The values as one block on the device that the backend can reach."""
+        return tensor.detach().to(self._device).contiguous()
+
+    def _in_place(self, tensor: Tensor, call: Callable[[Tensor], object]) -> Tensor:
+        flat = self._here(tensor)
+        with self._named():
+            call(flat)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat)
+        return tensor
+
+    def _named(self) -> _Named:
+        return _Named(self)
+
+    def missing(self) -> list[str]:
+        """Who does not sign in within a few seconds after an error."""
+        with suppress(RuntimeError):  # the store goes with rank 0: then that one is missing
+            self._store.set(str(self.rank), "")
+            end = time.monotonic() + GRACE
+            absent = set(range(self.world_size))
+            while absent and time.monotonic() < end:
+                absent = {rank for rank in absent if not self._store.check([str(rank)])}
+                time.sleep(0.02)
+            return [self._names[rank] for rank in sorted(absent)]
+        return [self._names[0]]
+
+
+class _Named:
+    """Turns the backend's error into one that names the task."""
+
+    def __init__(self, collective: ProcessGroupCollective) -> None:
+        self._collective = collective
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, RuntimeError):
+            lost = self._collective.missing()
+            limit = self._collective._timeout
+            raise TaskLostError(
+                f"{' and '.join(lost)} is gone or did not come within {limit:g} s"
+                if lost
+                else f"the network between the tasks failed: {error}",
+                "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
+            ) from error
+
+
+class ProcessGroupReducer:
+    """The sum of a flat tensor, and beside it the riders in double precision."""
+
+    def __init__(self, group: ProcessGroupCollective, flat: Tensor) -> None:
+        self._group = group
+        self.input = self.output = flat
+
+    def reduce(self, riders: Riders, unit: float) -> Riders:
+        """As `Reducer.reduce`; the two sums travel at the same time."""
+        beside = torch.tensor(riders, dtype=torch.float64, device=self.input.device)
+        self._group.reduce_all(self.input, beside)
+        total = tuple(beside.tolist())
+        if total[0] and total[0] != unit:
+            self.output.mul_(unit / total[0])
+        return total
+
+
+def own_address(host: str, port: int) -> str:
+    """The address of this machine that routes to ``host``: the interface the others can reach."""
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # a datagram socket sends nothing: it only picks a route
+        return str(probe.getsockname()[0])

@@ -1,0 +1,324 @@
+"""Replicas of one machine meet in a mapped file: each reduces its slice, and all read the result.
+
+The mapping holds, per rank, a line with the number of meetings that it came to, a line of
+riders, and two slots of scratch (one is read while the other is written, so one meeting per
+call is enough):
+
+    | came 0 | riders 0 | came 1 | riders 1 | ... | slot A: rank 0, rank 1 | slot B: rank 0, rank 1 |
+
+Plain stores are seen in order on x86-64, so flags need no fences there; `supported` says so.
+A rank's life is a file lock, which the kernel drops when its process ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import mmap
+import os
+import platform
+import secrets
+import select
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import Store
+
+from spartito.collectives.collective import Collective, Reducer, Riders, add_riders
+from spartito.device import available_cores
+from spartito.errors import TaskLostError, UserError
+from spartito.log import warn
+
+LINE = 64  # bytes of a cache line: no two ranks write into the same one
+SLOT = 1 << 20  # bytes of scratch per rank
+MAX_RIDERS = LINE // 8
+SPINS = 1000  # about 60 us of looking before the core is offered to others
+CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
+
+
+def supported() -> bool:
+    """Whether this machine's memory keeps the order of plain stores that the flags rely on."""
+    return platform.machine().lower() in ("x86_64", "amd64") and os.name == "posix"
+
+
+def host_key() -> str:
+    """The same text for processes that can share memory: one kernel, one /dev/shm."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    return f"{boot.read_text().strip() if boot.exists() else platform.node()}/{_shm_device()}"
+
+
+def _shm_device() -> int:
+    return os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
+
+
+class Segment:
+    """A file mapped by several processes; its name goes once all of them have it."""
+
+    def __init__(self, path: Path, map_: mmap.mmap) -> None:
+        self.path = path
+        self.map = map_
+
+    @classmethod
+    def create(cls, size: int, directories: Sequence[Path]) -> Segment:
+        """Map a new file of ``size`` bytes in the first of ``directories`` that has the room.
+
+        The room is claimed at once: a mapping that finds its disk full later ends by SIGBUS.
+        """
+        for directory in directories:
+            path = directory / f"spartito-{secrets.token_hex(8)}"
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+            try:
+                os.posix_fallocate(fd, 0, size)
+                return cls(path, mmap.mmap(fd, size))
+            except OSError as error:
+                path.unlink()
+                if error.errno != errno.ENOSPC:
+                    raise
+                warn("%s has no room for %.1f MB of shared memory", directory, size / 1e6)
+            finally:
+                os.close(fd)
+        raise UserError(
+            f"no room for {size / 1e6:.1f} MB of shared memory in "
+            f"{' or '.join(map(str, directories))}",
+            "Make room there, or give the container more with --shm-size.",
+        )
+
+    @classmethod
+    def attach(cls, path: Path, size: int) -> Segment:
+        """Map the file that another process created."""
+        fd = os.open(path, os.O_RDWR)
+        try:
+            return cls(path, mmap.mmap(fd, size))
+        finally:
+            os.close(fd)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """``numel`` elements of the mapping from byte ``offset`` on."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
+
+
+class SharedMemoryCollective(Collective):
+    """The group of all replicas on one machine.
+
+    ``store`` brings them together once; ``names`` are the tasks' names in rank order, for
+    errors; no wait lasts longer than ``timeout`` seconds.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        names: Sequence[str],
+        store: Store,
+        timeout: float,
+        directories: Sequence[Path] = (Path("/dev/shm"), Path(tempfile.gettempdir())),
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(names)
+        self._names = names
+        self._timeout = timeout
+        self._directories = [path for path in directories if path.is_dir()]
+        self._spins = SPINS if self.world_size <= available_cores() else 0
+        self._sequence = 0
+        self._parity = 0
+        head = 2 * LINE * self.world_size
+        size = head + 2 * SLOT * self.world_size
+
+        if rank == 0:
+            segment = Segment.create(size, self._directories)
+            store.set("segment", str(segment.path))
+        else:
+            segment = Segment.attach(Path(store.get("segment").decode()), size)
+        self._segment = segment
+        self._came = memoryview(segment.map).cast("q")
+        self._riders = memoryview(segment.map).cast("d")
+        self._slots = [
+            [segment.tensor(head + SLOT * (part * self.world_size + r), SLOT, torch.uint8)
+             for r in range(self.world_size)]
+            for part in (0, 1)
+        ]  # fmt: skip
+        self._lives = self._exchange_lives(store)
+        self._others = [(r, self._cell(r)) for r in range(self.world_size) if r != rank]
+        self.barrier()
+        if rank == 0:
+            segment.path.unlink()
+        self._life_path(rank).unlink()
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        def add(parts: list[Tensor], into: Tensor) -> None:
+            into.copy_(parts[0])
+            for part in parts[1:]:
+                into.add_(part)
+
+        return self._exchange(tensor, add)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        answers = [torch.empty_like(tensor, memory_format=torch.contiguous_format).view(-1)
+                   for _ in range(self.world_size)]  # fmt: skip
+        done = 0
+
+        def keep(parts: list[Tensor], into: Tensor) -> None:
+            nonlocal done
+            for answer, part in zip(answers, parts, strict=True):
+                answer[done : done + part.numel()] = part
+            done += into.numel()
+
+        self._exchange(tensor, keep)
+        return [answer.view(tensor.shape) for answer in answers]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        return self._exchange(tensor, lambda parts, into: into.copy_(parts[source]))
+
+    def barrier(self) -> None:
+        self.meet()
+
+    def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+        if device.type != "cpu":
+            raise UserError(f"shared memory cannot reduce tensors on {device}", "Use the CPU.")
+        size = max(1, numel * dtype.itemsize) * (self.world_size + 1)
+        path = ""
+        if self.rank == 0:
+            segment = Segment.create(size, self._directories)
+            path = str(segment.path)
+        path = self.all_gather_bytes(path.encode())[0].decode()
+        if self.rank != 0:
+            segment = Segment.attach(Path(path), size)
+        self.barrier()
+        if self.rank == 0:
+            segment.path.unlink()
+        return SharedReducer(self, segment, numel, dtype)
+
+    def close(self) -> None:
+        while self._lives:
+            os.close(self._lives.pop()[1])
+
+    def meet(self) -> None:
+        """Come to the next meeting, and wait until all others came."""
+        self._sequence = sequence = self._sequence + 1
+        came = self._came
+        came[self._cell(self.rank)] = sequence
+        for rank, cell in self._others:
+            if came[cell] < sequence:
+                self._wait(rank, cell, sequence)
+
+    def exchange_riders(self, riders: Riders) -> Riders:
+        """Meet, and answer the sum of what every replica brought along."""
+        cells, count = self._riders, len(riders)
+        own = self._cell(self.rank) + LINE // 8
+        for offset, value in enumerate(riders):
+            cells[own + offset] = value
+        self.meet()
+        starts = [self._cell(rank) + LINE // 8 for rank in range(self.world_size)]
+        return add_riders([tuple(cells[start : start + count]) for start in starts])
+
+    def _cell(self, rank: int) -> int:
+        return rank * 2 * LINE // 8
+
+    def _wait(self, rank: int, cell: int, sequence: int) -> None:
+        came = self._came
+        for _ in range(self._spins):
+            if came[cell] >= sequence:
+                return
+        start = checked = time.monotonic()
+        while came[cell] < sequence:
+            now = time.monotonic()
+            if now - start < 0.0005:
+                # Gives up the interpreter's lock, so that threads that read data go on.
+                select.select([], [], [], 0)
+                os.sched_yield()
+            else:
+                time.sleep(0.00005 if now - start < 1 else 0.001)
+            if now - checked > CHECK_SECONDS:
+                checked = now
+                self._check(rank, cell, sequence, now - start)
+
+    def _check(self, rank: int, cell: int, sequence: int, waited: float) -> None:
+        alive = self._alive(rank)
+        if self._came[cell] >= sequence:  # it came, and then left: all is well
+            return
+        if not alive:
+            raise TaskLostError(
+                f"{self._names[rank]} is gone: its process ended while "
+                f"{self._names[self.rank]} waited for it",
+                f"Look at the last lines of {self._names[rank]}.",
+            )
+        if waited > self._timeout:
+            raise TaskLostError(
+                f"{self._names[rank]} did not come within {self._timeout:g} s; its process lives",
+                "It may be stopped, busy elsewhere, or at another call than the others. "
+                "SPARTITO_TIMEOUT sets the limit in seconds.",
+            )
+
+    def _alive(self, rank: int) -> bool:
+        """Whether ``rank`` still holds the lock on its file."""
+        for peer, fd in self._lives:
+            if peer == rank:
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                except BlockingIOError:
+                    return True
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        return False
+
+    def _life_path(self, rank: int) -> Path:
+        return self._segment.path.with_name(f"{self._segment.path.name}.{rank}")
+
+    def _exchange_lives(self, store: Store) -> list[tuple[int, int]]:
+        """Lock a file of our own, and open those of the others."""
+        own = os.open(self._life_path(self.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        fcntl.flock(own, fcntl.LOCK_EX)
+        store.set(f"life/{self.rank}", "")
+        store.wait([f"life/{rank}" for rank in range(self.world_size)])
+        return [
+            (rank, own if rank == self.rank else os.open(self._life_path(rank), os.O_RDWR))
+            for rank in range(self.world_size)
+        ]
+
+    def _exchange(self, tensor: Tensor, use: Callable[[list[Tensor], Tensor], object]) -> Tensor:
+        """Show ``tensor`` to all, slot by slot; ``use`` gets all parts and where ours came from."""
+        flat = tensor.detach().contiguous().view(-1)
+        step = SLOT // flat.element_size()
+        for start in range(0, max(1, flat.numel()), step):
+            piece = flat[start : start + step]
+            self._parity = 1 - self._parity
+            size = piece.numel() * piece.element_size()
+            parts = [slot[:size].view(flat.dtype) for slot in self._slots[self._parity]]
+            parts[self.rank].copy_(piece)
+            self.meet()
+            use(parts, piece)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))
+        return tensor
+
+
+class SharedReducer:
+    """One segment with an input per rank and one output; each rank writes its slice of it."""
+
+    def __init__(
+        self, shared: SharedMemoryCollective, segment: Segment, numel: int, dtype: torch.dtype
+    ) -> None:
+        self._shared = shared
+        world, size = shared.world_size, numel * dtype.itemsize
+        inputs = [segment.tensor(rank * size, numel, dtype) for rank in range(world)]
+        self.input = inputs[shared.rank]
+        self.output = segment.tensor(world * size, numel, dtype)
+        mine = slice(numel * shared.rank // world, numel * (shared.rank + 1) // world)
+        self._parts = [part[mine] for part in inputs]
+        self._sum = self.output[mine]
+
+    def reduce(self, riders: Riders, unit: float) -> Riders:
+        """As `Reducer.reduce`; bitwise the same on all ranks, summed in their order."""
+        total = self._shared.exchange_riders(riders)
+        first, second, *others = self._parts
+        torch.add(first, second, out=self._sum)
+        for part in others:
+            self._sum.add_(part)
+        if total[0] and total[0] != unit:
+            self._sum.mul_(unit / total[0])
+        self._shared.meet()
+        return total

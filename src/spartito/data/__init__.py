@@ -1,0 +1,47 @@
+"""Data sets: where examples come from, and what is done to them on the way to a replica."""
+
+from typing import TYPE_CHECKING
+
+from spartito._lazy import attach as _attach
+
+if TYPE_CHECKING:
+    from spartito.data.batch import Batch
+    from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
+    from spartito.data.folders import digits, idx, image_folder
+    from spartito.data.source import InputContext
+    from spartito.data.transforms import RandomFlip, RandomRotation, RandomTransform, Rescale
+
+__getattr__ = _attach(
+    __name__,
+    {
+        "Batch": "spartito.data.batch",
+        "Dataset": "spartito.data.dataset",
+        "InputContext": "spartito.data.source",
+        "RandomFlip": "spartito.data.transforms",
+        "RandomRotation": "spartito.data.transforms",
+        "RandomTransform": "spartito.data.transforms",
+        "Rescale": "spartito.data.transforms",
+        "arrays": "spartito.data.dataset",
+        "as_dataset": "spartito.data.dataset",
+        "digits": "spartito.data.folders",
+        "idx": "spartito.data.folders",
+        "image_folder": "spartito.data.folders",
+        "per_worker": "spartito.data.dataset",
+    },
+)
+
+__all__ = [
+    "Batch",
+    "Dataset",
+    "InputContext",
+    "RandomFlip",
+    "RandomRotation",
+    "RandomTransform",
+    "Rescale",
+    "arrays",
+    "as_dataset",
+    "digits",
+    "idx",
+    "image_folder",
+    "per_worker",
+]

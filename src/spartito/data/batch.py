@@ -1,0 +1,38 @@
+"""One replica's share of a global batch, and where its rows stand in it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """The local batch of one step.
+
+    ``data`` is a tensor, a tuple ``(x, y)`` or a dict, its tensors of shape ``(size, ...)``.
+    ``places`` are the rows' positions inside the global batch, shape ``(size,)`` int64.
+    ``global_size`` counts the examples that the order gave to the step over all replicas;
+    a corrupt example keeps its place there, so ``size`` may be less than this replica's share.
+    """
+
+    data: Any
+    size: int
+    global_size: int
+    places: torch.Tensor
+    epoch: int
+    step: int
+
+    @property
+    def x(self) -> Any:
+        """The input: the first part of a tuple, the whole of anything else."""
+        return self.data[0] if isinstance(self.data, tuple | list) else self.data
+
+    @property
+    def y(self) -> Any:
+        """The target: the second part of a tuple, ``"y"`` of a dict, else None."""
+        if isinstance(self.data, tuple | list):
+            return self.data[1] if len(self.data) > 1 else None
+        return self.data.get("y") if isinstance(self.data, dict) else None

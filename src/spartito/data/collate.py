@@ -1,0 +1,75 @@
+"""Examples into a batch, in the memory layout that the examples have."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spartito.errors import UserError
+
+
+def collate(examples: Sequence[Any]) -> Any:
+    """Stack examples that are tensors, arrays, numbers, or tuples or dicts of such.
+
+    Images that are views ``(channels, height, width)`` of a ``(height, width, channels)``
+    buffer become a channels-last batch without being rearranged. Anything else is a list.
+    """
+    first = examples[0]
+    if isinstance(first, tuple | list):
+        return tuple(collate(column) for column in zip(*examples, strict=True))
+    if isinstance(first, dict):
+        return {name: collate([example[name] for example in examples]) for name in first}
+    if isinstance(first, Tensor):
+        return _stack(examples)
+    if isinstance(first, np.ndarray):
+        return torch.from_numpy(np.stack(examples))
+    if isinstance(first, bool | int | float | np.generic):
+        return torch.tensor(examples)
+    return list(examples)
+
+
+def rows(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """``data`` with ``function`` applied to each of its tensors; lists are left as they are."""
+    if isinstance(data, Tensor):
+        return function(data)
+    if isinstance(data, tuple):
+        return tuple(rows(part, function) for part in data)
+    if isinstance(data, dict):
+        return {name: rows(part, function) for name, part in data.items()}
+    return data
+
+
+def count_rows(data: Any) -> int:
+    """How many examples a batch has: the rows of its first tensor."""
+    if isinstance(data, Tensor) and data.dim():
+        return data.shape[0]
+    parts = list(data.values()) if isinstance(data, dict) else data
+    if isinstance(parts, tuple | list) and parts:
+        return count_rows(parts[0])
+    raise UserError(
+        f"a batch of {type(data).__name__} has no rows",
+        "A batch is a tensor, or a tuple or dict of tensors whose first dim is the example.",
+    )
+
+
+def _stack(examples: Sequence[Tensor]) -> Tensor:
+    first = examples[0]
+    if len({example.shape for example in examples}) > 1:
+        shapes = sorted({tuple(example.shape) for example in examples})
+        raise UserError(
+            f"examples of the shapes {shapes} in one batch",
+            "All examples of a batch have one shape: resize or pad them in .map().",
+        )
+    if first.device.type != "cpu" or first.dtype == torch.bfloat16:
+        return torch.stack(list(examples))
+    last = first.dim() == 3 and not first.is_contiguous() and first.permute(1, 2, 0).is_contiguous()
+    layout = torch.channels_last if last else torch.contiguous_format
+    out = torch.empty((len(examples), *first.shape), dtype=first.dtype, memory_format=layout)
+    target = out.numpy()  # numpy copies in this thread; torch would wake its pool for it
+    for row, example in enumerate(examples):
+        target[row] = example.detach().numpy()
+    return out

@@ -1,0 +1,204 @@
+"""A data set as a chain of what is to be done; nothing is read before somebody iterates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+
+from spartito.data.memory import Arrays
+from spartito.data.collate import collate
+from spartito.data.order import steps
+from spartito.data.source import BatchStream, ExampleStream, GatherSource, PerWorker, Source
+from spartito.errors import UserError
+
+Origin = Source | ExampleStream | BatchStream | PerWorker
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """A source, and the chain of what happens to its examples. Every step answers a new one.
+
+    ``.map`` before ``.batch`` works on examples, after it on local batches. ``.shuffle``
+    permutes everything, anew in each pass. The batch size is global. ``.repeat()`` without a
+    count goes on for ever and wants ``steps_per_epoch``. ``padded`` fills the last batch up
+    by repeating its last example, so that every replica has as many rows (for predictions).
+    """
+
+    source: Origin
+    example_maps: tuple[Callable[..., Any], ...] = ()
+    batch_maps: tuple[Callable[..., Any], ...] = ()
+    batch_size: int | None = None
+    drop_remainder: bool = False
+    shuffled: bool = False
+    seed: int | None = None
+    repeats: int | None = 1
+    ahead: int = 0
+    threads: int = 1
+    corrupt_limit: int | None = None
+    padded: bool = False
+    collate: Callable[[list[Any]], Any] = field(default=collate, repr=False)
+    classes: tuple[str, ...] = ()
+
+    def map(self, function: Callable[..., Any]) -> Dataset:
+        """Change every example (before ``.batch``) or every local batch (after it).
+
+        A tuple arrives as separate arguments, ``function(x, y)``; anything else as one. A
+        `RandomTransform` gets a generator seeded by (seed, epoch, index) instead.
+        """
+        if self.batched:
+            return replace(self, batch_maps=(*self.batch_maps, function))
+        if isinstance(self.source, BatchStream | PerWorker):
+            return replace(self, batch_maps=(*self.batch_maps, function))
+        return replace(self, example_maps=(*self.example_maps, function))
+
+    def shuffle(self, seed: int | None = None) -> Dataset:
+        """Permute all examples, anew in each pass; ``seed`` None takes the trainer's."""
+        if not isinstance(self.source, Source):
+            raise UserError(
+                f"shuffle() of a {type(self.source).__name__}",
+                "A stream comes in its own order: shuffle where it is made.",
+            )
+        return replace(self, shuffled=True, seed=seed)
+
+    def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
+        """Group examples into global batches: each replica gets its share of one."""
+        if not isinstance(batch_size, int) or batch_size < 1:
+            raise UserError(f"batch({batch_size!r})", "A global batch has at least one example.")
+        if self.batched or isinstance(self.source, BatchStream | PerWorker):
+            raise UserError(f"batch({batch_size}) of batches", "Batch once, after .map/.shuffle.")
+        return replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
+
+    def repeat(self, count: int | None = None) -> Dataset:
+        """Pass over the examples ``count`` times in an epoch, or without end."""
+        if count is not None and count < 1:
+            raise UserError(f"repeat({count})", "Repeat at least once, or without a count.")
+        return replace(self, repeats=count)
+
+    def prefetch(self, batches: int = 2, threads: int | None = None) -> Dataset:
+        """Read up to ``batches`` ahead in background threads while the device computes."""
+        if batches < 0:
+            raise UserError(f"prefetch({batches})", "Give the number of batches, 0 for none.")
+        return replace(self, ahead=batches, threads=max(1, threads or self.threads))
+
+    def skip_corrupt(self, limit: int) -> Dataset:
+        """Let each replica skip up to ``limit`` unreadable examples; one more is an error."""
+        return replace(self, corrupt_limit=limit)
+
+    @property
+    def batched(self) -> bool:
+        """Whether ``.batch`` was called."""
+        return self.batch_size is not None
+
+    @property
+    def examples(self) -> int | None:
+        """The number of examples of one pass, None where nobody knows."""
+        return len(self.source) if isinstance(self.source, Source) else None
+
+    @property
+    def steps_per_pass(self) -> int | None:
+        """The number of global batches of one pass, None where nobody knows."""
+        if self.examples is None or self.batch_size is None:
+            return None
+        return steps(self.examples, self.batch_size, self.drop_remainder)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The number of global batches of an epoch, None where nobody knows or it has no end."""
+        if self.steps_per_pass is None or self.repeats is None:
+            return None
+        return self.steps_per_pass * self.repeats
+
+    def __len__(self) -> int:
+        count = self.steps_per_epoch if self.batched else self.examples
+        if count is None:
+            raise TypeError("this data set has no known length")
+        return count
+
+    def __iter__(self) -> Iterator[Any]:
+        """One epoch on one replica: its batches, or its examples before ``.batch``."""
+        from spartito.data.loader import Loader
+
+        if self.batched or isinstance(self.source, BatchStream | PerWorker):
+            for batch in Loader(self):
+                yield batch.data
+        else:
+            for batch in Loader(replace(self, batch_size=1, collate=lambda found: found[0])):
+                yield batch.data
+
+
+def arrays(x: Any, y: Any = None, *more: Any) -> Dataset:
+    """Arrays or tensors in memory (or one dict of them), one row per example.
+
+    dtypes stay as they are. Raises `UserError` if the numbers of rows differ.
+    """
+    return Dataset(Arrays(*(part for part in (x, y, *more) if part is not None)))
+
+
+def per_worker(function: Callable[..., Iterable[Any]]) -> Dataset:
+    """Local batches that every replica makes itself: ``function(context)`` answers an iterable.
+
+    For sources that do not fit one machine. ``context`` has rank, num_replicas and epoch.
+    Order and resuming are what the function makes of them; replicas may have unequal numbers
+    of batches, the epoch ends when all have ended.
+    """
+    return Dataset(PerWorker(function))
+
+
+def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
+    """Anything that users bring, as a batched `Dataset`.
+
+    A `Dataset`; a torch ``DataLoader`` (its batch size is taken as global, its collate function
+    is kept, shuffling becomes ours so that it is the same at any number of replicas; a loader
+    with a sampler of its own is a stream of batches); a torch ``Dataset`` or
+    ``IterableDataset``; a tensor or array, a tuple ``(x, y)`` or a dict of them.
+    ``batch_size`` is used where the data brings none.
+    """
+    if isinstance(data, Dataset):
+        chain = data
+    elif isinstance(data, DataLoader):
+        chain = _from_loader(data)
+    elif isinstance(data, tuple | dict | torch.Tensor) or hasattr(data, "__array__"):
+        chain = arrays(*data) if isinstance(data, tuple) else arrays(data)
+    elif isinstance(data, IterableDataset):
+        chain = Dataset(ExampleStream(data))
+    elif isinstance(data, Source):
+        chain = Dataset(data)
+    elif isinstance(data, Iterable):
+        chain = Dataset(BatchStream(data))
+    else:
+        raise UserError(
+            f"{type(data).__name__} is no data",
+            "Give arrays (x, y), a torch Dataset or DataLoader, or one of spartito.data.",
+        )
+    if chain.batched or isinstance(chain.source, BatchStream | PerWorker):
+        return chain
+    return chain.batch(batch_size)
+
+
+def _from_loader(loader: DataLoader[Any]) -> Dataset:
+    sampler, size = loader.sampler, loader.batch_size
+    plain = isinstance(sampler, RandomSampler | SequentialSampler) and size is not None
+    if isinstance(loader.dataset, IterableDataset) or not plain or _resamples(sampler):
+        return Dataset(BatchStream(loader))
+    assert size is not None
+    chain = replace(Dataset(loader.dataset), collate=loader.collate_fn)  # type: ignore[arg-type]
+    if isinstance(sampler, RandomSampler):
+        chain = chain.shuffle()
+    chain = chain.batch(size, loader.drop_last)
+    return chain.prefetch(2, loader.num_workers) if loader.num_workers else chain
+
+
+def _resamples(sampler: Any) -> bool:
+    """Whether a random sampler draws anything but one permutation."""
+    return isinstance(sampler, RandomSampler) and (
+        sampler.replacement or len(sampler) != len(sampler.data_source)
+    )
+
+
+def gathers(source: Origin) -> bool:
+    """Whether whole batches can be read at once."""
+    return isinstance(source, GatherSource)

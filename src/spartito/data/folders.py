@@ -1,0 +1,60 @@
+"""Data sets that lie in folders, and the digits that come with the package, as chains."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from spartito.data.dataset import Dataset, arrays
+from spartito.data.packaged import split_digits
+from spartito.data.idx_format import find_idx
+from spartito.data.images import ImageFolder, Subset, image_folder_source
+
+
+def image_folder(
+    directory: str | Path,
+    image_size: tuple[int, int] = (180, 180),
+    validation_split: float | None = 0.2,
+    subset: Subset | None = "training",
+    seed: int = 1337,
+    **options: Any,
+) -> Dataset:
+    """Images in one folder per class as ``(x, y)``, any size of image.
+
+    ``x`` is float32 0 to 255 of shape ``(3, height, width)``, ``y`` the class' place in
+    ``.classes``. ``validation_split`` keeps that share for ``subset="validation"``;
+    ``validation_split=None, subset=None`` takes all. Read ahead in the background. ``options``
+    go to `image_folder_source` (``color``, ``dtype``, ``extensions``).
+    """
+    source: ImageFolder = image_folder_source(
+        directory, image_size, validation_split, subset, seed, **options
+    )
+    return replace(Dataset(source), classes=source.classes).prefetch(3)
+
+
+def idx(directory: str | Path, split: Literal["train", "test"] = "train") -> Dataset:
+    """The images of MNIST's four IDX files (Fashion-MNIST's too) as ``(x, y)``.
+
+    ``x`` is float32 0 to 1 of shape ``(height, width)``, ``y`` int64.
+    """
+    images, labels = find_idx(directory, split)
+    return _digits(images, labels)
+
+
+def digits(subset: Literal["training", "validation"] = "training") -> Dataset:
+    """The 10,000 digits that come with the package: 8,000 to train, 2,000 to validate.
+
+    They are MNIST's test digits, so what is reached on them is not comparable with published
+    figures. ``x`` is float32 0 to 1 of shape ``(28, 28)``, ``y`` int64.
+    """
+    training, validation = split_digits()
+    return _digits(*(training if subset == "training" else validation))
+
+
+def _digits(images: Any, labels: Any) -> Dataset:
+    x = torch.from_numpy(images).to(torch.get_default_dtype()).div_(255)
+    chain = arrays(x, torch.from_numpy(labels).long())
+    return replace(chain, classes=tuple(str(label) for label in range(int(labels.max()) + 1)))

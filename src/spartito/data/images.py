@@ -1,0 +1,202 @@
+"""Images on disk as a source of samples: one folder per class, any size of image.
+
+As Keras' ``image_dataset_from_directory``; the files are read when a sample is asked for.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spartito.data.decode import MODES, Color, read_pixels
+from spartito.data.headers import EXTENSIONS, ImageFault
+from spartito.data.walk import image_files, subfolders
+from spartito.errors import CorruptSampleError, UserError
+from spartito.names import nearest
+
+Subset = Literal["training", "validation"]
+SUBSETS: tuple[Subset, ...] = ("training", "validation")
+
+_NUMPY: dict[torch.dtype, type[np.generic]] = {torch.float64: np.float64, torch.uint8: np.uint8}
+
+
+def read_image(
+    path: Path | str,
+    image_size: tuple[int, int] = (180, 180),
+    color: Color = "rgb",
+    dtype: torch.dtype = torch.float32,
+) -> torch.Tensor:
+    """One image of shape ``(channels, height, width)``, values 0 to 255, resized to fit.
+
+    ``image_size`` is (height, width). The tensor is a view of a (height, width, channels) buffer,
+    so that a batch of them can be made channels_last without moving a byte out of order. How
+    pixels are made is said at `spartito.data.decode.read_pixels`; Exif orientation is not applied.
+
+    Raises `CorruptSampleError`, which names the file and what is wrong with it.
+    """
+    try:
+        pixels = read_pixels(path, image_size, color)
+    except ImageFault as fault:
+        raise CorruptSampleError(
+            f"image {os.fspath(path)!r} is corrupt ({fault.kind}): {fault.detail}",
+            "Find all such files with `spartito data check DIR`.",
+        ) from fault
+    # numpy converts on this thread alone: torch would wake its pool below every reading thread.
+    values = pixels.astype(_NUMPY.get(dtype, np.float32))
+    return torch.from_numpy(values).to(dtype).permute(2, 0, 1)
+
+
+def split_order(
+    count: int, validation_split: float | None, subset: Subset | None, seed: int
+) -> NDArray[np.int64]:
+    """Which of ``count`` files a subset holds, as indices in its order.
+
+    Without a split all of them, in order. Else a permutation that ``seed`` alone decides; its
+    last ``int(validation_split * count)`` files are for validation and the rest for training.
+    """
+    if validation_split is None:
+        return np.arange(count)
+    # The raw stream of PCG64 is the same in every numpy; `Generator.permutation` is not promised.
+    keys = np.random.PCG64(seed).random_raw(count)
+    order = np.argsort(keys, kind="stable").astype(np.int64)
+    training = count - int(validation_split * count)
+    return order[:training] if subset == "training" else order[training:]
+
+
+@dataclass(frozen=True, eq=False)
+class ImageFolder:
+    """A source of samples ``(x, y)``: the images below one folder per class.
+
+    ``x`` is as `read_image` gives it, ``y`` the class' place in ``classes``, a 0-d int64 tensor.
+    Reading is safe from many threads, and Pillow lets them run side by side.
+    """
+
+    classes: tuple[str, ...]
+    paths: tuple[str, ...]
+    labels: tuple[int, ...]
+    image_size: tuple[int, int] = (180, 180)
+    color: Color = "rgb"
+    dtype: torch.dtype = torch.float32
+    _targets: torch.Tensor = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Keep the labels as one tensor, of which a sample takes a view."""
+        object.__setattr__(self, "_targets", torch.tensor(self.labels, dtype=torch.int64))
+
+    def __len__(self) -> int:
+        """How many images there are."""
+        return len(self.paths)
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Read one image. Raises `CorruptSampleError` for one that cannot be read."""
+        image = read_image(self.paths[index], self.image_size, self.color, self.dtype)
+        return image, self._targets[index]
+
+    def path(self, index: int) -> Path:
+        """Where the sample at ``index`` lies."""
+        return Path(self.paths[index])
+
+
+def image_folder_source(
+    directory: Path | str,
+    image_size: tuple[int, int] = (180, 180),
+    validation_split: float | None = None,
+    subset: Subset | None = None,
+    seed: int = 1337,
+    *,
+    extensions: Sequence[str] = EXTENSIONS,
+    color: Color = "rgb",
+    dtype: torch.dtype = torch.float32,
+) -> ImageFolder:
+    """The images below ``directory``, one folder per class, labelled by the folders' sorted order.
+
+    Folders are searched at any depth. ``validation_split`` with ``subset`` takes one part of a
+    split that depends on the files' number and ``seed`` alone: see `split_order`.
+
+    Raises `UserError`: no such directory, fewer than two classes, a class without an image, a
+    value out of range.
+    """
+    _check_options(image_size, validation_split, subset, seed, color, dtype)
+    classes = _classes(directory)
+    paths: list[str] = []
+    labels: list[int] = []
+    for label, name in enumerate(classes):
+        files = image_files(os.path.join(directory, name), extensions).images
+        if not files:
+            raise UserError(
+                f"class folder {name!r} of {os.fspath(directory)!r} has no image "
+                f"({', '.join(extensions)})",
+                "Remove the folder, or put images into it.",
+            )
+        paths += files
+        labels += [label] * len(files)
+    order = split_order(len(paths), validation_split, subset, seed)
+    if not len(order):
+        raise UserError(
+            f"validation_split={validation_split} of {len(paths)} images leaves none for {subset}",
+            "Choose another fraction.",
+        )
+    return ImageFolder(
+        classes,
+        tuple(paths[i] for i in order),
+        tuple(labels[i] for i in order),
+        image_size,
+        color,
+        dtype,
+    )
+
+
+def _classes(directory: Path | str) -> tuple[str, ...]:
+    classes = subfolders(directory)
+    layout = "Make one folder per class: DIR/cat/1.jpg, DIR/dog/1.jpg."
+    if not classes:
+        raise UserError(f"{os.fspath(directory)!r} has no folders of classes", layout)
+    if len(classes) == 1:
+        raise UserError(
+            f"{os.fspath(directory)!r} has only one class, {classes[0]!r}; at least 2 are needed",
+            layout,
+        )
+    return classes
+
+
+def _check_options(
+    image_size: tuple[int, int],
+    validation_split: float | None,
+    subset: str | None,
+    seed: int,
+    color: str,
+    dtype: torch.dtype,
+) -> None:
+    if len(image_size) != 2 or any(not isinstance(n, int) or n < 1 for n in image_size):
+        raise UserError(
+            f"image_size={image_size!r} is not (height, width) in pixels, both at least 1",
+            "For example image_size=(180, 180).",
+        )
+    if subset is not None and subset not in SUBSETS:
+        raise UserError(f"unknown subset {subset!r}", nearest(str(subset), SUBSETS))
+    if (validation_split is None) != (subset is None):
+        raise UserError(
+            f"validation_split={validation_split} and subset={subset!r} must come together",
+            'For example validation_split=0.2, subset="training".',
+        )
+    if validation_split is not None and not 0 < validation_split < 1:
+        raise UserError(
+            f"validation_split={validation_split} is not between 0 and 1",
+            "0.2 keeps a fifth of the images for validation.",
+        )
+    if not isinstance(seed, int) or seed < 0:
+        raise UserError(f"seed={seed!r} is not an integer of at least 0", "For example seed=1337.")
+    if color not in MODES:
+        raise UserError(f"unknown color {color!r}", nearest(str(color), MODES))
+    if not (dtype.is_floating_point or dtype == torch.uint8):
+        raise UserError(
+            f"dtype={dtype} does not hold the values 0 to 255 of an image",
+            "Use torch.float32, another floating type, or torch.uint8.",
+        )

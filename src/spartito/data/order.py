@@ -1,0 +1,37 @@
+"""Which examples a step gets: pure functions of (seed, epoch, step), whatever reads them."""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+
+def permutation(count: int, seed: int, epoch: int) -> Indices:
+    """The order of ``count`` examples in one epoch, shape ``(count,)``: all of them, shuffled."""
+    return np.random.Generator(np.random.Philox(key=_key(seed, epoch))).permutation(count)
+
+
+def share(size: int, rank: int, world_size: int) -> range:
+    """The places of a global batch of ``size`` that replica ``rank`` computes.
+
+    Contiguous, and no two shares differ by more than one; together they are the batch.
+    """
+    return range(size * rank // world_size, size * (rank + 1) // world_size)
+
+
+def steps(count: int, batch_size: int, drop_remainder: bool) -> int:
+    """How many global batches one pass over ``count`` examples has."""
+    return count // batch_size if drop_remainder else -(-count // batch_size)
+
+
+def example_generator(seed: int, epoch: int, index: int) -> np.random.Generator:
+    """The randomness of one example in one epoch, the same wherever it is read."""
+    # The generator counts upwards in the first word: examples differ in the last one.
+    counter = np.array([0, 0, 0, index + 1], dtype=np.uint64)
+    return np.random.Generator(np.random.Philox(key=_key(seed, epoch), counter=counter))
+
+
+def _key(seed: int, epoch: int) -> npt.NDArray[np.uint64]:
+    return np.array([seed % 2**64, epoch], dtype=np.uint64)

@@ -1,0 +1,32 @@
+"""Reading ahead in background threads, in order."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def read_ahead(tasks: Iterator[Callable[[], T]], depth: int, threads: int) -> Iterator[T]:
+    """The answers of ``tasks`` in their order, up to ``depth`` of them made ahead of time.
+
+    With depth 0 each is made when it is asked for. Closing the iterator ends the threads.
+    """
+    if depth == 0:
+        for task in tasks:
+            yield task()
+        return
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="spartito-data")
+    ahead: deque[Future[T]] = deque()
+    try:
+        for task in tasks:
+            ahead.append(pool.submit(task))
+            if len(ahead) > depth:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(wait=True, cancel_futures=True)

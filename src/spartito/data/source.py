@@ -1,0 +1,63 @@
+"""Where examples come from, by what each kind can promise.
+
+| source | order | resume in the middle of an epoch | each replica reads |
+|---|---|---|---|
+| map-style (``__len__``, ``__getitem__``) | shuffled as a whole, any number of replicas | exact | its slice |
+| stream of examples (an ``IterableDataset``) | as it comes | exact if it repeats itself; reads past what was seen | everything, keeps its slice |
+| stream of batches (a ``DataLoader`` with its own sampler) | as it comes | likewise | everything, keeps its slice |
+| `PerWorker` (a function per replica) | the user's | likewise, per replica | what its function gives |
+"""  # noqa: E501
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Examples by index. A torch map-style ``Dataset`` is one."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int, /) -> Any: ...
+
+
+@runtime_checkable
+class GatherSource(Source, Protocol):
+    """Examples that can be read many at once, already stacked."""
+
+    def gather(self, indices: Any) -> Any:
+        """The examples at ``indices`` (a slice, or int64 of shape ``(n,)``) as one batch."""
+        ...
+
+
+@dataclass(frozen=True)
+class ExampleStream:
+    """Examples one after the other; iterating again starts again."""
+
+    examples: Iterable[Any]
+
+
+@dataclass(frozen=True)
+class BatchStream:
+    """Global batches one after the other; iterating again starts again."""
+
+    batches: Iterable[Any]
+
+
+@dataclass(frozen=True)
+class InputContext:
+    """What a `PerWorker` function is told: which replica reads, of how many, which pass."""
+
+    rank: int
+    num_replicas: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class PerWorker:
+    """Local batches that each replica makes for itself by ``function(context)``."""
+
+    function: Callable[[InputContext], Iterable[Any]]

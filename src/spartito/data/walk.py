@@ -1,0 +1,76 @@
+"""Which image files lie below a directory: one answer for training and for the check."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spartito.data.headers import EXTENSIONS
+from spartito.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """The image files below a directory, sorted, and how many others were passed over."""
+
+    images: tuple[str, ...]
+    ignored: int
+
+
+def image_files(directory: Path | str, extensions: Sequence[str] = EXTENSIONS) -> Files:
+    """All files below ``directory``, at any depth, whose name ends as an image's does.
+
+    Names with a dot in front (``.DS_Store``, ``._1.jpg``) are passed over as hidden. A linked
+    folder is followed, each folder is read once. Raises `UserError` for what cannot be listed.
+    """
+    endings = tuple(e.lower() for e in extensions)
+    names = list(_walk(os.fspath(directory), set()))
+    images = tuple(n for n in names if _is_image(os.path.basename(n), endings))
+    return Files(images, len(names) - len(images))
+
+
+def subfolders(directory: Path | str) -> tuple[str, ...]:
+    """The names of the folders directly in ``directory``, sorted, hidden ones left out."""
+    return tuple(
+        e.name
+        for e in _entries(os.fspath(directory))
+        if _is_folder(e) and not e.name.startswith(".")
+    )
+
+
+def _is_image(name: str, endings: tuple[str, ...]) -> bool:
+    return not name.startswith(".") and name.lower().endswith(endings)
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    # Of a link that leads to itself `DirEntry.is_dir` raises; of a plain file it costs nothing.
+    return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
+
+
+def _walk(directory: str, seen: set[tuple[int, int]]) -> Iterator[str]:
+    entries = _entries(directory)
+    status = os.stat(directory)
+    if (status.st_dev, status.st_ino) in seen:  # a link that leads back up
+        return
+    seen.add((status.st_dev, status.st_ino))
+    for entry in entries:
+        if not _is_folder(entry):
+            yield entry.path
+        elif not entry.name.startswith("."):
+            yield from _walk(entry.path, seen)
+
+
+def _entries(directory: str) -> list[os.DirEntry[str]]:
+    try:
+        with os.scandir(directory) as entries:
+            return sorted(entries, key=lambda e: e.name)
+    except FileNotFoundError:
+        raise UserError(f"directory {directory!r} does not exist", "Check the path.") from None
+    except NotADirectoryError:
+        raise UserError(f"{directory!r} is not a directory", "Name the folder above it.") from None
+    except OSError as error:
+        raise UserError(
+            f"directory {directory!r} cannot be listed: {error.strerror}", "Check its permissions."
+        ) from error

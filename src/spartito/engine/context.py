@@ -1,0 +1,51 @@
+"""Where the modules that look beyond their own replica find out about the global batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from spartito.collectives.collective import Collective
+
+
+@dataclass
+class StepContext:
+    """What one forward pass belongs to: who takes part, and which rows of the batch are here.
+
+    ``calls`` counts how often each dropout module has drawn in this step.
+    """
+
+    collective: Collective
+    seed: int
+    step: int
+    global_size: int
+    places: Tensor
+    calls: dict[int, int] = field(default_factory=dict)
+
+
+_current: StepContext | None = None
+
+
+def current() -> StepContext | None:
+    """The context of the step that runs now; None outside of one."""
+    return _current
+
+
+def enter(context: StepContext | None) -> None:
+    """Make ``context`` the present one until the next call: for loops that users write."""
+    global _current
+    _current = context
+
+
+@contextmanager
+def within(context: StepContext) -> Iterator[None]:
+    """Make ``context`` the present one for a block."""
+    before = _current
+    enter(context)
+    try:
+        yield
+    finally:
+        enter(before)

@@ -1,0 +1,176 @@
+"""What a batch costs: the model's forward pass, and a loss in any of the forms that users write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartito.data.batch import Batch
+from spartito.data.collate import rows
+from spartito.errors import UserError
+
+LossFunction = Callable[[Any, Any], Any]
+"""``(output, target)`` to a loss; see `weigh` for what it may answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedLoss:
+    """``value`` whose gradient is wanted, times ``scale`` the sum over the examples here.
+
+    ``weight`` is what that sum is to be divided by, before the other replicas join in.
+    """
+
+    value: Tensor
+    scale: float
+    weight: float
+
+
+def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
+    """The model's output: of ``x`` in a tuple ``(x, y)``, of all entries but ``"y"`` of a dict.
+
+    Without a loss function the model gets everything, ``model(*data)`` or ``model(**data)``,
+    and answers its own loss.
+    """
+    if isinstance(data, dict):
+        return model(**{k: v for k, v in data.items() if k != "y" or not has_loss})
+    if isinstance(data, tuple | list):
+        return model(data[0]) if has_loss else model(*data)
+    return model(data)
+
+
+def in_dtype(batch: Batch, dtype: torch.dtype | None) -> Batch:
+    """``batch`` with its floating tensors in ``dtype``: numpy's float64 meets a float32 model."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    parts = batch.data.values() if isinstance(batch.data, dict) else batch.data
+    parts = [parts] if isinstance(parts, Tensor) else parts
+    for part in parts:
+        if isinstance(part, Tensor) and part.is_floating_point() and part.dtype != dtype:
+            return replace(batch, data=rows(batch.data, cast))
+    return batch
+
+
+def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
+    """What ``loss`` says of ``output``; without one, what the model said itself.
+
+    torch's own losses get a target of the output's shape and dtype where only dims of size 1
+    and the dtype differ (labels ``(n,)`` for logits ``(n, 1)``), and an error that names both.
+    """
+    if loss is None:
+        return own_loss(output)
+    target = batch.data if batch.y is None else batch.y
+    if not of_torch(loss):
+        return loss(output, target)
+    if isinstance(output, Tensor) and output.dtype == torch.bfloat16:
+        output = output.float()
+    target = align(output, target)
+    try:
+        return _exact(loss, output, target)
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        raise UserError(
+            f"{type(loss).__name__} does not fit an output of {describe(output)} "
+            f"and a target of {describe(target)}: {error}",
+            "Shapes and dtypes of the model's output and the target must suit the loss.",
+        ) from error
+
+
+def of_torch(loss: LossFunction) -> bool:
+    """Whether ``loss`` is one of ``torch.nn``'s modules."""
+    return isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn.")
+
+
+def align(output: Any, target: Any) -> Any:
+    """``target`` in the shape and dtype of ``output``, where it holds one value for each."""
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        return target
+    if output.numel() != target.numel() or not output.is_floating_point():
+        return target
+    if output.shape == target.shape:
+        return target if target.is_floating_point() else target.to(output.dtype)
+    if [n for n in output.shape if n != 1] == [n for n in target.shape if n != 1]:
+        return target.reshape(output.shape).to(output.dtype)
+    return target
+
+
+def check_loss(loss: LossFunction | None) -> None:
+    """Refuse a loss whose value no strategy could weigh."""
+    if loss is not None and getattr(loss, "reduction", "mean") == "sum":
+        raise UserError(
+            f"{type(loss).__name__}(reduction='sum')",
+            "Use 'mean' or 'none': Spartito divides by the global weight itself.",
+        )
+
+
+def _exact(loss: LossFunction, output: Any, target: Any) -> Any:
+    """The loss, as ``(sum, weight)`` where torch's mean is not one over examples."""
+    if isinstance(loss, _ELEMENTWISE) and output.shape != target.shape:
+        raise ValueError("the shapes differ")
+    value = loss(output, target)
+    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or value.dim():
+        return value
+    if target.is_floating_point() or (
+        loss.weight is None and target.dim() == 1 and loss.ignore_index < 0
+    ):
+        return value
+    # torch divides by the weights of the classes that count, not by the examples.
+    counted = target[target != loss.ignore_index]
+    weight = float(counted.numel() if loss.weight is None else loss.weight[counted].sum())
+    return (value * weight if weight else output.sum() * 0.0, weight)
+
+
+_ELEMENTWISE = (
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.HuberLoss,
+    nn.L1Loss,
+    nn.MSELoss,
+    nn.SmoothL1Loss,
+)
+
+
+def own_loss(output: Any) -> Any:
+    """The loss inside the output of a model that computes it: itself, ``["loss"]``, ``.loss``."""
+    if isinstance(output, Tensor | tuple):
+        return output
+    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    if found is None:
+        raise UserError(
+            f"no loss function, and the model answered {describe(output)}",
+            'Give the Trainer a loss, or let the model answer {"loss": ..., "output": ...}.',
+        )
+    return found
+
+
+def weigh(answer: Any, batch: Batch) -> WeightedLoss:
+    """A loss as its user wrote it: a mean over examples, one per example, or ``(sum, weight)``."""
+    if isinstance(answer, tuple) and len(answer) == 2:
+        return WeightedLoss(answer[0], 1.0, float(answer[1]))
+    if not isinstance(answer, Tensor):
+        raise UserError(
+            f"a loss of {describe(answer)}",
+            "It is a scalar mean over the examples, one value per example, or (sum, weight).",
+        )
+    if answer.dim() == 0:
+        return WeightedLoss(answer, float(batch.size), float(batch.size))
+    if answer.shape[0] != batch.size:
+        raise UserError(
+            f"a loss of shape {tuple(answer.shape)} for {batch.size} examples",
+            "It is a scalar mean over the examples, one value per example, or (sum, weight).",
+        )
+    per_example = answer if answer.dim() == 1 else answer.flatten(1).mean(1)
+    return WeightedLoss(per_example.sum(), 1.0, float(batch.size))
+
+
+def describe(value: Any) -> str:
+    """A value in an error message: shape and dtype of a tensor, else its type."""
+    if isinstance(value, torch.Tensor):
+        return f"{tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}"
+    if isinstance(value, tuple | list):
+        return f"({', '.join(describe(part) for part in value)})"
+    return type(value).__name__

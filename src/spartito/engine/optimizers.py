@@ -1,0 +1,127 @@
+"""Optimizers: what a strategy accepts, and their state under the user's parameter names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from spartito.errors import UserError
+
+OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
+
+
+def plain(model: nn.Module) -> nn.Module:
+    """The user's own module: inside of one that ``torch.compile`` wrapped, else itself."""
+    inner = getattr(model, "_orig_mod", model)
+    return inner if isinstance(inner, nn.Module) else model
+
+
+def make_optimizer(given: OptimizerLike, model: nn.Module) -> Optimizer:
+    """The optimizer for ``model``: the one given, or what a function makes of its parameters."""
+    if isinstance(given, Optimizer):
+        return given
+    made = given(model.parameters())
+    if not isinstance(made, Optimizer):
+        raise UserError(
+            f"the optimizer function answered {type(made).__name__}",
+            "It takes the parameters and answers a torch.optim.Optimizer.",
+        )
+    return made
+
+
+def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -> None:
+    """Refuse an optimizer that would silently do nothing, or something else on each replica."""
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = [p for p in optimizer_parameters(optimizer) if id(p) not in known]
+    if strange:
+        raise UserError(
+            f"{len(strange)} of the optimizer's parameters are not the model's, "
+            f"the first of shape {tuple(strange[0].shape)}",
+            "Build the optimizer from this model's parameters(), after the last .to() or .double().",
+        )
+    if num_replicas == 1:
+        return
+    if optimizer.state:
+        raise UserError(
+            f"an {type(optimizer).__name__} with state of {len(optimizer.state)} parameters "
+            f"for {num_replicas} replicas",
+            "Give a fresh optimizer; trainer.load(checkpoint) restores the state of a saved one.",
+        )
+    if isinstance(optimizer, LBFGS):
+        raise UserError(
+            f"LBFGS calls a closure several times a step, on {num_replicas} replicas",
+            "Use it on one device, or choose Adam or SGD.",
+        )
+
+
+def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
+    """All parameters of ``optimizer``, in the order of its groups."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def fuse(optimizer: Optimizer) -> None:
+    """Let torch update all parameters in one pass where it can and the user did not choose."""
+    for group in optimizer.param_groups:
+        tensors: Sequence[Tensor] = group["params"]
+        if (
+            group.get("fused", True) is None
+            and not group.get("foreach")
+            and not group.get("differentiable")
+            and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in tensors)
+        ):
+            group["fused"] = True
+            group["foreach"] = False
+
+
+def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state under the user's parameter names: ``{"state", "groups"}``."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    state = {
+        names[id(parameter)]: dict(values)
+        for parameter, values in optimizer.state.items()
+        if id(parameter) in names
+    }
+    groups = [
+        {
+            "params": [names[id(parameter)] for parameter in group["params"]],
+            **{key: value for key, value in group.items() if key != "params"},
+        }
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "groups": groups}
+
+
+def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+    """Take back what `named_state` answered, from a model of the same names and shapes."""
+    parameters = dict(model.named_parameters())
+    if len(saved["groups"]) != len(optimizer.param_groups):
+        raise UserError(
+            f"the checkpoint's optimizer has {len(saved['groups'])} parameter groups, "
+            f"this one {len(optimizer.param_groups)}",
+            "Build the optimizer as it was built when the checkpoint was written.",
+        )
+    missing = [name for name in saved["state"] if name not in parameters]
+    if missing:
+        raise UserError(f"the checkpoint's optimizer has state of {missing[0]}, the model has not")
+    for group, old in zip(optimizer.param_groups, saved["groups"], strict=True):
+        # How the update is computed belongs to this machine, the numbers to the checkpoint.
+        group.update({k: v for k, v in old.items() if k not in ("params", "fused", "foreach")})
+    optimizer.state.clear()
+    for name, values in saved["state"].items():
+        parameter = parameters[name]
+        optimizer.state[parameter] = {
+            key: _like(value, parameter) if isinstance(value, torch.Tensor) else value
+            for key, value in values.items()
+        }
+
+
+def _like(value: Tensor, parameter: Tensor) -> Tensor:
+    if value.dim() == 0:  # a step counter: keeps its own dtype
+        return value.clone()
+    return value.to(device=parameter.device, dtype=parameter.dtype).clone(
+        memory_format=torch.preserve_format
+    )

@@ -1,0 +1,72 @@
+"""What can go wrong, as a small tree; each error knows the exit code of the process it ends.
+
+SpartitoError               1
+├── UserError               2    the user's mistake: one clear message, no traceback
+│   └── CorruptSampleError  2    one example of a data set cannot be read
+└── TaskLostError          69    a task of the cluster did not come, or is gone
+"""
+
+from __future__ import annotations
+
+import sys
+from types import TracebackType
+
+EXIT_USER = 2
+EXIT_TASK_LOST = 69
+EXIT_INTERRUPTED = 130
+
+PREFIX = "spartito: error: "
+
+
+class SpartitoError(Exception):
+    """Anything that Spartito itself raises: what happened, and what to do about it."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, do: str = "") -> None:
+        """``what`` says the value that came and the rule it broke; ``do`` what to type instead."""
+        super().__init__(f"{what}\n  {do}" if do else what)
+
+
+class UserError(SpartitoError):
+    """A mistake that the user can mend; ends the process with 2 and without a traceback."""
+
+    exit_code = EXIT_USER
+
+
+class CorruptSampleError(UserError):
+    """One example of a data set cannot be read: the loader skips, counts and names it."""
+
+
+class TaskLostError(SpartitoError):
+    """A task of the cluster did not come within the time limit, or is gone; ends with 69."""
+
+    exit_code = EXIT_TASK_LOST
+
+
+def show(error: BaseException) -> int:
+    """Print ``error`` as the one message its reader needs; answers the exit code."""
+    print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
+    return error.exit_code if isinstance(error, SpartitoError) else 1
+
+
+def install_excepthook() -> None:
+    """Chain ``sys.excepthook`` so that our own errors end a plain ``python script.py`` well.
+
+    Only `UserError` and `TaskLostError` are treated; every other exception goes to the hook
+    that was there before. Calling it again changes nothing.
+    """
+    previous = sys.excepthook
+    if getattr(previous, "_spartito", False):
+        return
+
+    def hook(
+        kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        if isinstance(error, UserError | TaskLostError):
+            # The interpreter takes the exit code from a SystemExit that its hook raises.
+            raise SystemExit(show(error))
+        previous(kind, error, traceback)
+
+    hook._spartito = True  # type: ignore[attr-defined]
+    sys.excepthook = hook

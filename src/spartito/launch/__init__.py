@@ -1,0 +1,8 @@
+"""Start the processes of a job on this machine and watch over them."""
+
+from __future__ import annotations
+
+from spartito.launch.local import launch
+from spartito.launch.supervisor import Process, supervise
+
+__all__ = ["Process", "launch", "supervise"]

@@ -1,0 +1,68 @@
+"""Nothing outlives the supervisor, not even when it is killed with SIGKILL."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterable
+
+PR_SET_PDEATHSIG = 1
+
+# Keeps the newest list of process groups; when the pipe closes, the supervisor is gone.
+WATCH = (
+    'while read -r line; do groups=$line; done; for g in $groups; do kill -s KILL -- "-$g"; done'
+)
+
+
+class Guard:
+    """A shell of a few kilobytes that ends the listed process groups when we are gone.
+
+    The kernel's death signal (see `die_with_parent`) reaches only a child itself; this reaches
+    its children too.
+    """
+
+    def __init__(self) -> None:
+        self._shell = subprocess.Popen(
+            ["/bin/sh", "-c", WATCH],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            bufsize=0,
+        )
+
+    @property
+    def pid(self) -> int:
+        """The process id of the shell."""
+        return self._shell.pid
+
+    def watch(self, groups: Iterable[int]) -> None:
+        """From now on ``groups`` and no others end with us."""
+        assert self._shell.stdin is not None
+        try:
+            self._shell.stdin.write((" ".join(map(str, groups)) + "\n").encode())
+        except BrokenPipeError:
+            return  # someone killed the guard; the kernel's death signal is left
+
+    def close(self) -> None:
+        """Dismiss the guard; whatever is still on its list ends."""
+        self._shell.communicate()
+
+
+def die_with_parent() -> Callable[[], None] | None:
+    """What a child runs before its program so that the kernel kills it when we die (Linux)."""
+    if sys.platform != "linux":
+        return None
+    # Loaded here, before the fork: a child may do little more than call it.
+    prctl = ctypes.CDLL(None, use_errno=True).prctl
+    parent = os.getpid()
+
+    def arrange() -> None:
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+        if os.getppid() != parent:  # it died before the arrangement stood
+            os._exit(128 + signal.SIGKILL)
+
+    return arrange

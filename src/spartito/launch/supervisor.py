@@ -1,0 +1,349 @@
+"""Start the tasks of a job, pass on what they print, and end them all when one fails."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import BinaryIO
+
+from spartito.errors import EXIT_TASK_LOST, UserError
+from spartito.launch.guard import Guard, die_with_parent
+from spartito.launch.output import Channel, ErrorChannel, Sink
+
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
+"""Signals by which a task is lost; by others, as SIGSEGV, it fails on its own."""
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+DOUBLE_CLICK = 0.05
+"""Seconds within which a second Ctrl-C is the first one, sent to the whole group as well."""
+TICK = 1.0
+"""Seconds after which we look again even if nothing woke us."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One task to start: its name as ``worker 1``, what to run, its whole environment."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the supervisor waits, in seconds."""
+
+    stop: float = 5.0
+    """From SIGTERM to SIGKILL for the others, once a task failed."""
+    interrupt: float = 30.0
+    """From Ctrl-C or SIGTERM to SIGKILL: a script may write a last checkpoint."""
+    cause: float = 2.0
+    """For the task that failed first, once another reports that it lost a peer."""
+    hold: float = 5.0
+    """Until a traceback whose task lives on counts as ordinary output."""
+
+
+def supervise(
+    processes: Sequence[Process],
+    *,
+    patience: Patience = Patience(),
+    result_of: int | None = None,
+    out: BinaryIO | None = None,
+    err: BinaryIO | None = None,
+) -> int:
+    """Run ``processes`` until all have ended; answers the exit code of the job.
+
+    Each line of output gets its task's name. The first task that fails decides: its traceback
+    is shown whole, once, after the others were stopped, and its exit code is the job's; 69 when
+    it was killed from outside, 128 + n when it crashed by signal n. A task that exits with 69
+    lost another one, so that one is looked for first. Ctrl-C and SIGTERM go to all tasks once;
+    then the code is 130 or 143. A single task keeps the terminal, without a prefix.
+
+    ``result_of`` is the place of a process whose last line on stdout is the result of the job:
+    it is printed last and as it is. ``out`` and ``err`` default to our own streams. Must be
+    called from the main thread, as it takes over signals. Raises `UserError` when a process
+    cannot be started.
+    """
+    sinks = Sink.of(out or sys.stdout.buffer), Sink.of(err or sys.stderr.buffer)
+    return _Supervisor(patience, *sinks).run(processes, result_of)
+
+
+def exit_code(code: int) -> int:
+    """The job's exit code for a process that ended with ``code``, negative for a signal."""
+    if code >= 0:
+        return code
+    return EXIT_TASK_LOST if -code in FROM_OUTSIDE else 128 - code
+
+
+@dataclass
+class _Running:
+    """One started process."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    channels: list[Channel]
+    code: int | None = None
+    failed_at: float = 0.0
+    ended_at: float = 0.0
+    forwarded: bool = False
+
+    def send(self, number: int) -> None:
+        if self.code is None:
+            self.popen.send_signal(number)
+
+    def kill_group(self) -> None:
+        """End the process and all that it started; harmless when they have ended."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        for stream in (self.popen.stdout, self.popen.stderr):
+            if stream is not None:
+                stream.close()
+
+    @property
+    def how_it_failed(self) -> str:
+        code = self.code or 0
+        return (
+            f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        )
+
+    @property
+    def errors(self) -> ErrorChannel | None:
+        return next((c for c in self.channels if isinstance(c, ErrorChannel)), None)
+
+    @property
+    def lost_a_peer(self) -> bool:
+        return self.code == EXIT_TASK_LOST
+
+
+@dataclass
+class _Supervisor:
+    patience: Patience
+    out: Sink
+    err: Sink
+    tasks: list[_Running] = field(default_factory=list)
+    cause: _Running | None = None
+    interrupted: signal.Signals | None = None
+    interrupted_at: float = 0.0
+    kill_at: float = float("inf")
+    before_exec: Callable[[], None] | None = field(default_factory=die_with_parent)
+    selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
+
+    def run(self, processes: Sequence[Process], result_of: int | None) -> int:
+        with self._signals():
+            guard = Guard()
+            try:
+                for place, process in enumerate(processes):
+                    if self.interrupted is None:
+                        self._start(process, place, len(processes) == 1, place == result_of)
+                        guard.watch(self._groups())
+                self._forward()  # to one that was just starting when the signal came
+                while self._groups():
+                    self._wait()
+                    if self._reap():
+                        guard.watch(self._groups())
+                    self._decide()
+                return self._report()
+            finally:
+                self._kill()
+                for task in self.tasks:
+                    task.popen.wait()
+                    task.close()
+                guard.close()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """Our handlers, and a pipe by which a signal wakes the selector."""
+        wake, woken = os.pipe()
+        for fd in (wake, woken):
+            os.set_blocking(fd, False)
+        old_fd = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
+        old = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda number, frame: None)}
+        for number in INTERRUPTS:
+            ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
+            if not ignored:  # nohup
+                old[number] = signal.signal(number, self._interrupt)
+        self.selector.register(wake, selectors.EVENT_READ, None)
+        try:
+            yield
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(old_fd)
+            self.selector.close()
+            os.close(wake)
+            os.close(woken)
+
+    def _interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Acts at once: the loop may be waiting for a slow reader of our output."""
+        now = time.monotonic()
+        if self.interrupted is None and self.cause is None:
+            self.interrupted, self.interrupted_at = signal.Signals(number), now
+            self.kill_at = now + self.patience.interrupt
+            self._forward()
+        elif number == signal.SIGINT and now - self.interrupted_at > DOUBLE_CLICK:
+            self._kill()
+
+    def _forward(self) -> None:
+        if self.interrupted is not None:
+            for task in self.tasks:
+                if not task.forwarded:
+                    task.forwarded = True
+                    task.send(self.interrupted)
+
+    def _start(self, process: Process, place: int, single: bool, has_result: bool) -> None:
+        pipe = None if single else subprocess.PIPE
+        try:
+            popen = subprocess.Popen(
+                list(process.argv),
+                env=dict(process.env),
+                stdin=None if single else subprocess.DEVNULL,
+                stdout=pipe,
+                stderr=pipe,
+                bufsize=0,
+                start_new_session=True,
+                preexec_fn=self.before_exec,  # safe: we have one thread
+            )
+        except OSError as error:
+            raise UserError(
+                f"{process.name} cannot be started: {error}", "Are these more than fit here?"
+            ) from error
+        channels: list[Channel] = []
+        if popen.stdout is not None and popen.stderr is not None:
+            prefix = self.out.prefix(process.name, place), self.err.prefix(process.name, place)
+            channels = [
+                Channel(popen.stdout.fileno(), self.out, prefix[0], has_result),
+                ErrorChannel(popen.stderr.fileno(), self.err, prefix[1]),
+            ]
+        for channel in channels:
+            os.set_blocking(channel.fd, False)
+            self.selector.register(channel.fd, selectors.EVENT_READ, channel)
+        self.tasks.append(_Running(process.name, popen, channels))
+
+    def _groups(self) -> list[int]:
+        """The process groups of the tasks that run."""
+        return [task.popen.pid for task in self.tasks if task.code is None]
+
+    def _wait(self) -> None:
+        """Until something is printed, a process ends, a signal comes, or a time limit passes."""
+        for key, _ in self.selector.select(max(0.0, self._deadline() - time.monotonic())):
+            channel: Channel | None = key.data
+            if channel is None:
+                with suppress(BlockingIOError):
+                    os.read(key.fd, 4096)
+            elif not channel.read():
+                self.selector.unregister(key.fd)
+
+    def _deadline(self) -> float:
+        times = [time.monotonic() + TICK, self.kill_at]
+        times += [task.ended_at + self.patience.cause for task in self.tasks if task.code]
+        times += [since + self.patience.hold for since, _ in self._held()]
+        now = time.monotonic()
+        return min((at for at in times if at > now), default=now)
+
+    def _held(self) -> list[tuple[float, ErrorChannel]]:
+        """The running tasks' errors that are held back, and since when."""
+        errors = (task.errors for task in self.tasks if task.code is None)
+        return [(e.since, e) for e in errors if e is not None and e.held]
+
+    def _reap(self) -> bool:
+        """Take note of the processes that ended, and end what they left behind."""
+        ended = [task for task in self.tasks if task.code is None and task.popen.poll() is not None]
+        for task in ended:
+            task.kill_group()
+            task.code = task.popen.returncode
+            for channel in task.channels:
+                channel.drain()
+                if channel.fd in self.selector.get_map():
+                    self.selector.unregister(channel.fd)
+            task.close()
+            errors = task.errors
+            task.ended_at = time.monotonic()
+            task.failed_at = errors.since if errors and errors.held else task.ended_at
+            if task.code == 0 and errors:
+                errors.release()
+        return bool(ended)
+
+    def _decide(self) -> None:
+        """Stop the others once it is clear who failed first; kill those that do not stop."""
+        now = time.monotonic()
+        if now >= self.kill_at:
+            self._kill()
+        if self.cause is not None or self.interrupted is not None:
+            return
+        for since, errors in self._held():
+            if now - since >= self.patience.hold:
+                errors.release()
+        failed = [task for task in self.tasks if task.code]
+        if not failed:
+            return
+        first = min(failed, key=lambda task: (task.lost_a_peer, task.failed_at))
+        if first.lost_a_peer and self._groups() and now < first.ended_at + self.patience.cause:
+            return
+        self.cause = first
+        self.kill_at = now + self.patience.stop
+        for task in self.tasks:
+            task.send(signal.SIGTERM)
+            task.send(signal.SIGCONT)  # one that is frozen would not hear it
+
+    def _kill(self) -> None:
+        for task in self.tasks:
+            if task.code is None:
+                task.kill_group()
+
+    def _report(self) -> int:
+        """Say how it ended; answers the exit code."""
+        for task in self.tasks:
+            for channel in task.channels:
+                channel.close(as_result=self.cause is None and self.interrupted is None)
+        if self.interrupted is not None:
+            for task in self.tasks:
+                if task.errors is not None and not _fell_by_interrupt(task):
+                    task.errors.release()
+            self._say(f"stopped by {self.interrupted.name}")
+            return 128 + self.interrupted
+        if self.cause is None:
+            return 0
+        self._report_failure(self.cause)
+        return exit_code(self.cause.code or 0)
+
+    def _report_failure(self, cause: _Running) -> None:
+        errors = cause.errors
+        if errors is not None and errors.is_own_error:
+            self.err.write(errors.held)
+            return
+        others = [task.name for task in self.tasks if task.code and task is not cause]
+        if others:
+            verb = "was" if len(others) == 1 else "were"
+            why = f"{cause.name} {cause.how_it_failed}"
+            self._say(f"{', '.join(others)} {verb} stopped because {why}")
+        elif errors is not None or (cause.code or 0) < 0:  # a single task's own words suffice
+            self._say(f"{cause.name} {cause.how_it_failed}")
+        if errors is not None:
+            self.err.write(errors.held)
+
+    def _say(self, text: str) -> None:
+        self.err.write([f"spartito: {text}\n".encode()])
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
+
+
+def _fell_by_interrupt(task: _Running) -> bool:
+    """Whether a task ended as Ctrl-C ends them, so that its traceback tells nothing."""
+    errors = task.errors
+    last = next((line for line in reversed(errors.held) if line.strip()), b"") if errors else b""
+    return task.lost_a_peer or (task.code or 0) < 0 or last.startswith(b"KeyboardInterrupt")

@@ -1,0 +1,23 @@
+"""Names that more than one room uses: environment variables, strategies, and a speller."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+ENV_STRATEGY = "SPARTITO_STRATEGY"
+ENV_STRATEGY_OPTIONS = "SPARTITO_STRATEGY_OPTIONS"
+ENV_RUN_DIR = "SPARTITO_RUN_DIR"
+ENV_TIMEOUT = "SPARTITO_TIMEOUT"
+"""Seconds that any wait for another task may take."""
+
+STRATEGIES = ("mirrored", "multi_worker_mirrored", "one_device")
+RECIPES = ("cats_vs_dogs", "mnist")
+
+
+def nearest(name: str, choices: Iterable[str]) -> str:
+    """What to say about an unknown ``name``: the nearest of ``choices``, then all of them."""
+    known = sorted(choices)
+    close = get_close_matches(name, known, n=1, cutoff=0.5)
+    guess = f"Did you mean {close[0]!r}? " if close else ""
+    return f"{guess}Known: {', '.join(known)}."

@@ -1,0 +1,1 @@
+"""Short scripts that train a known model on known data; copy one to start your own."""

@@ -1,0 +1,65 @@
+"""The command line that all recipes share, and how they end."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from spartito.checkpoint.manager import CheckpointManager
+from spartito.errors import UserError
+from spartito.training.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user chose; every count is global."""
+
+    out: Path
+    epochs: int
+    data: Path | None
+    batch_size: int
+    seed: int
+    precision: str
+    resume: bool
+    json: bool
+
+
+def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") -> Options:
+    """The options of ``recipe``, with its own defaults."""
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    parser = argparse.ArgumentParser(prog=f"spartito train {recipe}")
+    parser.add_argument("--out", type=Path, default=Path("runs") / f"{recipe}-{stamp}")
+    parser.add_argument("--epochs", type=int, default=epochs)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--batch-size", type=int, default=batch_size)
+    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--precision", default=precision)
+    parser.add_argument("--resume", action="store_true")
+    parser.add_argument("--json", action="store_true")
+    options = Options(**vars(parser.parse_args()))
+    if options.epochs < 1 or options.batch_size < 1:
+        raise UserError(
+            f"--epochs {options.epochs} --batch-size {options.batch_size}", "Both are 1 or more."
+        )
+    return options
+
+
+def finish(trainer: Trainer, options: Options) -> None:
+    """On the chief: say what came out, and where it lies."""
+    if not trainer.strategy.is_chief:
+        return
+    last = {name: values[-1] for name, values in trainer.history.history.items() if values}
+    model = CheckpointManager(options.out / "checkpoints").latest()
+    where = {
+        "model": str(model / "model.safetensors") if model else None,
+        "report": str(options.out / "report.html"),
+    }
+    if "val_accuracy" in last:
+        print(f"validation accuracy {last['val_accuracy']:.2%}")
+    for name, path in where.items():
+        print(f"{name:<7}{path}")
+    if options.json:
+        print(json.dumps({**last, "epochs": trainer.epoch, "steps": trainer.step, **where}))

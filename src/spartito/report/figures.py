@@ -1,0 +1,68 @@
+"""How the figures of an epoch are called, compared and written out."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable
+
+BOOKKEEPING = ("epoch", "step", "seconds", "examples_per_second", "data_wait_share")
+"""Keys of an epoch's logs that say how it ran, not how well the model did."""
+
+VALIDATION = "val_"
+NOTHING = "–"
+
+_SHARES = re.compile(r"(^|_)(acc|accuracy|precision|recall|share)($|_)")
+_HIGHER = re.compile(r"(^|_)(acc|accuracy|auc|precision|recall|f1|fmeasure|score|r2)($|_)")
+
+
+def higher_is_better(name: str) -> bool:
+    """Whether more of the figure ``name`` is better: accuracies and their like, not losses."""
+    return bool(_HIGHER.search(name)) and "loss" not in name and "error" not in name
+
+
+def metric_names(logs: Iterable[str]) -> list[str]:
+    """The names in ``logs`` that say how well the model did, without ``val_``, loss first."""
+    names = dict.fromkeys(n.removeprefix(VALIDATION) for n in logs if n not in BOOKKEEPING)
+    return sorted(names, key=lambda name: name != "loss")
+
+
+def is_share(name: str) -> bool:
+    """Whether the figure ``name`` is a part of one, which is read in percent."""
+    return bool(_SHARES.search(name))
+
+
+def figure(name: str, value: float | None) -> str:
+    """``value`` as a person reads it: accuracies and shares in percent, the rest in 4 digits."""
+    if value is None or math.isnan(value):
+        return NOTHING if value is None else "NaN"
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if is_share(name):
+        return f"{value:.2%}" if name != "data_wait_share" else f"{value:.1%}"
+    if name in ("epoch", "step"):
+        return f"{value:,.0f}"
+    if name == "examples_per_second":
+        return f"{value:,.0f}" if value >= 100 else f"{value:.1f}"
+    if name == "seconds":
+        return duration(value)
+    if value != 0 and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.3e}"
+    return f"{value:.4f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as ``12.3 s`` below a minute, then ``3:05``, then ``1:03:05``."""
+    if not math.isfinite(seconds):
+        return NOTHING
+    if round(seconds, 1) < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def label(name: str) -> str:
+    """``val_binary_accuracy`` as words: ``validation binary accuracy``."""
+    words = name.removeprefix(VALIDATION).replace("_", " ")
+    return f"validation {words}" if name.startswith(VALIDATION) else words

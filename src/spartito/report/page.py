@@ -1,0 +1,325 @@
+"""The report of a run: one HTML file that is made from the files of the run's folder alone."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from spartito.errors import UserError
+from spartito.report.figures import (
+    NOTHING,
+    VALIDATION,
+    duration,
+    figure,
+    higher_is_better,
+    is_share,
+    label,
+    metric_names,
+)
+from spartito.report.plots import NEUTRAL, TRAINING, Curve, Plot, svg
+from spartito.report.plots import VALIDATION as VALIDATION_COLOUR
+from spartito.storage.atomic import write_file_atomically
+
+CONFIG, HISTORY, REPORT = "config.json", "history.jsonl", "report.html"
+Epoch = Mapping[str, Any]
+Facts = tuple[str, list[tuple[str, str]]]
+
+
+def write_report(run_dir: str | os.PathLike[str]) -> Path:
+    """Write ``report.html`` into the run folder ``run_dir`` and answer its path.
+
+    It stands alone: no script, no link to elsewhere. Parts that the folder lacks are left out.
+    Raises `UserError` when it is no run folder, or cannot be written.
+    """
+    folder = Path(run_dir)
+    path = folder / REPORT
+    write_file_atomically(path, render(folder))
+    return path
+
+
+def render(folder: Path) -> str:
+    """The page for the run folder ``folder``, as text."""
+    # Takes 90 ms to import, and only reports need it.
+    from jinja2 import Environment, PackageLoader, StrictUndefined
+
+    run = read_run(folder)
+    environment = Environment(
+        loader=PackageLoader("spartito", "report/templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters.update(
+        figure=lambda value, name: figure(name, _number(value)), heading=_heading
+    )
+    return environment.get_template("run.html.j2").render(
+        run=run,
+        title=_title(run),
+        subtitle=_subtitle(run),
+        cards=headline(run),
+        plots=[(plot, svg(plot)) for plot in plots(run) if not plot.is_empty],
+        columns=_columns(run.epochs),
+        best=best_epoch(run),
+        cluster=_cluster(run.section("cluster"), run.config.get("strategy")),
+        settings=_settings(run),
+        model=_model(run.section("model")),
+        summary=str(run.section("model").get("summary") or "").strip("\n"),
+    )
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the files of a run folder say; ``unreadable`` counts the lines that say nothing."""
+
+    name: str
+    config: Mapping[str, Any]
+    epochs: Sequence[Epoch]
+    unreadable: int = 0
+
+    def section(self, name: str) -> Mapping[str, Any]:
+        """One part of the settings, empty when it is not there."""
+        part = self.config.get(name)
+        return part if isinstance(part, dict) else {}
+
+    def series(self, name: str) -> list[float | None]:
+        """The figure ``name`` of every epoch."""
+        return [_number(epoch.get(name)) for epoch in self.epochs]
+
+    @property
+    def axis(self) -> list[int]:
+        """The number of every epoch, counted on where a later `fit` began at 1 again."""
+        numbers = [_number(epoch.get("epoch")) for epoch in self.epochs]
+        known = [int(number) for number in numbers if number is not None]
+        rising = all(a < b for a, b in pairwise(known))
+        return known if rising and len(known) == len(numbers) else [*range(1, len(numbers) + 1)]
+
+
+def read_run(folder: Path) -> Run:
+    """Read ``config.json`` and ``history.jsonl``; either may be absent, not both."""
+    if not any((folder / name).is_file() for name in (CONFIG, HISTORY)):
+        raise UserError(
+            f"{folder} is no run folder: it has neither {CONFIG} nor {HISTORY}",
+            "Name the folder that was given as run_dir or --out.",
+        )
+    config = _json(_text(folder / CONFIG))
+    lines = [line for line in _text(folder / HISTORY).splitlines() if line.strip()]
+    epochs: list[Epoch] = []
+    unreadable = 0
+    for line in lines:
+        epoch = _json(line)
+        if not epoch:
+            unreadable += 1
+            continue
+        # A resume from an older checkpoint went back: what it does again counts, not what was.
+        while epochs and _goes_back(epochs[-1], epoch):
+            epochs.pop()
+        epochs.append(epoch)
+    return Run(folder.resolve().name, config, epochs, unreadable)
+
+
+def plots(run: Run) -> list[Plot]:
+    """Loss, every metric, and the speed, over the epochs."""
+    names = metric_names(name for epoch in run.epochs for name in epoch)
+    best = best_epoch(run)
+    quality = [
+        Plot(
+            label(name).capitalize(),
+            run.axis,
+            [
+                Curve("training", run.series(name), TRAINING),
+                Curve("validation", run.series(VALIDATION + name), VALIDATION_COLOUR),
+            ],
+            percent=is_share(name),
+            marked=best[0] if best and best[1] == VALIDATION + name else None,
+        )
+        for name in names
+    ]
+    rate = Curve("examples per second", run.series("examples_per_second"), NEUTRAL)
+    wait = Curve("share of the epoch", run.series("data_wait_share"), NEUTRAL)
+    return [
+        *quality,
+        Plot("Throughput", run.axis, [rate], reach=0.0),
+        Plot("Waiting for data", run.axis, [wait], percent=True, reach=0.05),
+    ]
+
+
+@dataclass(frozen=True)
+class Card:
+    """One figure of the headline, what it is, and a word more."""
+
+    value: str
+    name: str
+    more: str = ""
+
+
+def headline(run: Run) -> list[Card]:
+    """The figures that a reader looks for first."""
+    cards: list[Card] = []
+    best = best_epoch(run)
+    if best is not None:
+        index, name = best
+        value = run.series(name)[index]
+        cards.append(Card(figure(name, value), f"best {label(name)}", f"epoch {run.axis[index]}"))
+    for name in _final_names(run):
+        cards.append(Card(figure(name, run.series(name)[-1]), f"final {label(name)}"))
+    seconds = _finite(run.series("seconds"))
+    if seconds:
+        cards.append(Card(duration(sum(seconds)), "training time", _count(run.epochs, "epoch")))
+    rates = sorted(_finite(run.series("examples_per_second")))
+    if rates:
+        middle = figure("examples_per_second", rates[len(rates) // 2])
+        waits = _finite(run.series("data_wait_share"))
+        share = figure("data_wait_share", sum(waits) / len(waits)) if waits else ""
+        cards.append(Card(middle, "examples per second", share and f"{share} waiting for data"))
+    return cards
+
+
+def best_epoch(run: Run) -> tuple[int, str] | None:
+    """Which epoch did best, by which figure: the first metric of validation, else its loss."""
+    names = metric_names(name for epoch in run.epochs for name in epoch)
+    for name in (*(VALIDATION + n for n in [*names[1:], *names[:1]]), *names[1:], *names[:1]):
+        found = [
+            (v, i) for i, v in enumerate(run.series(name)) if v is not None and not math.isnan(v)
+        ]
+        if found:
+            pick = max if higher_is_better(name) else min
+            return pick(found, key=lambda pair: pair[0])[1], name
+    return None
+
+
+def _final_names(run: Run) -> list[str]:
+    last = run.epochs[-1] if run.epochs else {}
+    names = metric_names(last)
+    prefix = VALIDATION if any(name.startswith(VALIDATION) for name in last) else ""
+    return [prefix + name for name in [*names[1:], *names[:1]][:3] if prefix + name in last]
+
+
+def _title(run: Run) -> str:
+    recipe = run.section("recipe").get("name")
+    return str(recipe or run.section("model").get("name") or run.name)
+
+
+def _subtitle(run: Run) -> str:
+    parts = [
+        str(run.section("model").get("name", "")) if run.section("recipe").get("name") else "",
+        str(run.config.get("strategy", "")),
+        _plural(run.section("cluster").get("replicas"), "replica"),
+        f"run {run.name}",
+    ]
+    return " · ".join(part for part in parts if part)
+
+
+def _columns(epochs: Sequence[Epoch]) -> list[str]:
+    """The table's columns: training beside validation, bookkeeping around them."""
+    there = dict.fromkeys(name for epoch in epochs for name in epoch)
+    pairs = [n for name in metric_names(there) for n in (name, VALIDATION + name)]
+    order = ["epoch", "step", *pairs, "seconds", "examples_per_second", "data_wait_share"]
+    return [name for name in order if name in there]
+
+
+def _cluster(cluster: Mapping[str, Any], strategy: Any) -> list[Facts]:
+    tasks = cluster.get("tasks")
+    members = [
+        (f"{role} {index}", str(address))
+        for role, addresses in (tasks if isinstance(tasks, dict) else {}).items()
+        for index, address in enumerate(addresses or [])
+    ]
+    facts = {
+        "strategy": strategy,
+        "replicas": cluster.get("replicas"),
+        "threads per replica": cluster.get("threads"),
+        "found by": cluster.get("source"),
+    }
+    job = [(name, str(value)) for name, value in facts.items() if value is not None]
+    return [(name, part) for name, part in (("Job", job), ("Tasks", members)) if part]
+
+
+def _model(model: Mapping[str, Any]) -> str:
+    counts = [
+        f"{model[key]:,} {words}"
+        for key, words in (("trainable", "trainable"), ("not_trainable", "not trainable"))
+        if isinstance(model.get(key), int)
+    ]
+    parameters = ["parameters: " + ", ".join(counts)] if counts else []
+    return " · ".join([*([str(model["name"])] if model.get("name") else []), *parameters])
+
+
+def _heading(name: str) -> str:
+    short = {"examples_per_second": "examples/s", "data_wait_share": "waiting", "seconds": "time"}
+    return short.get(name, label(name))
+
+
+def _settings(run: Run) -> list[Facts]:
+    versions = {name: run.config.get(name) for name in ("spartito", "torch", "python")}
+    sections = {
+        "Fit": run.section("fit"),
+        "Data": run.section("data"),
+        "Recipe": run.section("recipe"),
+        "Versions": {name: value for name, value in versions.items() if value is not None},
+    }
+    return [(name, list(_flat(part))) for name, part in sections.items() if part]
+
+
+def _flat(part: Mapping[str, Any], before: str = "") -> Iterable[tuple[str, str]]:
+    for key, value in part.items():
+        name = f"{before}{str(key).replace('_', ' ')}"
+        if isinstance(value, dict):
+            yield from _flat(value, f"{name} · ")
+        else:
+            yield name, _words(value)
+
+
+def _words(value: Any) -> str:
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(_words(part) for part in value)
+    return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else str(value)
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _finite(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None and math.isfinite(value)]
+
+
+def _plural(count: Any, word: str) -> str:
+    return "" if count is None else f"{count} {word}" + ("" if count == 1 else "s")
+
+
+def _count(things: Sequence[Any], word: str) -> str:
+    return _plural(len(things), word)
+
+
+def _goes_back(before: Epoch, epoch: Epoch) -> bool:
+    earlier, later = _number(before.get("step")), _number(epoch.get("step"))
+    return earlier is not None and later is not None and earlier >= later
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(errors="replace")
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def _json(text: str) -> dict[str, Any]:
+    """The object that ``text`` holds; empty for anything else, such as a line cut short."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,266 @@
+"""Directories and files that appear whole or not at all, whenever the process dies.
+
+A directory is written beside its place under a hidden name, its files are fsynced, a manifest
+with their checksums is written last, and one rename puts it there. The writer holds an `flock` on
+the hidden directory, which ends with its process: so a leftover is told from work in progress.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from spartito.errors import UserError
+
+MANIFEST = "manifest.json"
+_NEW = ".new"
+_OLD = ".old"
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class FileFact:
+    """What the manifest knows of one file: its size in bytes and its SHA-256, in hex."""
+
+    size: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """The files of a directory by their relative names, and what the writer said ``about`` them."""
+
+    files: Mapping[str, FileFact]
+    about: Mapping[str, Any] = field(default_factory=dict)
+
+
+@contextmanager
+def write_directory(
+    path: str | os.PathLike[str], about: Mapping[str, Any] | None = None
+) -> Iterator[Path]:
+    """Give an empty directory to fill; it takes the name ``path`` when the block ends well.
+
+    An older directory of that name is replaced: until the last moment it stays, and a process
+    killed between the two renames leaves it to `sweep`, which puts it back. After an error
+    nothing is left. ``about`` is JSON that goes into the manifest. Raises `UserError` when the
+    folder cannot be written, which is what an `OSError` of the block means too.
+    """
+    path = Path(path)
+    with _writable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = _beside(path, _NEW)
+        new.mkdir()
+        try:
+            with _held(new):
+                yield new
+                _write_manifest(new, about or {})
+                _put_in_place(new, path)
+        except BaseException:
+            shutil.rmtree(new, ignore_errors=True)
+            raise
+
+
+def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) -> None:
+    """Write one file so that a reader sees the old or the new content, never a part of it.
+
+    Raises `UserError` when the folder cannot be written.
+    """
+    path = Path(path)
+    data = content.encode() if isinstance(content, str) else content
+    with _writable(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = _beside(path, _NEW)
+        try:
+            with new.open("xb") as file, _held(new):
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(path)
+        except BaseException:
+            new.unlink(missing_ok=True)
+            raise
+        _sync_directory(path.parent)
+
+
+def read_manifest(path: str | os.PathLike[str]) -> Manifest:
+    """The manifest of the directory ``path``; a `UserError` when there is none or it is broken."""
+    file = Path(path) / MANIFEST
+    try:
+        raw = json.loads(file.read_bytes())
+        files = {_relative(n): FileFact(f["size"], f["sha256"]) for n, f in raw["files"].items()}
+        return Manifest(files, dict(raw["about"]))
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} has no {MANIFEST}: nothing was saved there, or it is not complete",
+            "Name a checkpoint directory that was written to its end.",
+        ) from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file} is not a manifest: {error}", _TAKE_ANOTHER) from error
+
+
+def verify(path: str | os.PathLike[str]) -> Manifest:
+    """Read every file of ``path`` and compare it with the manifest, which is the answer.
+
+    Raises `UserError` that names the first file that is missing, too short, or changed.
+    """
+    manifest = read_manifest(path)
+    for name, fact in manifest.files.items():
+        file = Path(path) / name
+        try:
+            found = _fact(file)
+        except OSError as error:
+            raise UserError(f"{file} cannot be read: {error.strerror}", _TAKE_ANOTHER) from error
+        if found.size != fact.size:
+            raise UserError(
+                f"{file} has {found.size} bytes, its manifest says {fact.size}", _TAKE_ANOTHER
+            )
+        if found.sha256 != fact.sha256:
+            raise UserError(
+                f"{file} has changed: its SHA-256 is not the one in {MANIFEST}", _TAKE_ANOTHER
+            )
+    return manifest
+
+
+def sweep(directory: str | os.PathLike[str]) -> list[Path]:
+    """Clear what killed writers left in ``directory``; answers the leftovers that it treated.
+
+    An older directory that was moved aside and never replaced goes back to its place. What a
+    living process is writing is left alone, and so is what this process may not remove.
+    """
+    try:
+        found = sorted(Path(directory).iterdir())
+    except OSError:
+        return []
+    leftovers = [p for p in found if is_leftover(p) and not _is_held(p)]
+    for path in leftovers:
+        place = path.with_name(path.name[1:].rsplit(".", 2)[0])
+        with suppress(OSError):
+            if path.suffix == _OLD and not place.exists():
+                path.rename(place)
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+    return leftovers
+
+
+def is_leftover(path: Path) -> bool:
+    """Whether ``path`` has the hidden name of a directory or file that is being written."""
+    return path.name.startswith(".") and path.suffix in (_NEW, _OLD)
+
+
+_TAKE_ANOTHER = "Take another checkpoint; this one was damaged after it was written."
+
+
+def _beside(path: Path, suffix: str) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}{suffix}")
+
+
+def _relative(name: str) -> str:
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{name!r} leads out of the directory")
+    return name
+
+
+def _fact(file: Path) -> FileFact:
+    with file.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+        return FileFact(stream.tell(), digest)
+
+
+def _write_manifest(directory: Path, about: Mapping[str, Any]) -> None:
+    """Make all that lies in ``directory`` durable, then say what it is."""
+    inside = sorted(directory.rglob("*"))
+    files = {p.relative_to(directory).as_posix(): p for p in inside if p.is_file()}
+    for file in files.values():
+        _sync(file)
+    facts = {name: _fact(file) for name, file in files.items()}
+    manifest = {
+        "format": _FORMAT,
+        "about": dict(about),
+        "files": {n: {"size": f.size, "sha256": f.sha256} for n, f in facts.items()},
+    }
+    for folder in (p for p in inside if p.is_dir()):
+        _sync_directory(folder)
+    write_file_atomically(directory / MANIFEST, json.dumps(manifest, indent=1) + "\n")
+
+
+def _put_in_place(new: Path, path: Path) -> None:
+    """Rename ``new`` to ``path``; a directory in the way is moved aside first, removed last."""
+    if not path.is_dir():
+        new.rename(path)
+        _sync_directory(path.parent)
+        return
+    with _held(path):
+        old = path.rename(_beside(path, _OLD))
+        try:
+            new.rename(path)
+        except BaseException:
+            old.rename(path)
+            raise
+        _sync_directory(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _sync(file: Path) -> None:
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_directory(directory: Path) -> None:
+    # Some network file systems refuse to sync a directory; their rename is durable by itself.
+    with suppress(OSError):
+        _sync(directory)
+
+
+@contextmanager
+def _writable(directory: Path) -> Iterator[None]:
+    """Turn the system's refusal into a sentence that names the folder and the reason."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{directory} cannot be written: {error.strerror or error}",
+            "Name a folder that this process may write to, with room on its disk.",
+        ) from error
+
+
+@contextmanager
+def _held(path: Path) -> Iterator[None]:
+    """Hold ``path`` for this process, so that no `sweep` takes it for a leftover."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # Where directories cannot be locked a sweep cannot lock them either, and keeps away.
+        with suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _is_held(path: Path) -> bool:
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError:
+        return True
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return True
+    finally:
+        os.close(descriptor)
+    return False

@@ -1,0 +1,204 @@
+"""Tensors in safetensors files, and nested state as JSON beside them; never a pickle."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeAlias
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from spartito.errors import UserError
+
+Json: TypeAlias = Any
+"""What the `json` module reads and writes."""
+
+_ALIASES = "aliases"
+_RESERVED = "__metadata__"
+_DTYPES = frozenset(
+    {
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
+        torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
+        torch.int64, torch.int32, torch.int16, torch.int8, torch.bool,
+        torch.uint64, torch.uint32, torch.uint16, torch.uint8,
+    }
+)  # fmt: skip
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[str]) -> None:
+    """Write ``tensors`` of any shape, stride and device into one safetensors file.
+
+    Tensors that are the same memory (tied weights) are stored once; the other names go into the
+    file's metadata. Raises `UserError` for a sparse tensor, a dtype that the format lacks, or a
+    file that cannot be written.
+    """
+    first: dict[tuple[Any, ...], str] = {}
+    aliases: dict[str, str] = {}
+    stored: dict[str, torch.Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        _check(name, tensor)
+        owner = first.setdefault(_identity(name, tensor), name)
+        if owner != name:
+            aliases[name] = owner
+            continue
+        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+        # The format holds no views: parts of one storage become tensors of their own.
+        storage = plain.untyped_storage().data_ptr()
+        stored[name] = plain.clone() if storage in storages else plain
+        storages.add(storage)
+    metadata = {"format": "pt"} | ({_ALIASES: json.dumps(aliases)} if aliases else {})
+    try:
+        save_file(stored, os.fspath(file), metadata=metadata)
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{file} cannot be written: {error}",
+            "Name a folder that this process may write to, with room on its disk.",
+        ) from error
+
+
+def load_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
+    """The tensors that `save_tensors`, or any other program, wrote to ``file``, on the CPU.
+
+    Names that were tied are one tensor again. Raises `UserError` when it is no such file.
+    """
+    try:
+        with safe_open(os.fspath(file), framework="pt") as content:
+            metadata = content.metadata() or {}
+            tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
+        aliases = json.loads(metadata.get(_ALIASES, "{}"))
+        return tensors | {name: tensors[owner] for name, owner in aliases.items()}
+    except FileNotFoundError:
+        raise UserError(f"{file} does not exist") from None
+    except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{file} is not a safetensors file that can be read: {error}") from error
+
+
+def _check(name: str, tensor: torch.Tensor) -> None:
+    if name == _RESERVED:
+        raise UserError(f"A tensor is called {name!r}, which the format keeps for itself")
+    if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
+        raise UserError(f"{name} is a {kind} tensor, and only dense ones with values are saved")
+    if tensor.dtype not in _DTYPES:
+        raise UserError(f"{name} is of {tensor.dtype}, which the safetensors format does not hold")
+
+
+def _identity(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Equal for two tensors exactly when they are the same elements of the same memory."""
+    if tensor.numel() == 0:
+        return (name,)
+    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (*place, tuple(tensor.shape), tensor.stride())
+
+
+def pack_state(state: Any, name: str = "") -> tuple[Json, dict[str, torch.Tensor]]:
+    """Split nested ``state`` into a JSON tree and its tensors, named by their path of keys.
+
+    Dicts (with str, int, bool, float or None as keys), lists, tuples, tensors, str, int, float
+    (NaN and infinities too), bool and None come back from `unpack_state` equal and of the same
+    kind; subclasses come back as these. Anything else is a `UserError` that names its path,
+    which starts with ``name``.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    return _pack(state, (name,), tensors), tensors
+
+
+def unpack_state(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `pack_state` was given. Raises `UserError` for a tree that it did not write."""
+    try:
+        return _unpack(tree, tensors)
+    except (KeyError, ValueError, TypeError) as error:
+        raise UserError(f"The saved state does not fit together: {error}") from error
+
+
+# A JSON object whose one key is a mark stands for something that JSON lacks. A dict that could
+# be mistaken for it is written as a list of pairs.
+_TENSOR, _TUPLE, _FLOAT, _PAIRS = "$tensor", "$tuple", "$float", "$dict"
+_MARKS = frozenset({_TENSOR, _TUPLE, _FLOAT, _PAIRS})
+
+
+def _pack(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {_FLOAT: str(float(value))}
+    if isinstance(value, torch.Tensor):
+        name = _free_name(".".join(path[1:]) or "value", tensors)
+        tensors[name] = value
+        return {_TENSOR: name}
+    if isinstance(value, list):
+        return [_pack(v, (*path, str(i)), tensors) for i, v in enumerate(value)]
+    if isinstance(value, tuple):
+        return {_TUPLE: [_pack(v, (*path, str(i)), tensors) for i, v in enumerate(value)]}
+    if isinstance(value, dict):
+        return _pack_dict(value, path, tensors)
+    raise UserError(
+        f"{_label(path)} is a {type(value).__name__}, which cannot be saved",
+        "State is made of dicts, lists, tuples, tensors, numbers, strings, bools and None.",
+    )
+
+
+def _pack_dict(
+    value: dict[Any, Any], path: tuple[str, ...], tensors: dict[str, torch.Tensor]
+) -> Json:
+    for key in value:
+        if not (key is None or isinstance(key, str | int | float)):
+            raise UserError(
+                f"{_label(path)} has the key {key!r} of type {type(key).__name__}, "
+                "which cannot be saved",
+                "Keys are strings, numbers, bools or None.",
+            )
+    items = [(key, _pack(v, (*path, str(key)), tensors)) for key, v in value.items()]
+    if all(isinstance(key, str) for key in value) and not _MARKS & value.keys():
+        return {str.__str__(key): packed for key, packed in items}
+    return {_PAIRS: [[_pack(key, path, tensors), packed] for key, packed in items]}
+
+
+def _label(path: tuple[str, ...]) -> str:
+    root, *rest = path
+    return ".".join([root, *rest] if root else rest) or "The state"
+
+
+def _unpack(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if isinstance(tree, list):
+        return [_unpack(v, tensors) for v in tree]
+    if not isinstance(tree, dict):
+        return tree
+    match list(tree.items()):
+        case [(mark, content)] if mark in _MARKS:
+            return _unpack_mark(mark, content, tensors)
+        case items:
+            return {key: _unpack(v, tensors) for key, v in items}
+
+
+def _unpack_mark(mark: str, content: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    if mark == _TENSOR:
+        return tensors[content]
+    if mark == _TUPLE:
+        return tuple(_unpack(v, tensors) for v in content)
+    if mark == _FLOAT:
+        return float(content)
+    return {_unpack(key, tensors): _unpack(v, tensors) for key, v in content}
+
+
+def _free_name(wish: str, taken: Mapping[str, Any]) -> str:
+    """``wish``, in valid UTF-8, with a number behind it when it is taken."""
+    wish = wish.encode(errors="replace").decode()
+
+    def names() -> Iterator[str]:
+        yield wish
+        number = 2
+        while True:
+            yield f"{wish}#{number}"
+            number += 1
+
+    return next(name for name in names() if name not in taken and name != _RESERVED)

@@ -1,0 +1,72 @@
+"""Every way to distribute training, by name."""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+from spartito.cluster.resolver import resolve
+from spartito.errors import UserError
+from spartito.log import note
+from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
+from spartito.strategies.mirrored import MirroredStrategy
+from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from spartito.strategies.one_device import OneDeviceStrategy
+from spartito.strategies.strategy import StepResult, Strategy
+
+REGISTRY: dict[str, type[Strategy]] = {
+    kind.name: kind for kind in (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy)
+}
+
+
+def strategy(name: str | None = None, **options: Any) -> Strategy:
+    """The strategy that was asked for, connected to its replicas.
+
+    By ``name``, else by ``SPARTITO_STRATEGY`` with its options in ``SPARTITO_STRATEGY_OPTIONS``
+    (a JSON object), as `spartito run` sets them; else the cluster decides: several processes
+    mean multi_worker_mirrored, one means one_device. ``options`` go to its class.
+    """
+    cluster = resolve()
+    chosen = name or os.environ.get(ENV_STRATEGY) or ""
+    if not chosen:
+        chosen = "multi_worker_mirrored" if cluster.num_replicas > 1 else "one_device"
+    if chosen not in REGISTRY:
+        raise UserError(f"unknown strategy {chosen!r}", nearest(chosen, REGISTRY))
+    if name is None:
+        options = {**_environment_options(), **options}
+    try:
+        made = REGISTRY[chosen](cluster=cluster, **options)
+    except TypeError as error:
+        raise UserError(f"options {options} for {chosen}: {error}") from error
+    if made.is_chief:
+        note(
+            "%s, %d replica%s (%s)",
+            chosen,
+            cluster.num_replicas,
+            "s" if cluster.num_replicas > 1 else "",
+            cluster.source,
+        )
+    return made
+
+
+def _environment_options() -> dict[str, Any]:
+    text = os.environ.get(ENV_STRATEGY_OPTIONS) or "{}"
+    try:
+        options = json.loads(text)
+    except ValueError as error:
+        raise UserError(f"{ENV_STRATEGY_OPTIONS}={text!r} is no JSON: {error}") from error
+    if not isinstance(options, dict):
+        raise UserError(f"{ENV_STRATEGY_OPTIONS}={text!r}", 'Give an object: {"timeout": 60}.')
+    return options
+
+
+__all__ = [
+    "REGISTRY",
+    "MirroredStrategy",
+    "MultiWorkerMirroredStrategy",
+    "OneDeviceStrategy",
+    "StepResult",
+    "Strategy",
+    "strategy",
+]

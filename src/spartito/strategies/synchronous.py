@@ -1,0 +1,388 @@
+"""What the synchronous strategies share: equal copies that update together after every step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartito.cluster.resolver import resolve
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective
+from spartito.collectives.meeting import connect
+from spartito.data.batch import Batch
+from spartito.data.collate import rows
+from spartito.data.dataset import as_dataset
+from spartito.data.loader import Loader
+from spartito.data.source import PerWorker
+from spartito.engine.batchnorm import (
+    average_statistics,
+    has_synchronized,
+    synchronize_batchnorm,
+)
+from spartito.engine.context import StepContext, enter
+from spartito.engine.dropout import globalize_dropout
+from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
+from spartito.engine.loss import LossFunction, evaluate_loss, forward, in_dtype, weigh
+from spartito.engine.optimizers import (
+    OptimizerLike,
+    check_optimizer,
+    fuse,
+    load_named_state,
+    make_optimizer,
+    named_state,
+    optimizer_parameters,
+    plain,
+)
+from spartito.errors import UserError
+from spartito.names import nearest
+from spartito.strategies.strategy import Distributed, StepResult, Strategy
+
+PRECISIONS = ("bf16", "fp32")
+
+
+@dataclass
+class _Pair:
+    """A prepared model, its optimizer, and what an update of it has to do."""
+
+    model: nn.Module
+    optimizer: Optimizer | None
+    gradients: Gradients
+    accumulate: int
+    clip_norm: float | None
+    precision: str
+    waits: bool  # a forward pass waits for the other replicas: even an empty batch runs one
+    dtype: torch.dtype | None  # what floating data is cast to: that of the parameters
+    passes: int = 0
+
+
+class SynchronousStrategy(Strategy):
+    """Every replica computes its share of the global batch; gradients are averaged exactly.
+
+    ``cluster`` None asks the environment who takes part; ``device`` None takes this process's
+    own GPU, else the CPU. ``sync_batchnorm`` makes BatchNorm one over the global batch; None
+    does so when training is deterministic. ``timeout`` limits every wait, in seconds.
+    ``communication`` "auto" takes the fastest way that all replicas share; "process_group" goes
+    by gloo or NCCL in any case.
+    """
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterSpec | None = None,
+        device: torch.device | str | None = None,
+        sync_batchnorm: bool | None = None,
+        timeout: float | None = None,
+        communication: str = "auto",
+    ) -> None:
+        self.cluster = resolve() if cluster is None else cluster
+        self.check(self.cluster)
+        self.device = _own_device(self.cluster) if device is None else torch.device(device)
+        self._sync_batchnorm = sync_batchnorm
+        self._collective: Collective = connect(self.cluster, self.device, timeout, communication)
+        self._pairs: list[_Pair] = []
+        self._seed = 0
+        self._needs_context = False
+        _share_cores(self.cluster)
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike | None = None,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer | None]:
+        if precision not in PRECISIONS:
+            raise UserError(f"precision {precision!r}", nearest(precision, PRECISIONS))
+        if accumulate < 1:
+            raise UserError(f"accumulate={accumulate}", "At least one batch makes an update.")
+        if clip_norm is not None and not clip_norm > 0:
+            raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
+        model.to(self.device)
+        made = None if optimizer is None else make_optimizer(optimizer, model)
+        if made is not None:
+            check_optimizer(made, model, self.num_replicas_in_sync)
+            fuse(made)
+        synchronized = deterministic if self._sync_batchnorm is None else self._sync_batchnorm
+        if synchronized:
+            synchronize_batchnorm(model)
+        if deterministic:
+            globalize_dropout(model)
+        self._seed = seed
+        self._needs_context = self._needs_context or synchronized or deterministic
+        self._broadcast([*model.parameters(), *model.buffers()])
+        waits = self.num_replicas_in_sync > 1 and has_synchronized(model)
+        gradients = self._gradients(made)
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        pair = _Pair(model, made, gradients, accumulate, clip_norm, precision, waits, dtype)
+        self._pairs.append(pair)
+        return model, made
+
+    def distribute(self, dataset: Any, *, seed: int | None = None) -> Distributed:
+        chain = as_dataset(dataset)
+        loader = Loader(
+            chain,
+            self.cluster.rank,
+            self.num_replicas_in_sync,
+            self._seed if seed is None else seed,
+        )
+        if isinstance(chain.source, PerWorker) and self.num_replicas_in_sync > 1:
+            return _Placed(self, _Together(loader, self._collective))
+        return _Placed(self, loader)
+
+    def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
+        pair = self._only_pair()
+        output = None
+        if batch.size or pair.waits:
+            self.enter(batch)
+            batch = in_dtype(batch, pair.dtype)
+            with _autocast(pair.precision, self.device):
+                output = forward(pair.model, batch.data, loss is not None)
+                answer = evaluate_loss(loss, output, batch)
+            self._backward([pair], answer, batch)
+        else:
+            pair.gradients.begin(float(batch.global_size))
+        pair.passes += 1
+        if pair.passes < pair.accumulate:
+            return StepResult(0.0, 0.0, output, updated=False, stop=False)
+        return self._update(pair, output, stop)
+
+    def flush(self) -> StepResult | None:
+        pair = self._only_pair()
+        return self._update(pair, None, False) if pair.passes else None
+
+    def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
+        if not batch.size:
+            return 0.0, 0.0, None
+        pair = self._only_pair()
+        batch = in_dtype(batch, pair.dtype)
+        with torch.no_grad(), _autocast(pair.precision, self.device):
+            output = forward(pair.model, batch.data, loss is not None)
+            found = weigh(evaluate_loss(loss, output, batch), batch)
+        return found.value.item() * found.scale, found.weight, output
+
+    def predict(self, batch: Batch, has_loss: bool) -> Any:
+        pair = self._only_pair()
+        data = in_dtype(batch, pair.dtype).data
+        with torch.no_grad(), _autocast(pair.precision, self.device):
+            output = forward(pair.model, data, has_loss)
+        if not has_loss and isinstance(output, dict):
+            return {name: part for name, part in output.items() if name != "loss"}
+        return output
+
+    def backward(self, losses: Any, batch: Batch) -> None:
+        self._backward(self._pairs, losses, batch)
+
+    def update(self, optimizer: Optimizer) -> None:
+        for pair in self._pairs:
+            if pair.optimizer is optimizer:
+                self._update(pair, None, False)
+                return
+        raise UserError(
+            f"update({type(optimizer).__name__}) of an optimizer that was not prepared",
+            "Use the one that strategy.prepare answered.",
+        )
+
+    def reduce(self, op: str, value: Tensor) -> Tensor:
+        value = value.detach()
+        if op == "sum":
+            return self._collective.all_reduce(value.clone())
+        if op == "mean":
+            wide = value.double()
+            both = torch.stack([wide.sum(), wide.new_tensor(float(wide.numel()))])
+            total, count = self._collective.all_reduce(both)
+            return (total / count).to(torch.promote_types(value.dtype, torch.float32))
+        if op in ("max", "min"):
+            parts = torch.stack(self._collective.all_gather(value))
+            return parts.amax(0) if op == "max" else parts.amin(0)
+        raise UserError(f"reduce({op!r})", nearest(op, ("sum", "mean", "max", "min")))
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return torch.cat(self._collective.all_gather_rows(rows))
+
+    def synchronize(self) -> None:
+        for pair in self._pairs:
+            average_statistics(pair.model, self._collective)
+
+    def state(self) -> dict[str, Any]:
+        self.synchronize()
+        pair = self._only_pair()
+        model = plain(pair.model)
+        state: dict[str, Any] = {"model": dict(model.state_dict())}
+        if pair.optimizer is not None:
+            state["optimizer"] = named_state(model, pair.optimizer)
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pair = self._only_pair()
+        try:
+            plain(pair.model).load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise UserError(
+                f"the checkpoint does not fit the model: {error}",
+                "Build the model as it was built when the checkpoint was written.",
+            ) from error
+        if pair.optimizer is not None and "optimizer" in state:
+            load_named_state(plain(pair.model), pair.optimizer, state["optimizer"])
+
+    def close(self) -> None:
+        enter(None)
+        self._collective.close()
+
+    def enter(self, batch: Batch) -> None:
+        """Tell the modules that look beyond their replica which batch comes next."""
+        if self._needs_context:
+            step = batch.epoch << 32 | batch.step
+            enter(StepContext(self._collective, self._seed, step, batch.global_size, batch.places))
+
+    def _gradients(self, optimizer: Optimizer | None) -> Gradients:
+        if optimizer is None:
+            return LocalGradients([])
+        parameters = optimizer_parameters(optimizer)
+        if self.num_replicas_in_sync == 1:
+            return LocalGradients(parameters)
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        return PackedGradients(parameters, self._collective, private=not fused)
+
+    def _backward(self, pairs: Sequence[_Pair], answer: Any, batch: Batch) -> None:
+        found = weigh(answer, batch)
+        units = [pair.gradients.begin(float(batch.global_size)) for pair in pairs]
+        if len(set(units)) != 1:
+            raise UserError(
+                f"one backward pass for optimizers in the middle of batches of {units}",
+                "Update every optimizer, or clear it by zero_grad(), before the next batch.",
+            )
+        scale = found.scale / units[0] if found.weight else 0.0
+        found.value.backward(torch.full_like(found.value, scale))
+        loss = found.value.detach().item() * found.scale if found.weight else 0.0
+        for pair in pairs:
+            pair.gradients.add(loss, found.weight)
+
+    def _update(self, pair: _Pair, output: Any, stop: bool) -> StepResult:
+        if pair.optimizer is None:
+            raise UserError("a step without an optimizer", "Give the Trainer one.")
+        weight, loss, stops = pair.gradients.reduce((float(stop),))
+        if weight:
+            if pair.clip_norm is not None:
+                pair.gradients.clip(pair.clip_norm)
+            pair.optimizer.step()
+        pair.gradients.clear()
+        pair.passes = 0
+        return StepResult(loss, weight, output, updated=True, stop=stops > 0)
+
+    def _only_pair(self) -> _Pair:
+        if len(self._pairs) != 1:
+            raise UserError(
+                f"step() with {len(self._pairs)} prepared models",
+                "Prepare one model for it; with several, use backward() and update().",
+            )
+        return self._pairs[0]
+
+    def _broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """The chief's values to all, as one message per dtype."""
+        if self.num_replicas_in_sync == 1:
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+            flat = self._collective.broadcast(torch.cat([tensor.reshape(-1) for tensor in alike]))
+            for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+class _Placed:
+    """Batches on the strategy's device, each announced to the modules that want to know."""
+
+    def __init__(self, strategy: SynchronousStrategy, batches: Distributed) -> None:
+        self._strategy, self._batches = strategy, batches
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._place(iter(self._batches))
+
+    def endless(self) -> Iterator[Batch]:
+        return self._place(self._batches.endless())
+
+    def state(self) -> dict[str, int]:
+        return self._batches.state()
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self._batches.load_state(state)
+
+    def _place(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        device = self._strategy.device
+        for batch in batches:
+            if device.type != "cpu":
+                batch = Batch(
+                    rows(batch.data, lambda tensor: tensor.to(device, non_blocking=True)),
+                    batch.size,
+                    batch.global_size,
+                    batch.places,
+                    batch.epoch,
+                    batch.step,
+                )
+            self._strategy.enter(batch)
+            yield batch
+
+
+class _Together:
+    """Sources of unequal length: who ran out goes on with empty batches until all have ended."""
+
+    def __init__(self, loader: Loader, collective: Collective) -> None:
+        self._loader, self._collective = loader, collective
+
+    def __iter__(self) -> Iterator[Batch]:
+        last: Batch | None = None
+        batches = iter(self._loader)
+        while True:
+            batch = next(batches, None)
+            left = self._collective.all_reduce(torch.tensor([float(batch is not None)]))
+            if not left.item():
+                return
+            last = batch or last
+            if last is None:
+                raise UserError("a replica's source has no batch at all", "Give each some data.")
+            yield batch or _emptied(last)
+
+    def endless(self) -> Iterator[Batch]:
+        while True:
+            yield from self
+
+    def state(self) -> dict[str, int]:
+        return self._loader.state()
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self._loader.load_state(state)
+
+
+def _emptied(batch: Batch) -> Batch:
+    data = rows(batch.data, lambda tensor: tensor[:0])
+    return Batch(data, 0, batch.global_size, batch.places[:0], batch.epoch, batch.step + 1)
+
+
+def _autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
+    if precision == "fp32":
+        return nullcontext()
+    return torch.autocast(device.type, torch.bfloat16)
+
+
+def _own_device(cluster: ClusterSpec) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", cluster.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _share_cores(cluster: ClusterSpec) -> None:
+    """Divide the cores among the replicas of this machine, unless the user has done so."""
+    if cluster.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        from spartito.device import available_cores
+
+        torch.set_num_threads(max(1, available_cores() // cluster.local_size))

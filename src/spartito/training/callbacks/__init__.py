@@ -1,0 +1,19 @@
+"""What `Trainer.fit` can do besides training: save, stop, show, write down."""
+
+from spartito.training.callback import Callback
+from spartito.training.callbacks.csv_logger import CSVLogger
+from spartito.training.callbacks.early_stopping import EarlyStopping
+from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
+from spartito.training.callbacks.progress_bar import ProgressBar
+from spartito.training.callbacks.tensorboard import TensorBoard
+from spartito.training.callbacks.terminate_on_nan import TerminateOnNaN
+
+__all__ = [
+    "CSVLogger",
+    "Callback",
+    "EarlyStopping",
+    "ModelCheckpoint",
+    "ProgressBar",
+    "TensorBoard",
+    "TerminateOnNaN",
+]

@@ -1,0 +1,55 @@
+"""Writes the figures of every epoch as a row of a CSV file."""
+
+from __future__ import annotations
+
+import csv
+import os
+from pathlib import Path
+
+from spartito.errors import UserError
+from spartito.training.callback import Callback, Logs
+
+
+class CSVLogger(Callback):
+    """Writes one row per epoch into the file ``filename``; the first epoch gives the header.
+
+    Each fit starts the file anew, unless ``append``: then rows are added under the header that
+    the file has. The chief alone writes, and every row is in the file when its epoch has ended.
+    Raises `UserError` when the file cannot be written.
+    """
+
+    def __init__(self, filename: str | os.PathLike[str], append: bool = False) -> None:
+        """Remember the file; nothing is written before training begins."""
+        self.path = Path(filename)
+        self.append = append
+        self._columns: list[str] = []
+
+    def on_train_begin(self) -> None:
+        """Make the file, and its folder, or read the header of the one to append to."""
+        if not self.trainer.strategy.is_chief:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with self.path.open("a+" if self.append else "w+", newline="") as file:
+                file.seek(0)
+                self._columns = next(csv.reader(file), [])
+        except OSError as error:
+            raise self._cannot(error) from error
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Add the row."""
+        if not self.trainer.strategy.is_chief:
+            return
+        row = {"epoch": epoch + 1} | dict(logs)
+        header = [] if self._columns else [list(row)]
+        self._columns = self._columns or list(row)
+        try:
+            with self.path.open("a", newline="") as file:
+                csv.writer(file).writerows([*header, [row.get(name, "") for name in self._columns]])
+        except OSError as error:
+            raise self._cannot(error) from error
+
+    def _cannot(self, error: OSError) -> UserError:
+        return UserError(
+            f"{self.path} cannot be written: {error.strerror}", "Name another file for CSVLogger."
+        )

@@ -1,0 +1,107 @@
+"""Stops the training when a figure has not got better for some epochs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from spartito.errors import UserError
+from spartito.log import note, warn
+from spartito.training.callback import Callback, Logs
+from spartito.training.callbacks.monitor import Monitor
+
+
+class EarlyStopping(Callback):
+    """Stops when ``monitor`` has not improved for ``patience`` epochs, as in Keras.
+
+    An improvement is more than ``min_delta`` (``mode`` "auto": accuracies up, everything else
+    down). Epochs before ``start_from_epoch``, counted from 0, are not looked at. With
+    ``restore_best_weights`` the model ends with the weights of its best epoch; they are held in
+    memory, so after a resume only epochs since then can be restored. All replicas see the same
+    logs and stop together. Raises `UserError` when no epoch reports the monitor.
+    """
+
+    best: float | None
+    best_epoch: int
+    stopped_epoch: int | None
+    _weights: dict[str, Any] | None
+
+    def __init__(
+        self,
+        monitor: str = "val_loss",
+        min_delta: float = 0.0,
+        patience: int = 0,
+        mode: str = "auto",
+        restore_best_weights: bool = False,
+        start_from_epoch: int = 0,
+    ) -> None:
+        """Check the arguments."""
+        if patience < 0 or start_from_epoch < 0:
+            raise UserError(
+                f"patience is {patience} and start_from_epoch {start_from_epoch}, in epochs",
+                "Neither can be less than 0.",
+            )
+        self.monitor = Monitor(monitor, mode, abs(min_delta))
+        self.patience = patience
+        self.restore_best_weights = restore_best_weights
+        self.start_from_epoch = start_from_epoch
+        self._resumed = False
+        self._forget()
+
+    def on_train_begin(self) -> None:
+        """Start counting anew, unless the training is resumed."""
+        if not self._resumed:
+            self._forget()
+        self._resumed = False
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Count the epochs without improvement."""
+        if epoch < self.start_from_epoch:
+            return
+        value = self.monitor.read(logs)
+        if self.monitor.better(value, self.best):
+            self.best, self.best_epoch, self.wait = value, epoch, 0
+            if self.restore_best_weights:
+                self._weights = _copy(self.trainer.model)
+            return
+        self.wait += 1
+        if self.wait >= self.patience and epoch > 0:
+            self.stopped_epoch = epoch
+            self.trainer.stop_training = True
+
+    def on_train_end(self) -> None:
+        """Say that it stopped, and put the best weights back."""
+        self._resumed = False
+        if self.stopped_epoch is not None:
+            note(
+                "stopped after epoch %d: %s has not improved since epoch %d",
+                self.stopped_epoch + 1,
+                self.monitor.name,
+                self.best_epoch + 1,
+            )
+        if self._weights is not None:
+            self.trainer.model.load_state_dict(self._weights)
+        elif self.restore_best_weights and self.best is not None:
+            warn("the weights of epoch %d were not kept over the resume", self.best_epoch + 1)
+
+    def state(self) -> dict[str, Any]:
+        """The best value, its epoch, and the epochs since."""
+        return {"best": self.best, "best_epoch": self.best_epoch, "wait": self.wait}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on counting where the training that is resumed stood."""
+        self.best, self.best_epoch, self.wait = state["best"], state["best_epoch"], state["wait"]
+        self._resumed = True
+
+    def _forget(self) -> None:
+        self.best = self.stopped_epoch = self._weights = None
+        self.best_epoch = -1
+        self.wait = 0
+
+
+def _copy(model: torch.nn.Module) -> dict[str, Any]:
+    return {
+        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+        for name, value in model.state_dict().items()
+    }

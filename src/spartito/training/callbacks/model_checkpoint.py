@@ -1,0 +1,119 @@
+"""Saves the training, so that it can go on, and the model that did best."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from spartito.checkpoint.manager import CheckpointManager
+from spartito.errors import UserError
+from spartito.report.figures import VALIDATION
+from spartito.training.callback import Callback, Logs
+from spartito.training.callbacks.monitor import Monitor
+
+_DEFAULT = "val_loss"
+
+
+class ModelCheckpoint(Callback):
+    """Saves a checkpoint after every epoch and remembers which one is the best.
+
+    ``directory`` is the run folder's ``checkpoints`` when not given. Each checkpoint is a
+    directory ``step-00000400`` with ``model.safetensors`` under the model's own names;
+    ``best.json`` points to the one whose ``monitor`` was best (``mode`` "auto": accuracies up,
+    everything else down). A fit without validation data watches ``loss`` in place of the default
+    ``val_loss``. With ``save_best_only`` an epoch is saved only when it is the best so far.
+    ``keep`` is how many of the newest stay, all when None; the best always stays.
+    ``every_steps`` saves after so many global steps too.
+
+    All replicas take part in collecting the state, the chief alone writes. Raises `UserError`
+    when the directory cannot be written, or no epoch reports the monitor.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        monitor: str = _DEFAULT,
+        mode: str = "auto",
+        save_best_only: bool = False,
+        keep: int | None = None,
+        every_steps: int | None = None,
+    ) -> None:
+        """Check the arguments; nothing is written before training begins."""
+        if every_steps is not None and every_steps < 1:
+            raise UserError(
+                f"every_steps is {every_steps}, and a step is the least", "every_steps=100"
+            )
+        if every_steps is not None and save_best_only:
+            raise UserError(
+                "every_steps and save_best_only exclude each other: "
+                "what is best is known at the end of an epoch",
+                "Use two ModelCheckpoints with two directories.",
+            )
+        CheckpointManager("", keep)
+        self.directory = None if directory is None else Path(directory)
+        self.monitor = Monitor(monitor, mode)
+        self.save_best_only = save_best_only
+        self.keep = keep
+        self.every_steps = every_steps
+        self.best: float | None = None
+        self._seen = 0
+
+    @property
+    def manager(self) -> CheckpointManager:
+        """The checkpoints of this training; a `UserError` when there is no place for them."""
+        directory = self.directory
+        if directory is None:
+            if self.trainer.run_dir is None:
+                raise UserError(
+                    "ModelCheckpoint has no directory, and this trainer no run folder",
+                    'ModelCheckpoint("checkpoints") or Trainer(..., run_dir="runs/1")',
+                )
+            directory = Path(self.trainer.run_dir) / "checkpoints"
+        return CheckpointManager(directory, self.keep)
+
+    def on_train_begin(self) -> None:
+        """Find out at once whether the directory can be written."""
+        manager, self._seen = self.manager, self.trainer.step
+        if self.trainer.strategy.is_chief:
+            manager.prepare()
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Save when ``every_steps`` says so."""
+        step = self.trainer.step
+        # Batches of one accumulated step share its number.
+        if self.every_steps is None or step % self.every_steps or step == self._seen:
+            return
+        self._seen = step
+        # The end of the epoch follows at once and saves the same step with its validation.
+        if batch + 1 != self.trainer.steps_per_epoch:
+            self._save({}, None)
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Save the epoch, as the best when it is."""
+        monitor = self._monitor_for(logs)
+        value = monitor.read(logs)
+        is_best = monitor.better(value, self.best)
+        if is_best:
+            self.best = value
+        if is_best or not self.save_best_only:
+            self._save(logs, (monitor.name, value) if is_best else None)
+
+    def state(self) -> dict[str, Any]:
+        """The best value so far."""
+        return {"best": self.best}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go on from the best value of the training that is resumed."""
+        self.best = state["best"]
+
+    def _monitor_for(self, logs: Logs) -> Monitor:
+        validated = any(name.startswith(VALIDATION) for name in logs)
+        if self.monitor.name == _DEFAULT and not validated and not self.save_best_only:
+            return Monitor("loss", self.monitor.mode)
+        return self.monitor
+
+    def _save(self, logs: Logs, best: tuple[str, float] | None) -> None:
+        state = self.trainer.state()  # on all replicas: it may communicate
+        if self.trainer.strategy.is_chief:
+            self.manager.save(state, f"step-{self.trainer.step:08d}", dict(logs), best)

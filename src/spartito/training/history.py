@@ -1,0 +1,24 @@
+"""What `fit` answers, as in Keras."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass
+class History:
+    """The figures of every epoch, equal on all replicas.
+
+    ``epoch`` counts from 0; ``history`` maps a name (``loss``, ``accuracy``, ``val_loss``, ...)
+    to its value in each of those epochs.
+    """
+
+    epoch: list[int] = field(default_factory=list)
+    history: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, epoch: int, logs: Mapping[str, float]) -> None:
+        """Append the figures of one epoch."""
+        self.epoch.append(epoch)
+        for name, value in logs.items():
+            self.history.setdefault(name, []).append(value)

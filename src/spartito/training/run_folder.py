@@ -1,0 +1,94 @@
+"""The folder that a run leaves behind: settings, history, and a report to look at."""
+
+from __future__ import annotations
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from spartito.report.page import write_report
+from spartito.storage.atomic import write_file_atomically
+from spartito.training.callback import Callback, Logs
+from spartito.training.summary import summary
+
+CONFIG = "config.json"
+HISTORY = "history.jsonl"
+
+
+class RunFolder(Callback):
+    """Writes ``config.json``, ``history.jsonl`` and ``report.html``; only the chief has one.
+
+    Raises `UserError` at once when ``directory`` cannot be written.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        write_file_atomically(directory / ".writable", "")
+        (directory / ".writable").unlink()
+
+    def on_train_begin(self) -> None:
+        """Write the settings; a run that starts from nothing starts its history anew."""
+        write_file_atomically(self._directory / CONFIG, json.dumps(self._config(), indent=2))
+        if self.trainer.epoch == 0:
+            write_file_atomically(self._directory / HISTORY, "")
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Append the epoch to the history."""
+        line = {"epoch": epoch + 1, "step": self.trainer.step, **logs}
+        with open(self._directory / HISTORY, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def on_train_end(self) -> None:
+        """Draw the report."""
+        write_report(self._directory)
+
+    def on_train_error(self, error: BaseException) -> None:
+        """Draw the report of what there is: an hour of epochs is worth a look, error or not."""
+        if self.trainer.history.epoch:
+            write_report(self._directory)
+
+    def _config(self) -> dict[str, Any]:
+        trainer, model = self.trainer, self.trainer.model
+        cluster = trainer.strategy.cluster
+        return {
+            "spartito": _version(),
+            "torch": torch.__version__,
+            "python": platform.python_version(),
+            "strategy": trainer.strategy.name,
+            "cluster": {
+                "source": cluster.source,
+                "replicas": cluster.num_replicas,
+                "tasks": {role: list(tasks) for role, tasks in cluster.addresses.items()},
+                "threads": torch.get_num_threads(),
+            },
+            "model": {
+                "name": type(model).__name__,
+                "summary": str(summary(model)),
+                "trainable": _count(model, trains=True),
+                "not_trainable": _count(model, trains=False),
+            },
+            "fit": {
+                "epochs": trainer.epochs,
+                "steps_per_epoch": trainer.steps_per_epoch,
+                "batch_size": trainer.batch_size,
+                "examples": trainer.examples,
+                "precision": trainer.precision,
+                "deterministic": trainer.deterministic,
+                "seed": trainer.seed,
+            },
+            **trainer.about,
+        }
+
+
+def _count(model: nn.Module, trains: bool) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad == trains)
+
+
+def _version() -> str:
+    from spartito import __version__
+
+    return __version__

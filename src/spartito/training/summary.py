@@ -1,0 +1,5 @@
+"""temporary."""
+
+
+def summary(model):
+    return str(model)

@@ -1,0 +1,280 @@
+"""One `fit` call for every strategy."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from spartito.checkpoint.manager import CheckpointManager, read_checkpoint, write_checkpoint
+from spartito.data.collate import rows
+from spartito.data.dataset import Dataset, as_dataset
+from spartito.engine.loss import LossFunction, check_loss
+from spartito.engine.optimizers import OptimizerLike
+from spartito.errors import UserError
+from spartito.names import ENV_RUN_DIR
+from spartito.strategies import Strategy
+from spartito.strategies import strategy as chosen_strategy
+from spartito.training.callback import Callback
+from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
+from spartito.training.callbacks.progress_bar import ProgressBar
+from spartito.training.history import History
+from spartito.training.loop import Evaluation, TrainingLoop, evaluating
+from spartito.training.metrics import MetricFunction, make_metrics
+from spartito.training.run_folder import RunFolder
+
+Scheduler = LRScheduler | ReduceLROnPlateau
+SchedulerLike = Scheduler | Callable[[Optimizer], Scheduler]
+
+
+class Trainer:
+    """Trains, evaluates and applies one model under any strategy.
+
+    ``optimizer`` is fresh, or a function of the parameters. ``loss`` is a torch loss that is a
+    mean over examples, or a function ``(output, target)`` that answers one loss per example,
+    their mean, or ``(sum, weight)``; None for a model that computes its own. ``metrics`` are
+    names or functions. ``scheduler`` (one, or a function of the optimizer) is stepped once per
+    global step. ``accumulate`` batches make one step. ``clip_norm`` bounds the gradient's
+    global norm. ``precision`` "bf16" computes under autocast. ``deterministic`` gives one
+    device's numbers at any number of replicas, if all of BatchNorm and dropout are torch's.
+    ``run_dir`` (or ``SPARTITO_RUN_DIR``) keeps settings, history, checkpoints and a report.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        optimizer: OptimizerLike | None = None,
+        loss: LossFunction | None = None,
+        metrics: Sequence[str | MetricFunction] = (),
+        strategy: Strategy | None = None,
+        scheduler: SchedulerLike | None = None,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+        run_dir: str | Path | None = None,
+        about: dict[str, Any] | None = None,
+    ) -> None:
+        check_loss(loss)
+        self.strategy = chosen_strategy() if strategy is None else strategy
+        self.loss = loss
+        self.metrics = make_metrics(metrics, loss)
+        self.precision, self.deterministic, self.seed = precision, deterministic, seed
+        self.about = about or {}
+        found = run_dir or os.environ.get(ENV_RUN_DIR)
+        self.run_dir = Path(found) if found else None
+        self._folder = RunFolder(self.run_dir) if self.run_dir and self.strategy.is_chief else None
+        self.model, self.optimizer = self.strategy.prepare(
+            model,
+            optimizer,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            precision=precision,
+            deterministic=deterministic,
+            seed=seed,
+        )
+        self.scheduler = self._schedule(scheduler)
+
+        self.step = 0
+        self.epoch = 0
+        self.epochs = 0
+        self.steps_per_epoch: int | None = None
+        self.batch_size: int | None = None
+        self.examples: int | None = None
+        self.stop_training = False
+        self.history = History()
+        self.callbacks: list[Callback] = []
+        self._given: list[Callback] = []
+        self._loop: TrainingLoop | None = None
+        self._restored: dict[str, Any] | None = None
+
+    def fit(
+        self,
+        data: Any,
+        *,
+        epochs: int = 1,
+        steps_per_epoch: int | None = None,
+        validation_data: Any = None,
+        validation_steps: int | None = None,
+        callbacks: Sequence[Callback] = (),
+        initial_epoch: int | None = None,
+        batch_size: int = 32,
+        verbose: bool | int = True,
+    ) -> History:
+        """Train, and answer the figures of every epoch, equal on all replicas.
+
+            for each epoch:
+                for each global batch of the epoch:        # steps_per_epoch, or all there are
+                    strategy.step(batch, loss)             # forward, backward, reduce, update
+                    scheduler.step()
+                evaluate(validation_data)
+                callbacks: checkpoint, early stopping, ...
+
+        ``data`` is anything that `as_dataset` takes; ``batch_size`` (global) is used where it
+        brings none. Calling `fit` again goes on with the same weights, optimizer and order of
+        examples. After `load`, training goes on at the place that was saved, up to ``epochs``;
+        ``initial_epoch`` says otherwise. Raises `UserError`, or `TaskLostError` when a replica
+        is lost.
+        """
+        if epochs < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
+            raise UserError(
+                f"fit(epochs={epochs}, steps_per_epoch={steps_per_epoch})",
+                "Epochs are 0 or more, steps 1 or more.",
+            )
+        chain = as_dataset(data, batch_size)
+        if steps_per_epoch is None and chain.repeats is None:
+            raise UserError("data that repeats without end", "Give steps_per_epoch.")
+        validation = None
+        if validation_data is not None:
+            validation = self._evaluation(validation_data, validation_steps, batch_size)
+        restored, self._restored = self._restored, None
+        first = self.epoch if restored else 0
+        first = first if initial_epoch is None else initial_epoch
+        self.epochs, self.steps_per_epoch = epochs, steps_per_epoch or chain.steps_per_epoch
+        self.batch_size, self.examples = chain.batch_size, chain.examples
+        self.stop_training = False
+        self._given = list(callbacks)
+        self.callbacks = self._with_own(verbose)
+        if self._loop is None or self._loop.chain is not chain:
+            self._loop = TrainingLoop(self, chain, self._loop)
+        history = self.history = History()
+        loop = self._loop
+        for callback in self.callbacks:
+            callback.set_trainer(self)
+        if restored:
+            loop.load_state(restored["loop"])
+            for callback, state in zip(self._given, restored["callbacks"], strict=False):
+                callback.load_state(state)
+        try:
+            loop.run(range(first, epochs), steps_per_epoch, validation, history)
+        except BaseException as error:
+            for callback in self.callbacks:
+                callback.on_train_error(error)
+            raise
+        return history
+
+    def evaluate(
+        self, data: Any, *, steps: int | None = None, batch_size: int = 32
+    ) -> dict[str, float]:
+        """Loss and metrics over ``data``, exact over all replicas: ``{"loss": ..., ...}``."""
+        return self._evaluation(data, steps, batch_size).run()
+
+    def predict(self, data: Any, *, steps: int | None = None, batch_size: int = 32) -> Any:
+        """The model's outputs for ``data`` in its order, all of them on every replica.
+
+        ``data`` may hold targets, which are left out, and is not shuffled. Tensors of shape
+        ``(examples, ...)``, in a tuple or dict where the model answers one.
+        """
+        chain = replace(
+            as_dataset(data, batch_size), shuffled=False, padded=True, corrupt_limit=0, repeats=1
+        )
+        self.strategy.synchronize()
+        outputs: list[Any] = []
+        with evaluating(self.model):
+            for batch in islice(self.strategy.distribute(chain), steps):
+                output = self.strategy.predict(batch, self.loss is not None)
+                size = batch.global_size
+                outputs.append(rows(output, lambda part, n=size: self.strategy.gather(part)[:n]))  # type: ignore[misc]
+        return _join(outputs)
+
+    def save(self, path: str | Path) -> Path:
+        """Write a checkpoint to the directory ``path``, from which any strategy goes on.
+
+        Every replica calls it, the chief writes. It holds the model as ``model.safetensors``.
+        """
+        state = self.state()
+        if self.strategy.is_chief:
+            write_checkpoint(path, state)
+        return Path(path)
+
+    def load(self, path: str | Path) -> None:
+        """Take back what `save` or `ModelCheckpoint` wrote: one checkpoint, or a folder of them,
+        whose newest is taken. The next `fit` goes on from there.
+        """
+        newest = CheckpointManager(path).latest()
+        self.load_state(read_checkpoint(path if newest is None else newest))
+
+    def state(self) -> dict[str, Any]:
+        """Everything that training needs to go on, equal on all replicas; all call it."""
+        return {
+            **self.strategy.state(),
+            "trainer": {
+                "step": self.step,
+                "epoch": self.epoch,
+                "seed": self.seed,
+                "scheduler": _scheduler_state(self.scheduler),
+                "loop": self._loop.state() if self._loop else None,
+                "callbacks": [callback.state() for callback in self._given],
+            },
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` answered, under any strategy and number of replicas."""
+        self.strategy.load_state(state)
+        saved = state.get("trainer")
+        if saved is None:  # a model alone
+            return
+        self.step, self.epoch = saved["step"], saved["epoch"]
+        if self.scheduler is not None and saved["scheduler"] is not None:
+            self.scheduler.load_state_dict(saved["scheduler"])
+        self._restored = saved if saved["loop"] else None
+
+    @property
+    def data_wait_share(self) -> float:
+        """The share of this epoch's time so far that this replica waited for data."""
+        return self._loop.clock.wait_share if self._loop else 0.0
+
+    @property
+    def examples_per_second(self) -> float:
+        """Examples that all replicas trained on per second of this epoch so far."""
+        return self._loop.clock.rate if self._loop else 0.0
+
+    def _with_own(self, verbose: bool | int) -> list[Callback]:
+        """The user's callbacks, and those that every `fit` has.
+
+        Checkpoints come last: they hold the state of all others after the same epoch.
+        """
+        own: list[Callback] = []
+        if verbose and not any(isinstance(callback, ProgressBar) for callback in self._given):
+            own.append(ProgressBar())
+        if self._folder is not None:
+            own.append(self._folder)
+        return sorted(
+            [*self._given, *own], key=lambda callback: isinstance(callback, ModelCheckpoint)
+        )
+
+    def _evaluation(self, data: Any, steps: int | None, batch_size: int) -> Evaluation:
+        chain: Dataset = as_dataset(data, batch_size)
+        if steps is None and chain.repeats is None:
+            raise UserError("validation data that repeats without end", "Give validation_steps.")
+        return Evaluation(self.strategy, self.model, self.loss, self.metrics, chain, steps)
+
+    def _schedule(self, given: SchedulerLike | None) -> Scheduler | None:
+        if given is None or isinstance(given, LRScheduler):
+            return given
+        return given(self.optimizer)
+
+
+def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
+    return None if scheduler is None else dict(scheduler.state_dict())
+
+
+def _join(parts: list[Any]) -> Any:
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return torch.cat(parts)
+    if isinstance(first, tuple):
+        return tuple(_join(list(column)) for column in zip(*parts, strict=True))
+    if isinstance(first, dict):
+        return {name: _join([part[name] for part in parts]) for name in first}
+    raise UserError(f"the model answered {type(first).__name__}", "Predictions are tensors.")

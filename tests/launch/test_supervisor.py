@@ -1,0 +1,390 @@
+"""Real processes: small scripts without torch, started by a supervisor in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from spartito.errors import PREFIX
+from spartito.launch.supervisor import exit_code
+
+DRIVER = """
+import json, os, sys
+from spartito.launch.supervisor import Patience, Process, supervise
+job = json.loads(sys.argv[1])
+tasks = [Process(f"worker {i}", [sys.executable, "-S", file], dict(os.environ))
+         for i, file in enumerate(job["files"])]
+sys.exit(supervise(tasks, patience=Patience(**job["patience"]), result_of=job["result_of"]))
+"""
+LIMIT = 40.0
+
+SLEEPS = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(300)"
+IGNORES_SIGTERM = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + SLEEPS
+GRANDCHILD = (
+    "import subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'])\n"
+    "print('pid', child.pid, flush=True)\n" + SLEEPS
+)
+
+
+@dataclass
+class Job:
+    """A supervisor under test and the pids that its tasks printed."""
+
+    popen: subprocess.Popen[bytes]
+    pids: list[int] = field(default_factory=list)
+
+    def wait_for_pids(self, count: int) -> None:
+        """Read lines until ``count`` tasks said ``pid N``."""
+        assert self.popen.stdout is not None
+        while len(self.pids) < count:
+            line = self.popen.stdout.readline()
+            assert line, "the job ended before all tasks were there"
+            if found := re.search(rb"pid (\d+)", line):
+                self.pids.append(int(found[1]))
+
+    def end(self) -> tuple[int, str, str]:
+        """The exit code, and the rest of stdout and stderr."""
+        out, err = self.popen.communicate(timeout=LIMIT)
+        self.pids += [int(pid) for pid in re.findall(rb"pid (\d+)", out)]
+        return self.popen.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+
+
+Start = Callable[..., Job]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Starts scripts under a supervisor; at the end nothing of them may be left."""
+    jobs: list[Job] = []
+
+    def starter(*scripts: str, result_of: int | None = None, **patience: float) -> Job:
+        files = [tmp_path / f"task{place}.py" for place in range(len(scripts))]
+        for file, script in zip(files, scripts, strict=True):
+            file.write_text(script)
+        job = {"files": [str(f) for f in files], "patience": patience, "result_of": result_of}
+        popen = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, json.dumps(job)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        jobs.append(Job(popen))
+        return jobs[-1]
+
+    yield starter
+    for job in jobs:
+        if job.popen.poll() is None:
+            job.popen.terminate()
+        for stream in (job.popen.stdout, job.popen.stderr):
+            if stream is not None:
+                stream.close()
+        job.popen.wait(LIMIT)
+        left = [] if vanished(job.pids) else [pid for pid in job.pids if is_alive(pid)]
+        for pid in left:
+            os.kill(pid, signal.SIGKILL)
+        assert not left, "processes are left"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def vanished(pids: list[int]) -> bool:
+    """Whether all ``pids`` end before the limit."""
+    limit = time.monotonic() + LIMIT
+    while any(map(is_alive, pids)):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def test_each_line_carries_its_task_and_its_stream(start: Start) -> None:
+    script = "import sys; print('out'); print('more'); print('err', file=sys.stderr)"
+    code, out, err = start(script, script).end()
+    assert code == 0
+    for name in ("worker 0", "worker 1"):
+        assert [line for line in out.splitlines() if name in line] == [
+            f"[{name}] out",
+            f"[{name}] more",
+        ]
+    assert sorted(err.splitlines()) == ["[worker 0] err", "[worker 1] err"]
+
+
+def test_a_partial_last_line_and_long_lines_and_bytes_come_through(start: Start) -> None:
+    script = (
+        "import sys\n"
+        "sys.stdout.write('x' * 1_000_000 + '\\n'); sys.stdout.flush()\n"
+        "sys.stdout.buffer.write(bytes(b for b in range(256) if b != 10)); sys.stdout.flush()"
+    )
+    job = start(script, "")
+    out, _ = job.popen.communicate(timeout=LIMIT)
+    binary = bytes(b for b in range(256) if b != 10)
+    assert out == b"[worker 0] " + b"x" * 1_000_000 + b"\n[worker 0] " + binary + b"\n"
+
+
+def test_a_single_task_keeps_the_terminal(start: Start) -> None:
+    code, out, err = start("import sys; print('a', end='\\r'); sys.exit('why')").end()
+    assert (code, out, err) == (1, "a\r", "why\n")
+
+
+def test_the_tasks_end_when_they_like_and_zero_is_their_code(start: Start) -> None:
+    log = "import logging\ntry: 1 / 0\nexcept ZeroDivisionError: logging.exception('logged')\n"
+    code, out, err = start("print('quick')", log + "print('slow')").end()
+    assert code == 0
+    assert {"[worker 0] quick", "[worker 1] slow"} == set(out.splitlines())
+    assert "[worker 1] Traceback (most recent call last):\n" in err
+    assert "[worker 1] ZeroDivisionError: division by zero\n" in err
+
+
+def test_the_first_traceback_is_shown_whole_and_the_others_stop(start: Start) -> None:
+    fails = "def deep():\n    raise ValueError('boom')\nprint('here', flush=True)\ndeep()\n"
+    job = start(SLEEPS, fails, SLEEPS)
+    code, out, err = job.end()
+    assert code == 1
+    assert "[worker 1] here\n" in out
+    first, *rest = err.splitlines()
+    assert first == (
+        "spartito: worker 0, worker 2 were stopped because worker 1 failed with exit code 1"
+    )
+    assert rest[0] == "Traceback (most recent call last):"
+    assert rest[-1] == "ValueError: boom"
+    assert "    raise ValueError('boom')" in rest
+    assert err.count("Traceback") == 1
+
+
+def test_the_others_tracebacks_are_not_shown(start: Start, tmp_path: Path) -> None:
+    falls = (
+        f"import os, signal, time\nfrom pathlib import Path\n"
+        f"def stop(*_): raise RuntimeError('fell')\n"
+        f"signal.signal(signal.SIGTERM, stop)\n"
+        f"Path({str(tmp_path / 'ready')!r}).touch()\ntime.sleep(300)\n"
+    )
+    fails = (
+        f"import os\nwhile not os.path.exists({str(tmp_path / 'ready')!r}): pass\n"
+        "raise KeyError('first')"
+    )
+    code, _, err = start(falls, fails).end()
+    assert code == 1
+    assert "KeyError: 'first'" in err
+    assert "fell" not in err
+
+
+def test_a_syntax_error_is_shown_once(start: Start) -> None:
+    code, _, err = start("def", "def", "def").end()
+    assert code == 1
+    assert err.count("SyntaxError") == 1
+
+
+@pytest.mark.parametrize("code", [1, 3, 75])
+def test_the_failing_tasks_code_is_the_jobs(start: Start, code: int) -> None:
+    got, _, err = start(SLEEPS, f"raise SystemExit({code})").end()
+    assert got == code
+    assert f"worker 0 was stopped because worker 1 failed with exit code {code}" in err
+
+
+def test_who_lost_a_peer_is_not_the_cause(start: Start, tmp_path: Path) -> None:
+    ready = str(tmp_path / "lost")
+    lost = f"import sys, pathlib; pathlib.Path({ready!r}).touch(); sys.exit(69)"
+    fails = f"import os\nwhile not os.path.exists({ready!r}): pass\nraise ValueError('cause')"
+    code, _, err = start(lost, fails).end()
+    assert code == 1
+    assert "ValueError: cause" in err
+
+
+def test_without_another_cause_the_loss_is_told(start: Start) -> None:
+    message = f"{PREFIX}worker 1 did not come within 60 s"
+    lost = f"import sys; print({message!r}, file=sys.stderr); sys.exit(69)"
+    code, _, err = start(lost, SLEEPS, cause=0.05).end()
+    assert (code, err) == (69, message + "\n")
+
+
+def test_the_same_mistake_of_all_is_shown_once(start: Start) -> None:
+    mistake = f"import sys; print({PREFIX + 'no'!r}, '  do this', sep='\\n', file=sys.stderr)\n"
+    code, _, err = start(*[mistake + "sys.exit(2)"] * 3).end()
+    assert (code, err) == (2, f"{PREFIX}no\n  do this\n")
+
+
+def test_a_killed_task_is_lost(start: Start) -> None:
+    job = start(SLEEPS, SLEEPS)
+    job.wait_for_pids(2)
+    os.kill(job.pids[1], signal.SIGKILL)
+    code, _, err = job.end()
+    assert code == 69
+    assert re.search(r"worker \d was stopped because worker \d was killed by SIGKILL", err)
+
+
+def test_a_crash_has_the_shells_code(start: Start) -> None:
+    code, _, err = start(SLEEPS, "import os; os.abort()").end()
+    assert code == 128 + signal.SIGABRT
+    assert "worker 1 was killed by SIGABRT" in err
+
+
+def test_a_single_task_that_is_killed_is_named(start: Start) -> None:
+    job = start(SLEEPS)
+    job.wait_for_pids(1)
+    os.kill(job.pids[0], signal.SIGKILL)
+    code, _, err = job.end()
+    assert (code, err) == (69, "spartito: worker 0 was killed by SIGKILL\n")
+
+
+def test_a_task_that_ignores_sigterm_is_killed(start: Start, tmp_path: Path) -> None:
+    ready = str(tmp_path / "ready")
+    deaf = f"open({ready!r}, 'w').close()\n" + SLEEPS
+    deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + deaf
+    fails = f"import os\nwhile not os.path.exists({ready!r}): pass\nraise SystemExit(5)"
+    job = start(deaf, fails, stop=0.05)
+    assert job.end()[0] == 5
+
+
+def test_a_frozen_task_stops_too(start: Start, tmp_path: Path) -> None:
+    ready = str(tmp_path / "frozen")
+    fails = f"import os\nwhile not os.path.exists({ready!r}): pass\nraise SystemExit(5)"
+    job = start(SLEEPS, fails)
+    job.wait_for_pids(1)
+    os.kill(job.pids[0], signal.SIGSTOP)
+    Path(ready).touch()
+    assert job.end()[0] == 5
+
+
+def test_a_logged_traceback_of_a_task_that_lives_on_is_shown(start: Start) -> None:
+    job = start("import traceback\ntry: 1 / 0\nexcept: traceback.print_exc()\n" + SLEEPS, SLEEPS)
+    job.popen.terminate()
+    job.end()
+    job = start(
+        "import traceback\ntry: 1 / 0\nexcept: traceback.print_exc()\n" + SLEEPS, SLEEPS, hold=0.05
+    )
+    assert job.popen.stderr is not None
+    assert job.popen.stderr.readline() == b"[worker 0] Traceback (most recent call last):\n"
+
+
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_signal_ends_all(start: Start, number: signal.Signals, code: int, count: int) -> None:
+    job = start(*[SLEEPS] * count)
+    job.wait_for_pids(count)
+    job.popen.send_signal(number)
+    got, _, err = job.end()
+    assert got == code
+    assert err.endswith(f"spartito: stopped by {number.name}\n")
+    if count > 1:
+        assert "Traceback" not in err
+
+
+def test_on_ctrl_c_a_task_may_finish_its_work(start: Start) -> None:
+    careful = (
+        "import os, time\nprint('pid', os.getpid(), flush=True)\n"
+        "try: time.sleep(300)\nexcept KeyboardInterrupt: print('saved')"
+    )
+    job = start(careful, careful)
+    job.wait_for_pids(2)
+    job.popen.send_signal(signal.SIGINT)
+    code, out, err = job.end()
+    assert code == 130
+    assert sorted(out.splitlines()) == ["[worker 0] saved", "[worker 1] saved"]
+    assert err == "spartito: stopped by SIGINT\n"
+
+
+def test_what_goes_wrong_on_ctrl_c_is_shown(start: Start) -> None:
+    clumsy = (
+        "import os, time\nprint('pid', os.getpid(), flush=True)\n"
+        "try: time.sleep(300)\nexcept KeyboardInterrupt: raise OSError('disk full') from None"
+    )
+    job = start(clumsy, SLEEPS)
+    job.wait_for_pids(2)
+    job.popen.send_signal(signal.SIGINT)
+    code, _, err = job.end()
+    assert code == 130
+    assert "[worker 0] OSError: disk full\n" in err
+
+
+DEAF = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEPS
+
+
+def test_a_second_ctrl_c_kills(start: Start) -> None:
+    job = start(DEAF, DEAF)
+    job.wait_for_pids(2)
+    limit = time.monotonic() + LIMIT
+    while any(map(is_alive, job.pids)) and time.monotonic() < limit:
+        job.popen.send_signal(signal.SIGINT)  # those within one double click count as one
+        time.sleep(0.02)
+    assert job.end()[0] == 130
+
+
+def test_who_does_not_hear_a_signal_is_killed_in_the_end(start: Start) -> None:
+    job = start(DEAF, DEAF, interrupt=0.05)
+    job.wait_for_pids(2)
+    job.popen.send_signal(signal.SIGINT)
+    assert job.end()[0] == 130
+
+
+def test_ctrl_c_reaches_tasks_though_nobody_reads_our_output(start: Start) -> None:
+    talks = "import os\nprint('pid', os.getpid(), flush=True)\nwhile True: print('x' * 1000)"
+    job = start(talks, talks)
+    job.wait_for_pids(2)
+    job.popen.send_signal(signal.SIGINT)  # our pipe is full; the tasks end before it is read
+    assert vanished(job.pids)
+    assert job.end()[0] == 130
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_nothing_outlives_a_killed_supervisor(start: Start, count: int) -> None:
+    job = start(*[GRANDCHILD] * count)
+    job.wait_for_pids(2 * count)
+    job.popen.kill()
+    job.popen.wait(LIMIT)
+    assert vanished(job.pids)
+
+
+def test_nothing_outlives_the_job(start: Start) -> None:
+    leaves = GRANDCHILD.replace("time.sleep(300)\n", "pass\n").rpartition("time.sleep(300)")[0]
+    job = start(leaves, leaves)
+    assert job.end()[0] == 0
+    assert len(job.pids) == 4
+    assert vanished(job.pids)
+
+
+def test_grandchildren_of_stopped_tasks_go_too(start: Start) -> None:
+    job = start(GRANDCHILD, SLEEPS)
+    job.wait_for_pids(3)
+    job.popen.terminate()
+    assert job.end()[0] == 143
+    assert vanished(job.pids)
+
+
+def test_the_result_is_the_last_line_and_has_no_name(start: Start) -> None:
+    code, out, _ = start("print('a'); print('{}')", "print('b')", result_of=0).end()
+    assert code == 0
+    assert out.endswith("\n{}\n")
+    assert sorted(out.splitlines()[:-1]) == ["[worker 0] a", "[worker 1] b"]
+
+
+def test_who_closes_our_output_ends_the_job(start: Start) -> None:
+    talks = "import os\nprint('pid', os.getpid(), flush=True)\nwhile True: print('x' * 1000)"
+    job = start(talks, talks)
+    job.wait_for_pids(2)
+    assert job.popen.stdout is not None
+    job.popen.stdout.close()
+    assert vanished(job.pids)
+    assert job.popen.wait(LIMIT) != 0
+
+
+def test_exit_codes_of_signals() -> None:
+    assert [exit_code(c) for c in (0, 7, -9, -15, -11, -2)] == [0, 7, 69, 69, 139, 130]

@@ -1,0 +1,108 @@
+"""Real replica processes for tests: started once, given one job after the other."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import pickle
+import socket
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+Job = Callable[..., Any]
+
+
+class ReplicaError(AssertionError):
+    """A job raised on a replica; ``kind`` is the exception's name, ``text`` its message."""
+
+    def __init__(self, rank: int, kind: str, text: str, trace: str) -> None:
+        super().__init__(f"replica {rank}: {kind}: {text}\n{trace}")
+        self.rank, self.kind, self.text = rank, kind, text
+
+
+class Replicas:
+    """A pool of processes that play the replicas of one job at a time."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("spawn")
+        self._pool: list[tuple[Any, Connection]] = []
+
+    def __call__(
+        self, job: Job, world_size: int, *args: Any, timeout: float = 100, **options: Any
+    ) -> list[Any]:
+        """What ``job(*args, **options)`` answers on each of ``world_size`` replicas."""
+        while len(self._pool) < world_size:
+            self._start()
+        port = free_port()
+        for rank, (_, pipe) in enumerate(self._pool[:world_size]):
+            pipe.send((job, args, options, _environment(rank, world_size, port)))
+        answers: list[Any] = []
+        failure: ReplicaError | None = None
+        for rank, (_, pipe) in enumerate(self._pool[:world_size]):
+            if not pipe.poll(timeout):
+                self.close()
+                raise TimeoutError(f"replica {rank} of {job.__name__} gave no answer")
+            good, answer = pickle.loads(pipe.recv_bytes())
+            answers.append(answer)
+            if not good and (failure is None or failure.kind == "TaskLostError"):
+                failure = ReplicaError(rank, *answer)
+        if failure is not None:
+            self.close()
+            raise failure
+        return answers
+
+    def close(self) -> None:
+        """End all processes."""
+        for process, pipe in self._pool:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._pool.clear()
+
+    def _start(self) -> None:
+        ours, theirs = self._context.Pipe()
+        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        process.start()
+        theirs.close()
+        self._pool.append((process, ours))
+
+
+def free_port() -> int:
+    """A TCP port of the loopback that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    os.environ["SPARTITO_TIMEOUT"] = "20"
+    while True:
+        try:
+            job, args, options, environment = pipe.recv()
+        except EOFError:
+            return
+        os.environ.update(environment)
+        try:
+            answer = (True, job(*args, **options))
+        except BaseException as error:
+            answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
+        pipe.send_bytes(pickle.dumps(answer))  # torch's own pickler would share the tensors
+        gc.collect()

@@ -1,0 +1,196 @@
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spartito.errors import UserError
+from spartito.storage.atomic import (
+    MANIFEST,
+    read_manifest,
+    sweep,
+    verify,
+    write_directory,
+    write_file_atomically,
+)
+
+WRITER = """
+import os, signal, sys
+from spartito.storage.atomic import write_directory
+with write_directory(sys.argv[1]) as new:
+    (new / "part").write_text("half")
+    print("writing", flush=True)
+    sys.stdin.read()
+"""
+
+
+def save(path: Path, text: str = "content") -> None:
+    with write_directory(path, about={"step": 3}) as new:
+        (new / "a.txt").write_text(text)
+        (new / "sub").mkdir()
+        (new / "sub" / "b.bin").write_bytes(b"\0" * 10)
+
+
+def hidden(directory: Path) -> list[str]:
+    return [p.name for p in directory.iterdir() if p.name.startswith(".")]
+
+
+def test_a_directory_appears_whole_with_its_manifest(tmp_path: Path) -> None:
+    save(tmp_path / "deep" / "one")
+    manifest = verify(tmp_path / "deep" / "one")
+    assert set(manifest.files) == {"a.txt", "sub/b.bin"}
+    assert manifest.files["sub/b.bin"].size == 10
+    assert manifest.about == {"step": 3}
+    assert hidden(tmp_path / "deep") == []
+
+
+def test_nothing_shows_before_the_block_ends(tmp_path: Path) -> None:
+    with write_directory(tmp_path / "one") as new:
+        assert new.parent == tmp_path
+        assert not (tmp_path / "one").exists()
+    assert (tmp_path / "one" / MANIFEST).exists()
+
+
+def test_an_error_leaves_nothing_and_keeps_the_older_one(tmp_path: Path) -> None:
+    save(tmp_path / "one", "old")
+
+    def fail(new: Path) -> None:
+        (new / "a.txt").write_text("new")
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError), write_directory(tmp_path / "one") as new:
+        fail(new)
+    verify(tmp_path / "one")
+    assert (tmp_path / "one" / "a.txt").read_text() == "old"
+    assert hidden(tmp_path) == []
+
+
+def test_an_older_directory_is_replaced(tmp_path: Path) -> None:
+    save(tmp_path / "one", "old")
+    with write_directory(tmp_path / "one") as new:
+        (new / "c.txt").write_text("new")
+    assert set(verify(tmp_path / "one").files) == {"c.txt"}
+    assert not (tmp_path / "one" / "a.txt").exists()
+    assert hidden(tmp_path) == []
+
+
+def test_a_file_in_the_way_is_an_error_and_stays(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("mine")
+    with pytest.raises(UserError, match="cannot be written"):
+        save(tmp_path / "one")
+    assert (tmp_path / "one").read_text() == "mine"
+    assert hidden(tmp_path) == []
+
+
+def test_a_parent_that_is_a_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"file.* cannot be written: (Not a directory|File exists)"):
+        save(tmp_path / "file" / "one")
+    with pytest.raises(UserError, match="file"):
+        write_file_atomically(tmp_path / "file" / "x.json", "{}")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o500)
+    with pytest.raises(UserError, match="locked cannot be written: Permission denied"):
+        save(locked / "one")
+
+
+def test_a_read_only_file_system_is_named() -> None:
+    with pytest.raises(UserError, match="/proc cannot be written: "):
+        write_file_atomically("/proc/spartito.json", "{}")
+
+
+def test_a_directory_without_manifest_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=f"{tmp_path} has no manifest.json"):
+        read_manifest(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "{", '{"files": 3, "about": {}}', '{"files": {"../x": {"size": 1, "sha256": ""}}}'],
+)
+def test_a_broken_manifest_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / MANIFEST).write_text(text)
+    with pytest.raises(UserError, match=r"manifest\.json is not a manifest"):
+        read_manifest(tmp_path)
+
+
+def test_a_manifest_that_leads_out_of_its_directory_is_refused(tmp_path: Path) -> None:
+    save(tmp_path / "one")
+    raw = json.loads((tmp_path / "one" / MANIFEST).read_text())
+    raw["files"]["../secret"] = raw["files"]["a.txt"]
+    (tmp_path / "one" / MANIFEST).write_text(json.dumps(raw))
+    with pytest.raises(UserError, match="leads out"):
+        verify(tmp_path / "one")
+
+
+def test_damage_names_the_file(tmp_path: Path) -> None:
+    save(tmp_path / "one")
+    file = tmp_path / "one" / "a.txt"
+    file.write_text("contenT")
+    with pytest.raises(UserError, match=r"a\.txt has changed"):
+        verify(tmp_path / "one")
+    file.write_text("cont")
+    with pytest.raises(UserError, match=r"a\.txt has 4 bytes, its manifest says 7"):
+        verify(tmp_path / "one")
+    file.unlink()
+    with pytest.raises(UserError, match=r"a\.txt cannot be read"):
+        verify(tmp_path / "one")
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    write_file_atomically(tmp_path / "new" / "x.json", "one")
+    write_file_atomically(tmp_path / "new" / "x.json", b"two")
+    assert (tmp_path / "new" / "x.json").read_bytes() == b"two"
+    assert hidden(tmp_path / "new") == []
+
+
+def test_a_killed_writer_is_swept_and_a_living_one_is_not(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "one")]
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "writing\n"
+            assert sweep(tmp_path) == []
+            assert len(hidden(tmp_path)) == 1
+        finally:
+            process.send_signal(signal.SIGKILL)
+            process.wait(timeout=30)
+    assert len(sweep(tmp_path)) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_moved_aside_and_never_replaced_comes_back(tmp_path: Path) -> None:
+    save(tmp_path / "step.1", "old")
+    (tmp_path / "step.1").rename(tmp_path / ".step.1.0123abcd.old")
+    sweep(tmp_path)
+    verify(tmp_path / "step.1")
+    assert hidden(tmp_path) == []
+
+
+def test_what_was_moved_aside_and_replaced_goes(tmp_path: Path) -> None:
+    save(tmp_path / "one", "old")
+    (tmp_path / "one").rename(tmp_path / ".one.0123abcd.old")
+    save(tmp_path / "one", "new")
+    (tmp_path / ".best.json.0123abcd.new").write_text("half")
+    sweep(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["one"]
+    assert (tmp_path / "one" / "a.txt").read_text() == "new"
+
+
+def test_other_hidden_things_are_not_swept(tmp_path: Path) -> None:
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".hidden.txt").write_text("mine")
+    assert sweep(tmp_path) == []
+    assert sweep(tmp_path / "absent") == []
+    assert hidden(tmp_path) != []

@@ -1,0 +1,435 @@
+"""What the contract tests run on every replica; each answers plain values to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import spartito as sp
+from spartito.data.batch import Batch
+from spartito.errors import CorruptSampleError
+from spartito.strategies import Strategy
+from spartito.strategies import strategy as make_strategy
+
+FEATURES, CLASSES = 6, 3
+
+
+def blobs(count: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
+    """Examples of three classes that a small network can tell apart."""
+    generator = torch.Generator().manual_seed(7)
+    y = torch.arange(count) % CLASSES
+    centres = torch.eye(CLASSES, FEATURES, dtype=dtype) * 2
+    return centres[y] + torch.randn(count, FEATURES, generator=generator, dtype=dtype), y
+
+
+def mlp(dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), nn.ReLU(), nn.Dropout(dropout), nn.Linear(8, CLASSES)
+    ).double()
+
+
+class Convolutions(nn.Module):
+    """A small network with all that makes equality hard: BatchNorm, dropout, residuals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.second = nn.Conv2d(8, 8, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(8)
+        self.drop = nn.Dropout(0.5)
+        self.head = nn.Linear(8, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x / 255)))
+        x = x + torch.relu(self.norm2(self.second(x)))
+        out: Tensor = self.head(self.drop(x.mean((2, 3))))
+        return out
+
+
+def fit_mlp(
+    name: str,
+    options: dict[str, Any],
+    *,
+    examples: int = 50,
+    batch: int = 8,
+    epochs: int = 3,
+    steps: int | None = None,
+    optimizer: str = "Adam",
+    accumulate: int = 1,
+    clip: float | None = None,
+    dropout: float = 0.0,
+    loss: str = "mean",
+    schedule: bool = False,
+) -> dict[str, Any]:
+    """History, weights and predictions of a network trained on blobs."""
+    strategy = make_strategy(name, **options)
+    net = mlp(dropout)
+    losses: dict[str, Any] = {
+        "mean": nn.CrossEntropyLoss(),
+        "each": nn.CrossEntropyLoss(reduction="none"),
+        "weighted": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]).double()),
+        "sum": lambda out, y: (nn.functional.cross_entropy(out, y, reduction="sum"), len(y)),
+    }
+    trainer = sp.Trainer(
+        net,
+        optimizer=lambda parameters: getattr(torch.optim, optimizer)(parameters, lr=0.02),
+        loss=losses[loss],
+        metrics=["accuracy", "top_2_accuracy"],
+        strategy=strategy,
+        scheduler=(lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.7)) if schedule else None,
+        accumulate=accumulate,
+        clip_norm=clip,
+        deterministic=True,
+        seed=11,
+    )
+    x, y = blobs(examples)
+    train = sp.data.arrays(x, y).shuffle().batch(batch)
+    val = sp.data.arrays(x[:13], y[:13]).batch(5)
+    history = trainer.fit(
+        train, epochs=epochs, steps_per_epoch=steps, validation_data=val, verbose=0
+    )
+    again = trainer.fit(train, epochs=1, steps_per_epoch=steps, verbose=0)
+    answer = {
+        "history": history.history,
+        "again": again.history,
+        "weights": {k: v.clone() for k, v in net.state_dict().items()},
+        "predictions": trainer.predict(x[:7], batch_size=3),
+        "lr": trainer.optimizer.param_groups[0]["lr"],
+        "steps": trainer.step,
+    }
+    strategy.close()
+    return answer
+
+
+def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Synchronized BatchNorm, dropout and augmentation; the last batch has one example."""
+    strategy = make_strategy(name, **options)
+    torch.manual_seed(5)
+    net = Convolutions().double()
+    generator = torch.Generator().manual_seed(1)
+    x = torch.rand(25, 3, 9, 9, generator=generator, dtype=torch.float64) * 255
+    y = (x[:, 0].mean((1, 2)) > 127).long()
+    train = (
+        sp.data.arrays(x, y)
+        .shuffle()
+        .map(sp.data.RandomFlip("horizontal"))
+        .map(sp.data.RandomRotation(0.1))
+        .batch(6)
+        .prefetch(2)
+    )
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.Adam(net.parameters(), 1e-2),
+        loss=nn.BCEWithLogitsLoss(),
+        metrics=["accuracy", "mean_absolute_error"],
+        strategy=strategy,
+        deterministic=True,
+    )
+    history = trainer.fit(train, epochs=6, validation_data=(x, y), verbose=0)
+    state = {k: v.clone() for k, v in net.state_dict().items()}
+    strategy.close()
+    return {"history": history.history, "weights": state}
+
+
+def checkpoint_and_resume(
+    name: str, options: dict[str, Any], folder: str, phase: str
+) -> dict[str, Any]:
+    """Train 2 of 4 epochs and a half and save ("save"), go on ("resume"), or all ("whole")."""
+    strategy = make_strategy(name, **options)
+    net = mlp(0.3)
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.AdamW(net.parameters(), 0.02),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        strategy=strategy,
+        scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.97),
+        deterministic=True,
+        seed=4,
+    )
+    train = sp.data.arrays(*blobs(40)).shuffle().batch(8)
+
+    class SaveInTheMiddle(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            if phase == "save" and self.trainer.step == 12:
+                self.trainer.save(folder)
+                self.trainer.stop_training = True
+
+    if phase == "resume":
+        trainer.load(folder)
+    history = trainer.fit(train, epochs=4, callbacks=[SaveInTheMiddle()], verbose=0)
+    answer = {
+        "history": history.history,
+        "epochs": history.epoch,
+        "weights": {k: v.clone() for k, v in net.state_dict().items()},
+    }
+    strategy.close()
+    return answer
+
+
+def gan(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A custom loop with two models and two optimizers."""
+    strategy = make_strategy(name, **options)
+    torch.manual_seed(2)
+    generator_net = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 2)).double()
+    critic = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 1)).double()
+    g, g_opt = strategy.prepare(generator_net, torch.optim.Adam(generator_net.parameters(), 1e-2))
+    d, d_opt = strategy.prepare(critic, torch.optim.Adam(critic.parameters(), 1e-2))
+    assert g_opt is not None
+    assert d_opt is not None
+    source = torch.Generator().manual_seed(9)
+    real = torch.randn(22, 2, generator=source, dtype=torch.float64) + 3
+    noise = torch.randn(22, 2, generator=source, dtype=torch.float64)
+    loss = nn.BCEWithLogitsLoss(reduction="none")
+    curve = []
+    data = strategy.distribute(sp.data.arrays(real, noise).shuffle(3).batch(5))
+    for _ in range(3):
+        for batch in data:
+            fake = g(batch.y)
+            d_opt.zero_grad()
+            judged = torch.cat([d(batch.x), d(fake.detach())], 1)
+            d_losses = loss(judged, torch.tensor([1.0, 0.0]).double().expand_as(judged))
+            strategy.backward(d_losses, batch)
+            strategy.update(d_opt)
+            g_losses = loss(d(fake), torch.ones(batch.size, 1).double())
+            strategy.backward(g_losses, batch)
+            strategy.update(g_opt)
+            both = torch.stack([d_losses.mean(1), g_losses.mean(1)], 1)
+            curve.append(strategy.reduce("mean", both).item())
+    answer = {
+        "curve": curve,
+        "weights": {**_weights("g", generator_net), **_weights("d", critic)},
+    }
+    strategy.close()
+    return answer
+
+
+def _weights(prefix: str, net: nn.Module) -> dict[str, Tensor]:
+    return {f"{prefix}.{k}": v.clone() for k, v in net.state_dict().items()}
+
+
+class Sometimes(nn.Module):
+    """``rare`` is used only for inputs above a limit, ``never`` not at all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.always = nn.Linear(2, 1).double()
+        self.rare = nn.Linear(2, 1).double()
+        self.never = nn.Linear(2, 1).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.always(x)
+        high = x[:, 0] > 5
+        return out + self.rare(x) * high[:, None] if high.any() else out
+
+
+def unused_parameters(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """One step in which a parameter is used on some replicas only, and one on none."""
+    strategy = make_strategy(name, **options)
+    torch.manual_seed(1)
+    net = Sometimes()
+    before = net.never.weight.detach().clone()
+    net2, optimizer = strategy.prepare(net, torch.optim.AdamW(net.parameters(), 0.1))
+    assert optimizer is not None
+    x = torch.arange(12.0).double().view(6, 2)
+    for batch in strategy.distribute(sp.data.arrays(x, x[:, :1]).batch(6)):
+        strategy.backward((net2(batch.x) - batch.y).square(), batch)
+        strategy.update(optimizer)
+    state = {"always": net.always.weight.detach().clone(), "rare": net.rare.weight.detach().clone()}
+    kept = torch.equal(before, net.never.weight) and net.never.weight not in optimizer.state
+    strategy.close()
+    return {"weights": state, "kept": kept}
+
+
+class OwnLoss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    def forward(self, features: Tensor, label: Tensor) -> dict[str, Tensor]:
+        out = self.net(features)
+        return {"loss": nn.functional.cross_entropy(out, label), "output": out}
+
+
+def dict_batches(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Batches that are dicts, and a model that answers its own loss."""
+    strategy = make_strategy(name, **options)
+    net = OwnLoss()
+    trainer = sp.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    x, y = blobs(20)
+    data = {"features": x, "label": y}
+    history = trainer.fit(data, epochs=2, batch_size=7, validation_data=data, verbose=0)
+    predicted = trainer.predict(data, batch_size=6)["output"]
+    strategy.close()
+    return {"history": history.history, "weights": {"out": predicted}}
+
+
+class Faulty:
+    """Eleven examples, of which two cannot be read."""
+
+    def __len__(self) -> int:
+        return 11
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index in (2, 7):
+            raise CorruptSampleError(f"example {index} is broken")
+        x, y = blobs(11)
+        return x[index], y[index]
+
+
+def corrupt_examples(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Examples that cannot be read keep their place with weight 0."""
+    strategy = make_strategy(name, **options)
+    net = mlp(0.5)
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        strategy=strategy,
+        deterministic=True,
+    )
+    history = trainer.fit(sp.data.as_dataset(Faulty(), 4).shuffle(), epochs=3, verbose=0)
+    answer = {
+        "history": history.history,
+        "weights": {k: v.clone() for k, v in net.state_dict().items()},
+    }
+    strategy.close()
+    return answer
+
+
+def streams(name: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
+    """An IterableDataset, a DataLoader, and a DataLoader with a sampler of its own."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+    )
+    x, y = blobs(19)
+    pairs = torch.utils.data.TensorDataset(x, y)
+
+    class Stream(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
+        def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+            return iter(pairs)
+
+    made: dict[str, Any] = {
+        "iterable": lambda: Stream(),
+        "dataset": lambda: pairs,
+        "loader": lambda: torch.utils.data.DataLoader(pairs, batch_size=4, shuffle=True),
+        "sampler": lambda: torch.utils.data.DataLoader(
+            pairs, batch_sampler=[[0, 1, 2], [5, 4, 3, 9], [11]]
+        ),
+    }
+    history = trainer.fit(made[kind](), epochs=2, batch_size=4, verbose=0)
+    answer = {
+        "history": history.history,
+        "weights": {k: v.clone() for k, v in net.state_dict().items()},
+    }
+    strategy.close()
+    return answer
+
+
+def uneven_workers(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Each replica makes its own batches, and not equally many."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+
+    def batches(context: sp.data.InputContext) -> Iterator[tuple[Tensor, Tensor]]:
+        x, y = blobs(30)
+        mine = slice(context.rank, None, context.num_replicas)
+        for start in range(0, 4 * (context.rank + 1), 4):
+            yield x[mine][start : start + 4], y[mine][start : start + 4]
+
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+    )
+    history = trainer.fit(sp.data.per_worker(batches), epochs=2, verbose=0)
+    answer = {"steps": trainer.step, "history": history.history}
+    strategy.close()
+    return answer
+
+
+def stop_by_one(name: str, options: dict[str, Any]) -> int:
+    """The last replica alone asks for an end in step 4; answers the steps that were made."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+
+    class Stop(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            last = strategy.cluster.rank == strategy.num_replicas_in_sync - 1
+            self.trainer.stop_training |= last and self.trainer.step == 4
+
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+    )
+    trainer.fit(blobs(200), epochs=3, batch_size=8, callbacks=[Stop()], verbose=0)
+    strategy.close()
+    return trainer.step
+
+
+def low_precision(name: str, options: dict[str, Any], compiled: bool) -> dict[str, Any]:
+    """bf16 autocast on a float32 network, also as a compiled module."""
+    strategy = make_strategy(name, **options)
+    net: Any = mlp().float()
+    if compiled:
+        net = torch.compile(net, backend="eager")
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.Adam(net.parameters(), 0.02),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        strategy=strategy,
+        precision="bf16",
+    )
+    history = trainer.fit(blobs(60), epochs=4, batch_size=12, verbose=0)  # float64 data
+    names = list(trainer.state()["model"])
+    strategy.close()
+    return {"history": history.history, "names": names}
+
+
+def facts(name: str, options: dict[str, Any]) -> tuple[int, bool, str, list[float]]:
+    """What a strategy says of itself, and its reductions."""
+    strategy: Strategy = make_strategy(name, **options)
+    value = torch.tensor([float(strategy.cluster.rank + 1)], dtype=torch.float64)
+    reduced = [strategy.reduce(op, value).item() for op in ("sum", "mean", "max", "min")]
+    rows = strategy.gather(torch.full((strategy.cluster.rank + 1, 2), strategy.cluster.rank))
+    answer = (strategy.num_replicas_in_sync, strategy.is_chief, str(strategy.task), reduced)
+    assert rows.tolist() == [[r, r] for r in range(answer[0]) for _ in range(r + 1)]
+    strategy.close()
+    return answer
+
+
+def local_shares(batch: Batch) -> tuple[int, list[int]]:
+    return batch.size, np.asarray(batch.places).tolist()
+
+
+def write_model(name: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A checkpoint written by `ModelCheckpoint` during a fit."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.Adam(net.parameters(), 0.02),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+        run_dir=Path(folder),
+    )
+    trainer.fit(blobs(32), epochs=3, callbacks=[sp.callbacks.ModelCheckpoint(keep=2)], verbose=0)
+    strategy.close()
+    return trainer.history.history

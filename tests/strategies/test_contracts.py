@@ -1,0 +1,179 @@
+"""The contracts of every strategy. A new strategy joins by a line in CASES."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.replicas import Replicas
+from tests.strategies import jobs
+
+Case = tuple[str, int, dict[str, Any]]
+
+CASES: list[Case] = [
+    ("one_device", 1, {}),
+    ("mirrored", 2, {}),
+    ("mirrored", 3, {}),
+    ("multi_worker_mirrored", 2, {}),
+    ("multi_worker_mirrored", 3, {"communication": "process_group"}),
+]
+
+EXACT = 1e-12
+
+every_strategy = pytest.mark.parametrize(
+    "case", CASES, ids=lambda case: "-".join(map(str, [case[0], case[1], *case[2].values()]))
+)
+
+
+def close(left: Any, right: Any) -> None:
+    """Equal structures of numbers and tensors, to rounding in double precision."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for name in left:
+            close(left[name], right[name])
+    elif isinstance(left, list):
+        assert len(left) == len(right)
+        for one, other in zip(left, right, strict=True):
+            close(one, other)
+    elif hasattr(left, "shape"):
+        assert left.shape == right.shape
+        assert (left - right).abs().max().item() <= EXACT if left.numel() else True
+    else:
+        assert math.isclose(left, right, rel_tol=0, abs_tol=EXACT), (left, right)
+
+
+def run(replicas: Replicas, case: Case, job: Any, **options: Any) -> Any:
+    """The job's answer under ``case``, which must be the same on every replica."""
+    name, world_size, strategy_options = case
+    first, *others = replicas(job, world_size, name, strategy_options, **options)
+    for other in others:
+        close(first, other)
+    return first
+
+
+def same_as_one_device(replicas: Replicas, case: Case, job: Any, **options: Any) -> Any:
+    answer = run(replicas, case, job, **options)
+    close(answer, run(replicas, CASES[0], job, **options))
+    return answer
+
+
+@every_strategy
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"batch": 7, "examples": 22, "dropout": 0.5},  # the last batch has one example
+        {"optimizer": "SGD", "clip": 0.05, "loss": "each"},
+        {"accumulate": 3, "schedule": True, "loss": "weighted"},
+        {"steps": 4, "epochs": 4, "loss": "sum", "optimizer": "RMSprop"},
+    ],
+    ids=["plain", "uneven", "clip", "accumulate", "virtual-epochs"],
+)
+def test_numbers_are_those_of_one_device(
+    replicas: Replicas, case: Case, options: dict[str, Any]
+) -> None:
+    answer = same_as_one_device(replicas, case, jobs.fit_mlp, **options)
+    losses = answer["history"]["loss"]
+    assert losses[-1] < losses[0]
+    assert len(answer["predictions"]) == 7
+
+
+@every_strategy
+def test_batchnorm_dropout_and_augmentation_too(replicas: Replicas, case: Case) -> None:
+    answer = same_as_one_device(replicas, case, jobs.fit_convolutions)
+    assert len(answer["history"]["val_accuracy"]) == 6
+
+
+@every_strategy
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(examples=st.integers(3, 30), batch=st.integers(3, 12))
+def test_any_split_gives_the_same_numbers(
+    replicas: Replicas, case: Case, examples: int, batch: int
+) -> None:
+    same_as_one_device(replicas, case, jobs.fit_mlp, examples=examples + 10, batch=batch, epochs=1)
+
+
+@every_strategy
+def test_a_checkpoint_in_the_middle_of_an_epoch_loads_anywhere(
+    replicas: Replicas, case: Case, tmp_path: Path
+) -> None:
+    whole = run(replicas, case, jobs.checkpoint_and_resume, folder=str(tmp_path), phase="whole")
+    run(replicas, case, jobs.checkpoint_and_resume, folder=str(tmp_path), phase="save")
+    for other in (case, CASES[0], CASES[1]):
+        resumed = run(
+            replicas, other, jobs.checkpoint_and_resume, folder=str(tmp_path), phase="resume"
+        )
+        assert resumed["epochs"] == [2, 3]
+        close(resumed["weights"], whole["weights"])
+        close(resumed["history"], {k: v[2:] for k, v in whole["history"].items()})
+
+
+@every_strategy
+def test_a_custom_loop_trains_a_gan(replicas: Replicas, case: Case) -> None:
+    same_as_one_device(replicas, case, jobs.gan)
+
+
+@every_strategy
+def test_a_parameter_that_nobody_uses_is_left_alone(replicas: Replicas, case: Case) -> None:
+    assert same_as_one_device(replicas, case, jobs.unused_parameters)["kept"]
+
+
+@every_strategy
+def test_dict_batches_and_models_with_their_own_loss(replicas: Replicas, case: Case) -> None:
+    same_as_one_device(replicas, case, jobs.dict_batches)
+
+
+@every_strategy
+def test_a_corrupt_example_weighs_nothing(replicas: Replicas, case: Case) -> None:
+    same_as_one_device(replicas, case, jobs.corrupt_examples)
+
+
+@every_strategy
+@pytest.mark.parametrize("kind", ["iterable", "dataset", "loader", "sampler"])
+def test_torch_data_sets(replicas: Replicas, case: Case, kind: str) -> None:
+    same_as_one_device(replicas, case, jobs.streams, kind=kind)
+
+
+@every_strategy
+def test_replicas_with_uneven_data_end_together(replicas: Replicas, case: Case) -> None:
+    answer = run(replicas, case, jobs.uneven_workers)
+    assert answer["steps"] == 2 * case[1]
+
+
+@every_strategy
+def test_one_replica_can_stop_all(replicas: Replicas, case: Case) -> None:
+    assert run(replicas, case, jobs.stop_by_one) == 5
+
+
+@every_strategy
+@pytest.mark.parametrize("compiled", [False, True])
+def test_low_precision_and_compiled_modules(replicas: Replicas, case: Case, compiled: bool) -> None:
+    name, world_size, options = case
+    answers = replicas(jobs.low_precision, world_size, name, options, compiled)
+    for answer in answers:
+        assert answer["history"] == answers[0]["history"]
+        assert answer["history"]["loss"][-1] < answer["history"]["loss"][0]
+        assert answer["names"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+
+
+@every_strategy
+def test_facts_and_reductions(replicas: Replicas, case: Case) -> None:
+    name, world_size, options = case
+    ranks = range(1, world_size + 1)
+    for rank, answer in enumerate(replicas(jobs.facts, world_size, name, options)):
+        count, is_chief, task, reduced = answer
+        assert (count, is_chief, task) == (world_size, rank == 0, f"worker {rank}")
+        assert reduced == [sum(ranks), sum(ranks) / world_size, world_size, 1]
+
+
+@every_strategy
+def test_the_run_folder(replicas: Replicas, case: Case, tmp_path: Path) -> None:
+    run(replicas, case, jobs.write_model, folder=str(tmp_path))
+    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 3
+    assert (tmp_path / "report.html").exists()
+    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
