@@ -5,7 +5,7 @@ import spartito as sp
 strategy = sp.strategy()
 trainer = sp.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"], strategy=strategy)
 history = trainer.fit(train, epochs=20, validation_data=val)
-"""  # noqa: E501
+"""
 
 import os as _os
 from typing import TYPE_CHECKING

@@ -83,6 +83,12 @@ def test_from_a_traceback_on_lines_are_held_back_until_released() -> None:
     assert errors.is_own_error
 
 
+def test_torchs_rank_is_left_out_of_an_error() -> None:
+    errors = ErrorChannel(-1, Sink(io.BytesIO(), False), b"[w] ")
+    errors.take([b"[rank12]: Traceback (most recent call last):\n", b"[rank12]: E: [rank12]: x\n"])
+    assert errors.held == [b"Traceback (most recent call last):\n", b"E: [rank12]: x\n"]
+
+
 def test_a_pipe_is_drained_without_waiting_for_others_that_hold_it() -> None:
     read, write = os.pipe()
     os.set_blocking(read, False)
@@ -103,6 +109,7 @@ def test_a_pipe_is_drained_without_waiting_for_others_that_hold_it() -> None:
         b"  + Exception Group Traceback (most recent call last):\n",
         b'  File "bad.py", line 1\n',
         PREFIX.encode() + b"x\n",
+        b"[rank1]: Traceback (most recent call last):\n",
     ],
 )
 def test_what_begins_an_error(line: bytes) -> None:

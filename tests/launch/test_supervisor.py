@@ -16,11 +16,12 @@ from pathlib import Path
 import pytest
 
 from spartito.errors import PREFIX
-from spartito.launch.supervisor import exit_code
+from spartito.launch.process import exit_code
 
 DRIVER = """
 import json, os, sys
-from spartito.launch.supervisor import Patience, Process, supervise
+from spartito.launch.process import Process
+from spartito.launch.supervisor import Patience, supervise
 job = json.loads(sys.argv[1])
 tasks = [Process(f"worker {i}", [sys.executable, "-S", file], dict(os.environ))
          for i, file in enumerate(job["files"])]
@@ -207,6 +208,33 @@ def test_who_lost_a_peer_is_not_the_cause(start: Start, tmp_path: Path) -> None:
     assert "ValueError: cause" in err
 
 
+def test_who_raised_first_is_the_cause_though_it_ends_later(start: Start, tmp_path: Path) -> None:
+    raised, fell = str(tmp_path / "raised"), str(tmp_path / "fell")
+    first = (
+        f"import atexit, os, sys, threading\n"
+        f"def linger():\n    open({raised!r}, 'w').close()\n"
+        f"    while not os.path.exists({fell!r}): pass\n"
+        f"atexit.register(linger)\nraise ValueError('first')"
+    )
+    second = (
+        f"import os\nwhile not os.path.exists({raised!r}): pass\n"
+        f"import atexit; atexit.register(lambda: open({fell!r}, 'w').close())\n"
+        f"raise ConnectionError('second')"
+    )
+    code, _, err = start(first, second).end()
+    assert code == 1
+    assert "ValueError: first" in err
+    assert "second" not in err
+
+
+def test_an_abort_at_the_end_of_an_exception_is_the_exception(start: Start) -> None:
+    aborts = "import atexit, os; atexit.register(os.abort)\nraise ValueError('boom')"
+    code, _, err = start(SLEEPS, aborts).end()
+    assert code == 1
+    assert "worker 1 failed with exit code 1" in err
+    assert err.endswith("ValueError: boom\n")
+
+
 def test_without_another_cause_the_loss_is_told(start: Start) -> None:
     message = f"{PREFIX}worker 1 did not come within 60 s"
     lost = f"import sys; print({message!r}, file=sys.stderr); sys.exit(69)"
@@ -290,8 +318,9 @@ def test_a_signal_ends_all(start: Start, number: signal.Signals, code: int, coun
 
 def test_on_ctrl_c_a_task_may_finish_its_work(start: Start) -> None:
     careful = (
-        "import os, time\nprint('pid', os.getpid(), flush=True)\n"
-        "try: time.sleep(300)\nexcept KeyboardInterrupt: print('saved')"
+        "import os, time\n"
+        "try: print('pid', os.getpid(), flush=True); time.sleep(300)\n"
+        "except KeyboardInterrupt: print('saved')"
     )
     job = start(careful, careful)
     job.wait_for_pids(2)
@@ -304,8 +333,9 @@ def test_on_ctrl_c_a_task_may_finish_its_work(start: Start) -> None:
 
 def test_what_goes_wrong_on_ctrl_c_is_shown(start: Start) -> None:
     clumsy = (
-        "import os, time\nprint('pid', os.getpid(), flush=True)\n"
-        "try: time.sleep(300)\nexcept KeyboardInterrupt: raise OSError('disk full') from None"
+        "import os, time\n"
+        "try: print('pid', os.getpid(), flush=True); time.sleep(300)\n"
+        "except KeyboardInterrupt: raise OSError('disk full') from None"
     )
     job = start(clumsy, SLEEPS)
     job.wait_for_pids(2)

@@ -21,6 +21,7 @@ CASES: list[Case] = [
     ("mirrored", 3, {}),
     ("multi_worker_mirrored", 2, {}),
     ("multi_worker_mirrored", 3, {"communication": "process_group"}),
+    ("mirrored", 2, {"communication": "ddp"}),  # the engine of GPUs, here on gloo
 ]
 
 EXACT = 1e-12

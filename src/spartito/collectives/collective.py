@@ -13,7 +13,7 @@ Riders = tuple[float, ...]
 
 
 class Reducer(Protocol):
-    """A standing sum over all replicas of one flat tensor: fill ``input``, `reduce`, read ``output``.
+    """A standing sum of one flat tensor: fill ``input``, `reduce`, read ``output``.
 
     A few floats ride along with every reduction, so that a step needs one meeting only. The
     first rider is the weight of what was put in.

@@ -19,8 +19,7 @@ from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
 from spartito.names import ENV_TIMEOUT, nearest
 
-
-COMMUNICATION = ("auto", "process_group")
+COMMUNICATION = ("auto", "ddp", "process_group")
 
 
 def connect(
@@ -32,7 +31,7 @@ def connect(
     """The fastest collective that all replicas of ``cluster`` can share; all call this together.
 
     Alone: the identity. On one machine and CPU: shared memory. Else, or if ``communication``
-    is "process_group": gloo, for GPUs NCCL.
+    is another than "auto": gloo, for GPUs NCCL.
     Raises `TaskLostError` that names the replicas which did not come within ``timeout`` seconds.
     """
     if communication not in COMMUNICATION:

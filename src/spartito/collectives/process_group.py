@@ -45,7 +45,7 @@ class ProcessGroupCollective(Collective):
         limit = timedelta(seconds=timeout)
         options: Any = None
         if backend == "gloo" and address:
-            options = dist.ProcessGroupGloo._Options()
+            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = limit
         with self._named():

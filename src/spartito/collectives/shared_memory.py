@@ -4,7 +4,7 @@ The mapping holds, per rank, a line with the number of meetings that it came to,
 riders, and two slots of scratch (one is read while the other is written, so one meeting per
 call is enough):
 
-    | came 0 | riders 0 | came 1 | riders 1 | ... | slot A: rank 0, rank 1 | slot B: rank 0, rank 1 |
+    | came 0 | riders 0 | came 1 | riders 1 | slot A: rank 0, rank 1 | slot B: rank 0, rank 1 |
 
 Plain stores are seen in order on x86-64, so flags need no fences there; `supported` says so.
 A rank's life is a file lock, which the kernel drops when its process ends, however it ends.

@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from spartito.data.memory import Arrays
 from spartito.data.collate import collate
+from spartito.data.memory import Arrays
 from spartito.data.order import steps
 from spartito.data.source import BatchStream, ExampleStream, GatherSource, PerWorker, Source
+from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
 
+Change = Callable[..., Any] | RandomTransform
 Origin = Source | ExampleStream | BatchStream | PerWorker
 
 
@@ -29,7 +31,7 @@ class Dataset:
     """
 
     source: Origin
-    example_maps: tuple[Callable[..., Any], ...] = ()
+    example_maps: tuple[Change, ...] = ()
     batch_maps: tuple[Callable[..., Any], ...] = ()
     batch_size: int | None = None
     drop_remainder: bool = False
@@ -43,15 +45,18 @@ class Dataset:
     collate: Callable[[list[Any]], Any] = field(default=collate, repr=False)
     classes: tuple[str, ...] = ()
 
-    def map(self, function: Callable[..., Any]) -> Dataset:
+    def map(self, function: Callable[..., Any] | RandomTransform) -> Dataset:
         """Change every example (before ``.batch``) or every local batch (after it).
 
         A tuple arrives as separate arguments, ``function(x, y)``; anything else as one. A
         `RandomTransform` gets a generator seeded by (seed, epoch, index) instead.
         """
-        if self.batched:
-            return replace(self, batch_maps=(*self.batch_maps, function))
-        if isinstance(self.source, BatchStream | PerWorker):
+        if self.batched or isinstance(self.source, BatchStream | PerWorker):
+            if isinstance(function, RandomTransform):
+                raise UserError(
+                    f"{function} of a whole batch",
+                    "A random transform changes single examples: put it before .batch.",
+                )
             return replace(self, batch_maps=(*self.batch_maps, function))
         return replace(self, example_maps=(*self.example_maps, function))
 

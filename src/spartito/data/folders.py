@@ -9,9 +9,9 @@ from typing import Any, Literal
 import torch
 
 from spartito.data.dataset import Dataset, arrays
-from spartito.data.packaged import split_digits
 from spartito.data.idx_format import find_idx
 from spartito.data.images import ImageFolder, Subset, image_folder_source
+from spartito.data.packaged import split_digits
 
 
 def image_folder(

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from spartito.data.batch import Batch
 from spartito.data.collate import count_rows, rows
-from spartito.data.dataset import Dataset, gathers
+from spartito.data.dataset import Change, Dataset, gathers
 from spartito.data.order import example_generator, permutation, share
 from spartito.data.prefetch import read_ahead
 from spartito.data.source import BatchStream, ExampleStream, InputContext, PerWorker
@@ -99,7 +99,7 @@ def _feed(dataset: Dataset, rank: int, world_size: int, seed: int) -> Feed:
     if isinstance(dataset.source, PerWorker):
         return PerWorkerFeed(dataset, dataset.source, rank, world_size)
     if isinstance(dataset.source, ExampleStream | BatchStream):
-        return StreamFeed(dataset, rank, world_size)
+        return StreamFeed(dataset, rank, world_size, seed)
     if dataset.batch_size is None:
         raise UserError("a data set without batches", "Call .batch(size) at its end.")
     return IndexedFeed(dataset, rank, world_size, seed)
@@ -111,9 +111,21 @@ def _mapped(functions: tuple[Callable[..., Any], ...], data: Any) -> Any:
     return data
 
 
+def _changed(maps: tuple[Change, ...], example: Any, seed: int, epoch: int, index: int) -> Any:
+    """``example`` after all that happens to it; what is random depends on its index alone."""
+    generator = None
+    for change in maps:
+        if isinstance(change, RandomTransform):
+            generator = generator or example_generator(seed, epoch, index)
+            example = change.apply(example, generator)
+        else:
+            example = _mapped((change,), example)
+    return example
+
+
 @dataclass(frozen=True, slots=True)
 class _Share:
-    """Rows ``start`` to ``stop`` of a global batch; ``places`` are theirs, past the end the last."""
+    """Rows ``start`` to ``stop`` of a global batch; their places, past the end the last one."""
 
     start: int
     stop: int
@@ -132,15 +144,16 @@ class IndexedFeed:
         self._rank, self._world_size = rank, world_size
         self._seed = seed if dataset.seed is None else dataset.seed
         self._source: Any = dataset.source
+        self._count: int = len(self._source)
         self._gathers = gathers(dataset.source) and not dataset.example_maps
         self._skipped: set[int] = set()
         self._template: Any = None
         limit = dataset.corrupt_limit
-        self._limit = max(10, len(self._source) // 100) if limit is None else limit
+        self._limit = max(10, self._count // 100) if limit is None else limit
 
     def tasks(self, epoch: int, start: int) -> Iterator[Task]:
         """As `Feed.tasks`."""
-        dataset, count = self._dataset, len(self._source)
+        dataset, count = self._dataset, self._count
         batch_size, all_steps = dataset.batch_size, dataset.steps_per_pass
         assert batch_size is not None
         assert all_steps is not None
@@ -183,10 +196,12 @@ class IndexedFeed:
 
     def _read(self, epoch: int, indices: Sequence[int]) -> tuple[Any, list[int]]:
         """The examples at ``indices`` as a batch, and which of them could be read."""
+        maps = self._dataset.example_maps
         examples, kept = [], []
         for place, index in enumerate(indices):
             try:
-                examples.append(self._example(epoch, index))
+                example = self._source[index]
+                examples.append(_changed(maps, example, self._seed, epoch, index))
             except CorruptSampleError as error:
                 self._skip(index, error)
             else:
@@ -198,20 +213,9 @@ class IndexedFeed:
             return data, kept
         return self._empty(epoch), kept
 
-    def _example(self, epoch: int, index: int) -> Any:
-        example = self._source[index]
-        generator = None
-        for function in self._dataset.example_maps:
-            if isinstance(function, RandomTransform):
-                generator = generator or example_generator(self._seed, epoch, index)
-                example = function.apply(example, generator)
-            else:
-                example = _mapped((function,), example)
-        return example
-
     def _empty(self, epoch: int) -> Any:
         """A batch without rows, shaped like one that has some."""
-        for index in range(len(self._source)):
+        for index in range(self._count):
             if self._template is not None:
                 break
             if index not in self._skipped:
@@ -235,15 +239,16 @@ class IndexedFeed:
 class StreamFeed:
     """A stream that every replica reads whole and in the same order; each keeps its share."""
 
-    def __init__(self, dataset: Dataset, rank: int, world_size: int) -> None:
+    def __init__(self, dataset: Dataset, rank: int, world_size: int, seed: int) -> None:
         self._dataset, self._rank, self._world_size = dataset, rank, world_size
+        self._seed = seed
 
     def tasks(self, epoch: int, start: int) -> Iterator[Task]:
         """As `Feed.tasks`; resuming reads past what was seen before."""
-        for step, data in enumerate(islice(self._batches(), start, None), start):
+        for step, data in enumerate(islice(self._batches(epoch), start, None), start):
             yield partial(self._batch, epoch, step, data)
 
-    def _batches(self) -> Iterator[Any]:
+    def _batches(self, epoch: int) -> Iterator[Any]:
         source, size = self._dataset.source, self._dataset.batch_size
         if isinstance(source, BatchStream):
             for batch in source.batches:
@@ -251,11 +256,13 @@ class StreamFeed:
             return
         assert isinstance(source, ExampleStream)
         assert size is not None
-        examples = iter(source.examples)
+        examples = enumerate(source.examples)
         while group := list(islice(examples, size)):
             if len(group) == size or not self._dataset.drop_remainder:
-                mapped = [_mapped(self._dataset.example_maps, example) for example in group]
-                yield self._dataset.collate(mapped)
+                maps = self._dataset.example_maps
+                yield self._dataset.collate(
+                    [_changed(maps, found, self._seed, epoch, index) for index, found in group]
+                )
 
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
         size = count_rows(data)

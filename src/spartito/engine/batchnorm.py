@@ -21,9 +21,9 @@ class _SyncNormalize(torch.autograd.Function):
     """(input - mean) / std over all replicas, times weight, plus bias."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
-        input: Tensor,  # noqa: A002
+        input: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         eps: float,
@@ -44,7 +44,7 @@ class _SyncNormalize(torch.autograd.Function):
         return output.to(input.dtype), mean, variance, count
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
         normalized, weight, inverse, count = ctx.saved_tensors
         dims = _all_but_channels(grad)
         wide = grad.to(normalized.dtype)
@@ -70,13 +70,13 @@ class _SyncNormalize(torch.autograd.Function):
 class _SyncForward:
     """The forward pass that the synchronized classes share."""
 
-    def forward(self: Any, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self: Any, input: Tensor) -> Any:
         """Normalize ``(batch, channels, ...)``; over all replicas inside a training step."""
         context = current()
         if context is None or not self.training or context.collective.world_size == 1:
             return super().forward(input)  # type: ignore[misc]
         self._check_input_dim(input)
-        output, mean, variance, count = _SyncNormalize.apply(
+        output, mean, variance, count = _SyncNormalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, context.collective
         )
         if self.track_running_stats:
@@ -147,7 +147,7 @@ def average_statistics(model: nn.Module, collective: Collective) -> None:
         buffer.copy_(mean.view_as(buffer))
 
 
-def local_moments(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # noqa: A002
+def local_moments(input: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Count, mean and sum of squared deviations of each channel of ``(batch, channels, ...)``.
 
     Shapes ``()``, ``(channels,)``, ``(channels,)``; at least in fp32; zeros for no rows.
@@ -180,9 +180,9 @@ def merge(
     return count, mean, squares
 
 
-def _all_but_channels(input: Tensor) -> list[int]:  # noqa: A002
+def _all_but_channels(input: Tensor) -> list[int]:
     return [dim for dim in range(input.dim()) if dim != 1]
 
 
-def _wide(channels: Tensor, input: Tensor) -> Tensor:  # noqa: A002
+def _wide(channels: Tensor, input: Tensor) -> Tensor:
     return channels.view(1, -1, *[1] * (input.dim() - 2))

@@ -16,7 +16,7 @@ class GlobalDropout(nn.Dropout):
 
     number: int
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor) -> Tensor:
         """Zero with probability p and scale the rest, shape ``(batch, ...)`` kept."""
         context = current()
         if context is None or not self.training or self.p == 0.0:
@@ -26,7 +26,7 @@ class GlobalDropout(nn.Dropout):
         scale = 1.0 / keep if keep else 0.0
         return input * mask.to(device=input.device, dtype=input.dtype).mul_(scale)
 
-    def _uniform(self, context: StepContext, input: Tensor) -> Tensor:  # noqa: A002
+    def _uniform(self, context: StepContext, input: Tensor) -> Tensor:
         call = context.calls.get(self.number, 0)
         context.calls[self.number] = call + 1
         generator = torch.Generator()
@@ -43,4 +43,4 @@ def globalize_dropout(model: nn.Module) -> None:
     for number, module in enumerate(model.modules()):
         if type(module) is nn.Dropout:
             module.__class__ = GlobalDropout
-            module.number = number
+            module.__dict__["number"] = number

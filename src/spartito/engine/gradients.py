@@ -22,6 +22,7 @@ class Gradients(ABC):
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self.replicas = 1.0  # what a backward pass divides by on its own
         self.unit = 0.0
         self.weight = 0.0
         self.loss = 0.0
@@ -71,11 +72,15 @@ class LocalGradients(Gradients):
 
     def reduce(self, riders: Riders = ()) -> Riders:
         if self.weight and self.weight != self.unit:
-            torch._foreach_mul_(
-                [p.grad for p in self.parameters if p.grad is not None],
-                self.unit / self.weight,
-            )
+            scale_gradients(self.parameters, self.unit / self.weight)
         return (self.weight, self.loss, *riders)
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+    """Multiply the gradients that there are, in place."""
+    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if grads:
+        torch._foreach_mul_(grads, factor)
 
 
 class PackedGradients(Gradients):

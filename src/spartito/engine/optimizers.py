@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
 from spartito.errors import UserError
@@ -14,8 +15,21 @@ from spartito.errors import UserError
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
+class NoOptimizer(Optimizer):
+    """Stands where a model is only evaluated: it has no parameters, and refuses a step."""
+
+    def __init__(self) -> None:
+        super().__init__([{"params": []}], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Raises `UserError`."""
+        raise UserError("a step without an optimizer", "Give the Trainer an optimizer.")
+
+
 def plain(model: nn.Module) -> nn.Module:
-    """The user's own module: inside of one that ``torch.compile`` wrapped, else itself."""
+    """The user's own module: inside of what ``torch.compile`` or DDP wrapped, else itself."""
+    if isinstance(model, DistributedDataParallel):
+        return plain(model.module)
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
 
@@ -41,7 +55,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -
         raise UserError(
             f"{len(strange)} of the optimizer's parameters are not the model's, "
             f"the first of shape {tuple(strange[0].shape)}",
-            "Build the optimizer from this model's parameters(), after the last .to() or .double().",
+            "Build the optimizer from this model's parameters(), after its last .to() or .double().",
         )
     if num_replicas == 1:
         return

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from spartito.launch.local import launch
-from spartito.launch.supervisor import Process, supervise
+from spartito.launch.process import Process
+from spartito.launch.supervisor import supervise
 
 __all__ = ["Process", "launch", "supervise"]

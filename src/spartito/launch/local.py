@@ -16,7 +16,8 @@ from spartito.cluster.spec import NO_RANK, ClusterSpec, is_loopback, split_addre
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch import machine
-from spartito.launch.supervisor import Process, supervise
+from spartito.launch.process import Process
+from spartito.launch.supervisor import supervise
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, RECIPES, STRATEGIES, nearest
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}

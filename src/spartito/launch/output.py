@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from typing import BinaryIO
@@ -13,6 +14,7 @@ LONGEST_LINE = 8 << 20
 """Bytes of one line that are kept in memory; a longer one is cut into several."""
 
 READ_SIZE = 1 << 16
+TORCH_RANK = re.compile(rb"^\[rank\d+\]: ")
 COLOURS = (36, 33, 35, 32, 34, 91, 96, 93)
 
 
@@ -149,7 +151,7 @@ class ErrorChannel(Channel):
             self.show(lines[:start])
             lines = lines[start:]
             self.since = time.monotonic()
-        self.held += lines
+        self.held += map(bare, lines)
 
     def release(self) -> None:
         """Print what was held back as ordinary lines."""
@@ -164,7 +166,13 @@ class ErrorChannel(Channel):
 
 def begins_error(line: bytes) -> bool:
     """Whether a traceback starts here (a syntax error's has no heading), or our own message."""
+    line = bare(line)
     text = line.lstrip(b" +|")
     return text.startswith(
         (b"Traceback (most recent", b"Exception Group Traceback (most recent")
     ) or line.startswith((PREFIX.encode(), b'  File "'))
+
+
+def bare(line: bytes) -> bytes:
+    """``line`` without the rank that torch.distributed puts before each line of a traceback."""
+    return TORCH_RANK.sub(b"", line)

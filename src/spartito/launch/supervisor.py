@@ -8,33 +8,22 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import BinaryIO
 
-from spartito.errors import EXIT_TASK_LOST, UserError
+from spartito.errors import UserError
 from spartito.launch.guard import Guard, die_with_parent
 from spartito.launch.output import Channel, ErrorChannel, Sink
-
-FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
-"""Signals by which a task is lost; by others, as SIGSEGV, it fails on its own."""
+from spartito.launch.process import Process, Running, exit_code
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DOUBLE_CLICK = 0.05
 """Seconds within which a second Ctrl-C is the first one, sent to the whole group as well."""
 TICK = 1.0
 """Seconds after which we look again even if nothing woke us."""
-
-
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One task to start: its name as ``worker 1``, what to run, its whole environment."""
-
-    name: str
-    argv: Sequence[str]
-    env: Mapping[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,62 +65,13 @@ def supervise(
     return _Supervisor(patience, *sinks).run(processes, result_of)
 
 
-def exit_code(code: int) -> int:
-    """The job's exit code for a process that ended with ``code``, negative for a signal."""
-    if code >= 0:
-        return code
-    return EXIT_TASK_LOST if -code in FROM_OUTSIDE else 128 - code
-
-
-@dataclass
-class _Running:
-    """One started process."""
-
-    name: str
-    popen: subprocess.Popen[bytes]
-    channels: list[Channel]
-    code: int | None = None
-    failed_at: float = 0.0
-    ended_at: float = 0.0
-    forwarded: bool = False
-
-    def send(self, number: int) -> None:
-        if self.code is None:
-            self.popen.send_signal(number)
-
-    def kill_group(self) -> None:
-        """End the process and all that it started; harmless when they have ended."""
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
-
-    def close(self) -> None:
-        for stream in (self.popen.stdout, self.popen.stderr):
-            if stream is not None:
-                stream.close()
-
-    @property
-    def how_it_failed(self) -> str:
-        code = self.code or 0
-        return (
-            f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
-        )
-
-    @property
-    def errors(self) -> ErrorChannel | None:
-        return next((c for c in self.channels if isinstance(c, ErrorChannel)), None)
-
-    @property
-    def lost_a_peer(self) -> bool:
-        return self.code == EXIT_TASK_LOST
-
-
 @dataclass
 class _Supervisor:
     patience: Patience
     out: Sink
     err: Sink
-    tasks: list[_Running] = field(default_factory=list)
-    cause: _Running | None = None
+    tasks: list[Running] = field(default_factory=list)
+    cause: Running | None = None
     interrupted: signal.Signals | None = None
     interrupted_at: float = 0.0
     kill_at: float = float("inf")
@@ -227,7 +167,7 @@ class _Supervisor:
         for channel in channels:
             os.set_blocking(channel.fd, False)
             self.selector.register(channel.fd, selectors.EVENT_READ, channel)
-        self.tasks.append(_Running(process.name, popen, channels))
+        self.tasks.append(Running(process.name, popen, channels))
 
     def _groups(self) -> list[int]:
         """The process groups of the tasks that run."""
@@ -287,7 +227,11 @@ class _Supervisor:
         if not failed:
             return
         first = min(failed, key=lambda task: (task.lost_a_peer, task.failed_at))
-        if first.lost_a_peer and self._groups() and now < first.ended_at + self.patience.cause:
+        another = (first.lost_a_peer and self._groups()) or any(
+            since < first.failed_at
+            for since, _ in self._held()  # its traceback came first
+        )
+        if another and now < first.ended_at + self.patience.cause:
             return
         self.cause = first
         self.kill_at = now + self.patience.stop
@@ -307,16 +251,16 @@ class _Supervisor:
                 channel.close(as_result=self.cause is None and self.interrupted is None)
         if self.interrupted is not None:
             for task in self.tasks:
-                if task.errors is not None and not _fell_by_interrupt(task):
+                if task.errors is not None and not task.fell_by_interrupt:
                     task.errors.release()
             self._say(f"stopped by {self.interrupted.name}")
             return 128 + self.interrupted
         if self.cause is None:
             return 0
         self._report_failure(self.cause)
-        return exit_code(self.cause.code or 0)
+        return exit_code(self.cause.outcome)
 
-    def _report_failure(self, cause: _Running) -> None:
+    def _report_failure(self, cause: Running) -> None:
         errors = cause.errors
         if errors is not None and errors.is_own_error:
             self.err.write(errors.held)
@@ -333,17 +277,3 @@ class _Supervisor:
 
     def _say(self, text: str) -> None:
         self.err.write([f"spartito: {text}\n".encode()])
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal has no name
-        return f"signal {number}"
-
-
-def _fell_by_interrupt(task: _Running) -> bool:
-    """Whether a task ended as Ctrl-C ends them, so that its traceback tells nothing."""
-    errors = task.errors
-    last = next((line for line in reversed(errors.held) if line.strip()), b"") if errors else b""
-    return task.lost_a_peer or (task.code or 0) < 0 or last.startswith(b"KeyboardInterrupt")

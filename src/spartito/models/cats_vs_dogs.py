@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from spartito.models.layers import PointwiseConv2d

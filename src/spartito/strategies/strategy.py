@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.data.batch import Batch
 from spartito.engine.loss import LossFunction
@@ -61,7 +62,11 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
-    cluster: ClusterSpec
+
+    def __init__(self, cluster: ClusterSpec | None = None) -> None:
+        """``cluster`` None asks the environment who takes part; `check` refuses what cannot be."""
+        self.cluster = resolve() if cluster is None else cluster
+        self.check(self.cluster)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -90,14 +95,14 @@ class Strategy(ABC):
     def prepare(
         self,
         model: nn.Module,
-        optimizer: OptimizerLike | None,
+        optimizer: OptimizerLike,
         *,
         accumulate: int = 1,
         clip_norm: float | None = None,
         precision: str = "fp32",
         deterministic: bool = False,
         seed: int = 0,
-    ) -> tuple[nn.Module, Optimizer | None]:
+    ) -> tuple[nn.Module, Optimizer]:
         """Take charge of a model and its optimizer; call once per pair, on every replica.
 
         Replicas start with the chief's values. ``accumulate`` batches make one update,

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.meeting import connect
@@ -27,10 +26,12 @@ from spartito.engine.batchnorm import (
     synchronize_batchnorm,
 )
 from spartito.engine.context import StepContext, enter
+from spartito.engine.ddp import OverlappedGradients, overlap
 from spartito.engine.dropout import globalize_dropout
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction, evaluate_loss, forward, in_dtype, weigh
 from spartito.engine.optimizers import (
+    NoOptimizer,
     OptimizerLike,
     check_optimizer,
     fuse,
@@ -52,7 +53,7 @@ class _Pair:
     """A prepared model, its optimizer, and what an update of it has to do."""
 
     model: nn.Module
-    optimizer: Optimizer | None
+    optimizer: Optimizer
     gradients: Gradients
     accumulate: int
     clip_norm: float | None
@@ -68,8 +69,8 @@ class SynchronousStrategy(Strategy):
     ``cluster`` None asks the environment who takes part; ``device`` None takes this process's
     own GPU, else the CPU. ``sync_batchnorm`` makes BatchNorm one over the global batch; None
     does so when training is deterministic. ``timeout`` limits every wait, in seconds.
-    ``communication`` "auto" takes the fastest way that all replicas share; "process_group" goes
-    by gloo or NCCL in any case.
+    ``communication`` "auto" takes the fastest way that all replicas share. "process_group" goes
+    by gloo or NCCL in any case; "ddp" does too, and reduces while backward runs, as GPUs do.
     """
 
     def __init__(
@@ -81,11 +82,13 @@ class SynchronousStrategy(Strategy):
         timeout: float | None = None,
         communication: str = "auto",
     ) -> None:
-        self.cluster = resolve() if cluster is None else cluster
-        self.check(self.cluster)
+        super().__init__(cluster)
         self.device = _own_device(self.cluster) if device is None else torch.device(device)
         self._sync_batchnorm = sync_batchnorm
         self._collective: Collective = connect(self.cluster, self.device, timeout, communication)
+        self._overlaps = self.cluster.num_replicas > 1 and (
+            communication == "ddp" or (communication == "auto" and self.device.type == "cuda")
+        )
         self._pairs: list[_Pair] = []
         self._seed = 0
         self._needs_context = False
@@ -94,14 +97,14 @@ class SynchronousStrategy(Strategy):
     def prepare(
         self,
         model: nn.Module,
-        optimizer: OptimizerLike | None = None,
+        optimizer: OptimizerLike,
         *,
         accumulate: int = 1,
         clip_norm: float | None = None,
         precision: str = "fp32",
         deterministic: bool = False,
         seed: int = 0,
-    ) -> tuple[nn.Module, Optimizer | None]:
+    ) -> tuple[nn.Module, Optimizer]:
         if precision not in PRECISIONS:
             raise UserError(f"precision {precision!r}", nearest(precision, PRECISIONS))
         if accumulate < 1:
@@ -109,10 +112,9 @@ class SynchronousStrategy(Strategy):
         if clip_norm is not None and not clip_norm > 0:
             raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
         model.to(self.device)
-        made = None if optimizer is None else make_optimizer(optimizer, model)
-        if made is not None:
-            check_optimizer(made, model, self.num_replicas_in_sync)
-            fuse(made)
+        made = make_optimizer(optimizer, model)
+        check_optimizer(made, model, self.num_replicas_in_sync)
+        fuse(made)
         synchronized = deterministic if self._sync_batchnorm is None else self._sync_batchnorm
         if synchronized:
             synchronize_batchnorm(model)
@@ -121,8 +123,10 @@ class SynchronousStrategy(Strategy):
         self._seed = seed
         self._needs_context = self._needs_context or synchronized or deterministic
         self._broadcast([*model.parameters(), *model.buffers()])
-        waits = self.num_replicas_in_sync > 1 and has_synchronized(model)
+        waits = self.num_replicas_in_sync > 1 and (has_synchronized(model) or self._overlaps)
         gradients = self._gradients(made)
+        if self._overlaps and optimizer_parameters(made):
+            model = overlap(model, self.device)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
         pair = _Pair(model, made, gradients, accumulate, clip_norm, precision, waits, dtype)
         self._pairs.append(pair)
@@ -200,8 +204,8 @@ class SynchronousStrategy(Strategy):
         if op == "mean":
             wide = value.double()
             both = torch.stack([wide.sum(), wide.new_tensor(float(wide.numel()))])
-            total, count = self._collective.all_reduce(both)
-            return (total / count).to(torch.promote_types(value.dtype, torch.float32))
+            self._collective.all_reduce(both)
+            return both[0].div(both[1]).to(torch.promote_types(value.dtype, torch.float32))
         if op in ("max", "min"):
             parts = torch.stack(self._collective.all_gather(value))
             return parts.amax(0) if op == "max" else parts.amin(0)
@@ -218,10 +222,10 @@ class SynchronousStrategy(Strategy):
         self.synchronize()
         pair = self._only_pair()
         model = plain(pair.model)
-        state: dict[str, Any] = {"model": dict(model.state_dict())}
-        if pair.optimizer is not None:
-            state["optimizer"] = named_state(model, pair.optimizer)
-        return state
+        return {
+            "model": dict(model.state_dict()),
+            "optimizer": named_state(model, pair.optimizer),
+        }
 
     def load_state(self, state: dict[str, Any]) -> None:
         pair = self._only_pair()
@@ -232,7 +236,7 @@ class SynchronousStrategy(Strategy):
                 f"the checkpoint does not fit the model: {error}",
                 "Build the model as it was built when the checkpoint was written.",
             ) from error
-        if pair.optimizer is not None and "optimizer" in state:
+        if "optimizer" in state and not isinstance(pair.optimizer, NoOptimizer):
             load_named_state(plain(pair.model), pair.optimizer, state["optimizer"])
 
     def close(self) -> None:
@@ -245,12 +249,12 @@ class SynchronousStrategy(Strategy):
             step = batch.epoch << 32 | batch.step
             enter(StepContext(self._collective, self._seed, step, batch.global_size, batch.places))
 
-    def _gradients(self, optimizer: Optimizer | None) -> Gradients:
-        if optimizer is None:
-            return LocalGradients([])
+    def _gradients(self, optimizer: Optimizer) -> Gradients:
         parameters = optimizer_parameters(optimizer)
         if self.num_replicas_in_sync == 1:
             return LocalGradients(parameters)
+        if self._overlaps:
+            return OverlappedGradients(parameters, self._collective, self.device)
         fused = all(group.get("fused") for group in optimizer.param_groups)
         return PackedGradients(parameters, self._collective, private=not fused)
 
@@ -262,15 +266,13 @@ class SynchronousStrategy(Strategy):
                 f"one backward pass for optimizers in the middle of batches of {units}",
                 "Update every optimizer, or clear it by zero_grad(), before the next batch.",
             )
-        scale = found.scale / units[0] if found.weight else 0.0
+        scale = found.scale * pairs[0].gradients.replicas / units[0] if found.weight else 0.0
         found.value.backward(torch.full_like(found.value, scale))
         loss = found.value.detach().item() * found.scale if found.weight else 0.0
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
 
     def _update(self, pair: _Pair, output: Any, stop: bool) -> StepResult:
-        if pair.optimizer is None:
-            raise UserError("a step without an optimizer", "Give the Trainer one.")
         weight, loss, stops = pair.gradients.reduce((float(stop),))
         if weight:
             if pair.clip_norm is not None:

@@ -30,9 +30,7 @@ class MeanMetric:
 
     def update(self, output: Any, target: Any, size: int) -> None:
         """Take in the ``size`` examples of a local batch."""
-        value = self.function(output, target)
-        if not isinstance(value, Tensor):
-            value = torch.as_tensor(value)
+        value = torch.as_tensor(self.function(output, target))
         if value.dim() == 0:
             self.total += value.item() * size
         elif value.shape[0] == size:
@@ -84,31 +82,31 @@ def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> Tensor:
     For outputs shaped as the target (or ``(batch, 1)``) it is `binary_accuracy`.
     """
     if output.dim() == target.dim() + 1 and output.shape[1] > 1:
-        return output.argmax(1) == target
+        return torch.eq(output.argmax(1), target)
     if output.shape == target.shape and output.dim() > 1 and output.shape[1] > 1:
-        return output.argmax(1) == target.argmax(1)  # targets are probabilities of classes
+        return torch.eq(output.argmax(1), target.argmax(1))  # targets are probabilities of classes
     return binary_accuracy(output, target, threshold)
 
 
 def binary_accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> Tensor:
     """1 where the output lies on the target's side of ``threshold``, shape of the output."""
-    return (output > threshold) == (align(output, target) > 0.5)
+    return torch.eq(output > threshold, align(output, target) > 0.5)
 
 
 def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5) -> Tensor:
     """1 where the target is among the ``k`` largest outputs, shape ``(batch,)``."""
     best = output.topk(min(k, output.shape[1]), dim=1).indices
-    return (best == target.unsqueeze(1)).any(1)
+    return torch.eq(best, target.unsqueeze(1)).any(1)
 
 
 def mean_absolute_error(output: Tensor, target: Tensor) -> Tensor:
     """|output - target|, shape of the output."""
-    return (output - align(output, target)).abs()
+    return torch.abs(output - align(output, target))
 
 
 def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
     """(output - target) squared, shape of the output."""
-    return (output - align(output, target)).square()
+    return torch.square(output - align(output, target))
 
 
 _NAMES: dict[str, MetricFunction] = {

@@ -18,7 +18,7 @@ from spartito.checkpoint.manager import CheckpointManager, read_checkpoint, writ
 from spartito.data.collate import rows
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, check_loss
-from spartito.engine.optimizers import OptimizerLike
+from spartito.engine.optimizers import NoOptimizer, OptimizerLike
 from spartito.errors import UserError
 from spartito.names import ENV_RUN_DIR
 from spartito.strategies import Strategy
@@ -74,9 +74,10 @@ class Trainer:
         found = run_dir or os.environ.get(ENV_RUN_DIR)
         self.run_dir = Path(found) if found else None
         self._folder = RunFolder(self.run_dir) if self.run_dir and self.strategy.is_chief else None
-        self.model, self.optimizer = self.strategy.prepare(
+        self.model = model
+        _, self.optimizer = self.strategy.prepare(
             model,
-            optimizer,
+            NoOptimizer() if optimizer is None else optimizer,
             accumulate=accumulate,
             clip_norm=clip_norm,
             precision=precision,
@@ -131,6 +132,8 @@ class Trainer:
                 f"fit(epochs={epochs}, steps_per_epoch={steps_per_epoch})",
                 "Epochs are 0 or more, steps 1 or more.",
             )
+        if isinstance(self.optimizer, NoOptimizer):
+            raise UserError("fit() without an optimizer", "Give the Trainer an optimizer.")
         chain = as_dataset(data, batch_size)
         if steps_per_epoch is None and chain.repeats is None:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")

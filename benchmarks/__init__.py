@@ -1,0 +1,1 @@
+"""One command per row of ``docs/benchmarks.md``; see ``README.md`` beside this file."""

@@ -1,0 +1,116 @@
+"""What all benchmarks share: the machine's words, targets and ratios, and how they are printed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from spartito.device import available_cores
+
+Windows = dict[str, list[float]]
+"""Seconds per step of each side, one entry per window."""
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """A measured value and the one to reach: ``relation`` is ``>=`` or ``<=``, None to show it."""
+
+    name: str
+    value: float
+    target: float | None = None
+    relation: str = ">="
+
+    @property
+    def reached(self) -> bool | None:
+        """Whether the target is met; None where there is none."""
+        if self.target is None:
+            return None
+        return self.value >= self.target if self.relation == ">=" else self.value <= self.target
+
+
+def parser(description: str, rounds: int) -> argparse.ArgumentParser:
+    """A command line with what every benchmark has."""
+    made = argparse.ArgumentParser(description=description)
+    made.add_argument("--rounds", type=positive, default=rounds, help="turns of each side")
+    made.add_argument("--json", action="store_true", help="print one last line of JSON")
+    return made
+
+
+def positive(text: str) -> int:
+    """A count of at least 1."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text} is less than 1")
+    return value
+
+
+def machine() -> dict[str, Any]:
+    """What the figures were measured on."""
+    return {
+        "cpu": _cpu_model(),
+        "cores": available_cores(),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        "torch": version("torch"),
+    }
+
+
+def _cpu_model() -> str:
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def announce(title: str) -> dict[str, Any]:
+    """Print the title and the machine; answers the machine."""
+    here = machine()
+    print(title)
+    print(", ".join(f"{name} {value}" for name, value in here.items()), flush=True)
+    return here
+
+
+def rates(windows: Mapping[str, Sequence[float]], examples: int) -> dict[str, float]:
+    """Examples per second of each side: ``examples`` per step over the median window."""
+    return {side: examples / statistics.median(seconds) for side, seconds in windows.items()}
+
+
+def progress(number: int, rounds: int, values: Mapping[str, float], unit: str) -> None:
+    """One line when a round ends."""
+    found = "  ".join(f"{side} {show(value)}" for side, value in values.items())
+    print(f"round {number + 1}/{rounds}: {found}  ({unit})", flush=True)
+
+
+def show(value: float) -> str:
+    """A number with as many digits as one can trust."""
+    if value == 0 or 1e-3 <= abs(value) < 10:
+        return f"{value:.3f}"
+    return f"{value:.2e}" if abs(value) < 1e-3 else f"{value:,.1f}"
+
+
+def conclude(
+    here: Mapping[str, Any],
+    figures: Sequence[Figure],
+    as_json: bool,
+    **more: Any,
+) -> None:
+    """Print every figure with its target beside; with ``as_json`` also all of it in a line."""
+    width = max(len(figure.name) for figure in figures)
+    print()
+    for figure in figures:
+        line = f"{figure.name:<{width}}  {show(figure.value):>9}"
+        if figure.target is not None:
+            answer = "reached" if figure.reached else "missed"
+            line += f"   target {figure.relation} {figure.target:g}: {answer}"
+        print(line)
+    if as_json:
+        found = [{**asdict(figure), "reached": figure.reached} for figure in figures]
+        print(json.dumps({"machine": here, "figures": found, **more}))

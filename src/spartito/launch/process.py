@@ -1,0 +1,105 @@
+"""One process of the job: what starts it, how it goes, how it ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from spartito.errors import EXIT_TASK_LOST
+from spartito.launch.output import Channel, ErrorChannel
+
+FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
+"""Signals by which a task is lost; by others, as SIGSEGV, it fails on its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """One task to start: its name as ``worker 1``, what to run, its whole environment."""
+
+    name: str
+    argv: Sequence[str]
+    env: Mapping[str, str]
+
+
+@dataclass
+class Running:
+    """One started process."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    channels: list[Channel]
+    code: int | None = None
+    failed_at: float = 0.0
+    ended_at: float = 0.0
+    forwarded: bool = False
+
+    def send(self, number: int) -> None:
+        """Signal the process itself, if it runs."""
+        if self.code is None:
+            self.popen.send_signal(number)
+
+    def kill_group(self) -> None:
+        """End the process and all that it started; harmless when they have ended."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Close our ends of its pipes."""
+        for stream in (self.popen.stdout, self.popen.stderr):
+            if stream is not None:
+                stream.close()
+
+    @property
+    def outcome(self) -> int:
+        """What the process would have exited with.
+
+        torch's threads sometimes abort a process that is ending after an exception: the
+        exception it was, then.
+        """
+        errors = self.errors
+        raised = errors is not None and bool(errors.held) and not errors.is_own_error
+        return 1 if self.code == -signal.SIGABRT and raised else self.code or 0
+
+    @property
+    def how_it_failed(self) -> str:
+        """As an error says it: ``failed with exit code 1``."""
+        code = self.outcome
+        return (
+            f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+        )
+
+    @property
+    def errors(self) -> ErrorChannel | None:
+        """Its stderr, None when it has the terminal."""
+        return next((c for c in self.channels if isinstance(c, ErrorChannel)), None)
+
+    @property
+    def lost_a_peer(self) -> bool:
+        """Whether it ended because another task was gone, by its own account."""
+        return self.code == EXIT_TASK_LOST
+
+    @property
+    def fell_by_interrupt(self) -> bool:
+        """Whether it ended as Ctrl-C ends a process, so that its traceback tells nothing."""
+        held = self.errors.held if self.errors is not None else []
+        last = next((line for line in reversed(held) if line.strip()), b"")
+        killed = (self.code or 0) < 0
+        return self.lost_a_peer or killed or last.startswith(b"KeyboardInterrupt")
+
+
+def exit_code(code: int) -> int:
+    """The job's exit code for a process that ended with ``code``, negative for a signal."""
+    if code >= 0:
+        return code
+    return EXIT_TASK_LOST if -code in FROM_OUTSIDE else 128 - code
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {number}"
