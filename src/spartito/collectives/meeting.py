@@ -15,6 +15,7 @@ from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.process_group import ProcessGroupCollective, own_address
 from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
+from spartito.collectives.store import ask
 from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
 from spartito.names import ENV_TIMEOUT, nearest
@@ -43,7 +44,8 @@ def connect(
     limit = time_limit() if timeout is None else timeout
     names = [cluster.name_of(rank) for rank in range(cluster.num_replicas)]
     store = _meet(cluster, names, limit)
-    hosts = _tell_all(store, cluster, host_key() if supported() else f"rank {cluster.rank}")
+    host = host_key() if supported() else f"rank {cluster.rank}"
+    hosts = ask(lambda: _tell_all(store, cluster, host), limit, names[0])
     if device.type == "cpu" and len(set(hosts)) == 1 and communication == "auto":
         return SharedMemoryCollective(cluster.rank, names, store, limit)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -91,16 +93,28 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
             "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         ) from error
     job = dist.PrefixStore(f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    job.set(f"came/{cluster.rank}", "")
     absent = set(range(cluster.num_replicas))
-    while absent := {rank for rank in absent if not job.check([f"came/{rank}"])}:
-        if time.monotonic() > end:
-            raise TaskLostError(
-                f"{' and '.join(names[rank] for rank in sorted(absent))} "
-                f"did not come to {host}:{port} within {limit:g} s",
-                "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
-            )
-        time.sleep(0.005)
+
+    def wait() -> None:
+        nonlocal absent
+        job.set(f"came/{cluster.rank}", "")
+        while absent := {rank for rank in absent if not job.check([f"came/{rank}"])}:
+            if time.monotonic() > end:
+                return
+            time.sleep(0.005)
+
+    try:
+        ask(wait, limit, names[0])
+    except TaskLostError:
+        # The store goes with rank 0: often just because somebody else did not come in time.
+        if len(absent) == cluster.num_replicas:
+            raise
+    if absent:
+        raise TaskLostError(
+            f"{' and '.join(names[rank] for rank in sorted(absent))} "
+            f"did not come to {host}:{port} within {limit:g} s",
+            "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
+        )
     return job
 
 

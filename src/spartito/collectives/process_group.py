@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spartito.collectives.collective import Collective, Reducer, Riders
-from spartito.errors import TaskLostError
+from spartito.errors import TaskLostError, install_excepthook
 
 GRACE = 3.0  # seconds in which the living answer after an error
 
@@ -48,15 +47,20 @@ class ProcessGroupCollective(Collective):
             options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
             options._timeout = limit
-        with self._named():
-            dist.init_process_group(
-                backend,
-                store=dist.PrefixStore("group", store),
-                rank=rank,
-                world_size=self.world_size,
-                timeout=limit,
-                pg_options=options,
-            )
+
+        def join() -> None:
+            with self._named():
+                dist.init_process_group(
+                    backend,
+                    store=dist.PrefixStore("group", store),
+                    rank=rank,
+                    world_size=self.world_size,
+                    timeout=limit,
+                    pg_options=options,
+                )
+
+        ask(join, timeout, names[0])
+        install_excepthook()  # torch has put its own before ours, which drops the exit code
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return self._in_place(tensor, dist.all_reduce)
@@ -104,7 +108,8 @@ class ProcessGroupCollective(Collective):
 
     def missing(self) -> list[str]:
         """Who does not sign in within a few seconds after an error."""
-        with suppress(RuntimeError):  # the store goes with rank 0: then that one is missing
+
+        def sign_in() -> list[str]:
             self._store.set(str(self.rank), "")
             end = time.monotonic() + GRACE
             absent = set(range(self.world_size))
@@ -112,7 +117,11 @@ class ProcessGroupCollective(Collective):
                 absent = {rank for rank in absent if not self._store.check([str(rank)])}
                 time.sleep(0.02)
             return [self._names[rank] for rank in sorted(absent)]
-        return [self._names[0]]
+
+        try:
+            return ask(sign_in, GRACE, self._names[0])
+        except TaskLostError:  # the store goes with rank 0, or is frozen with it
+            return [self._names[0]]
 
 
 class _Named:

@@ -144,7 +144,7 @@ class IndexedFeed:
         self._rank, self._world_size = rank, world_size
         self._seed = seed if dataset.seed is None else dataset.seed
         self._source: Any = dataset.source
-        self._count: int = len(self._source)
+        self._count = dataset.examples or 0
         self._gathers = gathers(dataset.source) and not dataset.example_maps
         self._skipped: set[int] = set()
         self._template: Any = None

@@ -1,0 +1,6 @@
+"""Models that the recipes train."""
+
+from spartito.models.cats_vs_dogs import CatsVsDogs
+from spartito.models.mnist import MnistMLP
+
+__all__ = ["CatsVsDogs", "MnistMLP"]

@@ -1,4 +1,4 @@
-"""Layers that mean the same as torch's and are cheaper on a CPU."""
+"""Layers that mean the same as torch's and cost less on a CPU."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-MODE = "lin"
+
+def dilation_pays() -> bool:
+    """Whether `PointwiseConv2d` gains from its detour on this machine's CPU.
+
+    Measured on a step of `CatsVsDogs`, local batch 8: with AVX-512 637 -> 488 ms at one thread
+    and 250 -> 205 at two; with AVX2 alone 874 -> 911, as both paths reach the peak there.
+    """
+    return torch.backends.cpu.get_cpu_capability() == "AVX512"
 
 
 class PointwiseConv2d(nn.Conv2d):
-    """x"""
+    """A 1x1 convolution with stride 1 and a bias; its state is that of `nn.Conv2d`.
 
-    def __init__(self, in_channels: int, out_channels: int) -> None:
-        super().__init__(in_channels, out_channels, 1)
+    With one thread and a batch under 16, torch computes 1x1 convolutions in fp32 by copying
+    patches and multiplying matrices, not by oneDNN. A dilation leaves a 1x1 kernel as it is and
+    makes torch take oneDNN. ``dilated`` overrides what `dilation_pays` says.
+    """
 
-    def forward(self, input: Tensor) -> Tensor:
-        if MODE == "plain" or input.dtype != torch.float32:
-            return super().forward(input)
-        if MODE == "d2":
-            return F.conv2d(input, self.weight, self.bias, dilation=2)
-        if MODE == "lin":
-            return F.linear(input.permute(0, 2, 3, 1), self.weight.flatten(1), self.bias).permute(
-                0, 3, 1, 2
-            )
-        n, c, h, w = input.shape
-        k = next(k for k in range(1, h + 1) if h % k == 0 and n * k >= 16)
-        if MODE == "rowsw":
-            k = h
-        v = input.permute(0, 2, 3, 1).reshape(n * k, h // k, w, c).permute(0, 3, 1, 2)
-        y = F.conv2d(v, self.weight, self.bias)
-        return y.permute(0, 2, 3, 1).reshape(n, h, w, -1).permute(0, 3, 1, 2)
+    def __init__(self, in_channels: int, out_channels: int, dilated: bool | None = None) -> None:
+        super().__init__(in_channels, out_channels, kernel_size=1)
+        self.dilated = dilation_pays() if dilated is None else dilated
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        """``(batch, in_channels, height, width)`` to ``(batch, out_channels, height, width)``."""
+        # In bf16 torch takes oneDNN anyway; fp64 would land in an even slower path.
+        detour = self.dilated and input.dtype == torch.float32 and input.device.type == "cpu"
+        return F.conv2d(input, self.weight, self.bias, dilation=2 if detour else 1)

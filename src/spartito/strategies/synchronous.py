@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -93,6 +94,7 @@ class SynchronousStrategy(Strategy):
         self._seed = 0
         self._needs_context = False
         _share_cores(self.cluster)
+        atexit.register(self.close)  # gloo aborts a process that ends with its group open
 
     def prepare(
         self,

@@ -8,12 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
+from spartito.engine.optimizers import plain
 from spartito.report.page import write_report
 from spartito.storage.atomic import write_file_atomically
 from spartito.training.callback import Callback, Logs
-from spartito.training.summary import summary
+from spartito.training.summary import summarize
 
 CONFIG = "config.json"
 HISTORY = "history.jsonl"
@@ -53,7 +53,7 @@ class RunFolder(Callback):
 
     def _config(self) -> dict[str, Any]:
         trainer, model = self.trainer, self.trainer.model
-        cluster = trainer.strategy.cluster
+        cluster, found = trainer.strategy.cluster, summarize(plain(model))
         return {
             "spartito": _version(),
             "torch": torch.__version__,
@@ -66,10 +66,10 @@ class RunFolder(Callback):
                 "threads": torch.get_num_threads(),
             },
             "model": {
-                "name": type(model).__name__,
-                "summary": str(summary(model)),
-                "trainable": _count(model, trains=True),
-                "not_trainable": _count(model, trains=False),
+                "name": type(plain(model)).__name__,
+                "summary": str(found),
+                "trainable": found.trainable,
+                "not_trainable": found.fixed,
             },
             "fit": {
                 "epochs": trainer.epochs,
@@ -82,10 +82,6 @@ class RunFolder(Callback):
             },
             **trainer.about,
         }
-
-
-def _count(model: nn.Module, trains: bool) -> int:
-    return sum(p.numel() for p in model.parameters() if p.requires_grad == trains)
 
 
 def _version() -> str:
