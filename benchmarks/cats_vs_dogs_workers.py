@@ -18,9 +18,7 @@ def main() -> None:
     here = announce(f"{__doc__.rstrip('.')}, {given.precision}.")
     windows = race("xception", ("fit", "ddp"), LOCAL_BATCH, given, given.precision)
     speed = rates(windows, LOCAL_BATCH * WORKERS)
-    figures = [
-        Figure("fit / torch DDP", speed["fit"] / speed["ddp"], AGAINST_DDP[given.precision])
-    ]
+    figures = [Figure("fit / torch DDP", speed["fit"] / speed["ddp"], AGAINST_DDP[given.precision])]
     if TENSORFLOW in speed:
         figures.append(Figure("fit / TensorFlow", speed["fit"] / speed[TENSORFLOW], 1.0))
     conclude(here, figures, given.json, images_per_second=speed, seconds_per_step=windows)

@@ -43,7 +43,10 @@ def run_job(
         for rank, variables in enumerate(environments(base, place, workers)):
             if not malloc:
                 variables = {k: v for k, v in variables.items() if k not in MALLOC}
-            with open(f"{folder}/{rank}.out", "wb") as out, open(f"{folder}/{rank}.err", "wb") as err:
+            with (
+                open(f"{folder}/{rank}.out", "wb") as out,
+                open(f"{folder}/{rank}.err", "wb") as err,
+            ):
                 processes.append(
                     subprocess.Popen(
                         [python, *program], cwd=ROOT, env=variables, stdout=out, stderr=err
@@ -52,7 +55,9 @@ def run_job(
         failed = _wait(processes, limit)
         if failed is not None:
             said = Path(folder, f"{failed}.err").read_text(errors="replace")
-            sys.exit(f"{' '.join(program)}: rank {failed} failed or took {limit:g} s\n{said[-4000:]}")
+            sys.exit(
+                f"{' '.join(program)}: rank {failed} failed or took {limit:g} s\n{said[-4000:]}"
+            )
         lines = Path(folder, "0.out").read_text().splitlines()
     return json.loads(lines[-1])
 

@@ -1,7 +1,7 @@
 """One side of a race: trains, and prints the seconds per step of every window.
 
-    fit    Spartito's Trainer.fit          ddp    torch's DistributedDataParallel on gloo
-    loop   Spartito's custom loop          alone  processes that do not communicate
+fit    Spartito's Trainer.fit          ddp    torch's DistributedDataParallel on gloo
+loop   Spartito's custom loop          alone  processes that do not communicate
 """
 
 from __future__ import annotations
@@ -138,9 +138,7 @@ def time_plain(model: nn.Module, work: Work, plan: Plan) -> list[float]:
     return time_windows(step, plan, meet=dist.barrier)
 
 
-def time_windows(
-    step: Callable[[], None], plan: Plan, meet: Callable[[], object]
-) -> list[float]:
+def time_windows(step: Callable[[], None], plan: Plan, meet: Callable[[], object]) -> list[float]:
     """Seconds per step of every window but the first; all processes ``meet`` before each."""
     found = []
     for _ in range(plan.windows + 1):

@@ -7,12 +7,12 @@ import torch
 
 from spartito.errors import UserError
 from spartito.models import MnistMLP
-from spartito.models.summary import summary
+from spartito.models.summary import summarize
 
 
 def test_has_exactly_the_parameters_of_784_256_256_10() -> None:
-    found = summary(MnistMLP(), show=False)
-    assert (found.trainable, found.not_trainable) == (269_322, 0)
+    found = summarize(MnistMLP())
+    assert (found.trainable, found.fixed) == (269_322, 0)
 
 
 @pytest.mark.parametrize("shape", [(3, 784), (3, 28, 28), (3, 1, 28, 28), (0, 784), (0, 28, 28)])

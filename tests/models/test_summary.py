@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from spartito.errors import UserError
 from spartito.models import CatsVsDogs, MnistMLP
-from spartito.models.summary import summary
+from spartito.models.summary import summarize, summary
 
 
 def test_prints_layers_shapes_and_exact_totals(capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,10 +27,10 @@ def test_prints_layers_shapes_and_exact_totals(capsys: pytest.CaptureFixture[str
 
 
 def test_silent_on_request_and_without_shapes(capsys: pytest.CaptureFixture[str]) -> None:
-    found = summary(MnistMLP(), show=False)
+    found = summarize(MnistMLP())
     assert capsys.readouterr().out == ""
     assert "output shape" not in str(found)
-    assert [layer.count.total for layer in found.layers] == [200_960, 0, 65_792, 0, 2_570]
+    assert [layer.count.total for layer in found.layers] == [200_960, 65_792, 2_570]
 
 
 def test_leaves_the_model_as_it_was() -> None:
@@ -38,7 +38,7 @@ def test_leaves_the_model_as_it_was() -> None:
     model[2].eval()
     before = {name: state.clone() for name, state in model.state_dict().items()}
     random = torch.get_rng_state()
-    summary(model, torch.randn(2, 1, 5, 5, generator=torch.Generator()), show=False)
+    summarize(model, torch.randn(2, 1, 5, 5, generator=torch.Generator()))
     assert torch.equal(torch.get_rng_state(), random)
     assert [module.training for module in model] == [True, True, False]
     assert not any(module._forward_hooks for module in model.modules())
@@ -46,18 +46,18 @@ def test_leaves_the_model_as_it_was() -> None:
         assert torch.equal(state, before[name])
 
 
-def test_frozen_parameters_are_not_trainable_and_counters_do_not_count() -> None:
+def test_frozen_parameters_are_fixed_and_counters_do_not_count() -> None:
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     model[0].weight.requires_grad_(False)
-    found = summary(model, show=False)
-    assert (found.trainable, found.not_trainable) == (4 + 8, 12 + 8)
+    found = summarize(model)
+    assert (found.trainable, found.fixed) == (4 + 8, 12 + 8)
 
 
 def test_buffers_that_are_not_saved_do_not_count() -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("mask", torch.ones(5, 5), persistent=False)
     model.register_buffer("kept", torch.ones(3))
-    assert summary(model, show=False).not_trainable == 3
+    assert summarize(model).fixed == 3
 
 
 class Tied(nn.Module):
@@ -76,7 +76,7 @@ class Tied(nn.Module):
 @pytest.mark.parametrize("named", [True, False])
 def test_tied_parameters_count_once_and_inputs_may_be_several(named: bool) -> None:
     parts = {"tokens": torch.zeros(2, 3, dtype=torch.long), "shift": torch.zeros(4)}
-    found = summary(Tied(), parts if named else tuple(parts.values()), show=False)
+    found = summarize(Tied(), parts if named else tuple(parts.values()))
     assert found.count.total == 41
     rows = {layer.name: layer for layer in found.layers}
     assert rows["(model)"].count.total == 1
@@ -86,35 +86,37 @@ def test_tied_parameters_count_once_and_inputs_may_be_several(named: bool) -> No
 
 def test_lazy_parameters_are_not_yet_known_until_an_input_tells() -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2))
-    found = summary(model, show=False)
+    found = summarize(model)
     assert found.totals == (
         "10 parameters and statistics = 10 trainable + 0 not; "
         "2 more get their size from the first batch"
     )
     assert str(found).splitlines()[4].split()[-1] == "?"
-    told = summary(model, torch.zeros(1, 3), show=False)
+    told = summarize(model, torch.zeros(1, 3))
     assert (told.trainable, told.count.unknown) == (26, 0)
-    assert nn.parameter.is_lazy(model[0].weight)
+    lazy = model[0]
+    assert isinstance(lazy, nn.LazyLinear)
+    assert nn.parameter.is_lazy(lazy.weight)
 
 
 def test_a_size_is_filled_in_the_models_own_dtype() -> None:
-    found = summary(nn.Linear(3, 2).double(), (5, 3), show=False)
+    found = summarize(nn.Linear(3, 2).double(), (5, 3))
     assert found.layers[0].shape == "(5, 2)"
 
 
 @pytest.mark.parametrize("wrong", [(1, 7), torch.zeros(1, 7), {"nothing": torch.zeros(1)}, ()])
-def test_an_input_that_does_not_fit_is_named(wrong: Any) -> None:
+def test_an_example_that_does_not_fit_is_named(wrong: Any) -> None:
     with pytest.raises(UserError, match="Linear does not take"):
-        summary(nn.Linear(3, 2), wrong, show=False)
+        summarize(nn.Linear(3, 2), wrong)
 
 
 def test_a_model_without_parameters() -> None:
-    found = summary(nn.Flatten(), show=False)
+    found = summarize(nn.Flatten())
     assert found.totals == "0 parameters and statistics = 0 trainable + 0 not"
     assert "Flatten" in str(found)
 
 
 def test_repr_is_one_line() -> None:
-    assert repr(summary(nn.Linear(1, 1), show=False)) == (
+    assert repr(summarize(nn.Linear(1, 1))) == (
         "<Summary of Linear: 2 parameters and statistics = 2 trainable + 0 not>"
     )

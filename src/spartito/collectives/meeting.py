@@ -15,7 +15,7 @@ from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.process_group import ProcessGroupCollective, own_address
 from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
-from spartito.collectives.store import ask
+from spartito.collectives.store import absentees, ask
 from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
 from spartito.names import ENV_TIMEOUT, nearest
@@ -93,26 +93,11 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
             "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         ) from error
     job = dist.PrefixStore(f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
-    absent = set(range(cluster.num_replicas))
-
-    def wait() -> None:
-        nonlocal absent
-        job.set(f"came/{cluster.rank}", "")
-        while absent := {rank for rank in absent if not job.check([f"came/{rank}"])}:
-            if time.monotonic() > end:
-                return
-            time.sleep(0.005)
-
-    try:
-        ask(wait, limit, names[0])
-    except TaskLostError:
-        # The store goes with rank 0: often just because somebody else did not come in time.
-        if len(absent) == cluster.num_replicas:
-            raise
+    left = max(0.0, end - time.monotonic())
+    absent = absentees(dist.PrefixStore("came", job), cluster.rank, names, left)
     if absent:
         raise TaskLostError(
-            f"{' and '.join(names[rank] for rank in sorted(absent))} "
-            f"did not come to {host}:{port} within {limit:g} s",
+            f"{' and '.join(absent)} did not come to {host}:{port} within {limit:g} s",
             "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
     return job

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -13,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spartito.collectives.collective import Collective, Reducer, Riders
+from spartito.collectives.store import absentees, ask
 from spartito.errors import TaskLostError, install_excepthook
 
 GRACE = 3.0  # seconds in which the living answer after an error
@@ -59,7 +59,7 @@ class ProcessGroupCollective(Collective):
                     pg_options=options,
                 )
 
-        ask(join, timeout, names[0])
+        ask(join, timeout + 2 * GRACE, names[0])  # the error itself takes a while to name someone
         install_excepthook()  # torch has put its own before ours, which drops the exit code
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -108,20 +108,7 @@ class ProcessGroupCollective(Collective):
 
     def missing(self) -> list[str]:
         """Who does not sign in within a few seconds after an error."""
-
-        def sign_in() -> list[str]:
-            self._store.set(str(self.rank), "")
-            end = time.monotonic() + GRACE
-            absent = set(range(self.world_size))
-            while absent and time.monotonic() < end:
-                absent = {rank for rank in absent if not self._store.check([str(rank)])}
-                time.sleep(0.02)
-            return [self._names[rank] for rank in sorted(absent)]
-
-        try:
-            return ask(sign_in, GRACE, self._names[0])
-        except TaskLostError:  # the store goes with rank 0, or is frozen with it
-            return [self._names[0]]
+        return absentees(self._store, self.rank, self._names, GRACE)
 
 
 class _Named:

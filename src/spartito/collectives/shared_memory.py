@@ -26,9 +26,10 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from spartito.collectives.collective import Collective, Reducer, Riders, add_riders
+from spartito.collectives.store import absentees, ask
 from spartito.device import available_cores
 from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
@@ -37,6 +38,7 @@ LINE = 64  # bytes of a cache line: no two ranks write into the same one
 SLOT = 1 << 20  # bytes of scratch per rank
 MAX_RIDERS = LINE // 8
 SPINS = 1000  # about 60 us of looking before the core is offered to others
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
 CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
 
 
@@ -69,23 +71,33 @@ class Segment:
         The room is claimed at once: a mapping that finds its disk full later ends by SIGBUS.
         """
         for directory in directories:
-            path = directory / f"spartito-{secrets.token_hex(8)}"
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
             try:
-                os.posix_fallocate(fd, 0, size)
-                return cls(path, mmap.mmap(fd, size))
+                return cls._create_in(directory, size)
             except OSError as error:
-                path.unlink()
-                if error.errno != errno.ENOSPC:
+                if error.errno not in _NO_ROOM:
                     raise
-                warn("%s has no room for %.1f MB of shared memory", directory, size / 1e6)
-            finally:
-                os.close(fd)
+                warn(
+                    "%s has no room for %.1f MB of shared memory: %s",
+                    directory, size / 1e6, error.strerror,
+                )  # fmt: skip
         raise UserError(
             f"no room for {size / 1e6:.1f} MB of shared memory in "
             f"{' or '.join(map(str, directories))}",
             "Make room there, or give the container more with --shm-size.",
         )
+
+    @classmethod
+    def _create_in(cls, directory: Path, size: int) -> Segment:
+        path = directory / f"spartito-{secrets.token_hex(8)}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return cls(path, mmap.mmap(fd, size))
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
 
     @classmethod
     def attach(cls, path: Path, size: int) -> Segment:
@@ -129,12 +141,7 @@ class SharedMemoryCollective(Collective):
         head = 2 * LINE * self.world_size
         size = head + 2 * SLOT * self.world_size
 
-        if rank == 0:
-            segment = Segment.create(size, self._directories)
-            store.set("segment", str(segment.path))
-        else:
-            segment = Segment.attach(Path(store.get("segment").decode()), size)
-        self._segment = segment
+        self._segment = segment = self._segment_for_all(size, self._teller(store))
         self._came = memoryview(segment.map).cast("q")
         self._riders = memoryview(segment.map).cast("d")
         self._slots = [
@@ -142,12 +149,17 @@ class SharedMemoryCollective(Collective):
              for r in range(self.world_size)]
             for part in (0, 1)
         ]  # fmt: skip
-        self._lives = self._exchange_lives(store)
         self._others = [(r, self._cell(r)) for r in range(self.world_size) if r != rank]
-        self.barrier()
-        if rank == 0:
-            segment.path.unlink()
-        self._life_path(rank).unlink()
+        self._lives: list[tuple[int, int]] = []
+        try:
+            self._exchange_lives(store)
+            self.barrier()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._unlink(segment)
+            self._life_path(rank).unlink(missing_ok=True)
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         def add(parts: list[Tensor], into: Tensor) -> None:
@@ -181,16 +193,13 @@ class SharedMemoryCollective(Collective):
         if device.type != "cpu":
             raise UserError(f"shared memory cannot reduce tensors on {device}", "Use the CPU.")
         size = max(1, numel * dtype.itemsize) * (self.world_size + 1)
-        path = ""
-        if self.rank == 0:
-            segment = Segment.create(size, self._directories)
-            path = str(segment.path)
-        path = self.all_gather_bytes(path.encode())[0].decode()
-        if self.rank != 0:
-            segment = Segment.attach(Path(path), size)
-        self.barrier()
-        if self.rank == 0:
-            segment.path.unlink()
+        segment = self._segment_for_all(
+            size, lambda text: self.all_gather_bytes(text.encode())[0].decode()
+        )
+        try:
+            self.barrier()
+        finally:
+            self._unlink(segment)
         return SharedReducer(self, segment, numel, dtype)
 
     def close(self) -> None:
@@ -209,6 +218,8 @@ class SharedMemoryCollective(Collective):
     def exchange_riders(self, riders: Riders) -> Riders:
         """Meet, and answer the sum of what every replica brought along."""
         cells, count = self._riders, len(riders)
+        if count > MAX_RIDERS:  # one more would lie on the next rank's flag
+            raise ValueError(f"{count} riders, and a line has room for {MAX_RIDERS}")
         own = self._cell(self.rank) + LINE // 8
         for offset, value in enumerate(riders):
             cells[own + offset] = value
@@ -268,16 +279,53 @@ class SharedMemoryCollective(Collective):
     def _life_path(self, rank: int) -> Path:
         return self._segment.path.with_name(f"{self._segment.path.name}.{rank}")
 
-    def _exchange_lives(self, store: Store) -> list[tuple[int, int]]:
+    def _segment_for_all(self, size: int, tell: Callable[[str], str]) -> Segment:
+        """A segment that rank 0 makes and the others map; all raise if there is no room for it.
+
+        ``tell`` gives what rank 0 says to all.
+        """
+        if self.rank != 0:
+            path, _, refusal = tell("").partition("\n")
+            if refusal:
+                raise UserError(f"{self._names[0]}: {refusal}")
+            return Segment.attach(Path(path), size)
+        try:
+            segment = Segment.create(size, self._directories)
+        except UserError as error:
+            tell(f"\n{error}")
+            raise
+        try:
+            tell(str(segment.path))
+        except BaseException:
+            self._unlink(segment)
+            raise
+        return segment
+
+    def _unlink(self, segment: Segment) -> None:
+        """Take the name away: who has mapped the file keeps it, and nothing is left behind."""
+        if self.rank == 0:
+            segment.path.unlink(missing_ok=True)
+
+    def _teller(self, store: Store) -> Callable[[str], str]:
+        def tell(text: str) -> str:
+            if self.rank == 0:
+                store.set("segment", text)
+                return text
+            return ask(lambda: store.get("segment").decode(), self._timeout, self._names[0])
+
+        return tell
+
+    def _exchange_lives(self, store: Store) -> None:
         """Lock a file of our own, and open those of the others."""
         own = os.open(self._life_path(self.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        self._lives.append((self.rank, own))
         fcntl.flock(own, fcntl.LOCK_EX)
-        store.set(f"life/{self.rank}", "")
-        store.wait([f"life/{rank}" for rank in range(self.world_size)])
-        return [
-            (rank, own if rank == self.rank else os.open(self._life_path(rank), os.O_RDWR))
-            for rank in range(self.world_size)
-        ]
+        lives = PrefixStore("life", store)
+        absent = absentees(lives, self.rank, self._names, self._timeout)
+        if absent:
+            raise TaskLostError(f"{' and '.join(absent)} did not come within {self._timeout:g} s")
+        for rank, _ in self._others:
+            self._lives.append((rank, os.open(self._life_path(rank), os.O_RDWR)))
 
     def _exchange(self, tensor: Tensor, use: Callable[[list[Tensor], Tensor], object]) -> Tensor:
         """Show ``tensor`` to all, slot by slot; ``use`` gets all parts and where ours came from."""

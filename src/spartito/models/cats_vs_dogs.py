@@ -30,7 +30,7 @@ class SeparableConv2d(nn.Module):
         )
         self.pointwise = PointwiseConv2d(in_channels, out_channels)
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor) -> Tensor:
         """``(batch, in_channels, height, width)`` to ``(batch, out_channels, height, width)``."""
         return cast(Tensor, self.pointwise(self.depthwise(input)))
 
@@ -47,7 +47,7 @@ class ResidualBlock(nn.Module):
         self.pool = nn.MaxPool2d(3, stride=2, padding=1)
         self.projection = nn.Conv2d(in_channels, out_channels, 1, stride=2)
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor) -> Tensor:
         """``(batch, in_channels, h, w)`` to ``(batch, out_channels, h / 2, w / 2)``, rounded up."""
         x = self.norm1(self.separable1(F.relu(input)))
         x = self.norm2(self.separable2(F.relu_(x)))

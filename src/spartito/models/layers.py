@@ -28,7 +28,7 @@ class PointwiseConv2d(nn.Conv2d):
         super().__init__(in_channels, out_channels, kernel_size=1)
         self.dilated = dilation_pays() if dilated is None else dilated
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+    def forward(self, input: Tensor) -> Tensor:
         """``(batch, in_channels, height, width)`` to ``(batch, out_channels, height, width)``."""
         # In bf16 torch takes oneDNN anyway; fp64 would land in an even slower path.
         detour = self.dilated and input.dtype == torch.float32 and input.device.type == "cpu"

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import UninitializedTensorMixin
+from torch.nn.parameter import is_lazy
 
 from spartito.errors import UserError
 
@@ -19,21 +19,21 @@ Shapes = Mapping[str, str]
 
 @dataclass(frozen=True)
 class Count:
-    """Numbers kept by a model; ``unknown`` tensors get their size from the first batch."""
+    """Numbers that learn, and those that do not; ``unknown`` tensors wait for the first batch."""
 
     trainable: int = 0
-    not_trainable: int = 0
+    fixed: int = 0
     unknown: int = 0
 
     @property
     def total(self) -> int:
-        """Trainable and not."""
-        return self.trainable + self.not_trainable
+        """Both of them."""
+        return self.trainable + self.fixed
 
     def __add__(self, other: Count) -> Count:
         return Count(
             self.trainable + other.trainable,
-            self.not_trainable + other.not_trainable,
+            self.fixed + other.fixed,
             self.unknown + other.unknown,
         )
 
@@ -66,9 +66,9 @@ class Summary:
         return self.count.trainable
 
     @property
-    def not_trainable(self) -> int:
+    def fixed(self) -> int:
         """Frozen parameters and statistics."""
-        return self.count.not_trainable
+        return self.count.fixed
 
     @property
     def totals(self) -> str:
@@ -76,7 +76,7 @@ class Summary:
         count = self.count
         line = (
             f"{count.total:,} parameters and statistics = "
-            f"{count.trainable:,} trainable + {count.not_trainable:,} not"
+            f"{count.trainable:,} trainable + {count.fixed:,} not"
         )
         if count.unknown:
             line += f"; {count.unknown} more get their size from the first batch"
@@ -93,36 +93,41 @@ class Summary:
         return f"<Summary of {self.model}: {self.totals}>"
 
 
-def summary(model: nn.Module, input: Any = None, *, show: bool = True) -> Summary:  # noqa: A002
-    """List the layers of ``model`` with their parameters, print them, and return the `Summary`.
+def summary(model: nn.Module, example: Any = None) -> Summary:
+    """Print the layers of ``model`` and its counts, and answer them; see `summarize`."""
+    found = summarize(model, example)
+    print(found)
+    return found
 
-    With ``input`` the output shapes too: a tensor, a tuple of tensors or a dict of named ones as
+
+def summarize(model: nn.Module, example: Any = None) -> Summary:
+    """The layers of ``model`` and its counts.
+
+    ``example`` adds the output shapes: a tensor, a tuple of tensors or a dict of named ones as
     the model takes them, or the size of a tensor as a tuple of ints, ``(1, 3, 180, 180)``. The
-    model computes once for that, in evaluation mode, and is left as it was. ``show=False``
-    prints nothing.
+    model computes once for that, in evaluation mode, and is left as it was.
 
     A statistic is a number that the model saves and no optimizer changes: BatchNorm's running
     mean and variance count, its integer counter of batches does not. Shared parameters count
     once, where they come first. Lazy parameters are counted as unknown until a first batch, or
-    ``input``, gives them a size. An ``input`` that the model does not take is a `UserError`.
+    ``example``, gives them a size. An ``example`` that the model does not take is a `UserError`.
     """
     model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
     shapes: Shapes = {}
-    if input is not None:
-        if any(isinstance(tensor, UninitializedTensorMixin) for tensor in model.parameters()):
+    if example is not None:
+        if any(is_lazy(tensor) for tensor in model.parameters()):
             model = copy.deepcopy(model)  # the computation gives lazy parameters their size
-        shapes = _output_shapes(model, input)
-    found = Summary(type(model).__name__, tuple(_layers(model, shapes)))
-    if show:
-        print(found)
-    return found
+        shapes = _output_shapes(model, example)
+    return Summary(type(model).__name__, tuple(_layers(model, shapes)))
 
 
 def _layers(model: nn.Module, shapes: Shapes) -> Iterator[Layer]:
     seen: set[int] = set()
     for name, module in _rows(model):
-        own = [(tensor, tensor.requires_grad) for tensor in module.parameters(recurse=False)]
-        own += [(tensor, False) for tensor in _statistics(module)]
+        own: list[tuple[Tensor, bool]] = [
+            *((tensor, tensor.requires_grad) for tensor in module.parameters(recurse=False)),
+            *((tensor, False) for tensor in _statistics(module)),
+        ]
         count = Count()
         for tensor, trainable in own:
             if id(tensor) not in seen:
@@ -148,9 +153,9 @@ def _statistics(module: nn.Module) -> list[Tensor]:
 
 
 def _count(tensor: Tensor, trainable: bool) -> Count:
-    if isinstance(tensor, UninitializedTensorMixin):
+    if is_lazy(tensor):
         return Count(unknown=1)
-    return Count(trainable=tensor.numel()) if trainable else Count(not_trainable=tensor.numel())
+    return Count(trainable=tensor.numel()) if trainable else Count(fixed=tensor.numel())
 
 
 def _output_shapes(model: nn.Module, example: Any) -> Shapes:
@@ -169,8 +174,8 @@ def _output_shapes(model: nn.Module, example: Any) -> Shapes:
             _call(model, example)
     except (RuntimeError, TypeError, ValueError, IndexError, KeyError, UserError) as error:
         raise UserError(
-            f"an input {_shape(example)} that {type(model).__name__} does not take: {error}",
-            "Give summary() an example of what the model's forward takes, or no input.",
+            f"an example {_shape(example)} that {type(model).__name__} does not take: {error}",
+            "Give an example of what the model's forward takes, or none.",
         ) from error
     finally:
         for handle in handles:

@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -25,33 +26,42 @@ def main() -> None:
             "cats_vs_dogs without --data", "Give a folder with one folder of photos per class."
         )
     strategy = sp.strategy()
-    train = sp.data.image_folder(options.data, subset="training")
-    validation = sp.data.image_folder(options.data, subset="validation")
+    photos = sp.data.image_folder(options.data, subset="training")
+    train = (
+        photos.shuffle()
+        .map(sp.data.RandomFlip("horizontal"))
+        .map(sp.data.RandomRotation(0.1))
+        .batch(options.batch_size)
+    )
+    validation = sp.data.image_folder(options.data, subset="validation").batch(options.batch_size)
+    steps = options.epochs * len(train)
+
+    def rate(step: int) -> float:
+        """Up over the first twentieth of all steps, then down along half a cosine."""
+        return min(1, 20 * (step + 1) / steps) * (1 + math.cos(math.pi * min(1, step / steps))) / 2
 
     with strategy.scope():
         torch.manual_seed(options.seed)
         net = build()
-        optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+        optimizer = torch.optim.Adam(net.parameters(), lr=2e-3)
     trainer = sp.Trainer(
         net,
         optimizer=optimizer,
         loss=nn.BCEWithLogitsLoss(),
         metrics=["accuracy"],
         strategy=strategy,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
         precision=options.precision,
         seed=options.seed,
         run_dir=options.out,
-        about={"recipe": {"name": "cats_vs_dogs"}, "data": {"classes": list(train.classes)}},
+        about={"recipe": {"name": "cats_vs_dogs"}, "data": {"classes": list(photos.classes)}},
     )
     if options.resume:
         trainer.load(options.out / "checkpoints")
     trainer.fit(
-        train.shuffle()
-        .map(sp.data.RandomFlip("horizontal"))
-        .map(sp.data.RandomRotation(0.1))
-        .batch(options.batch_size),
+        train,
         epochs=options.epochs,
-        validation_data=validation.batch(options.batch_size),
+        validation_data=validation,
         callbacks=[
             sp.callbacks.ModelCheckpoint(monitor="val_accuracy", keep=3),
             sp.callbacks.TensorBoard(),

@@ -1,0 +1,99 @@
+"""Short-lived replica processes that a test may kill, freeze, or leave out."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from spartito.cluster.spec import ClusterSpec, Task
+from spartito.collectives.collective import Collective
+from spartito.collectives.meeting import connect
+
+Job = Callable[..., Any]
+
+# The server imports torch once; what it forks starts in milliseconds.
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["torch", "spartito.collectives.meeting", "tests.collectives.jobs"])
+
+
+def spec(rank: int, world_size: int, port: int) -> ClusterSpec:
+    """Rank ``rank`` of so many workers on this machine."""
+    address = f"127.0.0.1:{port}"
+    workers = {"worker": ("",) * world_size}
+    task = Task("worker", rank)
+    return ClusterSpec(workers, task, rank, world_size, rank, world_size, address, "the test")
+
+
+def join(rank: int, world_size: int, port: int, limit: float, communication: str) -> Collective:
+    """The collective of a group on this machine."""
+    return connect(spec(rank, world_size, port), torch.device("cpu"), limit, communication)
+
+
+class Group:
+    """Processes that each run a job with a pipe to the test; `answers` collects what they send."""
+
+    def __init__(self) -> None:
+        self._running: dict[int, tuple[Any, Connection]] = {}
+
+    def start(self, rank: int, job: Job, *args: Any) -> None:
+        """Run ``job(pipe, rank, *args)`` in a process of its own."""
+        ours, theirs = _context.Pipe()
+        process = _context.Process(target=_serve, args=(job, theirs, rank, *args), daemon=True)
+        process.start()
+        theirs.close()
+        self._running[rank] = (process, ours)
+
+    def answer(self, rank: int, seconds: float = 30) -> Any:
+        """The next thing that ``rank`` sends; an error if nothing comes in time."""
+        pipe = self._running[rank][1]
+        assert pipe.poll(seconds), f"rank {rank} sent nothing in {seconds} s"
+        return pipe.recv()
+
+    def tell(self, rank: int) -> None:
+        """Let ``rank`` go on from its ``pipe.recv()``."""
+        self._running[rank][1].send(None)
+
+    def signal(self, rank: int, number: signal.Signals) -> None:
+        """Send a signal, and return when a kill has taken effect."""
+        process = self._running[rank][0]
+        os.kill(process.pid, number)
+        if number == signal.SIGKILL:
+            process.join()
+
+    def ended(self, rank: int) -> None:
+        """Wait for the process to end of itself."""
+        process = self._running[rank][0]
+        process.join(30)
+        assert process.exitcode is not None
+
+    def close(self) -> None:
+        """End what still runs."""
+        for process, pipe in self._running.values():
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _serve(job: Job, pipe: Connection, rank: int, *args: Any) -> None:
+    torch.set_num_threads(1)
+    try:
+        pipe.send(job(pipe, rank, *args))
+    except Exception as error:
+        pipe.send((type(error).__name__, str(error)))
+
+
+@contextmanager
+def running() -> Iterator[Group]:
+    """A group whose processes end with the block."""
+    group = Group()
+    try:
+        yield group
+    finally:
+        group.close()

@@ -1,0 +1,193 @@
+"""What the tests of the collectives run in their processes."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spartito.collectives.collective import Collective
+from spartito.collectives.shared_memory import SLOT, SharedMemoryCollective
+from tests.collectives.group import join
+
+DTYPES = {
+    "all": [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8],
+    "riders": [torch.float32, torch.float64, torch.bfloat16],
+}
+
+
+def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
+    """Small whole numbers that differ by rank and place: their sums are exact in every dtype."""
+    return ((torch.arange(numel) * (rank + 2)) % 7 + rank).to(dtype)
+
+
+def shaped(kind: str, rank: int, dtype: torch.dtype) -> Tensor:
+    """Tensors of every layout that a caller may have."""
+    if kind == "transposed":
+        return values(rank, 60, dtype).view(6, 10).t()
+    if kind == "strided":
+        return values(rank, 99, dtype)[::3]
+    if kind == "channels_last":
+        image = values(rank, 2 * 3 * 4 * 5, dtype).view(2, 3, 4, 5)
+        return image.to(memory_format=torch.channels_last)
+    if kind == "scalar":
+        return values(rank, 1, dtype)[0]
+    sizes = {"empty": 0, "one": 1, "odd": 13, "slot": SLOT // dtype.itemsize}
+    sizes["over"] = 2 * sizes["slot"] + 5
+    return values(rank, sizes[kind], dtype)
+
+
+KINDS = ["empty", "one", "odd", "slot", "over", "transposed", "strided", "channels_last", "scalar"]
+
+
+def same_answers(_: Connection, rank: int, world_size: int, ports: Sequence[int]) -> list[str]:
+    """What shared memory and gloo answer differently from each other or from plain torch."""
+    wrong: list[str] = []
+    groups = [join(rank, world_size, ports[0], 60, "auto")]
+    groups.append(join(rank, world_size, ports[1], 60, "process_group"))
+
+    def check(what: str, got: Tensor, expected: Tensor) -> None:
+        if got.dtype != expected.dtype or not torch.equal(got, expected):
+            wrong.append(what)
+
+    for group in groups:
+        name = type(group).__name__
+        for dtype in DTYPES["all"]:
+            for kind in KINDS:
+                case = f"{name} {kind} {dtype}"
+                everyone = [shaped(kind, r, dtype) for r in range(world_size)]
+                mine = everyone[rank].clone(memory_format=torch.preserve_format)
+                answer = group.all_reduce(mine)
+                check(f"all_reduce {case}", mine, sum(everyone[1:], everyone[0]))
+                if answer is not mine:
+                    wrong.append(f"not in place {case}")
+                for part, other in zip(group.all_gather(everyone[rank]), everyone, strict=True):
+                    check(f"all_gather {case}", part, other)
+                source = world_size - 1
+                mine = everyone[rank].clone(memory_format=torch.preserve_format)
+                check(f"broadcast {case}", group.broadcast(mine, source), everyone[source])
+        _rows_and_bytes(group, check)
+        _reducers(group, check)
+        group.barrier()
+        group.close()
+        group.close()
+    return wrong
+
+
+def _rows_and_bytes(group: Collective, check: Any) -> None:
+    rank, ranks = group.rank, range(group.world_size)
+    for counts in ([r for r in ranks], [r % 2 for r in ranks], [0 for _ in ranks]):
+        rows = [torch.full((counts[r], 2, 3), float(r)) for r in ranks]
+        for got, expected in zip(group.all_gather_rows(rows[rank]), rows, strict=True):
+            check(f"rows {counts}", got, expected)
+    for long in (0, 3, 2 * SLOT):
+        texts = [bytes([65 + r]) * (long * r + r) for r in ranks]
+        for got, expected in zip(group.all_gather_bytes(texts[rank]), texts, strict=True):
+            check(f"bytes {long}", torch.tensor(got == expected), torch.tensor(True))
+
+
+def _reducers(group: Collective, check: Any) -> None:
+    ranks = range(group.world_size)
+    for dtype in DTYPES["riders"]:
+        for numel in (0, 1, 3, 10_001):
+            reducer = group.reducer(numel, dtype, torch.device("cpu"))
+            for turn in range(3):  # the same memory again: nobody may overtake anybody
+                weights = [float(r + turn) for r in ranks]
+                parts = [values(r + turn, numel, dtype) for r in ranks]
+                reducer.input.copy_(parts[group.rank])
+                unit = 2 * sum(weights)  # doubles the sum, exactly
+                total = reducer.reduce((weights[group.rank], 1.5, -1.0), unit)
+                expected = sum(parts[1:], parts[0]) * 2
+                check(f"reducer {dtype} {numel} {turn}", reducer.output, expected)
+                riders = (sum(weights), 1.5 * len(ranks), -1.0 * len(ranks))
+                check(f"riders {turn}", torch.tensor(total), torch.tensor(riders))
+            reducer.input.copy_(values(group.rank, numel, dtype))
+            reducer.reduce((0.0,), 8.0)  # nothing came: no scale
+            everyone = [values(r, numel, dtype) for r in ranks]
+            check("unweighted", reducer.output, sum(everyone[1:], everyone[0]))
+
+
+def random_sums(
+    _: Connection, rank: int, world_size: int, port: int, communication: str
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """Sums whose last bits depend on the order: by all_reduce, by a reducer, and the parts."""
+    group = join(rank, world_size, port, 60, communication)
+    mine = torch.randn(5000, generator=torch.Generator().manual_seed(rank)) * 1e3
+    reducer = group.reducer(5000, torch.float32, torch.device("cpu"))
+    reducer.input.copy_(mine)
+    reducer.reduce((3.0,), 1.0)
+    answer = (group.all_reduce(mine.clone()), reducer.output.clone(), group.all_gather(mine))
+    group.close()
+    return answer
+
+
+def wait_for_others(
+    pipe: Connection, rank: int, world_size: int, port: int, limit: float, communication: str
+) -> Any:
+    """Ranks but the last two meet the others at once; those come when the test tells them."""
+    group = join(rank, world_size, port, limit, communication)
+    group.all_reduce(torch.ones(3))
+    pipe.send("together")
+    pipe.recv()
+    start = time.monotonic()
+    try:
+        group.all_reduce(torch.ones(3))
+    except Exception as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    finally:
+        group.close()
+    return "met"
+
+
+def make_reducer(pipe: Connection, rank: int, world_size: int, port: int) -> Any:
+    """Ask for a reducer when told."""
+    group = join(rank, world_size, port, 20, "auto")
+    pipe.send("together")
+    pipe.recv()
+    group.reducer(100, torch.float32, torch.device("cpu"))
+    return "made"
+
+
+def raise_after_joining(_: Connection, rank: int, world_size: int, port: int) -> Any:
+    """The last rank raises; the others wait for it."""
+    group = join(rank, world_size, port, 20, "auto")
+    group.reducer(1000, torch.float32, torch.device("cpu"))
+    if rank == world_size - 1:
+        raise ValueError("my own")
+    group.barrier()
+    return "met"
+
+
+def only_join(_: Connection, rank: int, world_size: int, port: int, limit: float, kind: str) -> Any:
+    """Come to the rendezvous."""
+    join(rank, world_size, port, limit, kind).close()
+    return "joined"
+
+
+def join_in(
+    _: Connection, rank: int, world_size: int, port: int, directories: list[str], reducer: int
+) -> Any:
+    """Shared memory in given directories, then a reducer of so many bytes."""
+    names = [f"worker {r}" for r in range(world_size)]
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=20),
+    )
+    group = SharedMemoryCollective(rank, names, store, 20, [Path(d) for d in directories])
+    where = Path(os.readlink("/proc/self/fd/" + str(group._lives[0][1])).split(" ")[0]).parent
+    if reducer:
+        group.reducer(reducer, torch.uint8, torch.device("cpu"))
+    answer = [float(part) for part in group.all_gather(torch.tensor(float(rank)))]
+    group.close()
+    return str(where), answer

@@ -1,0 +1,67 @@
+"""Every collective gives the same answers, and the same bits on all ranks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spartito.collectives.collective import IdentityCollective, add_riders
+from tests.collectives import jobs
+from tests.collectives.group import running
+from tests.replicas import free_port
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_shared_memory_and_process_group_agree(world_size: int) -> None:
+    ports = [free_port(), free_port()]
+    with running() as group:
+        for rank in range(world_size):
+            group.start(rank, jobs.same_answers, world_size, ports)
+        for rank in range(world_size):
+            assert group.answer(rank, 90) == []
+
+
+@pytest.mark.parametrize("communication", ["auto", "process_group"])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_all_ranks_get_the_same_bits(communication: str, world_size: int) -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(world_size):
+            group.start(rank, jobs.random_sums, world_size, port, communication)
+        first, *others = [group.answer(rank) for rank in range(world_size)]
+        total, mean, parts = first
+        exact = torch.stack(parts).double().sum(0)
+        torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-3)
+        torch.testing.assert_close(mean.double(), exact / 3 / world_size, rtol=1e-5, atol=1e-3)
+        for other in others:
+            assert torch.equal(other[0], total)
+            assert torch.equal(other[1], mean)
+
+
+def test_one_replica_hears_itself() -> None:
+    alone = IdentityCollective()
+    tensor = torch.arange(6.0).view(2, 3)
+    assert alone.all_reduce(tensor) is tensor
+    assert alone.broadcast(tensor) is tensor
+    (copy,) = alone.all_gather(tensor)
+    assert torch.equal(copy, tensor)
+    copy.zero_()
+    assert tensor.sum() == 15
+    assert alone.all_gather_bytes(b"abc") == [b"abc"]
+    assert alone.all_gather_bytes(b"") == [b""]
+    assert [part.shape for part in alone.all_gather_rows(tensor[:0])] == [(0, 3)]
+    alone.barrier()
+    reducer = alone.reducer(4, torch.float64, torch.device("cpu"))
+    reducer.input.fill_(3)
+    assert reducer.reduce((6.0, 1.0), 2.0) == (6.0, 1.0)
+    assert reducer.output.tolist() == [1.0] * 4
+    reducer.reduce((0.0,), 2.0)
+    assert reducer.output.tolist() == [1.0] * 4
+    alone.close()
+
+
+@given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=1))
+def test_riders_add_up(parts: list[tuple[int, int]]) -> None:
+    assert add_riders(parts) == (sum(a for a, _ in parts), sum(b for _, b in parts))

@@ -1,0 +1,252 @@
+"""A task that is gone, frozen or late is named; nobody hangs, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from spartito.collectives.meeting import connect, time_limit
+from spartito.collectives.shared_memory import MAX_RIDERS, SLOT, Segment
+from spartito.collectives.store import ask
+from spartito.errors import TaskLostError, UserError
+from tests.collectives import jobs
+from tests.collectives.group import Group, running, spec
+from tests.replicas import free_port
+
+SHM = Path("/dev/shm")
+LONG = 60.0  # a limit that no passing test comes near
+
+
+def together(group: Group, world_size: int, limit: float, communication: str = "auto") -> None:
+    """Start so many ranks, and return when all have met once."""
+    port = free_port()
+    for rank in range(world_size):
+        group.start(rank, jobs.wait_for_others, world_size, port, limit, communication)
+    for rank in range(world_size):
+        assert group.answer(rank) == "together"
+
+
+def left_behind(pids: set[int] | None = None) -> list[Path]:
+    return [path for path in SHM.glob("spartito-*")] if SHM.is_dir() else []
+
+
+@pytest.fixture
+def clean() -> Iterator[None]:
+    """Nothing of the test's own stays in shared memory."""
+    before = set(left_behind())
+    yield
+    assert set(left_behind()) - before == set()
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("communication", ["auto", "process_group"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (3, 2)])
+def test_a_killed_rank_is_named_at_once(communication: str, world_size: int, victim: int) -> None:
+    with running() as group:
+        together(group, world_size, LONG, communication)
+        others = [rank for rank in range(world_size) if rank != victim]
+        for rank in others:
+            group.tell(rank)  # they wait in the middle of a reduction
+        group.signal(victim, signal.SIGKILL)
+        for rank in others:
+            kind, text, seconds = group.answer(rank)
+            assert kind == "TaskLostError"
+            assert f"worker {victim} is gone" in text
+            assert seconds < LONG / 2
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("communication", ["auto", "process_group"])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_frozen_rank_is_named_at_the_limit(communication: str, victim: int) -> None:
+    with running() as group:
+        together(group, 2, 1.0, communication)
+        group.signal(victim, signal.SIGSTOP)
+        group.tell(1 - victim)
+        kind, text, seconds = group.answer(1 - victim)
+        assert kind == "TaskLostError"
+        assert f"worker {victim}" in text
+        assert "did not come within 1 s" in text
+        assert seconds >= 1.0
+        if communication == "auto":
+            assert "its process lives" in text
+        group.signal(victim, signal.SIGCONT)
+
+
+@pytest.mark.usefixtures("clean")
+@pytest.mark.parametrize("communication", ["auto", "process_group"])
+def test_everyone_comes_after_a_pause(communication: str) -> None:
+    with running() as group:
+        together(group, 2, LONG, communication)
+        group.signal(1, signal.SIGSTOP)
+        group.tell(0)
+        group.tell(1)
+        group.signal(1, signal.SIGCONT)
+        assert [group.answer(rank) for rank in range(2)] == ["met", "met"]
+
+
+@pytest.mark.parametrize("communication", ["auto", "process_group"])
+def test_who_never_comes_is_named_by_all(communication: str) -> None:
+    port = free_port()
+    with running() as group:
+        for rank in (0, 1):
+            group.start(rank, jobs.only_join, 4, port, 1.0, communication)
+        for rank in (0, 1):
+            kind, text = group.answer(rank)
+            assert kind == "TaskLostError"
+            assert f"worker 2 and worker 3 did not come to 127.0.0.1:{port} within 1 s" in text
+
+
+def test_a_chief_that_never_comes_is_named() -> None:
+    port = free_port()
+    with running() as group:
+        group.start(1, jobs.only_join, 2, port, 1.0, "auto")
+        kind, text = group.answer(1)
+        assert kind == "TaskLostError"
+        assert text.startswith(f"worker 0 did not come to 127.0.0.1:{port} within 1 s")
+
+
+def test_a_port_in_use_is_the_users_to_mend() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(UserError, match=rf"worker 0 cannot listen on 127.0.0.1:{port}"):
+            connect(spec(0, 2, port), torch.device("cpu"), 5)
+
+
+def test_arguments_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match="unknown communication 'process_grop'"):
+        connect(spec(0, 2, free_port()), torch.device("cpu"), 5, "process_grop")
+    for text in ("soon", "-1", "inf", "nan", "0"):
+        monkeypatch.setenv("SPARTITO_TIMEOUT", text)
+        with pytest.raises(UserError, match=f"SPARTITO_TIMEOUT='{text}' is not a number"):
+            time_limit()
+    monkeypatch.setenv("SPARTITO_TIMEOUT", "7.5")
+    assert time_limit() == 7.5
+
+
+def test_asking_the_store_ends() -> None:
+    assert ask(lambda: 3, 5, "worker 0") == 3
+    with pytest.raises(UserError, match="mine"):
+        ask(lambda: _raise(UserError("mine")), 5, "worker 0")
+    with pytest.raises(TaskLostError, match="worker 0 is gone: it keeps the store"):
+        ask(lambda: _raise(RuntimeError("broken pipe")), 5, "worker 0")
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+@pytest.mark.usefixtures("clean")
+def test_an_exception_leaves_nothing_in_memory() -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(2):
+            group.start(rank, jobs.raise_after_joining, 2, port)
+        assert group.answer(1) == ("ValueError", "my own")
+        kind, text = group.answer(0)
+        assert kind == "TaskLostError"
+        assert "worker 1 is gone" in text
+
+
+@pytest.mark.usefixtures("clean")
+def test_a_kill_while_memory_is_shared_out_leaves_nothing() -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(2):
+            group.start(rank, jobs.make_reducer, 2, port)
+            assert rank == 0 or [group.answer(r) for r in (0, 1)] == ["together"] * 2
+        group.signal(1, signal.SIGKILL)
+        group.tell(0)
+        kind, text = group.answer(0)
+        assert kind == "TaskLostError"
+        assert "worker 1 is gone" in text
+
+
+@pytest.fixture
+def full(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 64 KiB."""
+    place = tmp_path / "full"
+    place.mkdir()
+    made = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(place)], capture_output=True
+    )
+    if made.returncode:
+        pytest.skip(f"no right to mount a file system: {made.stderr.decode().strip()}")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+def test_a_full_directory_is_passed_over(full: Path, tmp_path: Path) -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(2):
+            group.start(rank, jobs.join_in, 2, port, [str(full), str(tmp_path)], 1 << 20)
+        for rank in range(2):
+            assert group.answer(rank) == (str(tmp_path), [0.0, 1.0])
+    assert sorted(tmp_path.iterdir()) == [full]
+    assert list(full.iterdir()) == []
+
+
+def test_no_room_anywhere_ends_all(full: Path) -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(2):
+            group.start(rank, jobs.join_in, 2, port, [str(full)], 0)
+        kind, text = group.answer(0)
+        assert kind == "UserError"
+        assert f"no room for 4.2 MB of shared memory in {full}" in text
+        assert "--shm-size" in text
+        # Rank 0 may be gone before rank 1 has asked for its reason.
+        kind, text = group.answer(1)
+        assert kind in ("UserError", "TaskLostError")
+        assert "worker 0" in text
+    assert list(full.iterdir()) == []
+
+
+def test_no_room_for_the_gradients_ends_all(tmp_path: Path) -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(2):
+            group.start(rank, jobs.join_in, 2, port, [str(tmp_path)], 1 << 50)
+        for rank in range(2):
+            kind, text = group.answer(rank)
+            assert kind == "UserError"
+            assert "no room for 3377699720.5 MB of shared memory" in text
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_segment_in_a_directory_that_is_not_ours(tmp_path: Path) -> None:
+    closed = tmp_path / "closed"
+    closed.mkdir(mode=0o500)
+    if os.access(closed, os.W_OK):  # root writes anywhere but on what is mounted read-only
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(closed)], capture_output=True
+        )
+        if mounted.returncode:
+            pytest.skip("root may write everywhere")
+    try:
+        segment = Segment.create(4096, [closed, tmp_path])
+        assert segment.path.parent == tmp_path
+        other = Segment.attach(segment.path, 4096)
+        segment.path.unlink()
+        segment.tensor(64, 3, torch.float32).fill_(2.5)
+        assert other.tensor(64, 3, torch.float32).tolist() == [2.5] * 3
+        assert other.tensor(0, 0, torch.int64).shape == (0,)
+        with pytest.raises(UserError, match=f"no room for 0.0 MB of shared memory in {closed}"):
+            Segment.create(4096, [closed])
+    finally:
+        subprocess.run(["umount", str(closed)], capture_output=True)
+
+
+def test_a_line_holds_what_a_step_brings() -> None:
+    assert MAX_RIDERS >= 4
+    assert SLOT % 64 == 0
