@@ -1,4 +1,4 @@
-"""The loss curve of mirrored, 2 and 3 workers, against one device: deterministic, fp64, 30 steps."""
+"""The losses of mirrored, 2 and 3 workers, against one device: deterministic, fp64, 30 steps."""
 
 from __future__ import annotations
 

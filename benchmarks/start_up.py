@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -12,6 +13,7 @@ from pathlib import Path
 
 from benchmarks.common import Figure, Windows, announce, conclude, parser, progress
 from benchmarks.launching import ROOT
+from spartito.launch.machine import free_port
 
 WORKERS = 2
 TARGET = 1.3
@@ -24,7 +26,7 @@ COMMANDS = {
     ),
     "torchrun": (
         *("-m", "torch.distributed.run", "--nproc-per-node", str(WORKERS)),
-        *("--master-addr", "127.0.0.1", "--master-port", "0"),
+        *("--master-addr", "127.0.0.1", "--master-port", str(free_port())),
         str(JOBS / "first_step_ddp.py"),
     ),
 }
@@ -56,17 +58,24 @@ def first_step(name: str) -> float:
     """Seconds until the last of the workers has finished its first step."""
     with tempfile.TemporaryDirectory() as folder:
         env = {**os.environ, "BENCHMARK_FOLDER": folder, "OMP_NUM_THREADS": "1"}
-        began = time.time()
-        done = subprocess.run(
-            [sys.executable, *COMMANDS[name]],
-            cwd=ROOT,
-            env=env,
-            capture_output=True,
-            text=True,
-            timeout=LIMIT,
-        )
-        if done.returncode:
-            sys.exit(f"{name} ended with {done.returncode}\n{done.stderr[-4000:]}")
+        with open(f"{folder}/said", "w+") as said:
+            began = time.time()
+            process = subprocess.Popen(
+                [sys.executable, *COMMANDS[name]],
+                cwd=ROOT,
+                env=env,
+                stdout=said,
+                stderr=said,
+                start_new_session=True,
+            )
+            try:
+                code = process.wait(LIMIT)
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+            if code:
+                said.seek(0)
+                sys.exit(f"{name} ended with {code}\n{said.read()[-4000:]}")
         ends = [float(Path(folder, str(rank)).read_text()) for rank in range(WORKERS)]
     return max(ends) - began
 

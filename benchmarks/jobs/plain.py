@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ def make_work(name: str, world_size: int) -> Work:
         return Work(mlp(), nn.CrossEntropyLoss(), x, y, size)
     images = torch.rand(count, 3, 180, 180).mul_(255)
     x, y = images.contiguous(memory_format=torch.channels_last), torch.rand(count, 1).round()
-    model = Xception().to(memory_format=torch.channels_last)
+    model = Xception().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Work(model, nn.BCEWithLogitsLoss(), x, y, size)
 
 
@@ -95,7 +96,7 @@ class Xception(nn.Module):
             nn.Conv2d(32, 64, 3, padding=1),
             nn.BatchNorm2d(64),
             nn.ReLU(),
-            *(Block(i, o) for i, o in zip(widths, widths[1:], strict=False)),
+            *(Block(i, o) for i, o in pairwise(widths)),
             Separable(728, 1024),
             nn.BatchNorm2d(1024),
             nn.ReLU(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -54,7 +55,7 @@ class Group:
         """The next thing that ``rank`` sends; an error if nothing comes in time."""
         pipe = self._running[rank][1]
         assert pipe.poll(seconds), f"rank {rank} sent nothing in {seconds} s"
-        return pipe.recv()
+        return pickle.loads(pipe.recv_bytes())
 
     def tell(self, rank: int) -> None:
         """Let ``rank`` go on from its ``pipe.recv()``."""
@@ -84,9 +85,10 @@ class Group:
 def _serve(job: Job, pipe: Connection, rank: int, *args: Any) -> None:
     torch.set_num_threads(1)
     try:
-        pipe.send(job(pipe, rank, *args))
+        answer = job(pipe, rank, *args)
     except Exception as error:
-        pipe.send((type(error).__name__, str(error)))
+        answer = (type(error).__name__, str(error))
+    pipe.send_bytes(pickle.dumps(answer))  # torch's own pickler would share the tensors
 
 
 @contextmanager

@@ -64,7 +64,9 @@ class CatsVsDogs(nn.Module):
 
     BatchNorm keeps torch's momentum of 0.1 (Keras' 0.99 is 0.01 here): the first epochs are 100
     steps or so, after which a momentum of 0.01 still carries a third of the statistics that it
-    began with, and the first validations mean nothing.
+    began with, and the first validations mean nothing. The weights begin as torch's layers do:
+    with Keras' Glorot-uniform ones the validation accuracy of the first three epochs was lower
+    (4,000 photos at 64x64, Adam 1e-3, one seed: 0.60, 0.69, 0.68 against 0.69, 0.72, 0.71).
     """
 
     def __init__(self) -> None:

@@ -1,14 +1,77 @@
-"""What happens around the loop: a base class whose hooks do nothing."""
+"""What happens around the loop: a base class whose hooks do nothing, and what it may look at."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Protocol
 
-if TYPE_CHECKING:
-    from spartito.training.trainer import Trainer
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from spartito.engine.loss import LossFunction
+from spartito.strategies import Strategy
+from spartito.training.history import History
+from spartito.training.metrics import MeanMetric
 
 Logs = Mapping[str, float]
+
+
+class Training(Protocol):
+    """A `Trainer` as the loop and the callbacks see it.
+
+    ``step`` counts global steps since the first `fit`, ``epoch`` finished epochs; ``epochs`` is
+    where the running `fit` ends, ``steps_per_epoch`` None where nobody knows. Any replica may
+    set ``stop_training``: all stop together, after the next step at the latest.
+    """
+
+    model: nn.Module
+    optimizer: Optimizer
+    loss: LossFunction | None
+    metrics: list[MeanMetric]
+    scheduler: LRScheduler | ReduceLROnPlateau | None
+    strategy: Strategy
+    callbacks: list[Callback]
+    history: History
+    step: int
+    epoch: int
+    epochs: int
+    steps_per_epoch: int | None
+    batch_size: int | None
+    examples: int | None
+    stop_training: bool
+    precision: str
+    deterministic: bool
+    seed: int
+    run_dir: Path | None
+    about: dict[str, Any]
+
+    @property
+    def data_wait_share(self) -> float:
+        """The share of this epoch's time so far that this replica waited for data."""
+        ...
+
+    @property
+    def examples_per_second(self) -> float:
+        """Examples that all replicas trained on per second of this epoch so far."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Everything that training needs to go on; all replicas call it."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` answered."""
+        ...
+
+    def save(self, path: str | Path) -> Path:
+        """Write a checkpoint; all replicas call it."""
+        ...
+
+    def load(self, path: str | Path) -> None:
+        """Take back a checkpoint."""
+        ...
 
 
 class Callback:
@@ -19,9 +82,9 @@ class Callback:
     exact over all replicas, other metrics are this replica's share until the epoch ends.
     """
 
-    trainer: Trainer
+    trainer: Training
 
-    def set_trainer(self, trainer: Trainer) -> None:
+    def set_trainer(self, trainer: Training) -> None:
         """Called once before anything else."""
         self.trainer = trainer
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,12 +18,9 @@ from spartito.data.dataset import Dataset
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.strategies import StepResult, Strategy
-from spartito.training.callback import Callback
+from spartito.training.callback import Callback, Training
 from spartito.training.history import History
 from spartito.training.metrics import MeanMetric
-
-if TYPE_CHECKING:
-    from spartito.training.trainer import Trainer
 
 
 class Clock:
@@ -79,7 +76,7 @@ class StepLogs(Mapping[str, float]):
 class TrainingLoop:
     """Runs epochs over one data set, and knows where it is in them."""
 
-    def __init__(self, trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> None:
+    def __init__(self, trainer: Training, chain: Dataset, before: TrainingLoop | None) -> None:
         self.chain = chain
         self.clock = Clock()
         self._trainer = trainer

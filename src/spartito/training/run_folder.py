@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ class RunFolder(Callback):
         trainer, model = self.trainer, self.trainer.model
         cluster, found = trainer.strategy.cluster, summarize(plain(model))
         return {
-            "spartito": _version(),
+            "spartito": version("spartito"),
             "torch": torch.__version__,
             "python": platform.python_version(),
             "strategy": trainer.strategy.name,
@@ -82,9 +83,3 @@ class RunFolder(Callback):
             },
             **trainer.about,
         }
-
-
-def _version() -> str:
-    from spartito import __version__
-
-    return __version__
