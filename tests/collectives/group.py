@@ -16,6 +16,7 @@ import torch
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective
 from spartito.collectives.meeting import connect
+from tests.replicas import free_port
 
 Job = Callable[..., Any]
 
@@ -35,6 +36,25 @@ def spec(rank: int, world_size: int, port: int) -> ClusterSpec:
 def join(rank: int, world_size: int, port: int, limit: float, communication: str) -> Collective:
     """The collective of a group on this machine."""
     return connect(spec(rank, world_size, port), torch.device("cpu"), limit, communication)
+
+
+def run(job: Job, world_size: int, *args: Any, communication: str = "auto") -> list[Any]:
+    """What ``job(collective, *args)`` answers on each of so many ranks."""
+    port = free_port()
+    with running() as group:
+        for rank in range(world_size):
+            group.start(rank, _joined, world_size, port, communication, job, *args)
+        return [group.answer(rank, 60) for rank in range(world_size)]
+
+
+def _joined(
+    _: Connection, rank: int, world_size: int, port: int, communication: str, job: Job, *args: Any
+) -> Any:
+    collective = join(rank, world_size, port, 30, communication)
+    try:
+        return job(collective, *args)
+    finally:
+        collective.close()
 
 
 class Group:

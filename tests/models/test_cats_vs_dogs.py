@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from spartito.errors import UserError
 from spartito.models import CatsVsDogs
-from spartito.models.summary import summarize
+from spartito.training.summary import summarize
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ import torch
 
 from spartito.errors import UserError
 from spartito.models import MnistMLP
-from spartito.models.summary import summarize
+from spartito.training.summary import summarize
 
 
 def test_has_exactly_the_parameters_of_784_256_256_10() -> None:

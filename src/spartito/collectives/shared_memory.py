@@ -38,7 +38,7 @@ LINE = 64  # bytes of a cache line: no two ranks write into the same one
 SLOT = 1 << 20  # bytes of scratch per rank
 MAX_RIDERS = LINE // 8
 SPINS = 1000  # about 60 us of looking before the core is offered to others
-_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS)
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
 
 

@@ -20,7 +20,7 @@ from spartito.launch.process import Process
 from spartito.launch.supervisor import supervise
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, RECIPES, STRATEGIES, nearest
 
-MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(512 << 20)}
+MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 """glibc's settings: keep what tensors free, so that the next step finds its pages in place.
 
 Measured on one thread against glibc's defaults: 1.15 times the steps of a convolutional network,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,11 +41,10 @@ from spartito.engine.optimizers import (
     optimizer_parameters,
     plain,
 )
+from spartito.engine.precision import autocast, choose_precision
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.strategies.strategy import Distributed, StepResult, Strategy
-
-PRECISIONS = ("bf16", "fp32")
 
 
 @dataclass
@@ -107,8 +105,7 @@ class SynchronousStrategy(Strategy):
         deterministic: bool = False,
         seed: int = 0,
     ) -> tuple[nn.Module, Optimizer]:
-        if precision not in PRECISIONS:
-            raise UserError(f"precision {precision!r}", nearest(precision, PRECISIONS))
+        precision = choose_precision(precision, self.device)
         if accumulate < 1:
             raise UserError(f"accumulate={accumulate}", "At least one batch makes an update.")
         if clip_norm is not None and not clip_norm > 0:
@@ -152,7 +149,7 @@ class SynchronousStrategy(Strategy):
         if batch.size or pair.waits:
             self.enter(batch)
             batch = in_dtype(batch, pair.dtype)
-            with _autocast(pair.precision, self.device):
+            with autocast(pair.precision, self.device):
                 output = forward(pair.model, batch.data, loss is not None)
                 answer = evaluate_loss(loss, output, batch)
             self._backward([pair], answer, batch)
@@ -172,7 +169,7 @@ class SynchronousStrategy(Strategy):
             return 0.0, 0.0, None
         pair = self._only_pair()
         batch = in_dtype(batch, pair.dtype)
-        with torch.no_grad(), _autocast(pair.precision, self.device):
+        with torch.no_grad(), autocast(pair.precision, self.device):
             output = forward(pair.model, batch.data, loss is not None)
             found = weigh(evaluate_loss(loss, output, batch), batch)
         return found.value.item() * found.scale, found.weight, output
@@ -180,7 +177,7 @@ class SynchronousStrategy(Strategy):
     def predict(self, batch: Batch, has_loss: bool) -> Any:
         pair = self._only_pair()
         data = in_dtype(batch, pair.dtype).data
-        with torch.no_grad(), _autocast(pair.precision, self.device):
+        with torch.no_grad(), autocast(pair.precision, self.device):
             output = forward(pair.model, data, has_loss)
         if not has_loss and isinstance(output, dict):
             return {name: part for name, part in output.items() if name != "loss"}
@@ -370,12 +367,6 @@ class _Together:
 def _emptied(batch: Batch) -> Batch:
     data = rows(batch.data, lambda tensor: tensor[:0])
     return Batch(data, 0, batch.global_size, batch.places[:0], batch.epoch, batch.step + 1)
-
-
-def _autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
-    if precision == "fp32":
-        return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
 
 
 def _own_device(cluster: ClusterSpec) -> torch.device:

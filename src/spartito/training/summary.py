@@ -1,7 +1,10 @@
-"""What a model is made of: its layers, and how many numbers it holds."""
+"""What a model consists of: its layers, their output shapes and their parameters, as text."""
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,48 +14,83 @@ from torch.nn.parameter import is_lazy
 
 from spartito.errors import UserError
 
+Shapes = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Count:
+    """Numbers that learn, and those that do not; ``unknown`` tensors wait for the first batch."""
+
+    trainable: int = 0
+    fixed: int = 0
+    unknown: int = 0
+
+    @property
+    def total(self) -> int:
+        """Both of them."""
+        return self.trainable + self.fixed
+
+    def __add__(self, other: Count) -> Count:
+        return Count(
+            self.trainable + other.trainable,
+            self.fixed + other.fixed,
+            self.unknown + other.unknown,
+        )
+
 
 @dataclass(frozen=True)
 class Layer:
-    """One line: a module without children, or one that holds parameters of its own."""
+    """A module with parameters of its own or without children; ``shape`` is that of its output."""
 
     name: str
     kind: str
-    output: str
-    count: int
+    count: Count
+    shape: str = ""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Summary:
-    """The layers and the totals; as text, a table.
+    """The layers of a model in the order in which it holds them; its ``str`` is a table."""
 
-    ``trainable`` counts parameters that learn; ``fixed`` those that do not, and statistics such
-    as BatchNorm's running mean (its counter of batches is none). Shared ones count once.
-    """
-
+    model: str
     layers: tuple[Layer, ...]
-    trainable: int
-    fixed: int
+
+    @property
+    def count(self) -> Count:
+        """The sum over all layers."""
+        return sum((layer.count for layer in self.layers), Count())
+
+    @property
+    def trainable(self) -> int:
+        """How many numbers an optimizer changes."""
+        return self.count.trainable
+
+    @property
+    def fixed(self) -> int:
+        """Frozen parameters and statistics."""
+        return self.count.fixed
+
+    @property
+    def totals(self) -> str:
+        """One line: parameters and statistics, how many are trainable and how many are not."""
+        count = self.count
+        line = (
+            f"{count.total:,} parameters and statistics = "
+            f"{count.trainable:,} trainable + {count.fixed:,} not"
+        )
+        if count.unknown:
+            line += f"; {count.unknown} more get their size from the first batch"
+        return line
 
     def __str__(self) -> str:
-        head = Layer("layer", "type", "output", 0)
-        rows = [(layer.name, layer.kind, layer.output) for layer in (head, *self.layers)]
-        counts = [
-            "parameters",
-            *(f"{layer.count:,}" if layer.count else "" for layer in self.layers),
+        rows = [
+            (layer.name, layer.kind, layer.shape, _number(layer.count)) for layer in self.layers
         ]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        wide = max(map(len, counts))
-        lines = [
-            "  ".join(
-                [*(f"{t:<{w}}" for t, w in zip(row, widths, strict=True) if w), f"{n:>{wide}}"]
-            )
-            for row, n in zip(rows, counts, strict=True)
-        ]
-        rule = "-" * max(map(len, lines))
-        total = f"{self.trainable + self.fixed:,} parameters and statistics"
-        parts = f"{self.trainable:,} trainable + {self.fixed:,} not"
-        return "\n".join([lines[0], rule, *lines[1:], rule, f"{total} = {parts}"])
+        heads = ("layer", "type", "output shape", "parameters")
+        return "\n".join([self.model, *_table(heads, rows), self.totals])
+
+    def __repr__(self) -> str:
+        return f"<Summary of {self.model}: {self.totals}>"
 
 
 def summary(model: nn.Module, example: Any = None) -> Summary:
@@ -65,52 +103,142 @@ def summary(model: nn.Module, example: Any = None) -> Summary:
 def summarize(model: nn.Module, example: Any = None) -> Summary:
     """The layers of ``model`` and its counts.
 
-    ``example`` is an input (a tensor, or a tuple of them): with it the shape that each layer
-    answers is told. Raises `UserError` for a module whose parameters have no shape yet.
+    ``example`` adds the output shapes: a tensor, a tuple of tensors or a dict of named ones as
+    the model takes them, or the size of a tensor as a tuple of ints, ``(1, 3, 180, 180)``. The
+    model computes once for that, in evaluation mode, and is left as it was.
+
+    A statistic is a number that the model saves and no optimizer changes: BatchNorm's running
+    mean and variance count, its integer counter of batches does not. Shared parameters count
+    once, where they come first. Lazy parameters are counted as unknown until a first batch, or
+    ``example``, gives them a size. An ``example`` that the model does not take is a `UserError`.
     """
-    shapes = {} if example is None else _shapes(model, example)
+    model = getattr(model, "_orig_mod", model)  # what torch.compile wraps
+    shapes: Shapes = {}
+    if example is not None:
+        if any(is_lazy(tensor) for tensor in model.parameters()):
+            model = copy.deepcopy(model)  # the computation gives lazy parameters their size
+        shapes = _output_shapes(model, example)
+    return Summary(type(model).__name__, tuple(_layers(model, shapes)))
+
+
+def _layers(model: nn.Module, shapes: Shapes) -> Iterator[Layer]:
     seen: set[int] = set()
-    layers = []
+    for name, module in _rows(model):
+        own: list[tuple[Tensor, bool]] = [
+            *((tensor, tensor.requires_grad) for tensor in module.parameters(recurse=False)),
+            *((tensor, False) for tensor in _statistics(module)),
+        ]
+        count = Count()
+        for tensor, trainable in own:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                count += _count(tensor, trainable)
+        yield Layer(name or "(model)", type(module).__name__, count, shapes.get(name, ""))
+
+
+def _rows(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        own = [*module.parameters(recurse=False), *_statistics(module)]
-        if any(is_lazy(tensor) for tensor in own):
-            raise UserError(
-                f"the layer {name or type(module).__name__} has no shape yet",
-                "Run the model once on an example; then its parameters are known.",
-            )
-        fresh = [tensor for tensor in own if id(tensor) not in seen]
-        seen.update(map(id, fresh))
-        if own or not list(module.children()):
-            count = sum(tensor.numel() for tensor in fresh)
-            layers.append(Layer(name, type(module).__name__, shapes.get(name, ""), count))
-    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    total = sum(layer.count for layer in layers)
-    return Summary(tuple(layers), trainable, total - trainable)
+        own = any(True for _ in module.parameters(recurse=False)) or any(_statistics(module))
+        if own or not any(True for _ in module.children()):
+            yield name, module
 
 
 def _statistics(module: nn.Module) -> list[Tensor]:
-    return [b for n, b in module.named_buffers(recurse=False) if n != "num_batches_tracked"]
+    return [
+        tensor
+        for name, tensor in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+        and (tensor.is_floating_point() or tensor.is_complex())
+    ]
 
 
-def _shapes(model: nn.Module, example: Any) -> dict[str, str]:
-    """The shape of each module's output for ``example``, the batch left out."""
+def _count(tensor: Tensor, trainable: bool) -> Count:
+    if is_lazy(tensor):
+        return Count(unknown=1)
+    return Count(trainable=tensor.numel()) if trainable else Count(fixed=tensor.numel())
+
+
+def _output_shapes(model: nn.Module, example: Any) -> Shapes:
+    """The shape of the first output of each module by name, from one computation."""
     shapes: dict[str, str] = {}
 
-    def remember(name: str) -> Any:
-        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            if isinstance(output, Tensor):
-                shapes[name] = str(tuple(output.shape[1:]))
+    def note(name: str, output: Any) -> None:
+        shapes.setdefault(name, _shape(output))
 
-        return hook
+    handles = [
+        module.register_forward_hook(lambda _m, _i, output, name=name: note(name, output))
+        for name, module in model.named_modules()
+    ]
+    try:
+        with _evaluating(model), torch.no_grad(), torch.random.fork_rng():
+            _call(model, example)
+    except (RuntimeError, TypeError, ValueError, IndexError, KeyError, UserError) as error:
+        raise UserError(
+            f"an example {_shape(example)} that {type(model).__name__} does not take: {error}",
+            "Give an example of what the model's forward takes, or none.",
+        ) from error
+    finally:
+        for handle in handles:
+            handle.remove()
+    return shapes
 
-    hooks = [m.register_forward_hook(remember(name)) for name, m in model.named_modules()]
-    training = model.training
+
+def _call(model: nn.Module, example: Any) -> None:
+    if isinstance(example, Mapping):
+        model(**example)
+    elif isinstance(example, Tensor):
+        model(example)
+    elif example and all(isinstance(size, int) for size in example):
+        model(torch.zeros(tuple(example), **_like(model)))
+    else:
+        model(*example)
+
+
+def _like(model: nn.Module) -> dict[str, Any]:
+    for tensor in model.parameters():
+        if tensor.is_floating_point():
+            return {"dtype": tensor.dtype, "device": tensor.device}
+    return {}
+
+
+@contextmanager
+def _evaluating(model: nn.Module) -> Iterator[None]:
+    """Evaluation mode for a block; each module goes back to the mode that it had."""
+    modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
-        with torch.no_grad():
-            model(*example) if isinstance(example, tuple) else model(example)
+        yield
     finally:
-        model.train(training)
-        for hook in hooks:
-            hook.remove()
-    return shapes
+        for module, mode in modes:
+            module.training = mode
+
+
+def _shape(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return str(tuple(value.shape))
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}: {_shape(one)}" for name, one in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return "[" + ", ".join(_shape(one) for one in value) + "]"
+    return str(value) if isinstance(value, int) else type(value).__name__
+
+
+def _number(count: Count) -> str:
+    if count.unknown:
+        return f"{count.total:,} + ?" if count.total else "?"
+    return f"{count.total:,}"
+
+
+def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """Aligned lines, numbers in the last column to the right; a column without a word goes."""
+    kept = [at for at in range(len(heads)) if any(row[at] for row in rows)] if rows else []
+    lines = [[heads[at] for at in kept], *([row[at] for at in kept] for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    rule = "-" * (sum(widths) + 2 * max(0, len(widths) - 1))
+    yield rule
+    for number, line in enumerate(lines):
+        *words, last = [*map(str.ljust, line[:-1], widths[:-1]), line[-1].rjust(widths[-1])]
+        yield "  ".join([*words, last])
+        if number == 0:
+            yield rule
+    yield rule

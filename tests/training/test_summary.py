@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from spartito.errors import UserError
 from spartito.models import CatsVsDogs, MnistMLP
-from spartito.models.summary import summarize, summary
+from spartito.training.summary import summarize, summary
 
 
 def test_prints_layers_shapes_and_exact_totals(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,151 @@
+"""Synchronized BatchNorm is BatchNorm over the global batch, however its rows are split."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from spartito.collectives.collective import IdentityCollective
+from spartito.engine.batchnorm import (
+    SyncBatchNorm2d,
+    has_synchronized,
+    local_moments,
+    merge,
+    synchronize_batchnorm,
+)
+from spartito.engine.context import within
+from tests.collectives.group import run
+from tests.engine import jobs
+
+EXACT = 1e-12
+
+
+def plain(batches: list[Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+    """The same by torch on one device, in one piece."""
+    norm: Any = jobs.NORMS[batches[0].dim()](batches[0].shape[1], **options).to(batches[0].dtype)
+    if norm.affine:
+        with torch.no_grad():
+            norm.weight.copy_(torch.linspace(0.5, 2, norm.num_features))
+            norm.bias.copy_(torch.linspace(-1, 1, norm.num_features))
+    outputs, gradients = [], []
+    for batch in batches:
+        x = batch.clone().requires_grad_()
+        y = norm(x)
+        (y * jobs.weights(batch)).sum().backward()
+        assert x.grad is not None
+        outputs.append(y.detach())
+        gradients.append(x.grad)
+    answer = {"output": torch.cat(outputs), "grad": torch.cat(gradients)}
+    if norm.affine:
+        answer |= {"weight": norm.weight.grad, "bias": norm.bias.grad}
+    return answer | {name: buffer.clone() for name, buffer in norm.named_buffers()}
+
+
+def batches(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    return [torch.randn(shape, generator=generator, dtype=dtype) * 3 + 2 for _ in range(3)]
+
+
+def joined(answers: list[dict[str, Tensor]], name: str, cuts: list[int]) -> Tensor:
+    """The rows of all ranks, batch by batch."""
+    sizes = [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)]
+    parts = [a[name].view(-1, *a[name].shape[1:]) for a in answers]
+    turns = max(len(p) // n for p, n in zip(parts, sizes, strict=True) if n)
+    rows = []
+    for turn in range(turns):
+        for part, n in zip(parts, sizes, strict=True):
+            rows.append(part[turn * n : (turn + 1) * n])
+    return torch.cat(rows)
+
+
+CASES = [
+    ((7, 3), [0, 3, 7], {}),
+    ((7, 3), [0, 0, 7], {}),  # nothing on rank 0
+    ((5, 3, 4), [0, 1, 5, 5], {"momentum": None}),  # nothing on rank 2
+    ((5, 2, 3, 4), [0, 4, 5], {"affine": False}),
+    ((6, 2, 3, 2), [0, 2, 3, 6], {"track_running_stats": False, "eps": 1e-3}),
+    ((4, 2, 2, 3, 2), [0, 1, 4], {"momentum": 0.3}),
+]
+
+
+@pytest.mark.parametrize(("shape", "cuts", "options"), CASES)
+def test_equals_batchnorm_of_the_global_batch(
+    shape: tuple[int, ...], cuts: list[int], options: dict[str, Any]
+) -> None:
+    data = batches(shape)
+    expected = plain(data, options)
+    answers = run(jobs.normalize, len(cuts) - 1, cuts, data, options)
+    for name in ("output", "grad"):
+        got = joined(answers, name, cuts)
+        torch.testing.assert_close(got, expected[name], rtol=0, atol=EXACT)
+    for name in expected.keys() - {"output", "grad"}:
+        for answer in answers:
+            assert torch.equal(answer[name], answers[0][name])
+            torch.testing.assert_close(answer[name], expected[name], rtol=0, atol=20 * EXACT)
+
+
+def test_a_large_mean_loses_no_digits() -> None:
+    cuts = [0, 100, 256]
+    data = [batch + 1e6 for batch in batches((256, 2, 4, 4), torch.float32)]
+    exact = plain([batch.double() for batch in data], {"affine": False})
+    (first, second) = run(jobs.normalize, 2, cuts, data, {"affine": False})
+    got = joined([first, second], "output", cuts).double()
+    # fp32 stores the inputs to 0.06; E[x^2] - E[x]^2 would be off by more than the variance.
+    assert (got - exact["output"]).abs().max() < 0.05
+    torch.testing.assert_close(
+        first["running_var"].double(), exact["running_var"], rtol=2e-2, atol=0
+    )
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=5).filter(any),
+    st.integers(1, 3),
+    st.floats(-1e3, 1e3),
+)
+@settings(deadline=None)
+def test_moments_merge_in_any_split(sizes: list[int], channels: int, offset: float) -> None:
+    generator = torch.Generator().manual_seed(sum(sizes))
+    x = torch.randn(sum(sizes), channels, 2, generator=generator, dtype=torch.float64) + offset
+    parts = [local_moments(part) for part in x.split(sizes)]
+
+    class Others(IdentityCollective):
+        """All parts are at hand: no processes are needed to merge them."""
+
+        def all_gather(self, tensor: Tensor) -> list[Tensor]:
+            return [torch.cat([count.view(1), mean, sq]) for count, mean, sq in parts]
+
+    count, mean, squares = merge(Others(), *parts[0])
+    assert count.item() == 2 * sum(sizes)
+    torch.testing.assert_close(mean, x.mean((0, 2)), rtol=1e-11, atol=1e-11)
+    deviations = (x - x.mean((0, 2), keepdim=True)).square().sum((0, 2))
+    torch.testing.assert_close(squares, deviations, rtol=1e-9, atol=1e-9)
+
+
+def test_it_is_plain_batchnorm_where_no_step_runs() -> None:
+    x = batches((6, 3, 2, 2))[0]
+    model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).double()
+    twin = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).double()
+    state = list(model.state_dict())
+    assert not has_synchronized(model)
+    synchronize_batchnorm(model)
+    assert list(model.state_dict()) == state
+    assert type(model[0]) is SyncBatchNorm2d
+    assert torch.equal(model(x), twin(x))
+    with within(jobs.context(IdentityCollective(), 6, range(6))):
+        assert torch.equal(model(x), twin(x))
+        model.eval()
+        twin.eval()
+        assert torch.equal(model(x), twin(x))
+    with pytest.raises(ValueError, match="expected 4D"):
+        model(x[0])
+
+
+def test_running_statistics_are_averaged() -> None:
+    for answer in run(jobs.averaged, 3):
+        for part, value in zip(answer, [1.0, 10.0, 1.0, 10.0], strict=True):
+            assert part.tolist() == [value] * len(part)
