@@ -57,17 +57,27 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": available_cores(),
+        "bf16": "native" if has_bf16() else "emulated, slow",
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": version("torch"),
     }
 
 
+def has_bf16() -> bool:
+    """Whether the CPU computes bf16 at full speed: torch wants AVX-512 at least."""
+    return "avx512bw" in _cpu_info("flags").split()
+
+
 def _cpu_model() -> str:
+    return _cpu_info("model name") or platform.processor() or platform.machine()
+
+
+def _cpu_info(key: str) -> str:
+    """What Linux says of the first core; nothing elsewhere."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(key)), "")
 
 
 def announce(title: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ def run_job(
     (without ``malloc`` glibc's own). Whoever is not ours gets the same. Ends the program with
     what a process said if it fails or outlives ``limit`` seconds.
     """
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the job too
     base = {name: value for name, value in os.environ.items() if name not in NOT_OURS}
     base |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", **(env or {})}
     place = Place(0, 1, "127.0.0.1", free_port())

@@ -11,7 +11,7 @@ LOCAL_BATCH = 32
 def main() -> None:
     """Print the ratios of examples per second."""
     assert __doc__ is not None
-    given = race_parser(__doc__, rounds=5, windows=3, steps=400).parse_args()
+    given = race_parser(__doc__, rounds=4, windows=3, steps=300).parse_args()
     here = announce(__doc__)
     windows = race("mlp", ("fit", "ddp", "loop", "alone"), LOCAL_BATCH, given, "fp32")
     speed = rates(windows, LOCAL_BATCH * WORKERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -34,6 +35,8 @@ def race(
 ) -> Windows:
     """Seconds per step in all windows of each side; TensorFlow joins where it was named."""
     runners = [*sides, TENSORFLOW] if given.tensorflow else list(sides)
+    if given.tensorflow and shutil.which(given.tensorflow) is None:
+        sys.exit(f"--tensorflow {given.tensorflow}: there is no such interpreter")
     if not given.tensorflow:
         print("TensorFlow skipped: name an interpreter that has it with --tensorflow PYTHON")
     found: Windows = {side: [] for side in runners}

@@ -28,8 +28,8 @@ with strategy.scope():
     critic = nn.Sequential(
         nn.Linear(2, 64), nn.LeakyReLU(0.2), nn.Linear(64, 64), nn.LeakyReLU(0.2), nn.Linear(64, 1)
     )
-    paint_optimizer = torch.optim.Adam(painter.parameters(), 2e-3, betas=(0.5, 0.999))
-    critic_optimizer = torch.optim.Adam(critic.parameters(), 1e-3, betas=(0.5, 0.999))
+    paint_optimizer = torch.optim.Adam(painter.parameters(), 1e-3, betas=(0.5, 0.9))
+    critic_optimizer = torch.optim.Adam(critic.parameters(), 2e-3, betas=(0.5, 0.9))
 paint, paint_steps = strategy.prepare(painter, paint_optimizer)
 judge, critic_steps = strategy.prepare(critic, critic_optimizer)
 
@@ -37,7 +37,7 @@ each = nn.BCEWithLogitsLoss(reduction="none")
 data = strategy.distribute(sp.data.arrays(ring(8192), torch.randn(8192, 4)).shuffle().batch(128))
 
 step = 0
-for _ in range(20):
+for _ in range(12):
     for batch in data:
         fakes = paint(batch.y)
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from enum import StrEnum
+from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ from typing import Annotated
 import typer
 
 from spartito.errors import EXIT_INTERRUPTED, SpartitoError, UserError, show
-from spartito.names import RECIPES, STRATEGIES, nearest
+from spartito.names import PRECISIONS, RECIPES, STRATEGIES, nearest
 
 PASS_ON = {"allow_interspersed_args": False}
 """Everything after the script belongs to the script, options too."""
@@ -28,6 +27,28 @@ app = typer.Typer(
 data_app = typer.Typer(help="Look after data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 
+
+def _whole(option: str, least: int | None = None) -> Callable[[str], int]:
+    """Reads the whole number of ``option``; its error names what came."""
+
+    def read(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise UserError(f"{option} {text} is not a whole number") from None
+        if least is not None and number < least:
+            raise UserError(f"{option} {number} is less than {least}")
+        return number
+
+    return read
+
+
+def _precision(text: str) -> str:
+    if text not in PRECISIONS:
+        raise UserError(f"--precision {text} is unknown", nearest(text, PRECISIONS))
+    return text
+
+
 Strategy = Annotated[
     str | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}.", metavar="NAME")
 ]
@@ -37,16 +58,13 @@ Options = Annotated[
 ]
 Workers = Annotated[
     int | None,
-    typer.Option(help="Processes on this machine; one per GPU, or one, by default.", min=1),
+    typer.Option(
+        help="Processes on this machine; one per GPU, or one, by default.",
+        parser=_whole("--workers", 1),
+        metavar="N",
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one last line of JSON.")]
-
-
-class Precision(StrEnum):
-    """What the forward pass computes in."""
-
-    fp32 = "fp32"
-    bf16 = "bf16"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -90,8 +108,15 @@ def run(
     strategy_options: Options = None,
     workers: Workers = None,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m.")] = False,
-    nnodes: Annotated[int, typer.Option(help="Machines in the job.", min=1)] = 1,
-    node_rank: Annotated[int, typer.Option(help="Which of them this is, from 0.", min=0)] = 0,
+    nnodes: Annotated[
+        int, typer.Option(help="Machines in the job.", parser=_whole("--nnodes", 1), metavar="N")
+    ] = 1,
+    node_rank: Annotated[
+        int,
+        typer.Option(
+            help="Which of them this is, from 0.", parser=_whole("--node-rank", 0), metavar="N"
+        ),
+    ] = 0,
     master_addr: Annotated[
         str | None, typer.Option(help="Where they meet: the first machine.", metavar="HOST:PORT")
     ] = None,
@@ -121,14 +146,30 @@ def train(
     strategy: Strategy = None,
     workers: Workers = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to write.")] = None,
-    epochs: Annotated[int | None, typer.Option(help="Passes over the data.", min=1)] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(help="Passes over the data.", parser=_whole("--epochs", 1), metavar="N"),
+    ] = None,
     data: Annotated[Path | None, typer.Option(help="The folder with the data.")] = None,
     batch_size: Annotated[
-        int | None, typer.Option(help="Examples per step, over all workers.", min=1)
+        int | None,
+        typer.Option(
+            help="Examples per step, over all workers.",
+            parser=_whole("--batch-size", 1),
+            metavar="N",
+        ),
     ] = None,
-    seed: Annotated[int | None, typer.Option(help="Where all randomness begins.")] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Where all randomness begins.", parser=_whole("--seed"), metavar="N"),
+    ] = None,
     precision: Annotated[
-        Precision | None, typer.Option(help="What the forward pass computes in.")
+        str | None,
+        typer.Option(
+            help=f"What the forward pass computes in: {' or '.join(PRECISIONS)}.",
+            parser=_precision,
+            metavar="NAME",
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")
@@ -149,7 +190,7 @@ def train(
         "--data": data,
         "--batch-size": batch_size,
         "--seed": seed,
-        "--precision": precision.value if precision else None,
+        "--precision": precision,
     }
     arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
     switches = {"--resume": resume, "--json": json}

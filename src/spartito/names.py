@@ -12,6 +12,7 @@ ENV_TIMEOUT = "SPARTITO_TIMEOUT"
 """Seconds that any wait for another task may take."""
 
 STRATEGIES = ("mirrored", "multi_worker_mirrored", "one_device")
+PRECISIONS = ("bf16", "fp32")
 RECIPES = ("cats_vs_dogs", "mnist")
 
 

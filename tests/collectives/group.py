@@ -22,7 +22,7 @@ Job = Callable[..., Any]
 
 # The server imports torch once; what it forks starts in milliseconds.
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "spartito.collectives.meeting", "tests.collectives.jobs"])
+_context.set_forkserver_preload(["torch._dynamo", "spartito.training.trainer"])
 
 
 def spec(rank: int, world_size: int, port: int) -> ClusterSpec:

@@ -64,7 +64,9 @@ def same_answers(_: Connection, rank: int, world_size: int, ports: Sequence[int]
     for group in groups:
         name = type(group).__name__
         for dtype in DTYPES["all"]:
-            for kind in KINDS if dtype in LARGE else [k for k in KINDS if k not in ("slot", "over")]:
+            for kind in (
+                KINDS if dtype in LARGE else [k for k in KINDS if k not in ("slot", "over")]
+            ):
                 case = f"{name} {kind} {dtype}"
                 everyone = [shaped(kind, r, dtype) for r in range(world_size)]
                 mine = everyone[rank].clone(memory_format=torch.preserve_format)

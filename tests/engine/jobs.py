@@ -72,7 +72,12 @@ def averaged(collective: Collective) -> list[Tensor]:
     plain = nn.Linear(2, 2)
     average_statistics(plain, collective)
     average_statistics(model, collective)
-    return [model[0].running_mean, model[0].running_var, model[2].running_mean, model[2].running_var]
+    return [
+        model[0].running_mean,
+        model[0].running_var,
+        model[2].running_mean,
+        model[2].running_var,
+    ]
 
 
 LOSSES: dict[str, Any] = {
@@ -136,6 +141,14 @@ def weighted(
     gradients.clear()
     assert all(p.grad is None for p in parameters)
     return total / weight, answer
+
+
+Case = tuple[list[list[int]], str, float | None, bool]
+
+
+def every_case(collective: Collective, cases: list[Case]) -> list[tuple[float, list[Tensor]]]:
+    """`weighted` for one case after the other."""
+    return [weighted(collective, *case) for case in cases]
 
 
 def layouts(collective: Collective) -> list[Any]:

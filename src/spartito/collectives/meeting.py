@@ -7,6 +7,7 @@ import os
 import socket
 import time
 from datetime import timedelta
+from math import inf
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
 from spartito.names import ENV_TIMEOUT, nearest
 
+RETRY_SECONDS = 0.02  # between two looks for a rank 0 that does not listen yet
 COMMUNICATION = ("auto", "ddp", "process_group")
 
 
@@ -39,9 +41,9 @@ def connect(
         raise UserError(
             f"unknown communication {communication!r}", nearest(communication, COMMUNICATION)
         )
+    limit = time_limit() if timeout is None else _checked(timeout)
     if cluster.num_replicas == 1:
         return IdentityCollective()
-    limit = time_limit() if timeout is None else timeout
     names = [cluster.name_of(rank) for rank in range(cluster.num_replicas)]
     store = _meet(cluster, names, limit)
     host = host_key() if supported() else f"rank {cluster.rank}"
@@ -60,9 +62,16 @@ def time_limit() -> float:
         seconds = float(text)
     except ValueError:
         seconds = 0.0
-    if not 0 < seconds < float("inf"):
+    if not 0 < seconds < inf:
         raise UserError(f"{ENV_TIMEOUT}={text!r} is not a number of seconds above 0")
     return seconds
+
+
+def _checked(timeout: float) -> float:
+    """``timeout`` if it can be one: options come from JSON, where anything may stand."""
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < inf:
+        raise UserError(f"timeout={timeout!r} is not a number of seconds above 0")
+    return timeout
 
 
 def _rendezvous(cluster: ClusterSpec) -> tuple[str, int]:
@@ -77,21 +86,12 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = cluster.rank == 0 and not agent
     end = time.monotonic() + limit
-    listener = _listen(host, port, names[0]) if serves else None
-    try:
-        store = dist.TCPStore(
-            host,
-            port,
-            is_master=serves,
-            wait_for_workers=False,
-            timeout=timedelta(seconds=limit),
-            master_listen_fd=listener.detach() if listener else None,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise TaskLostError(
-            f"{names[0]} did not come to {host}:{port} within {limit:g} s",
-            "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
-        ) from error
+    if serves:
+        listener = _listen(host, port, names[0]).detach()
+    else:
+        listener = None
+        _await(host, port, names[0], limit)
+    store = ask(lambda: _store(host, port, limit, listener), limit, names[0])
     job = dist.PrefixStore(f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     left = max(0.0, end - time.monotonic())
     absent = absentees(dist.PrefixStore("came", job), cluster.rank, names, left)
@@ -101,6 +101,35 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
             "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
     return job
+
+
+def _store(host: str, port: int, limit: float, listener: int | None) -> dist.TCPStore:
+    """Our end of the job's store, which is kept here if ``listener`` is its socket."""
+    return dist.TCPStore(
+        host,
+        port,
+        is_master=listener is not None,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=limit),
+        master_listen_fd=listener,
+    )
+
+
+def _await(host: str, port: int, name: str, limit: float) -> None:
+    """Return when ``name`` listens at ``host:port``; torch's store would wait, but noisily."""
+    end = time.monotonic() + limit
+    while True:
+        try:
+            with socket.create_connection((host, port), max(0.01, end - time.monotonic())):
+                return
+        except OSError as error:
+            if time.monotonic() + RETRY_SECONDS >= end:
+                raise TaskLostError(
+                    f"{name} did not come to {host}:{port} within {limit:g} s",
+                    f"{error.strerror or error}. Start it, or mend the address; "
+                    "SPARTITO_TIMEOUT sets the limit in seconds.",
+                ) from error
+        time.sleep(RETRY_SECONDS)
 
 
 def _tell_all(store: dist.Store, cluster: ClusterSpec, text: str) -> list[str]:

@@ -25,11 +25,42 @@ def collate(examples: Sequence[Any]) -> Any:
         return {name: collate([example[name] for example in examples]) for name in first}
     if isinstance(first, Tensor):
         return _stack(examples)
-    if isinstance(first, np.ndarray):
+    if isinstance(first, np.ndarray) and first.dtype.kind in "biufc":
+        _alike(examples)
         return torch.from_numpy(np.stack(examples))
-    if isinstance(first, bool | int | float | np.generic):
+    if isinstance(first, bool | int | float | np.number | np.bool_):
         return torch.tensor(examples)
     return list(examples)
+
+
+def tidy(data: Any) -> Any:
+    """A batch of somebody else's making as ours are: arrays as tensors, lists of such as tuples.
+
+    torch's own collate function answers a list ``[x, y]`` for examples ``(x, y)``. Lists of
+    anything else (texts, one per example) stay lists.
+    """
+    if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
+        return torch.from_numpy(data)
+    if isinstance(data, dict):
+        return {name: tidy(part) for name, part in data.items()}
+    if isinstance(data, tuple | list):
+        parts = tuple(tidy(part) for part in data)
+        nested = any(isinstance(part, Tensor | tuple | dict) for part in parts)
+        return parts if nested or isinstance(data, tuple) else data
+    return data
+
+
+def take(data: Any, places: Tensor) -> Any:
+    """The rows of a batch at ``places``, shape ``(n,)``, of its tensors and lists."""
+    if isinstance(data, Tensor):
+        return data[places]
+    if isinstance(data, tuple):
+        return tuple(take(part, places) for part in data)
+    if isinstance(data, list):
+        return [data[place] for place in places.tolist()]
+    if isinstance(data, dict):
+        return {name: take(part, places) for name, part in data.items()}
+    return data
 
 
 def rows(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
@@ -58,12 +89,7 @@ def count_rows(data: Any) -> int:
 
 def _stack(examples: Sequence[Tensor]) -> Tensor:
     first = examples[0]
-    if len({example.shape for example in examples}) > 1:
-        shapes = sorted({tuple(example.shape) for example in examples})
-        raise UserError(
-            f"examples of the shapes {shapes} in one batch",
-            "All examples of a batch have one shape: resize or pad them in .map().",
-        )
+    _alike(examples)
     if first.device.type != "cpu" or first.dtype == torch.bfloat16:
         return torch.stack(list(examples))
     last = first.dim() == 3 and not first.is_contiguous() and first.permute(1, 2, 0).is_contiguous()
@@ -73,3 +99,19 @@ def _stack(examples: Sequence[Tensor]) -> Tensor:
     for row, example in enumerate(examples):
         target[row] = example.detach().numpy()
     return out
+
+
+def _alike(examples: Sequence[Tensor] | Sequence[Any]) -> None:
+    """Refuse examples that make no batch: torch and numpy would cast the one to the other."""
+    if len({example.shape for example in examples}) > 1:
+        shapes = sorted({tuple(example.shape) for example in examples})
+        raise UserError(
+            f"examples of the shapes {shapes} in one batch",
+            "All examples of a batch have one shape: resize or pad them in .map().",
+        )
+    if len({example.dtype for example in examples}) > 1:
+        dtypes = sorted({str(example.dtype) for example in examples})
+        raise UserError(
+            f"examples of the dtypes {', '.join(dtypes)} in one batch",
+            "All examples of a batch have one dtype: convert them in .map().",
+        )

@@ -125,17 +125,16 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch on one replica: its batches, or its examples before ``.batch``."""
-        from spartito.data.loader import Loader
+        from spartito.data.loader import Loader, examples
 
         if self.batched or isinstance(self.source, BatchStream | PerWorker):
             for batch in Loader(self):
                 yield batch.data
         else:
-            for batch in Loader(replace(self, batch_size=1, collate=lambda found: found[0])):
-                yield batch.data
+            yield from examples(self)
 
 
-def arrays(x: Any, y: Any = None, *more: Any) -> Dataset:
+def arrays(x: Any = None, y: Any = None, *more: Any) -> Dataset:
     """Arrays or tensors in memory (or one dict of them), one row per example.
 
     dtypes stay as they are. Raises `UserError` if the numbers of rows differ.
@@ -170,9 +169,9 @@ def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
         chain = arrays(*data) if isinstance(data, tuple) else arrays(data)
     elif isinstance(data, IterableDataset):
         chain = Dataset(ExampleStream(data))
-    elif isinstance(data, Source):
+    elif isinstance(data, Source) and not isinstance(data, str | bytes):
         chain = Dataset(data)
-    elif isinstance(data, Iterable):
+    elif isinstance(data, Iterable) and not isinstance(data, str | bytes):
         chain = Dataset(BatchStream(data))
     else:
         raise UserError(

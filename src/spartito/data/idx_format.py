@@ -69,6 +69,8 @@ def find_idx(
 
 
 def _find(directory: Path | str, stem: str, kind: str) -> Path:
+    if not os.path.isdir(directory):
+        raise UserError(f"directory {os.fspath(directory)!r} does not exist", "Check the path.")
     names = [f"{stem}{dot}{kind}{end}" for dot in "-." for end in ("", ".gz")]
     for name in names:
         if (path := Path(directory, name)).is_file():

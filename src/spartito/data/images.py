@@ -44,6 +44,10 @@ def read_image(
     try:
         pixels = read_pixels(path, image_size, color)
     except ImageFault as fault:
+        if not os.path.exists(path):
+            raise CorruptSampleError(
+                f"there is no image {os.fspath(path)!r}", "Check the path."
+            ) from fault
         raise CorruptSampleError(
             f"image {os.fspath(path)!r} is corrupt ({fault.kind}): {fault.detail}",
             "Find all such files with `spartito data check DIR`.",

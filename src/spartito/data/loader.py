@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from spartito.data.batch import Batch
-from spartito.data.collate import count_rows, rows
+from spartito.data.collate import count_rows, take, tidy
 from spartito.data.dataset import Change, Dataset, gathers
 from spartito.data.order import example_generator, permutation, share
 from spartito.data.prefetch import read_ahead
@@ -95,6 +95,18 @@ class Loader:
             batches.close()  # type: ignore[attr-defined]
 
 
+def examples(dataset: Dataset) -> Iterator[Any]:
+    """One epoch of a data set without batches, on one replica; corrupt examples are left out."""
+    source = dataset.source
+    feed = None if isinstance(source, ExampleStream) else IndexedFeed(dataset, 0, 1, 0)
+    for epoch in count() if dataset.repeats is None else range(dataset.repeats):
+        if feed is not None:
+            yield from feed.examples(epoch)
+        elif isinstance(source, ExampleStream):
+            for index, example in enumerate(source.examples):
+                yield _changed(dataset.example_maps, example, 0, epoch, index)
+
+
 def _feed(dataset: Dataset, rank: int, world_size: int, seed: int) -> Feed:
     if isinstance(dataset.source, PerWorker):
         return PerWorkerFeed(dataset, dataset.source, rank, world_size)
@@ -167,6 +179,19 @@ class IndexedFeed:
             mine = full if size == batch_size else self._share(size)
             yield partial(self._batch, epoch, step, order, first, size, mine)
 
+    def examples(self, epoch: int) -> Iterator[Any]:
+        """The examples of pass ``epoch``, one after the other."""
+        order: Sequence[int] = range(self._count)
+        if self._dataset.shuffled:
+            order = permutation(self._count, self._seed, epoch).tolist()
+        for index in order:
+            try:
+                example = self._example(epoch, index)
+            except CorruptSampleError as error:
+                self._skip(index, error)
+            else:
+                yield example
+
     def _share(self, size: int) -> _Share:
         world = self._world_size
         filled = -(-size // world) * world if self._dataset.padded else size
@@ -196,22 +221,24 @@ class IndexedFeed:
 
     def _read(self, epoch: int, indices: Sequence[int]) -> tuple[Any, list[int]]:
         """The examples at ``indices`` as a batch, and which of them could be read."""
-        maps = self._dataset.example_maps
         examples, kept = [], []
         for place, index in enumerate(indices):
             try:
-                example = self._source[index]
-                examples.append(_changed(maps, example, self._seed, epoch, index))
+                examples.append(self._example(epoch, index))
             except CorruptSampleError as error:
                 self._skip(index, error)
             else:
                 kept.append(place)
         if examples:
-            data = self._dataset.collate(examples)
+            data = tidy(self._dataset.collate(examples))
             if self._template is None:
-                self._template = rows(data, lambda tensor: tensor[:0])
+                self._template = take(data, torch.empty(0, dtype=torch.int64))
             return data, kept
         return self._empty(epoch), kept
+
+    def _example(self, epoch: int, index: int) -> Any:
+        maps = self._dataset.example_maps
+        return _changed(maps, self._source[index], self._seed, epoch, index)
 
     def _empty(self, epoch: int) -> Any:
         """A batch without rows, shaped like one that has some."""
@@ -252,7 +279,7 @@ class StreamFeed:
         source, size = self._dataset.source, self._dataset.batch_size
         if isinstance(source, BatchStream):
             for batch in source.batches:
-                yield tuple(batch) if isinstance(batch, list) else batch
+                yield tidy(batch)
             return
         assert isinstance(source, ExampleStream)
         assert size is not None
@@ -270,7 +297,7 @@ class StreamFeed:
         filled = -(-size // world) * world if self._dataset.padded else size
         span = share(filled, self._rank, world)
         places = torch.arange(span.start, span.stop).clamp(max=size - 1)
-        mine = _mapped(self._dataset.batch_maps, rows(data, lambda tensor: tensor[places]))
+        mine = _mapped(self._dataset.batch_maps, take(data, places))
         return Batch(mine, len(span), size, places, epoch, step)
 
 
@@ -288,8 +315,7 @@ class PerWorkerFeed:
             yield partial(self._batch, epoch, step, data)
 
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
-        data = tuple(data) if isinstance(data, list) else data
-        data = _mapped(self._dataset.batch_maps, data)
+        data = _mapped(self._dataset.batch_maps, tidy(data))
         size = count_rows(data)
         places = torch.arange(self._rank * size, (self._rank + 1) * size)
         return Batch(data, size, size * self._world_size, places, epoch, step)

@@ -48,6 +48,8 @@ def in_dtype(batch: Batch, dtype: torch.dtype | None) -> Batch:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
+    if dtype is None:
+        return batch
     parts = batch.data.values() if isinstance(batch.data, dict) else batch.data
     parts = [parts] if isinstance(parts, Tensor) else parts
     for part in parts:
@@ -100,6 +102,11 @@ def align(output: Any, target: Any) -> Any:
 
 def check_loss(loss: LossFunction | None) -> None:
     """Refuse a loss whose value no strategy could weigh."""
+    if loss is not None and not callable(loss):
+        raise UserError(
+            f"loss={loss!r} is not a function",
+            "Give a torch loss, as torch.nn.CrossEntropyLoss(), or a function (output, target).",
+        )
     if loss is not None and getattr(loss, "reduction", "mean") == "sum":
         raise UserError(
             f"{type(loss).__name__}(reduction='sum')",
@@ -109,19 +116,27 @@ def check_loss(loss: LossFunction | None) -> None:
 
 def _exact(loss: LossFunction, output: Any, target: Any) -> Any:
     """The loss, as ``(sum, weight)`` where torch's mean is not one over examples."""
+    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+        raise TypeError("both are tensors")
     if isinstance(loss, _ELEMENTWISE) and output.shape != target.shape:
         raise ValueError("the shapes differ")
     value = loss(output, target)
     if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or value.dim():
         return value
     if target.is_floating_point() or (
-        loss.weight is None and target.dim() == 1 and loss.ignore_index < 0
+        loss.weight is None and target.dim() == 1 and _all_count(target, loss.ignore_index)
     ):
         return value
     # torch divides by the weights of the classes that count, not by the examples.
     counted = target[target != loss.ignore_index]
     weight = float(counted.numel() if loss.weight is None else loss.weight[counted].sum())
     return (value * weight if weight else output.sum() * 0.0, weight)
+
+
+def _all_count(target: Tensor, ignored: int) -> bool:
+    """Whether none of the classes is the one to be left out."""
+    # A class below 0 is no class: the smallest tells. This is cheaper than to compare them all.
+    return ignored < 0 and (not target.numel() or int(target.min()) >= 0)
 
 
 _ELEMENTWISE = (
@@ -150,6 +165,11 @@ def own_loss(output: Any) -> Any:
 def weigh(answer: Any, batch: Batch) -> WeightedLoss:
     """A loss as its user wrote it: a mean over examples, one per example, or ``(sum, weight)``."""
     if isinstance(answer, tuple) and len(answer) == 2:
+        if not isinstance(answer[0], Tensor) or answer[0].dim():
+            raise UserError(
+                f"a loss of {describe(answer)}",
+                "As (sum, weight) it is the scalar sum over the examples, and its divisor.",
+            )
         return WeightedLoss(answer[0], 1.0, float(answer[1]))
     if not isinstance(answer, Tensor):
         raise UserError(

@@ -38,6 +38,11 @@ def make_optimizer(given: OptimizerLike, model: nn.Module) -> Optimizer:
     """The optimizer for ``model``: the one given, or what a function makes of its parameters."""
     if isinstance(given, Optimizer):
         return given
+    if not callable(given):
+        raise UserError(
+            f"optimizer={given!r} is no optimizer",
+            "Give one, as torch.optim.Adam(net.parameters()), or a function of the parameters.",
+        )
     made = given(model.parameters())
     if not isinstance(made, Optimizer):
         raise UserError(
@@ -59,9 +64,10 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -
         )
     if num_replicas == 1:
         return
-    if optimizer.state:
+    begun = sum(_has_begun(values) for values in optimizer.state.values())
+    if begun:
         raise UserError(
-            f"an {type(optimizer).__name__} with state of {len(optimizer.state)} parameters "
+            f"an {type(optimizer).__name__} with state of {begun} parameters "
             f"for {num_replicas} replicas",
             "Give a fresh optimizer; trainer.load(checkpoint) restores the state of a saved one.",
         )
@@ -70,6 +76,12 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -
             f"LBFGS calls a closure several times a step, on {num_replicas} replicas",
             "Use it on one device, or choose Adam or SGD.",
         )
+
+
+def _has_begun(values: dict[str, Any]) -> bool:
+    """Whether a parameter's state is more than what a fresh optimizer (Adagrad) sets up."""
+    step = values.get("step", 1)
+    return bool(values) and float(step) > 0
 
 
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:

@@ -9,9 +9,7 @@ import torch
 
 from spartito.errors import UserError
 from spartito.log import warn
-from spartito.names import nearest
-
-PRECISIONS = ("bf16", "fp32")
+from spartito.names import PRECISIONS, nearest
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
@@ -21,7 +19,7 @@ def choose_precision(wanted: str, device: torch.device) -> str:
     network took 20 times as long as in fp32. There "bf16" becomes "fp32", with a warning.
     """
     if wanted not in PRECISIONS:
-        raise UserError(f"precision {wanted!r}", nearest(wanted, PRECISIONS))
+        raise UserError(f"unknown precision {wanted!r}", nearest(wanted, PRECISIONS))
     if wanted == "bf16" and device.type == "cpu" and not _cpu_knows_bf16():
         warn("this CPU has no bf16 instructions: computing in fp32, which is much faster here")
         return "fp32"

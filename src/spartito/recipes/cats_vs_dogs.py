@@ -23,7 +23,8 @@ def main() -> None:
     options = parse("cats_vs_dogs", epochs=10, batch_size=32)
     if options.data is None:
         raise sp.UserError(
-            "cats_vs_dogs without --data", "Give a folder with one folder of photos per class."
+            "cats_vs_dogs needs photos, and --data names none",
+            "Give a folder with one folder of photos per class.",
         )
     strategy = sp.strategy()
     photos = sp.data.image_folder(options.data, subset="training")

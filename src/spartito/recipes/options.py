@@ -44,6 +44,11 @@ def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") ->
         raise UserError(
             f"--epochs {options.epochs} --batch-size {options.batch_size}", "Both are 1 or more."
         )
+    if options.resume and CheckpointManager(options.out / "checkpoints").latest() is None:
+        raise UserError(
+            f"--resume: {options.out} holds no checkpoint to go on from",
+            "Name the run folder by --out, or start anew without --resume.",
+        )
     return options
 
 
@@ -57,6 +62,8 @@ def finish(trainer: Trainer, options: Options) -> None:
         "model": str(model / "model.safetensors") if model else None,
         "report": str(options.out / "report.html"),
     }
+    if not last:
+        print(f"nothing to train: {trainer.epoch} epochs are done, and --epochs counts them too")
     if "val_accuracy" in last:
         print(f"validation accuracy {last['val_accuracy']:.2%}")
     for name, path in where.items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from inspect import signature
 from typing import Any
 
 from spartito.cluster.resolver import resolve
@@ -35,10 +36,8 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
         raise UserError(f"unknown strategy {chosen!r}", nearest(chosen, REGISTRY))
     if name is None:
         options = {**_environment_options(), **options}
-    try:
-        made = REGISTRY[chosen](cluster=cluster, **options)
-    except TypeError as error:
-        raise UserError(f"options {options} for {chosen}: {error}") from error
+    _check_options(chosen, options)
+    made = REGISTRY[chosen](cluster=cluster, **options)
     if made.is_chief:
         note(
             "%s, %d replica%s (%s)",
@@ -50,14 +49,27 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     return made
 
 
+def _check_options(name: str, options: dict[str, Any]) -> None:
+    known = [option for option in signature(REGISTRY[name]).parameters if option != "cluster"]
+    for option in options:
+        if option not in known:
+            raise UserError(f"{name} has no option {option!r}", nearest(option, known))
+
+
 def _environment_options() -> dict[str, Any]:
     text = os.environ.get(ENV_STRATEGY_OPTIONS) or "{}"
     try:
         options = json.loads(text)
     except ValueError as error:
-        raise UserError(f"{ENV_STRATEGY_OPTIONS}={text!r} is no JSON: {error}") from error
+        raise UserError(
+            f"{ENV_STRATEGY_OPTIONS}={text!r} is no JSON: {error}",
+            'Give keyword arguments: {"timeout": 60}.',
+        ) from error
     if not isinstance(options, dict):
-        raise UserError(f"{ENV_STRATEGY_OPTIONS}={text!r}", 'Give an object: {"timeout": 60}.')
+        raise UserError(
+            f"{ENV_STRATEGY_OPTIONS}={text!r} is no JSON object",
+            'Give keyword arguments: {"timeout": 60}.',
+        )
     return options
 
 

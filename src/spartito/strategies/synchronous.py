@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,7 +82,7 @@ class SynchronousStrategy(Strategy):
         communication: str = "auto",
     ) -> None:
         super().__init__(cluster)
-        self.device = _own_device(self.cluster) if device is None else torch.device(device)
+        self.device = _own_device(self.cluster) if device is None else _named_device(device)
         self._sync_batchnorm = sync_batchnorm
         self._collective: Collective = connect(self.cluster, self.device, timeout, communication)
         self._overlaps = self.cluster.num_replicas > 1 and (
@@ -259,6 +259,12 @@ class SynchronousStrategy(Strategy):
 
     def _backward(self, pairs: Sequence[_Pair], answer: Any, batch: Batch) -> None:
         found = weigh(answer, batch)
+        if not found.value.requires_grad:
+            raise UserError(
+                "the loss has no gradient: no parameter that learns leads to it",
+                "Compute it from the model's output by differentiable functions of torch, "
+                "and leave requires_grad on where it is to learn.",
+            )
         units = [pair.gradients.begin(float(batch.global_size)) for pair in pairs]
         if len(set(units)) != 1:
             raise UserError(
@@ -335,7 +341,10 @@ class _Placed:
 
 
 class _Together:
-    """Sources of unequal length: who ran out goes on with empty batches until all have ended."""
+    """Sources of unequal length: who ran out goes on with empty batches until all have ended.
+
+    Local batches may differ in size too: each is told how large the global one has become.
+    """
 
     def __init__(self, loader: Loader, collective: Collective) -> None:
         self._loader, self._collective = loader, collective
@@ -345,13 +354,18 @@ class _Together:
         batches = iter(self._loader)
         while True:
             batch = next(batches, None)
-            left = self._collective.all_reduce(torch.tensor([float(batch is not None)]))
-            if not left.item():
+            mine = torch.tensor([-1 if batch is None else batch.size])
+            sizes = [int(size) for size in self._collective.all_gather(mine)]
+            if max(sizes) < 0:
                 return
             last = batch or last
             if last is None:
                 raise UserError("a replica's source has no batch at all", "Give each some data.")
-            yield batch or _emptied(last)
+            sizes = [max(0, size) for size in sizes]
+            first = sum(sizes[: self._collective.rank])
+            found = batch or _emptied(last)
+            places = torch.arange(first, first + found.size)
+            yield replace(found, global_size=sum(sizes), places=places)
 
     def endless(self) -> Iterator[Batch]:
         while True:
@@ -373,6 +387,13 @@ def _own_device(cluster: ClusterSpec) -> torch.device:
     if torch.cuda.is_available():
         return torch.device("cuda", cluster.local_rank % torch.cuda.device_count())
     return torch.device("cpu")
+
+
+def _named_device(name: torch.device | str) -> torch.device:
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"device={name!r} is none of torch's", "As 'cpu' or 'cuda:0'.") from error
 
 
 def _share_cores(cluster: ClusterSpec) -> None:

@@ -97,27 +97,16 @@ class TrainingLoop:
         history: History,
     ) -> None:
         """Train the ``epochs``, each of ``steps`` batches or as many as there are."""
-        trainer, callbacks = self._trainer, self._trainer.callbacks
+        callbacks = self._trainer.callbacks
         for callback in callbacks:
             callback.on_train_begin()
-        for epoch in epochs:
-            for callback in callbacks:
-                callback.on_epoch_begin(epoch)
-            self._train_epoch(steps)
-            figures, timing = self._figures()
-            if validation is not None:
-                figures |= {f"val_{name}": value for name, value in validation.run().items()}
-            timing["seconds"] = self.clock.seconds
-            if isinstance(trainer.scheduler, ReduceLROnPlateau):
-                trainer.scheduler.step(figures.get("val_loss", figures["loss"]))
-            trainer.epoch = epoch + 1
-            history.add(epoch, figures)
-            self._forget()
-            for callback in callbacks:
-                callback.on_epoch_end(epoch, {**figures, **timing})
-            if self._agree_to_stop():
-                break
-        self._end_stream()
+        try:
+            for epoch in epochs:
+                self._run_epoch(epoch, steps, validation, history)
+                if self._agree_to_stop():
+                    break
+        finally:
+            self._end_stream()
         for callback in callbacks:
             callback.on_train_end()
 
@@ -129,7 +118,7 @@ class TrainingLoop:
             "examples": self.clock.examples if self._done else 0,
             "loss": self._loss,
             "weight": self._weight,
-            "metrics": self._sums(),
+            "metrics": dict(zip([m.name for m in self._metrics], self._sums(), strict=True)),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -139,8 +128,27 @@ class TrainingLoop:
         self._done, self._examples = state["done"], state["examples"]
         self._loss, self._weight = state["loss"], state["weight"]
         if self._strategy.is_chief:  # the sums are over all replicas: one of them keeps them
-            for metric, (total, count) in zip(self._metrics, state["metrics"], strict=True):
-                metric.total, metric.count = total, count
+            for metric in self._metrics:
+                metric.total, metric.count = state["metrics"].get(metric.name, (0.0, 0.0))
+
+    def _run_epoch(
+        self, epoch: int, steps: int | None, validation: Evaluation | None, history: History
+    ) -> None:
+        trainer, callbacks = self._trainer, self._trainer.callbacks
+        for callback in callbacks:
+            callback.on_epoch_begin(epoch)
+        self._train_epoch(steps)
+        figures, timing = self._figures()
+        if validation is not None:
+            figures |= {f"val_{name}": value for name, value in validation.run().items()}
+        timing["seconds"] = self.clock.seconds
+        if isinstance(trainer.scheduler, ReduceLROnPlateau):
+            trainer.scheduler.step(figures.get("val_loss", figures["loss"]))
+        trainer.epoch = epoch + 1
+        history.add(epoch, figures)
+        self._forget()
+        for callback in callbacks:
+            callback.on_epoch_end(epoch, {**figures, **timing})
 
     def _train_epoch(self, steps: int | None) -> None:
         trainer, strategy, clock = self._trainer, self._strategy, self.clock
@@ -249,7 +257,7 @@ class Evaluation:
     ) -> None:
         self._strategy, self._model, self._loss = strategy, model, loss
         self._metrics = [copy.copy(metric) for metric in metrics]
-        self._chain, self._steps = chain, steps
+        self._batches, self._steps = strategy.distribute(chain), steps
 
     def run(self) -> dict[str, float]:
         """The figures, equal on all replicas: ``{"loss": ..., "accuracy": ...}``."""
@@ -258,7 +266,8 @@ class Evaluation:
         losses = [0.0, 0.0]
         self._strategy.synchronize()
         with evaluating(self._model):
-            batches = self._strategy.distribute(self._chain)
+            batches = self._batches  # kept, so that a corrupt example is named once
+            batches.load_state({"pass": 0, "step": 0})
             for batch in islice(batches if self._steps is None else batches.endless(), self._steps):
                 loss, weight, output = self._strategy.evaluate(batch, self._loss)
                 losses[0] += loss

@@ -30,6 +30,8 @@ class MeanMetric:
 
     def update(self, output: Any, target: Any, size: int) -> None:
         """Take in the ``size`` examples of a local batch."""
+        if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16):
+            output = output.float()  # as the loss does: targets would be rounded to 3 digits
         value = torch.as_tensor(self.function(output, target))
         if value.dim() == 0:
             self.total += value.item() * size
@@ -90,7 +92,7 @@ def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> Tensor:
 
 def binary_accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> Tensor:
     """1 where the output lies on the target's side of ``threshold``, shape of the output."""
-    return torch.eq(output > threshold, align(output, target) > 0.5)
+    return torch.eq(output > threshold, _fitting(output, target) > 0.5)
 
 
 def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5) -> Tensor:
@@ -101,12 +103,24 @@ def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5) -> Tensor:
 
 def mean_absolute_error(output: Tensor, target: Tensor) -> Tensor:
     """|output - target|, shape of the output."""
-    return torch.abs(output - align(output, target))
+    return torch.abs(output - _fitting(output, target))
 
 
 def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
     """(output - target) squared, shape of the output."""
-    return torch.square(output - align(output, target))
+    return torch.square(output - _fitting(output, target))
+
+
+def _fitting(output: Tensor, target: Tensor) -> Tensor:
+    """``target`` in the shape of ``output``; broadcasting would compare all with all."""
+    aligned: Tensor = align(output, target)
+    if aligned.shape != output.shape:
+        raise UserError(
+            f"a metric does not fit an output of {describe(output)} "
+            f"and a target of {describe(target)}",
+            "Both have one value per example, or the output one per class.",
+        )
+    return aligned
 
 
 _NAMES: dict[str, MetricFunction] = {

@@ -134,6 +134,9 @@ class Trainer:
             )
         if isinstance(self.optimizer, NoOptimizer):
             raise UserError("fit() without an optimizer", "Give the Trainer an optimizer.")
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise UserError(f"{callback!r} is no callback", "Give a list of sp.Callback.")
         chain = as_dataset(data, batch_size)
         if steps_per_epoch is None and chain.repeats is None:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")
@@ -156,8 +159,7 @@ class Trainer:
             callback.set_trainer(self)
         if restored:
             loop.load_state(restored["loop"])
-            for callback, state in zip(self._given, restored["callbacks"], strict=False):
-                callback.load_state(state)
+            _restore(self._given, restored["callbacks"])
         try:
             loop.run(range(first, epochs), steps_per_epoch, validation, history)
         except BaseException as error:
@@ -217,7 +219,7 @@ class Trainer:
                 "seed": self.seed,
                 "scheduler": _scheduler_state(self.scheduler),
                 "loop": self._loop.state() if self._loop else None,
-                "callbacks": [callback.state() for callback in self._given],
+                "callbacks": [[type(given).__name__, given.state()] for given in self._given],
             },
         }
 
@@ -263,9 +265,26 @@ class Trainer:
         return Evaluation(self.strategy, self.model, self.loss, self.metrics, chain, steps)
 
     def _schedule(self, given: SchedulerLike | None) -> Scheduler | None:
-        if given is None or isinstance(given, LRScheduler):
-            return given
-        return given(self.optimizer)
+        if given is None:
+            return None
+        made = given if isinstance(given, LRScheduler) else given(self.optimizer)
+        if made.optimizer is not self.optimizer:
+            raise UserError(
+                f"the {type(made).__name__} schedules another optimizer than the trainer's",
+                "Give a function: scheduler=lambda optimizer: StepLR(optimizer, 30).",
+            )
+        return made
+
+
+def _restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> None:
+    """Give each callback the state that the first one left of its class had saved."""
+    left = list(saved)
+    for callback in callbacks:
+        for entry in left:
+            if entry[0] == type(callback).__name__:
+                left.remove(entry)
+                callback.load_state(entry[1])
+                break
 
 
 def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
@@ -273,6 +292,8 @@ def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
 
 
 def _join(parts: list[Any]) -> Any:
+    if not parts:
+        raise UserError("a prediction for no examples", "Give it some data.")
     first = parts[0]
     if isinstance(first, Tensor):
         return torch.cat(parts)

@@ -1,0 +1,199 @@
+"""Programs as a user starts them: real processes with time limits, of which nothing stays."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import queue
+import re
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from tests.replicas import free_port
+
+LIMIT = 90.0
+SPARTITO = (sys.executable, "-m", "spartito")
+TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
+MARK = "SPARTITO_TEST_MARK"
+SHARED_MEMORY = Path("/dev/shm")
+OF_OUR_OWN = ("SPARTITO_", "TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_")
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a program ended, and all that it printed."""
+
+    code: int
+    out: str
+    err: str
+
+    @property
+    def text(self) -> str:
+        """Both streams."""
+        return self.out + self.err
+
+
+@dataclass
+class Program:
+    """A program that runs; every wait for it has a time limit."""
+
+    popen: subprocess.Popen[str]
+    mark: str
+    _lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
+    _out: list[str] = field(default_factory=list)
+    _err: list[str] = field(default_factory=list)
+    _readers: list[threading.Thread] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        for stream, kept in ((self.popen.stdout, self._out), (self.popen.stderr, self._err)):
+            assert stream is not None
+            reader = threading.Thread(target=self._read, args=(stream, kept), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+
+    def _read(self, stream: IO[str], kept: list[str]) -> None:
+        with stream:
+            for line in stream:
+                kept.append(line)
+                self._lines.put(line)
+        self._lines.put(None)
+
+    def wait_for(self, pattern: str, limit: float = LIMIT) -> re.Match[str]:
+        """The next line on either stream that ``pattern`` is found in."""
+        end = time.monotonic() + limit
+        closed = 0
+        while closed < 2:
+            try:
+                line = self._lines.get(timeout=max(0.0, end - time.monotonic()))
+            except queue.Empty:
+                break
+            if line is None:
+                closed += 1
+            elif found := re.search(pattern, line):
+                return found
+        raise AssertionError(f"no line with {pattern!r}:\n{''.join(self._out + self._err)}")
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the program itself, not what it started."""
+        self.popen.send_signal(number)
+
+    def end(self, limit: float = LIMIT) -> Ended:
+        """Wait for its end and that of all that it started."""
+        try:
+            code = self.popen.wait(limit)
+        except subprocess.TimeoutExpired:
+            self.kill()
+            raise AssertionError(f"no end within {limit} s:\n{''.join(self._out + self._err)}")
+        if not eventually(lambda: not running(self.mark)):
+            self.kill()
+            raise AssertionError(f"processes are left:\n{''.join(self._out + self._err)}")
+        for reader in self._readers:
+            reader.join(limit)
+        return Ended(code, "".join(self._out), "".join(self._err))
+
+    def kill(self) -> None:
+        """End it and all that it started."""
+        for pid in running(self.mark):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.popen.wait()
+
+
+class Commands:
+    """Starts programs in ``directory``; `close` ends what still runs."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._programs: list[Program] = []
+
+    def start(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
+        """Start ``words``, in an environment that tells nothing of any cluster but ``env``."""
+        mark = secrets.token_hex(8)
+        plain = {k: v for k, v in os.environ.items() if not k.startswith(OF_OUR_OWN)}
+        popen = subprocess.Popen(
+            [str(word) for word in words],
+            cwd=self.directory,
+            env={**plain, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            errors="replace",
+            bufsize=1,
+        )
+        self._programs.append(Program(popen, mark))
+        return self._programs[-1]
+
+    def spartito(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Ended:
+        """Run the command ``spartito`` to its end."""
+        return self.start(*SPARTITO, *words, env=env).end()
+
+    def python(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Ended:
+        """Run plain ``python`` to its end."""
+        return self.start(sys.executable, *words, env=env).end()
+
+    def write(self, name: str, text: str) -> Path:
+        """A file in the directory."""
+        path = self.directory / name
+        path.write_text(text)
+        return path
+
+    def close(self) -> None:
+        """End all programs."""
+        for program in self._programs:
+            program.kill()
+
+
+@contextlib.contextmanager
+def commands_in(directory: Path) -> Iterator[Commands]:
+    """Programs that start in ``directory``, none of which outlives the block."""
+    commands = Commands(directory)
+    try:
+        yield commands
+    finally:
+        commands.close()
+
+
+def running(mark: str) -> list[int]:
+    """The processes that carry ``mark`` in their environment, zombies left out."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if process.name.isdigit():
+            with contextlib.suppress(OSError):
+                if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
+                    found.append(int(process.name))
+    return found
+
+
+def segments() -> set[Path]:
+    """Files of ours in shared memory; other jobs of this machine have some for a moment."""
+    return set(SHARED_MEMORY.glob("spartito-*"))
+
+
+def eventually(condition: Callable[[], bool], limit: float = 20.0) -> bool:
+    """Whether ``condition`` holds before the limit."""
+    end = time.monotonic() + limit
+    while not condition():
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def tf_config(cluster: Mapping[str, Sequence[str]], kind: str, index: int) -> dict[str, str]:
+    """``TF_CONFIG`` as a user sets it by hand."""
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+def addresses(count: int) -> list[str]:
+    """Free addresses of the loopback."""
+    return [f"127.0.0.1:{free_port()}" for _ in range(count)]

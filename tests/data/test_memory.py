@@ -1,0 +1,47 @@
+"""Arrays in memory as a source."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from spartito.data.memory import Arrays
+from spartito.errors import UserError
+
+
+def test_rows_one_by_one_and_many_at_once() -> None:
+    x, y = np.arange(12, dtype=np.float32).reshape(6, 2), [0, 1, 2, 3, 4, 5]
+    source = Arrays(x, y)
+    assert len(source) == 6
+    one, label = source[2]
+    assert (one.tolist(), label.item()) == ([4.0, 5.0], 2)
+    many, labels = source.gather(torch.tensor([5, 0, 5]))
+    assert many.tolist() == [[10.0, 11.0], [0.0, 1.0], [10.0, 11.0]]
+    assert labels.tolist() == [5, 0, 5]
+    some, _ = source.gather(slice(1, 3))
+    x[1] = -1
+    assert some[0].tolist() == [-1.0, -1.0]  # a view: nothing was copied
+    assert source.gather(slice(3, 3))[0].shape == (0, 2)
+
+
+def test_one_array_and_named_ones() -> None:
+    alone = Arrays(torch.arange(3))
+    assert alone[1].item() == 1
+    assert alone.gather(slice(0, 2)).tolist() == [0, 1]
+    named = Arrays({"x": torch.zeros(3, 2), "y": torch.arange(3)})
+    assert named[2]["y"].item() == 2
+    assert named.gather(torch.tensor([1]))["x"].shape == (1, 2)
+
+
+def test_what_makes_no_data_set() -> None:
+    with pytest.raises(UserError, match="arrays of 3, 4 examples"):
+        Arrays(torch.zeros(3), torch.zeros(4))
+    with pytest.raises(UserError, match="arrays of None examples"):
+        Arrays(torch.tensor(1.0))
+    with pytest.raises(UserError, match=r"arrays\(\) got no array"):
+        Arrays()
+    with pytest.raises(UserError, match=r"arrays\(\) got no array"):
+        Arrays({})
+    with pytest.raises(UserError, match="an array of ndarray is no tensor"):
+        Arrays(np.array(["a", "b"]))

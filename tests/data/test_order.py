@@ -1,0 +1,61 @@
+"""The order of examples is a pure function, the same at any number of replicas."""
+
+from __future__ import annotations
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spartito.data.order import example_generator, permutation, share, steps
+
+SEEDS = st.integers(-(2**63), 2**64 - 1)
+
+
+@given(size=st.integers(0, 500), world_size=st.integers(1, 40))
+def test_shares_are_a_partition_of_even_parts(size: int, world_size: int) -> None:
+    shares = [share(size, rank, world_size) for rank in range(world_size)]
+    assert [place for part in shares for place in part] == list(range(size))
+    sizes = [len(part) for part in shares]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(count=st.integers(0, 300), seed=SEEDS, epoch=st.integers(0, 2**40))
+def test_a_permutation_has_every_example_once(count: int, seed: int, epoch: int) -> None:
+    order = permutation(count, seed, epoch)
+    assert order.dtype == np.int64
+    assert sorted(order.tolist()) == list(range(count))
+    assert np.array_equal(order, permutation(count, seed, epoch))
+
+
+def test_orders_differ_by_seed_and_epoch() -> None:
+    orders = {tuple(permutation(50, seed, epoch)) for seed in range(10) for epoch in range(10)}
+    assert len(orders) == 100
+
+
+@given(count=st.integers(0, 1000), batch_size=st.integers(1, 100))
+def test_steps_cover_the_examples(count: int, batch_size: int) -> None:
+    whole, some = steps(count, batch_size, True), steps(count, batch_size, False)
+    assert whole * batch_size <= count < (whole + 1) * batch_size
+    assert (some - 1) * batch_size < count <= some * batch_size or count == some == 0
+
+
+def draws(seed: int, epoch: int, index: int) -> tuple[int, ...]:
+    return tuple(example_generator(seed, epoch, index).integers(0, 2**62, 3).tolist())
+
+
+KEYS = st.tuples(SEEDS, st.integers(0, 2**40), st.integers(0, 2**60))
+
+
+@given(one=KEYS, other=KEYS)
+def test_every_example_of_every_epoch_has_its_own_randomness(
+    one: tuple[int, int, int], other: tuple[int, int, int]
+) -> None:
+    assert draws(*one) == draws(*one)
+    same = (one[0] % 2**64, *one[1:]) == (other[0] % 2**64, *other[1:])
+    assert (draws(*one) == draws(*other)) == same
+
+
+def test_neighbours_share_no_numbers() -> None:
+    keys = [(s, e, i) for s in range(4) for e in range(4) for i in range(40)]
+    seen = [number for key in keys for number in draws(*key)]
+    assert len(set(seen)) == len(seen)

@@ -1,0 +1,181 @@
+"""Losses in every form that users write, and the errors of those that fit nothing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from spartito.data.batch import Batch
+from spartito.engine.loss import (
+    align,
+    check_loss,
+    describe,
+    evaluate_loss,
+    forward,
+    in_dtype,
+    own_loss,
+    weigh,
+)
+from spartito.errors import UserError
+
+
+def batch(*data: Any, size: int = 4) -> Batch:
+    whole: Any = data if len(data) > 1 else data[0]
+    return Batch(whole, size, size, torch.arange(size), 0, 0)
+
+
+FOUR = torch.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "total", "weight"),
+    [
+        (torch.tensor(2.0), 8.0, 4.0),  # a mean over 4 examples
+        (FOUR, 6.0, 4.0),
+        (torch.stack([FOUR, FOUR + 2], 1), 10.0, 4.0),  # means over what each example has
+        ((torch.tensor(9.0), 3), 9.0, 3.0),
+        ((torch.tensor(9.0), torch.tensor(2.5)), 9.0, 2.5),
+    ],
+)
+def test_every_form_weighs_alike(answer: Any, total: float, weight: float) -> None:
+    found = weigh(answer, batch(FOUR))
+    assert found.value.item() * found.scale == total
+    assert found.weight == weight
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (torch.zeros(3), r"a loss of shape \(3,\) for 4 examples"),
+        (0.5, "a loss of float"),
+        ((FOUR, 4), r"a loss of \(\(4,\) float32, int\)"),
+        ((1.0, 4), r"a loss of \(float, int\)"),
+        ({"loss": FOUR}, "a loss of dict"),
+    ],
+)
+def test_other_answers_are_refused(answer: Any, text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        weigh(answer, batch(FOUR))
+
+
+@pytest.mark.parametrize(
+    ("output", "target", "shape", "dtype"),
+    [
+        ((4, 1), torch.ones(4, dtype=torch.int64), (4, 1), torch.float32),
+        ((4,), torch.ones(4, 1), (4,), torch.float32),
+        ((4, 3), torch.ones(4, 3, dtype=torch.bool), (4, 3), torch.float32),
+        ((4, 3), torch.ones(4, dtype=torch.int64), (4,), torch.int64),  # classes
+        ((4, 3), torch.ones(3, 4), (3, 4), torch.float32),  # the same number, not the same thing
+        ((4,), torch.ones(4).double(), (4,), torch.float64),
+    ],
+)
+def test_targets_align(
+    output: tuple[int, ...], target: Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    got = align(torch.zeros(output), target)
+    assert (tuple(got.shape), got.dtype) == (shape, dtype)
+
+
+def test_what_is_no_tensor_does_not_align() -> None:
+    assert align({"a": 1}, [2]) == [2]
+    classes = torch.tensor([1, 2])
+    assert align(torch.tensor([1, 2]), classes) is classes
+
+
+@pytest.mark.parametrize(
+    ("loss", "output", "target"),
+    [
+        (nn.MSELoss(), torch.zeros(4, 2), torch.zeros(4, 3)),
+        (nn.MSELoss(), torch.zeros(4, 4), torch.zeros(4)),  # torch would only warn, and broadcast
+        (nn.BCEWithLogitsLoss(), torch.zeros(4, 2), torch.zeros(4)),
+        (nn.CrossEntropyLoss(), torch.zeros(4, 3), torch.zeros(3, dtype=torch.int64)),
+        (nn.CrossEntropyLoss(), torch.zeros(4, 3), torch.full((4,), 3)),
+        (nn.L1Loss(), {"a": torch.zeros(4)}, torch.zeros(4)),
+        (nn.L1Loss(), torch.zeros(4), None),
+    ],
+)
+def test_a_misfit_names_both(loss: nn.Module, output: Any, target: Any) -> None:
+    with pytest.raises(UserError, match=f"{type(loss).__name__} does not fit an output of") as info:
+        evaluate_loss(loss, output, batch(FOUR, target) if target is not None else batch({}))
+    assert describe(output) in str(info.value)
+    assert target is None or describe(target) in str(info.value)
+
+
+def test_a_loss_of_low_precision_is_computed_in_fp32() -> None:
+    target = torch.tensor([1.0, 0.0, 1.0, 0.0])
+    output = torch.randn(4, generator=torch.Generator().manual_seed(0)).bfloat16()
+    got = evaluate_loss(nn.BCEWithLogitsLoss(), output, batch(FOUR, target))
+    assert got.dtype == torch.float32
+    assert got == nn.BCEWithLogitsLoss()(output.float(), target)
+
+
+def test_only_classes_that_count_weigh() -> None:
+    output = torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(0))
+    target = torch.randint(0, 3, (4, 5), generator=torch.Generator().manual_seed(1))
+    target[:, 2:] = -100
+    total, weight = evaluate_loss(nn.CrossEntropyLoss(), output, batch(FOUR, target))
+    assert weight == 8
+    expected = nn.functional.cross_entropy(output, target, reduction="sum")
+    torch.testing.assert_close(total, expected)
+    everything = torch.full((4,), -1)
+    total, weight = evaluate_loss(
+        nn.CrossEntropyLoss(ignore_index=-1),
+        output[..., 0].requires_grad_(),
+        batch(FOUR, everything),
+    )
+    assert (total.item(), weight) == (0.0, 0.0)
+    total.backward()  # a batch in which nothing counts has gradients, of 0
+    probabilities = torch.full((4, 3), 1 / 3)
+    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
+    got = evaluate_loss(weighted, output[..., 0].detach(), batch(FOUR, probabilities))
+    assert got == weighted(output[..., 0], probabilities)
+
+
+def test_sums_are_refused() -> None:
+    with pytest.raises(UserError, match=r"BCELoss\(reduction='sum'\)"):
+        check_loss(nn.BCELoss(reduction="sum"))
+    for good in (None, nn.BCELoss(), nn.BCELoss(reduction="none"), lambda out, y: out):
+        check_loss(good)
+
+
+class Answer:
+    loss = FOUR
+
+
+def test_models_with_their_own_loss() -> None:
+    assert own_loss(FOUR) is FOUR
+    assert own_loss({"loss": FOUR, "output": 1}) is FOUR
+    assert own_loss(Answer()) is FOUR
+    assert evaluate_loss(None, {"loss": FOUR}, batch(FOUR)) is FOUR
+    with pytest.raises(UserError, match="no loss function, and the model answered dict"):
+        own_loss({"output": FOUR})
+
+
+class Echo(nn.Module):
+    def forward(self, *args: Any, **named: Any) -> Any:
+        return args, named
+
+
+def test_what_the_model_gets() -> None:
+    net = Echo()
+    assert forward(net, (1, 2)) == ((1,), {})
+    assert forward(net, (1, 2), has_loss=False) == ((1, 2), {})
+    assert forward(net, {"a": 1, "y": 2}) == ((), {"a": 1})
+    assert forward(net, {"a": 1, "y": 2}, has_loss=False) == ((), {"a": 1, "y": 2})
+    assert forward(net, 5) == ((5,), {})
+
+
+def test_floating_data_comes_in_the_models_dtype() -> None:
+    x, y = FOUR.double(), torch.arange(4)
+    got = in_dtype(batch(x, y), torch.float32)
+    assert [part.dtype for part in got.data] == [torch.float32, torch.int64]
+    assert got.size == 4
+    same = batch(FOUR, y)
+    assert in_dtype(same, torch.float32) is same
+    assert in_dtype(batch({"a": x, "b": y}), torch.float32).data["a"].dtype == torch.float32
+    assert in_dtype(batch(x), torch.float32).data.dtype == torch.float32
+    without_parameters = batch(x, y)
+    assert in_dtype(without_parameters, None) is without_parameters

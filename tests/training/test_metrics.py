@@ -1,0 +1,122 @@
+"""Metrics by name are what direct computation says, over any batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from spartito.errors import UserError
+from spartito.training.metrics import make_metrics
+from tests.training import jobs
+
+CLASSES = torch.tensor([2, 0, 5, 1, 1, 3, 4])
+SCORES = torch.randn(7, 6, generator=torch.Generator().manual_seed(0))
+LOGITS = SCORES[:, 0]
+BITS = torch.tensor([0, 1, 1, 0, 0, 1, 1])
+
+
+def measured(name: Any, output: Tensor, target: Tensor, cuts: list[int], loss: Any = None) -> float:
+    """The metric over batches that end at ``cuts``."""
+    (metric,) = make_metrics([name], loss)
+    for start, stop in zip([0, *cuts], [*cuts, len(output)], strict=True):
+        if stop > start:
+            metric.update(output[start:stop], target[start:stop], stop - start)
+    return metric.value
+
+
+def share_in_top(k: int) -> float:
+    ranks = SCORES.argsort(1, descending=True)[:, :k]
+    hits = [label in best for label, best in zip(CLASSES.tolist(), ranks.tolist(), strict=True)]
+    return sum(hits) / 7
+
+
+EXPECTED: list[tuple[str, Tensor, Tensor, Any, float]] = [
+    ("accuracy", SCORES, CLASSES, None, share_in_top(1)),
+    ("accuracy", SCORES, nn.functional.one_hot(CLASSES, 6).float(), None, share_in_top(1)),
+    ("accuracy", LOGITS, BITS, None, ((LOGITS > 0) == (BITS > 0)).double().mean().item()),
+    ("accuracy", LOGITS[:, None], BITS, None, ((LOGITS > 0) == (BITS > 0)).double().mean().item()),
+    (
+        "binary_accuracy",
+        LOGITS.sigmoid(),
+        BITS.float(),
+        nn.BCELoss(),
+        ((LOGITS.sigmoid() > 0.5) == (BITS > 0)).double().mean().item(),
+    ),
+    ("top_k_accuracy", SCORES, CLASSES, None, share_in_top(5)),
+    ("top_3_accuracy", SCORES, CLASSES, None, share_in_top(3)),
+    ("top_2", SCORES, CLASSES, None, share_in_top(2)),
+    ("top_9_accuracy", SCORES, CLASSES, None, 1.0),
+    ("mean_absolute_error", LOGITS[:, None], BITS, None, (LOGITS - BITS).abs().mean().item()),
+    ("mae", SCORES, SCORES + 2, None, 2.0),
+    ("mean_squared_error", SCORES, SCORES - 3, None, 9.0),
+    ("mse", LOGITS, BITS, None, (LOGITS - BITS).square().mean().item()),
+]
+
+
+@pytest.mark.parametrize(("name", "output", "target", "loss", "expected"), EXPECTED)
+def test_names(name: str, output: Tensor, target: Tensor, loss: Any, expected: float) -> None:
+    for cuts in ([], [1], [2, 6], [3, 3]):
+        assert measured(name, output, target, cuts, loss) == pytest.approx(expected, abs=1e-6)
+
+
+@given(st.lists(st.integers(0, 7), max_size=4).map(sorted))
+def test_any_batches_give_the_same(cuts: list[int]) -> None:
+    for function in (jobs.largest, lambda out, y: jobs.largest(out, y).mean()):
+        got = measured(function, SCORES, CLASSES, cuts)
+        assert got == pytest.approx(SCORES.amax(1).mean().item(), abs=1e-6)
+
+
+def test_replicas_with_uneven_batches_agree() -> None:
+    x, y = jobs.data(7)
+    output = jobs.net()(x)
+    expected = {
+        "loss": nn.functional.cross_entropy(output, y).item(),
+        "accuracy": (output.argmax(1) == y).double().mean().item(),
+        "largest": output.amax(1).mean().item(),
+    }
+    for figures in jobs.on_replicas(jobs.uneven_figures, 2):
+        assert figures == pytest.approx(expected, abs=1e-12)
+
+
+def test_low_precision_rounds_no_target() -> None:
+    (metric,) = make_metrics(["mae"], None)
+    metric.update(torch.full((2,), 256.0).bfloat16(), torch.full((2,), 257.0), 2)
+    assert metric.value == 1.0
+
+
+def test_values_of_every_kind() -> None:
+    def half(output: Tensor, target: Tensor) -> Any:
+        return 0.5
+
+    class Squares:
+        def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+            return output.square()  # several values an example: their mean
+
+    metrics = make_metrics([half, Squares(), "loss"], None)
+    assert [metric.name for metric in metrics] == ["half", "Squares"]
+    for metric in metrics:
+        assert metric.value != metric.value  # nothing yet
+        metric.update(SCORES, CLASSES, 7)
+    assert metrics[0].value == 0.5
+    assert metrics[1].value == pytest.approx(SCORES.square().mean().item())
+    metrics[0].reset()
+    assert (metrics[0].total, metrics[0].count) == (0.0, 0.0)
+
+
+def test_what_is_no_metric() -> None:
+    with pytest.raises(UserError, match=r"unknown metric 'acuracy'\n.*Did you mean 'accuracy'\?"):
+        make_metrics(["acuracy"], None)
+    with pytest.raises(UserError, match="two metrics are named {'accuracy'}"):
+        make_metrics(["accuracy", "accuracy"], None)
+    (wrong,) = make_metrics([lambda output, target: output[:3]], None)
+    with pytest.raises(UserError, match=r"answered \(3, 6\) float32 for 7 examples"):
+        wrong.update(SCORES, CLASSES, 7)
+    for name in ("mae", "mse", "binary_accuracy"):
+        (metric,) = make_metrics([name], None)
+        with pytest.raises(UserError, match=r"output of \(7, 6\) float32 and a target of \(7, 1\)"):
+            metric.update(SCORES, BITS[:, None], 7)
