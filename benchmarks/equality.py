@@ -39,8 +39,9 @@ def main() -> None:
 def compare(name: str, one: dict[str, list[float]], many: dict[str, list[float]]) -> list[Figure]:
     """The largest difference over all steps, and over the validations after each epoch.
 
-    A bias that BatchNorm takes away again has the gradient 0. Adam makes steps of full size out
-    of its rounding noise; the running means follow it a little late, which only validation sees.
+    A bias that BatchNorm takes away again has the gradient 0, so what is left is rounding noise,
+    and Adam divides that by something as small as its eps. Running means follow these steps a
+    little late, which only validation sees.
     """
     return [
         Figure(f"{name}: training loss", largest(one["loss"], many["loss"]), TARGET, "<="),

@@ -77,7 +77,7 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
 
 
 def room(name: str) -> str:
-    return (name.split(".") + [""])[1]
+    return [*name.split("."), ""][1]
 
 
 def as_module(name: str) -> str:

@@ -86,9 +86,9 @@ def test_rows_of_tensors_and_lists() -> None:
     assert y.tolist() == [3, 1]
     assert named["x"].tolist() == [[6, 7], [2, 3]]
     assert (named["name"], named["n"]) == (["d", "b"], 4)
-    nothing = take(data, torch.empty(0, dtype=torch.int64))
-    assert count_rows(nothing) == 0
-    assert nothing[1]["name"] == []
+    none = take(data, torch.empty(0, dtype=torch.int64))
+    assert count_rows(none) == 0
+    assert none[1]["name"] == []
     doubled = rows(data, lambda tensor: tensor * 2)
     assert doubled[0].tolist() == [0, 2, 4, 6]
     assert doubled[1]["name"] == list("abcd")
@@ -98,6 +98,7 @@ def test_how_many() -> None:
     assert count_rows(torch.zeros(3, 2)) == 3
     assert count_rows((torch.zeros(3), 1)) == 3
     assert count_rows({"a": [torch.zeros(5)]}) == 5
-    for nothing in (torch.tensor(1.0), (), {}, "text", 3):
+    nothings: list[Any] = [torch.tensor(1.0), (), {}, "text", 3]
+    for nothing in nothings:
         with pytest.raises(UserError, match="has no rows"):
             count_rows(nothing)

@@ -163,7 +163,8 @@ def test_loaders_of_torch() -> None:
     ours = as_dataset(DataLoader(pairs, batch_size=4, shuffle=True, drop_last=True, num_workers=2))
     assert (ours.shuffled, ours.batch_size, ours.drop_remainder) == (True, 4, True)
     assert (ours.ahead, ours.threads) == (2, 2)
-    assert sorted(sum(labels(as_dataset(DataLoader(pairs, 4, shuffle=True))), [])) == Y.tolist()
+    shuffled = as_dataset(DataLoader(pairs, 4, shuffle=True))
+    assert sorted(label for batch in labels(shuffled) for label in batch) == Y.tolist()
     own = WeightedRandomSampler([1.0] * 10, 5)
     fewer = RandomSampler(pairs, num_samples=5)
     for loader in (

@@ -47,17 +47,21 @@ def test_an_error_comes_in_its_place(depth: int) -> None:
     def fail() -> int:
         raise ValueError("broken")
 
-    got = []
+    values = read_ahead(iter([*numbers(3), fail, *numbers(3)]), depth, 2)
+    assert [next(values) for _ in range(3)] == [0, 1, 2]
     with pytest.raises(ValueError, match="broken"):
-        for value in read_ahead(iter([*numbers(3), fail, *numbers(3)]), depth, 2):
-            got.append(value)
-    assert got == [0, 1, 2]
+        next(values)
     assert reading() == []
 
 
 def test_closing_ends_the_threads_and_starts_nothing_more() -> None:
     asked: list[int] = []
-    batches = read_ahead((partial(lambda n: asked.append(n) or n, n) for n in range(100)), 3, 2)
+
+    def ask(number: int) -> int:
+        asked.append(number)
+        return number
+
+    batches = read_ahead((partial(ask, n) for n in range(100)), 3, 2)
     assert next(batches) == 0
     assert reading() != []
     batches.close()  # type: ignore[attr-defined]

@@ -36,7 +36,7 @@ def normalize(
             norm.weight.copy_(torch.linspace(0.5, 2, norm.num_features))
             norm.bias.copy_(torch.linspace(-1, 1, norm.num_features))
     synchronize_batchnorm(norm)
-    assert isinstance(norm, kind)
+    assert kind in type(norm).__mro__
     assert has_synchronized(norm)
     mine = range(cuts[collective.rank], cuts[collective.rank + 1])
     outputs, gradients = [], []
@@ -65,19 +65,16 @@ def weights(batch: Tensor) -> Tensor:
 
 def averaged(collective: Collective) -> list[Tensor]:
     """The running statistics of two BatchNorms after they were averaged."""
-    model = nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 2), nn.BatchNorm2d(3).double())
-    for norm in (model[0], model[2]):
+    first, last = nn.BatchNorm1d(2), nn.BatchNorm2d(3).double()
+    model = nn.Sequential(first, nn.Linear(2, 2), last)
+    norms: list[Any] = [first, last]
+    for norm in norms:
         norm.running_mean.fill_(collective.rank)
         norm.running_var.fill_(10.0 * collective.rank)
     plain = nn.Linear(2, 2)
     average_statistics(plain, collective)
     average_statistics(model, collective)
-    return [
-        model[0].running_mean,
-        model[0].running_var,
-        model[2].running_mean,
-        model[2].running_var,
-    ]
+    return [part for norm in norms for part in (norm.running_mean, norm.running_var)]
 
 
 LOSSES: dict[str, Any] = {
@@ -154,7 +151,8 @@ def every_case(collective: Collective, cases: list[Case]) -> list[tuple[float, l
 def layouts(collective: Collective) -> list[Any]:
     """Reduced gradients of parameters of several dtypes and layouts, and what stays absent."""
     rank = collective.rank
-    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+    conv: Any = nn.Conv2d(3, 4, 3)
+    conv = conv.to(memory_format=torch.channels_last)
     half = nn.Linear(2, 2).bfloat16()
     wide = nn.Parameter(torch.zeros(3, 2, dtype=torch.float64).t())
     rare, never = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
@@ -179,7 +177,7 @@ def layouts(collective: Collective) -> list[Any]:
 def sparse(collective: Collective) -> str:
     """The message that a sparse gradient brings."""
     table = nn.Embedding(5, 2, sparse=True)
-    gradients = PackedGradients([table.weight], collective, private=False)
+    gradients = PackedGradients([*table.parameters()], collective, private=False)
     gradients.begin(1.0)
     table(torch.tensor([1, 2])).sum().backward()
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def batches(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[
 
 def joined(answers: list[dict[str, Tensor]], name: str, cuts: list[int]) -> Tensor:
     """The rows of all ranks, batch by batch."""
-    sizes = [stop - start for start, stop in zip(cuts, cuts[1:], strict=False)]
+    sizes = [stop - start for start, stop in pairwise(cuts)]
     parts = [a[name].view(-1, *a[name].shape[1:]) for a in answers]
     turns = max(len(p) // n for p, n in zip(parts, sizes, strict=True) if n)
     rows = []

@@ -66,7 +66,7 @@ def stop_early(strategy: Strategy, deltas: list[float]) -> tuple[int, list[int],
     class Worse(sp.Callback):
         def on_epoch_begin(self, epoch: int) -> None:
             with torch.no_grad():
-                made.model[2].bias[0] += deltas[epoch]  # type: ignore[index, union-attr]
+                made.model[2].bias[0] += deltas[epoch]  # type: ignore[index]
 
     history = made.fit(
         data(), epochs=10, validation_data=data(), callbacks=[Worse(), early], verbose=0

@@ -111,7 +111,7 @@ def test_values_of_every_kind() -> None:
 def test_what_is_no_metric() -> None:
     with pytest.raises(UserError, match=r"unknown metric 'acuracy'\n.*Did you mean 'accuracy'\?"):
         make_metrics(["acuracy"], None)
-    with pytest.raises(UserError, match="two metrics are named {'accuracy'}"):
+    with pytest.raises(UserError, match=r"two metrics are named \{'accuracy'\}"):
         make_metrics(["accuracy", "accuracy"], None)
     (wrong,) = make_metrics([lambda output, target: output[:3]], None)
     with pytest.raises(UserError, match=r"answered \(3, 6\) float32 for 7 examples"):

@@ -60,7 +60,7 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -
         raise UserError(
             f"{len(strange)} of the optimizer's parameters are not the model's, "
             f"the first of shape {tuple(strange[0].shape)}",
-            "Build the optimizer from this model's parameters(), after its last .to() or .double().",
+            "Build the optimizer from this model's parameters(), after its last .to() or .double()",
         )
     if num_replicas == 1:
         return

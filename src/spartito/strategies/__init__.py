@@ -14,7 +14,7 @@ from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
 from spartito.strategies.mirrored import MirroredStrategy
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.one_device import OneDeviceStrategy
-from spartito.strategies.strategy import StepResult, Strategy
+from spartito.strategies.base import StepResult, Strategy
 
 REGISTRY: dict[str, type[Strategy]] = {
     kind.name: kind for kind in (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy)

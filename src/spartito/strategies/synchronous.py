@@ -44,7 +44,7 @@ from spartito.engine.optimizers import (
 from spartito.engine.precision import autocast, choose_precision
 from spartito.errors import UserError
 from spartito.names import nearest
-from spartito.strategies.strategy import Distributed, StepResult, Strategy
+from spartito.strategies.base import Distributed, StepResult, Strategy
 
 
 @dataclass

@@ -35,6 +35,8 @@ class MeanMetric:
         value = torch.as_tensor(self.function(output, target))
         if value.dim() == 0:
             self.total += value.item() * size
+        elif value.dtype == torch.bool and value.numel() == size:
+            self.total += int(value.count_nonzero())
         elif value.shape[0] == size:
             self.total += value.sum(dtype=torch.float64).item() * size / value.numel()
         else:

@@ -1,0 +1,469 @@
+"""Whole jobs as strangers start them: recipes, own scripts, every way to launch, every failure."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
+from spartito.data import digits
+from spartito.errors import PREFIX
+from spartito.models import MnistMLP
+from tests.commands import (
+    SPARTITO,
+    TORCHRUN,
+    Commands,
+    Ended,
+    Program,
+    addresses,
+    commands_in,
+    eventually,
+    segments,
+    tf_config,
+)
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+EXACT = 1e-12
+FIGURES = {
+    "epoch", "step", "loss", "accuracy", "val_loss", "val_accuracy", "seconds",
+    "examples_per_second", "data_wait_share",
+}  # fmt: skip
+
+OWN_SCRIPT = """
+import json, sys
+from pathlib import Path
+import numpy as np
+import torch
+import spartito as sp
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Linear(5, 16, bias=False)
+        self.norm = torch.nn.BatchNorm1d(16)
+        self.drop = torch.nn.Dropout(0.3)
+        self.last = torch.nn.Linear(16, 3)
+
+    def forward(self, x):
+        return self.last(self.drop(self.norm(self.first(x)).relu()))
+
+strategy = sp.strategy()
+with strategy.scope():
+    torch.manual_seed(0)
+    net = Net().double()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-2)
+
+draw = np.random.default_rng(0)
+x, y = draw.normal(size=(103, 5)), draw.integers(0, 3, 103)  # float64, and 103 = 10 * 10 + 3
+train = sp.data.arrays(x, y).shuffle().batch(10)
+trainer = sp.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(),
+                     metrics=["accuracy"], strategy=strategy, deterministic=True)
+first = trainer.fit(train, epochs=2, validation_data=(x[:7], y[:7]))
+steps = trainer.step
+second = trainer.fit(train, epochs=1)
+found = {
+    "history": [first.history, second.history],
+    "steps": [steps, trainer.step],
+    "predictions": trainer.predict(x).tolist(),
+    "chief": strategy.is_chief,
+    "replicas": strategy.num_replicas_in_sync,
+    "task": [strategy.task.type, strategy.task.index],
+    "strategy": strategy.name,
+}
+Path(sys.argv[1], f"{strategy.task}.json").write_text(json.dumps(found))
+strategy.close()
+"""
+
+LONG_SCRIPT = """
+import os, sys
+import torch
+import spartito as sp
+
+strategy = sp.strategy()
+with strategy.scope():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 2)
+    optimizer = torch.optim.Adam(net.parameters())
+
+class Watch(sp.Callback):
+    def on_train_batch_end(self, batch, logs):
+        if self.trainer.step == 5:
+            print("process", os.getpid(), "in step five", flush=True)
+            if str(strategy.task) == sys.argv[1]:
+                raise RuntimeError("boom")
+
+x, y = torch.randn(64, 4), torch.arange(64) % 2
+trainer = sp.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(),
+                     strategy=strategy)
+callbacks = [Watch()]
+if trainer.run_dir:
+    callbacks.append(sp.callbacks.ModelCheckpoint(keep=2))
+trainer.fit((x, y), epochs=1_000_000, batch_size=8, callbacks=callbacks, verbose=0)
+"""
+
+
+@pytest.fixture(scope="module")
+def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    with commands_in(tmp_path_factory.mktemp("jobs")) as found:
+        found.write("own.py", OWN_SCRIPT)
+        found.write("long.py", LONG_SCRIPT)
+        yield found
+
+
+@pytest.fixture
+def nothing_left() -> Iterator[None]:
+    """What a job mapped in shared memory is gone after it."""
+    before = segments()
+    yield
+    ours = segments() - before
+    assert eventually(lambda: not ours & segments()), f"left in shared memory: {ours & segments()}"
+
+
+def result(ended: Ended) -> dict[str, Any]:
+    """The last line of a job with ``--json``."""
+    assert ended.code == 0, ended.text
+    found: dict[str, Any] = json.loads(ended.out.splitlines()[-1])
+    return found
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# The recipes
+
+
+@pytest.fixture(scope="module")
+def trained(commands: Commands) -> dict[str, Any]:
+    words = ["train", "mnist", "--strategy", "mirrored", "--workers", "2", "--epochs", "1"]
+    return result(commands.spartito(*words, "--json", "--out", "digits"))
+
+
+def test_two_workers_learn_the_digits(trained: dict[str, Any], commands: Commands) -> None:
+    assert trained["val_accuracy"] > 0.85
+    assert (trained["epochs"], trained["steps"]) == (1, 125)
+    assert all((commands.directory / trained[name]).is_file() for name in ("model", "report"))
+
+
+def test_the_run_folder_is_complete(trained: dict[str, Any], commands: Commands) -> None:
+    folder = commands.directory / "digits"
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["strategy"], config["cluster"]["replicas"]) == ("mirrored", 2)
+    assert config["model"]["trainable"] == 269_322
+    (epoch,) = lines(folder / "history.jsonl")
+    assert set(epoch) == FIGURES
+    assert (epoch["epoch"], epoch["step"]) == (1, 125)
+    assert epoch["val_accuracy"] == trained["val_accuracy"]
+    assert CheckpointManager(folder / "checkpoints").latest() is not None
+    assert list((folder / "logs").rglob("events.out.tfevents.*"))
+
+
+def test_the_report_needs_nothing_else(trained: dict[str, Any], commands: Commands) -> None:
+    page = (commands.directory / trained["report"]).read_text()
+    assert "val_accuracy" in page or "validation" in page
+    assert not re.search(r"""(src|href)=["']?(https?:|//|[\w./]+\.(js|css|png|svg))""", page)
+
+
+def test_the_trained_run_names_digits(
+    trained: dict[str, Any], commands: Commands, tmp_path: Path
+) -> None:
+    source = digits("validation").source
+    given = []
+    for index in range(4):
+        image, label = source[index]  # type: ignore[index]
+        path = tmp_path / f"{index}.png"
+        Image.fromarray((image.numpy() * 255).astype("uint8")).save(path)
+        given.append((str(path), str(int(label))))
+    broken = tmp_path / "broken.png"
+    broken.write_text("no picture")
+    paths = [path for path, _ in given]
+    ended = commands.spartito("predict", "digits", paths[0], broken, *paths[1:], "--json")
+    assert ended.code == 2
+    assert ended.err.startswith(PREFIX)
+    assert str(broken) in ended.err
+    answers = [json.loads(line) for line in ended.out.splitlines()]
+    assert all(set(answer) == {"path", "label", "score"} for answer in answers)
+    assert [answer["path"] for answer in answers] == paths
+    assert all(0 < answer["score"] <= 1 for answer in answers)
+    right = [answer["label"] == label for answer, (_, label) in zip(answers, given, strict=True)]
+    assert sum(right) >= 3
+
+
+def test_a_run_goes_on(trained: dict[str, Any], commands: Commands) -> None:
+    folder = commands.directory / "longer"
+    shutil.copytree(commands.directory / "digits", folder)
+    words = ["train", "mnist", "--workers", "2", "--out", folder, "--json"]
+    found = result(commands.spartito(*words, "--resume", "--epochs", "2"))
+    assert (found["epochs"], found["steps"]) == (2, 2 * trained["steps"])
+    assert [line["epoch"] for line in lines(folder / "history.jsonl")] == [1, 2]
+    assert found["loss"] < trained["loss"]
+
+
+def test_photos_of_cats_and_dogs(commands: Commands) -> None:
+    photos = commands.directory / "photos"
+    for place, kind in enumerate(("cat", "dog")):
+        (photos / kind).mkdir(parents=True)
+        for index in range(6):
+            size = (40 + 9 * index, 60)
+            color = (200 * place, 30 * index, 100)
+            Image.new("RGB", size, color).save(photos / kind / f"{index}.jpg")
+    # `image_folder` decides by the seed which photos train: of 12, two validate.
+    for kind in ("cat", "dog"):
+        (photos / kind / "0.jpg").write_bytes((photos / kind / "0.jpg").read_bytes()[:200])
+    words = ["train", "cats_vs_dogs", "--data", photos, "--epochs", "1", "--batch-size", "4"]
+    ended = commands.spartito(*words, "--json", "--out", "pets")
+    found = result(ended)
+    assert {"loss", "accuracy", "val_loss", "val_accuracy"} <= set(found)
+    assert str(photos / "cat" / "0.jpg") in ended.err
+    assert "skip" in ended.err
+    good = photos / "dog" / "5.jpg"
+    (answer,) = [
+        json.loads(line)
+        for line in commands.spartito("predict", "pets", good, "--json").out.splitlines()
+    ]
+    assert answer["path"] == str(good)
+    assert answer["label"] in ("cat", "dog")
+    assert 0.5 <= answer["score"] <= 1
+
+
+# A user's own script, under every way to start it
+
+
+def by_hand(commands: Commands, kinds: list[tuple[str, int]], out: str) -> list[Ended]:
+    """Plain ``python`` in as many shells as there are tasks, with ``TF_CONFIG``."""
+    places = addresses(len(kinds))
+    cluster: dict[str, list[str]] = {}
+    for (kind, _), place in zip(kinds, places, strict=True):
+        cluster.setdefault(kind, []).append(place)
+    started = [
+        commands.start(sys.executable, "own.py", out, env=tf_config(cluster, kind, index))
+        for kind, index in kinds
+    ]
+    return [program.end() for program in started]
+
+
+def worker_list(commands: Commands, out: str) -> list[Ended]:
+    return by_hand(commands, [("worker", 0), ("worker", 1)], out)
+
+
+def chief_and_worker(commands: Commands, out: str) -> list[Ended]:
+    return by_hand(commands, [("chief", 0), ("worker", 0)], out)
+
+
+def torchrun(commands: Commands, out: str) -> list[Ended]:
+    return [commands.start(*TORCHRUN, "--nproc-per-node", "2", "own.py", out).end()]
+
+
+def two_nodes(commands: Commands, out: str) -> list[Ended]:
+    (place,) = addresses(1)
+    words = ["run", "--nnodes", "2", "--master-addr", place]
+    started = [
+        commands.start(*SPARTITO, *words, "--node-rank", str(rank), "own.py", out)
+        for rank in range(2)
+    ]
+    return [program.end() for program in started]
+
+
+def by_environment(commands: Commands, out: str) -> list[Ended]:
+    """The strategy and its options come from the environment, not from the command."""
+    env = {
+        "SPARTITO_STRATEGY": "mirrored",
+        "SPARTITO_STRATEGY_OPTIONS": '{"communication": "process_group"}',
+        "SPARTITO_RUN_DIR": f"{out}/run",
+    }
+    return [commands.spartito("run", "--workers", "2", "own.py", out, env=env)]
+
+
+Launch = Callable[[Commands, str], list[Ended]]
+WORKERS = [["worker", 0], ["worker", 1]]
+LAUNCHES: list[tuple[Launch, list[list[Any]], str]] = [
+    (worker_list, WORKERS, "multi_worker_mirrored"),
+    (chief_and_worker, [["chief", 0], ["worker", 0]], "multi_worker_mirrored"),
+    (torchrun, WORKERS, "multi_worker_mirrored"),
+    (two_nodes, WORKERS, "multi_worker_mirrored"),
+    (by_environment, WORKERS, "mirrored"),
+]
+
+
+@pytest.fixture(scope="module")
+def alone(commands: Commands) -> dict[str, Any]:
+    """The own script on one device."""
+    (commands.directory / "alone").mkdir()
+    ended = commands.python("own.py", "alone")
+    assert ended.code == 0, ended.text
+    found: dict[str, Any] = json.loads((commands.directory / "alone/worker 0.json").read_text())
+    return found
+
+
+def test_an_own_script_on_one_device(alone: dict[str, Any]) -> None:
+    assert (alone["chief"], alone["replicas"], alone["task"]) == (True, 1, ["worker", 0])
+    assert alone["strategy"] == "one_device"
+    assert alone["steps"] == [22, 33]
+    first, second = alone["history"]
+    assert {name: len(values) for name, values in first.items()} == {
+        "loss": 2, "accuracy": 2, "val_loss": 2, "val_accuracy": 2,
+    }  # fmt: skip
+    assert set(second) == {"loss", "accuracy"}
+    assert second["loss"][0] < first["loss"][0]
+    assert len(alone["predictions"]) == 103
+
+
+@pytest.mark.parametrize(
+    ("launch", "tasks", "strategy"), LAUNCHES, ids=[case[0].__name__ for case in LAUNCHES]
+)
+@pytest.mark.usefixtures("nothing_left")
+def test_two_processes_give_the_numbers_of_one(
+    launch: Launch, tasks: list[Any], strategy: str, commands: Commands, alone: dict[str, Any]
+) -> None:
+    out = commands.directory / launch.__name__
+    out.mkdir()
+    ended = launch(commands, launch.__name__)
+    assert [e.code for e in ended] == [0] * len(ended), [e.text for e in ended]
+    found = [json.loads((out / f"{kind} {index}.json").read_text()) for kind, index in tasks]
+    assert [one["task"] for one in found] == tasks
+    assert [one["chief"] for one in found] == [True, False]
+    assert [(one["replicas"], one["strategy"]) for one in found] == [(2, strategy)] * 2
+    assert found[0]["history"] == found[1]["history"]
+    assert found[0]["steps"] == alone["steps"]
+    for here, there in zip(found[0]["history"], alone["history"], strict=True):
+        assert here.keys() == there.keys()
+        for name in here:
+            assert here[name] == pytest.approx(there[name], rel=0, abs=EXACT)
+    for one in found:
+        for row, wanted in zip(one["predictions"], alone["predictions"], strict=True):
+            assert row == pytest.approx(wanted, rel=0, abs=1e-10)
+    if launch is by_environment:
+        assert len(lines(out / "run" / "history.jsonl")) == 1 + 2  # `fit` was called twice
+
+
+def test_the_first_example(commands: Commands) -> None:
+    ended = commands.spartito(
+        "run", "--strategy", "mirrored", "--workers", "2", EXAMPLES / "first.py"
+    )
+    assert ended.code == 0, ended.text
+    found = re.search(r"validation accuracy ([\d.]+)%", ended.out)
+    assert found
+    assert float(found[1]) > 95
+
+
+def test_the_example_with_two_optimizers(commands: Commands) -> None:
+    ended = commands.spartito(
+        "run", "--strategy", "mirrored", "--workers", "2", EXAMPLES / "gan.py"
+    )
+    assert ended.code == 0, ended.text
+    found = re.search(r"mean radius of what it paints: ([\d.]+)", ended.out)
+    assert found
+    assert 0.85 < float(found[1]) < 1.15
+
+
+# Failures: every job ends, says who failed, and leaves nothing
+
+
+def begin(commands: Commands, fails: str = "nobody") -> tuple[Program, dict[str, int]]:
+    """A job of two workers that both are in training, and their process ids."""
+    env = {"SPARTITO_TIMEOUT": "3"}
+    words = ["run", "--strategy", "mirrored", "--workers", "2", "long.py", fails]
+    job = commands.start(*SPARTITO, *words, env=env)
+    pids = {}
+    for _ in range(2):
+        found = job.wait_for(r"^\[(worker \d)\] process (\d+) in step five")
+        pids[found[1]] = int(found[2])
+    return job, pids
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_worker_that_raises(commands: Commands) -> None:
+    job, _ = begin(commands, "worker 1")
+    ended = job.end()
+    assert ended.code == 1
+    assert ended.err.count("Traceback (most recent call last)") == 1
+    assert ended.err.count("RuntimeError: boom") == 1
+    assert "in on_train_batch_end" in ended.err
+    assert "worker 1 failed with exit code 1" in ended.err
+
+
+@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.parametrize("task", ["worker 0", "worker 1"])
+def test_a_worker_that_is_killed(commands: Commands, task: str) -> None:
+    job, pids = begin(commands)
+    os.kill(pids[task], signal.SIGKILL)
+    ended = job.end()
+    assert ended.code == 69
+    assert f"{task} was killed by SIGKILL" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_a_worker_that_freezes_is_named_and_ended(commands: Commands) -> None:
+    job, pids = begin(commands)
+    os.kill(pids["worker 1"], signal.SIGSTOP)
+    ended = job.end()  # fails if the frozen one is left
+    assert ended.code == 69
+    assert f"{PREFIX}worker 1 did not come within 3 s" in ended.err
+    assert "Traceback" not in ended.err
+
+
+@pytest.mark.parametrize("here", [0, 1])
+def test_a_worker_that_never_comes(commands: Commands, here: int) -> None:
+    places = addresses(2)
+    env = tf_config({"worker": places}, "worker", here) | {"SPARTITO_TIMEOUT": "3"}
+    ended = commands.python("long.py", "nobody", env=env)
+    assert ended.code == 69
+    absent = 1 - here
+    assert ended.err.startswith(
+        f"{PREFIX}worker {absent} ({places[absent]}) did not come to {places[0]} within 3 s"
+    )
+    assert len(ended.err.splitlines()) == 2
+
+
+def finished(folder: Path) -> bool:
+    """Whether an epoch is over and saved."""
+    return CheckpointManager(folder / "checkpoints").best_so_far is not None
+
+
+def check_interrupted_run(folder: Path) -> dict[str, Any]:
+    """The checkpoint of a run that was interrupted; its report is there, and counts its epochs."""
+    latest = CheckpointManager(folder / "checkpoints").latest()
+    assert latest is not None
+    assert lines(folder / "history.jsonl")
+    assert "</html>" in (folder / "report.html").read_text()
+    return read_checkpoint(latest)
+
+
+@pytest.mark.usefixtures("nothing_left")
+def test_ctrl_c_ends_the_command_and_keeps_what_is_saved(commands: Commands) -> None:
+    words = ["train", "mnist", "--workers", "2", "--epochs", "1000", "--out", "stopped"]
+    job = commands.start(*SPARTITO, *words)
+    job.wait_for("epoch 2/1000")
+    job.send(signal.SIGINT)
+    ended = job.end()
+    assert ended.code == 130
+    assert ended.err.endswith("spartito: stopped by SIGINT\n")
+    assert "Traceback" not in ended.err
+    state = check_interrupted_run(commands.directory / "stopped")
+    MnistMLP().load_state_dict(state["model"])
+    assert state["trainer"]["step"] % 125 == 0
+
+
+def test_ctrl_c_in_plain_python(commands: Commands) -> None:
+    job = commands.start(
+        sys.executable, "long.py", "nobody", env={"SPARTITO_RUN_DIR": "plainly_stopped"}
+    )
+    folder = commands.directory / "plainly_stopped"
+    assert eventually(lambda: finished(folder), 60)
+    job.send(signal.SIGINT)
+    ended = job.end()
+    assert ended.code == -signal.SIGINT  # a shell makes 130 of it
+    assert "KeyboardInterrupt" in ended.err
+    state = check_interrupted_run(folder)
+    assert state["trainer"]["step"] >= 8
