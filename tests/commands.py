@@ -90,9 +90,10 @@ class Program:
         """Wait for its end and that of all that it started."""
         try:
             code = self.popen.wait(limit)
-        except subprocess.TimeoutExpired:
+        except subprocess.TimeoutExpired as error:
             self.kill()
-            raise AssertionError(f"no end within {limit} s:\n{''.join(self._out + self._err)}")
+            text = "".join(self._out + self._err)
+            raise AssertionError(f"no end within {limit} s:\n{text}") from error
         if not eventually(lambda: not running(self.mark)):
             self.kill()
             raise AssertionError(f"processes are left:\n{''.join(self._out + self._err)}")

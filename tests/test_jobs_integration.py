@@ -202,7 +202,7 @@ def test_the_trained_run_names_digits(
 def test_a_run_goes_on(trained: dict[str, Any], commands: Commands) -> None:
     folder = commands.directory / "longer"
     shutil.copytree(commands.directory / "digits", folder)
-    words = ["train", "mnist", "--workers", "2", "--out", folder, "--json"]
+    words: list[str | Path] = ["train", "mnist", "--workers", "2", "--out", folder, "--json"]
     found = result(commands.spartito(*words, "--resume", "--epochs", "2"))
     assert (found["epochs"], found["steps"]) == (2, 2 * trained["steps"])
     assert [line["epoch"] for line in lines(folder / "history.jsonl")] == [1, 2]
@@ -220,7 +220,8 @@ def test_photos_of_cats_and_dogs(commands: Commands) -> None:
     # `image_folder` decides by the seed which photos train: of 12, two validate.
     for kind in ("cat", "dog"):
         (photos / kind / "0.jpg").write_bytes((photos / kind / "0.jpg").read_bytes()[:200])
-    words = ["train", "cats_vs_dogs", "--data", photos, "--epochs", "1", "--batch-size", "4"]
+    words: list[str | Path] = ["train", "cats_vs_dogs", "--data", photos, "--epochs", "1"]
+    words += ["--batch-size", "4"]
     ended = commands.spartito(*words, "--json", "--out", "pets")
     found = result(ended)
     assert {"loss", "accuracy", "val_loss", "val_accuracy"} <= set(found)

@@ -17,7 +17,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from spartito.data.dataset import Dataset, arrays, as_dataset, gathers, per_worker
+from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
 from spartito.data.source import BatchStream, ExampleStream, PerWorker
 from spartito.data.transforms import RandomFlip
 from spartito.errors import CorruptSampleError, UserError
@@ -178,6 +178,7 @@ def test_loaders_of_torch() -> None:
 
 
 def test_who_gathers() -> None:
-    assert gathers(arrays(X).source)
-    assert not gathers([1, 2])
+    assert arrays(X).gathers
+    assert not arrays(X).map(lambda x: x).gathers
+    assert not Dataset([1, 2]).gathers
     assert arrays(np.arange(3)).examples == 3

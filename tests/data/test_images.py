@@ -159,7 +159,7 @@ def bomb(path: Path) -> None:
 
 
 CORRUPT: dict[str, tuple[Callable[[Path], object], str]] = {
-    "missing": (lambda path: None, "No such file"),
+    "missing": (lambda path: None, "there is no image"),
     "empty": (lambda path: path.touch(), "0 bytes"),
     "text": (lambda path: path.write_text("hello"), "no image header, starts with b'hello'"),
     "folder": (lambda path: path.mkdir(), "not a regular file"),

@@ -95,3 +95,12 @@ def test_weights_go_with_gradients_that_the_user_drops() -> None:
     gradients.add(5.0, 1.0)
     assert gradients.reduce((7.0,)) == (1.0, 5.0, 7.0)
     assert weight.grad.tolist() == [2.0, 2.0]
+
+
+def test_a_parameter_that_is_unfrozen_later_joins_in() -> None:
+    late = nn.Parameter(torch.ones(2), requires_grad=False)
+    gradients = LocalGradients([nn.Parameter(torch.ones(1)), late])
+    assert all(parameter is not late for parameter in gradients.parameters)
+    late.requires_grad_(True)
+    gradients.begin(4.0)
+    assert any(parameter is late for parameter in gradients.parameters)

@@ -3,47 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from spartito.data.collate import collate
+from spartito.data.chain import Chain
+from spartito.data.loader import Loader, examples
 from spartito.data.memory import Arrays
-from spartito.data.order import steps
-from spartito.data.source import BatchStream, ExampleStream, GatherSource, PerWorker, Source
+from spartito.data.source import BatchStream, ExampleStream, PerWorker, Source
 from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
 
-Change = Callable[..., Any] | RandomTransform
-Origin = Source | ExampleStream | BatchStream | PerWorker
-
 
 @dataclass(frozen=True)
-class Dataset:
+class Dataset(Chain):
     """A source, and the chain of what happens to its examples. Every step answers a new one.
 
     ``.map`` before ``.batch`` works on examples, after it on local batches. ``.shuffle``
     permutes everything, anew in each pass. The batch size is global. ``.repeat()`` without a
-    count goes on for ever and wants ``steps_per_epoch``. ``padded`` fills the last batch up
-    by repeating its last example, so that every replica has as many rows (for predictions).
+    count goes on for ever and wants ``steps_per_epoch``.
     """
-
-    source: Origin
-    example_maps: tuple[Change, ...] = ()
-    batch_maps: tuple[Callable[..., Any], ...] = ()
-    batch_size: int | None = None
-    drop_remainder: bool = False
-    shuffled: bool = False
-    seed: int | None = None
-    repeats: int | None = 1
-    ahead: int = 0
-    threads: int = 1
-    corrupt_limit: int | None = None
-    padded: bool = False
-    collate: Callable[[list[Any]], Any] = field(default=collate, repr=False)
-    classes: tuple[str, ...] = ()
 
     def map(self, function: Callable[..., Any] | RandomTransform) -> Dataset:
         """Change every example (before ``.batch``) or every local batch (after it).
@@ -93,30 +74,6 @@ class Dataset:
         """Let each replica skip up to ``limit`` unreadable examples; one more is an error."""
         return replace(self, corrupt_limit=limit)
 
-    @property
-    def batched(self) -> bool:
-        """Whether ``.batch`` was called."""
-        return self.batch_size is not None
-
-    @property
-    def examples(self) -> int | None:
-        """The number of examples of one pass, None where nobody knows."""
-        return len(self.source) if isinstance(self.source, Source) else None
-
-    @property
-    def steps_per_pass(self) -> int | None:
-        """The number of global batches of one pass, None where nobody knows."""
-        if self.examples is None or self.batch_size is None:
-            return None
-        return steps(self.examples, self.batch_size, self.drop_remainder)
-
-    @property
-    def steps_per_epoch(self) -> int | None:
-        """The number of global batches of an epoch, None where nobody knows or it has no end."""
-        if self.steps_per_pass is None or self.repeats is None:
-            return None
-        return self.steps_per_pass * self.repeats
-
     def __len__(self) -> int:
         count = self.steps_per_epoch if self.batched else self.examples
         if count is None:
@@ -125,8 +82,6 @@ class Dataset:
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch on one replica: its batches, or its examples before ``.batch``."""
-        from spartito.data.loader import Loader, examples
-
         if self.batched or isinstance(self.source, BatchStream | PerWorker):
             for batch in Loader(self):
                 yield batch.data
@@ -201,8 +156,3 @@ def _resamples(sampler: Any) -> bool:
     return isinstance(sampler, RandomSampler) and (
         sampler.replacement or len(sampler) != len(sampler.data_source)
     )
-
-
-def gathers(source: Origin) -> bool:
-    """Whether whole batches can be read at once."""
-    return isinstance(source, GatherSource)

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spartito.data.batch import Batch
+from spartito.data.chain import Chain, Change
 from spartito.data.collate import count_rows, take, tidy
-from spartito.data.dataset import Change, Dataset, gathers
 from spartito.data.order import example_generator, permutation, share
 from spartito.data.prefetch import read_ahead
 from spartito.data.source import BatchStream, ExampleStream, InputContext, PerWorker
@@ -40,7 +40,7 @@ class Loader:
     that was given out, wherever the reading ahead is; `load_state` goes there.
     """
 
-    def __init__(self, dataset: Dataset, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
+    def __init__(self, dataset: Chain, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
         size = dataset.batch_size
         if size is not None and size < world_size:
             raise UserError(
@@ -95,7 +95,7 @@ class Loader:
             batches.close()  # type: ignore[attr-defined]
 
 
-def examples(dataset: Dataset) -> Iterator[Any]:
+def examples(dataset: Chain) -> Iterator[Any]:
     """One epoch of a data set without batches, on one replica; corrupt examples are left out."""
     source = dataset.source
     feed = None if isinstance(source, ExampleStream) else IndexedFeed(dataset, 0, 1, 0)
@@ -107,7 +107,7 @@ def examples(dataset: Dataset) -> Iterator[Any]:
                 yield _changed(dataset.example_maps, example, 0, epoch, index)
 
 
-def _feed(dataset: Dataset, rank: int, world_size: int, seed: int) -> Feed:
+def _feed(dataset: Chain, rank: int, world_size: int, seed: int) -> Feed:
     if isinstance(dataset.source, PerWorker):
         return PerWorkerFeed(dataset, dataset.source, rank, world_size)
     if isinstance(dataset.source, ExampleStream | BatchStream):
@@ -151,13 +151,13 @@ def _numbers(indices: slice | Tensor) -> Sequence[int]:
 class IndexedFeed:
     """Examples by index: the order is made first, then only this replica's share is read."""
 
-    def __init__(self, dataset: Dataset, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, dataset: Chain, rank: int, world_size: int, seed: int) -> None:
         self._dataset = dataset
         self._rank, self._world_size = rank, world_size
         self._seed = seed if dataset.seed is None else dataset.seed
         self._source: Any = dataset.source
         self._count = dataset.examples or 0
-        self._gathers = gathers(dataset.source) and not dataset.example_maps
+        self._gathers = dataset.gathers
         self._skipped: set[int] = set()
         self._template: Any = None
         limit = dataset.corrupt_limit
@@ -266,7 +266,7 @@ class IndexedFeed:
 class StreamFeed:
     """A stream that every replica reads whole and in the same order; each keeps its share."""
 
-    def __init__(self, dataset: Dataset, rank: int, world_size: int, seed: int) -> None:
+    def __init__(self, dataset: Chain, rank: int, world_size: int, seed: int) -> None:
         self._dataset, self._rank, self._world_size = dataset, rank, world_size
         self._seed = seed
 
@@ -304,7 +304,7 @@ class StreamFeed:
 class PerWorkerFeed:
     """Local batches of the user's own making."""
 
-    def __init__(self, dataset: Dataset, source: PerWorker, rank: int, world_size: int) -> None:
+    def __init__(self, dataset: Chain, source: PerWorker, rank: int, world_size: int) -> None:
         self._dataset, self._source = dataset, source
         self._rank, self._world_size = rank, world_size
 

@@ -10,7 +10,9 @@ Indices = npt.NDArray[np.int64]
 
 def permutation(count: int, seed: int, epoch: int) -> Indices:
     """The order of ``count`` examples in one epoch, shape ``(count,)``: all of them, shuffled."""
-    return np.random.Generator(np.random.Philox(key=_key(seed, epoch))).permutation(count)
+    # The raw stream is the same in every numpy; that of `Generator.permutation` is not promised.
+    keys = np.random.Philox(key=_key(seed, epoch)).random_raw(count)
+    return np.argsort(keys, kind="stable")
 
 
 def share(size: int, rank: int, world_size: int) -> range:

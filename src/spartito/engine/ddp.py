@@ -13,6 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from spartito.collectives.collective import Collective, Riders
 from spartito.engine.gradients import Gradients, scale_gradients
+from spartito.errors import UserError
 
 
 def overlap(model: nn.Module, device: torch.device) -> nn.Module:
@@ -35,9 +36,19 @@ class OverlappedGradients(Gradients):
     def __init__(
         self, parameters: Sequence[nn.Parameter], collective: Collective, device: torch.device
     ) -> None:
+        self._wrapped = False
         super().__init__(parameters)
+        self._wrapped = True
         self._collective, self._device = collective, device
         self.replicas = float(collective.world_size)  # DDP divides by it; we want the sum
+
+    def _choose(self) -> None:
+        if self._wrapped:
+            raise UserError(
+                "parameters that were frozen when DDP wrapped the model learn now",
+                "Unfreeze them before the Trainer is made, or make a new one.",
+            )
+        super()._choose()
 
     def reduce(self, riders: Riders = ()) -> Riders:
         brought = torch.tensor(

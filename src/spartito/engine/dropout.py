@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from spartito.engine.context import StepContext, current
+from spartito.errors import UserError
 
 
 class GlobalDropout(nn.Dropout):
@@ -31,8 +32,16 @@ class GlobalDropout(nn.Dropout):
         context.calls[self.number] = call + 1
         generator = torch.Generator()
         generator.manual_seed(hash((context.seed, context.step, self.number, call)) % 2**63)
-        shape = (context.global_size, *input.shape[1:])
-        return torch.rand(shape, generator=generator)[context.places]
+        here = len(context.places)
+        if here and input.shape[0] % here:
+            raise UserError(
+                f"dropout of {input.shape[0]} rows for {here} examples, deterministic",
+                "The first dim holds the examples, or a whole number of rows for each.",
+            )
+        rows = input.shape[0] // here if here else 1
+        shape = (context.global_size, rows, *input.shape[1:])
+        drawn = torch.rand(shape, generator=generator)[context.places]
+        return drawn.flatten(0, 1)
 
 
 def globalize_dropout(model: nn.Module) -> None:

@@ -21,7 +21,8 @@ class Gradients(ABC):
     """What waits for the next update of one optimizer."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self.parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._given = list(parameters)
+        self._choose()
         self.replicas = 1.0  # what a backward pass divides by on its own
         self.unit = 0.0
         self.weight = 0.0
@@ -33,10 +34,17 @@ class Gradients(ABC):
         The unit stays that of the first batch until `clear`. Gradients that the user dropped
         (``optimizer.zero_grad()``) take their weight along.
         """
+        if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
+            self._choose()
         if self.unit and all(parameter.grad is None for parameter in self.parameters):
             self.clear()
         self.unit = self.unit or unit
         return self.unit
+
+    def _choose(self) -> None:
+        """Take the parameters that learn; called again when users unfreeze some."""
+        self.parameters = [p for p in self._given if p.requires_grad]
+        self._frozen = [p for p in self._given if not p.requires_grad]
 
     def add(self, loss: float, weight: float) -> None:
         """After it: the sum of the local losses, and how much they weigh."""
@@ -92,14 +100,21 @@ class PackedGradients(Gradients):
     def __init__(
         self, parameters: Sequence[nn.Parameter], collective: Collective, private: bool
     ) -> None:
+        self._collective, self._private = collective, private
         super().__init__(parameters)
-        self._collective = collective
+        self._checked = False
+
+    def _choose(self) -> None:
+        super()._choose()
         kinds = dict.fromkeys((p.dtype, p.device) for p in self.parameters)
         self._packs = [
-            _Pack([p for p in self.parameters if (p.dtype, p.device) == kind], collective, private)
+            _Pack(
+                [p for p in self.parameters if (p.dtype, p.device) == kind],
+                self._collective,
+                self._private,
+            )
             for kind in kinds
         ]
-        self._checked = False
 
     def reduce(self, riders: Riders = ()) -> Riders:
         if not self._checked:

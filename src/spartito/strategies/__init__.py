@@ -11,10 +11,10 @@ from spartito.cluster.resolver import resolve
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
+from spartito.strategies.base import StepResult, Strategy
 from spartito.strategies.mirrored import MirroredStrategy
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.one_device import OneDeviceStrategy
-from spartito.strategies.base import StepResult, Strategy
 
 REGISTRY: dict[str, type[Strategy]] = {
     kind.name: kind for kind in (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy)
