@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from spartito.data.packaged import load_digits, split_digits
 from spartito.data.idx_format import find_idx
+from spartito.data.packaged import load_digits, split_digits
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT.parent / "shared" / "data" / "mnist"

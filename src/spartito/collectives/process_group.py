@@ -9,6 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions keep the world group of the time of its import as a default argument. Imported
+# later (torch.optim does so), they would keep gloo's threads alive beyond `close`, and a thread
+# that lets go of a tensor while the interpreter ends aborts the process.
+import torch.distributed.nn.functional
 from torch import Tensor
 
 from spartito.collectives.collective import Collective, Reducer, Riders
