@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +16,6 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.meeting import connect
 from spartito.data.batch import Batch
-from spartito.data.collate import rows
 from spartito.data.dataset import as_dataset
 from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
@@ -45,6 +44,7 @@ from spartito.engine.precision import autocast, choose_precision
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.strategies.base import Distributed, StepResult, Strategy
+from spartito.strategies.sharing import Placed, Together
 
 
 @dataclass
@@ -140,8 +140,8 @@ class SynchronousStrategy(Strategy):
             self._seed if seed is None else seed,
         )
         if isinstance(chain.source, PerWorker) and self.num_replicas_in_sync > 1:
-            return _Placed(self, _Together(loader, self._collective))
-        return _Placed(self, loader)
+            return Placed(Together(loader, self._collective), self.device, self.enter)
+        return Placed(loader, self.device, self.enter)
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         pair = self._only_pair()
@@ -304,83 +304,6 @@ class SynchronousStrategy(Strategy):
             flat = self._collective.broadcast(torch.cat([tensor.reshape(-1) for tensor in alike]))
             for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
-
-
-class _Placed:
-    """Batches on the strategy's device, each announced to the modules that want to know."""
-
-    def __init__(self, strategy: SynchronousStrategy, batches: Distributed) -> None:
-        self._strategy, self._batches = strategy, batches
-
-    def __iter__(self) -> Iterator[Batch]:
-        return self._place(iter(self._batches))
-
-    def endless(self) -> Iterator[Batch]:
-        return self._place(self._batches.endless())
-
-    def state(self) -> dict[str, int]:
-        return self._batches.state()
-
-    def load_state(self, state: dict[str, int]) -> None:
-        self._batches.load_state(state)
-
-    def _place(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        device = self._strategy.device
-        for batch in batches:
-            if device.type != "cpu":
-                batch = Batch(
-                    rows(batch.data, lambda tensor: tensor.to(device, non_blocking=True)),
-                    batch.size,
-                    batch.global_size,
-                    batch.places,
-                    batch.epoch,
-                    batch.step,
-                )
-            self._strategy.enter(batch)
-            yield batch
-
-
-class _Together:
-    """Sources of unequal length: who ran out goes on with empty batches until all have ended.
-
-    Local batches may differ in size too: each is told how large the global one has become.
-    """
-
-    def __init__(self, loader: Loader, collective: Collective) -> None:
-        self._loader, self._collective = loader, collective
-
-    def __iter__(self) -> Iterator[Batch]:
-        last: Batch | None = None
-        batches = iter(self._loader)
-        while True:
-            batch = next(batches, None)
-            mine = torch.tensor([-1 if batch is None else batch.size])
-            sizes = [int(size) for size in self._collective.all_gather(mine)]
-            if max(sizes) < 0:
-                return
-            last = batch or last
-            if last is None:
-                raise UserError("a replica's source has no batch at all", "Give each some data.")
-            sizes = [max(0, size) for size in sizes]
-            first = sum(sizes[: self._collective.rank])
-            found = batch or _emptied(last)
-            places = torch.arange(first, first + found.size)
-            yield replace(found, global_size=sum(sizes), places=places)
-
-    def endless(self) -> Iterator[Batch]:
-        while True:
-            yield from self
-
-    def state(self) -> dict[str, int]:
-        return self._loader.state()
-
-    def load_state(self, state: dict[str, int]) -> None:
-        self._loader.load_state(state)
-
-
-def _emptied(batch: Batch) -> Batch:
-    data = rows(batch.data, lambda tensor: tensor[:0])
-    return Batch(data, 0, batch.global_size, batch.places[:0], batch.epoch, batch.step + 1)
 
 
 def _own_device(cluster: ClusterSpec) -> torch.device:

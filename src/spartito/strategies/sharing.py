@@ -1,0 +1,90 @@
+"""One replica's batches, as `distribute` gives them out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from spartito.collectives.collective import Collective
+from spartito.data.batch import Batch
+from spartito.data.collate import rows
+from spartito.data.loader import Loader
+from spartito.errors import UserError
+from spartito.strategies.base import Distributed
+
+
+class Placed(Distributed):
+    """Batches on the strategy's device, each announced to the modules that want to know."""
+
+    def __init__(
+        self, batches: Distributed, device: torch.device, announce: Callable[[Batch], None]
+    ) -> None:
+        self._batches, self._device, self._announce = batches, device, announce
+
+    def __iter__(self) -> Iterator[Batch]:
+        return self._place(iter(self._batches))
+
+    def endless(self) -> Iterator[Batch]:
+        return self._place(self._batches.endless())
+
+    def state(self) -> dict[str, int]:
+        return self._batches.state()
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self._batches.load_state(state)
+
+    def _place(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        for batch in batches:
+            if self._device.type != "cpu":
+                batch = replace(batch, data=rows(batch.data, self._move))
+            self._announce(batch)
+            yield batch
+
+    def _move(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._device, non_blocking=True)
+
+
+class Together(Distributed):
+    """Sources of unequal length: who ran out goes on with empty batches until all have ended.
+
+    Local batches may differ in size too: each is told how large the global one has become.
+    """
+
+    def __init__(self, loader: Loader, collective: Collective) -> None:
+        self._loader, self._collective = loader, collective
+
+    def __iter__(self) -> Iterator[Batch]:
+        last: Batch | None = None
+        batches = iter(self._loader)
+        while True:
+            batch = next(batches, None)
+            mine = torch.tensor([-1 if batch is None else batch.size])
+            sizes = [int(size) for size in self._collective.all_gather(mine)]
+            if max(sizes) < 0:
+                return
+            last = batch or last
+            if last is None:
+                raise UserError("a replica's source has no batch at all", "Give each some data.")
+            sizes = [max(0, size) for size in sizes]
+            first = sum(sizes[: self._collective.rank])
+            found = batch or _emptied(last)
+            places = torch.arange(first, first + found.size)
+            yield replace(found, global_size=sum(sizes), places=places)
+
+    def endless(self) -> Iterator[Batch]:
+        while True:
+            yield from self
+
+    def state(self) -> dict[str, int]:
+        return self._loader.state()
+
+    def load_state(self, state: dict[str, int]) -> None:
+        self._loader.load_state(state)
+
+
+def _emptied(batch: Batch) -> Batch:
+    data = rows(batch.data, lambda tensor: tensor[:0])
+    return replace(batch, data=data, size=0, places=batch.places[:0], step=batch.step + 1)
