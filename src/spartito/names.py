@@ -10,6 +10,10 @@ ENV_STRATEGY_OPTIONS = "SPARTITO_STRATEGY_OPTIONS"
 ENV_RUN_DIR = "SPARTITO_RUN_DIR"
 ENV_TIMEOUT = "SPARTITO_TIMEOUT"
 """Seconds that any wait for another task may take."""
+ENV_SNAPSHOT_DIR = "SPARTITO_SNAPSHOT_DIR"
+"""Where a parameter server keeps its snapshots, and finds them when it is started again."""
+ENV_EPOCHS = "SPARTITO_EPOCHS"
+"""The number of epochs that `fit` trains, whatever the script says."""
 
 STRATEGIES = ("mirrored", "multi_worker_mirrored", "one_device")
 PRECISIONS = ("bf16", "fp32")
