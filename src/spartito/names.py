@@ -15,7 +15,13 @@ ENV_SNAPSHOT_DIR = "SPARTITO_SNAPSHOT_DIR"
 ENV_EPOCHS = "SPARTITO_EPOCHS"
 """The number of epochs that `fit` trains, whatever the script says."""
 
-STRATEGIES = ("mirrored", "multi_worker_mirrored", "one_device")
+STRATEGIES = (
+    "central_storage",
+    "mirrored",
+    "multi_worker_mirrored",
+    "one_device",
+    "parameter_server",
+)
 PRECISIONS = ("bf16", "fp32")
 RECIPES = ("cats_vs_dogs", "mnist")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -17,40 +17,57 @@ from spartito.data.batch import Batch
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
 
+T = TypeVar("T")
+Sums = Callable[[], list[float]]
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What one step did, the same on every replica but for ``output``.
+    """What one step did.
 
-    ``loss`` is the sum of the losses of all replicas since the last update and ``weight`` what
-    it is to be divided by; both are 0 when the step only accumulated. ``output`` is the model's
-    answer to this replica's rows, None where it had none. ``stop`` says that a replica asked
-    for an end.
+    ``output`` is the model's answer to this replica's rows, None where it had none. The counts
+    tell how far the whole training came since the last result, as this task knows: ``examples``
+    trained on, global ``batches`` they make, and ``updates``, which are global steps. ``loss``
+    is the sum of losses since the last update and ``weight`` what it is to be divided by; both
+    are 0 when the step only accumulated. Strategies that meet in every step answer the same
+    numbers on every replica. ``stop`` says that somebody asked for an end.
     """
 
-    loss: float
-    weight: float
     output: Any
-    updated: bool
-    stop: bool
+    examples: int
+    batches: int = 1
+    updates: int = 0
+    loss: float = 0.0
+    weight: float = 0.0
+    stop: bool = False
 
 
 class Distributed(Protocol):
-    """One replica's share of a data set, an epoch at a time; it knows its place."""
+    """One replica's share of a data set; it knows its place."""
 
     def __iter__(self) -> Iterator[Batch]:
         """From the present place to the end of the epoch; the next iteration is the next one."""
         ...
 
-    def endless(self) -> Iterator[Batch]:
-        """From the present place on, epoch after epoch."""
+    def epochs(
+        self, count: int, steps: int | None, done: int, sums: Sums
+    ) -> Iterator[Iterator[Batch]]:
+        """The next ``count`` epochs of ``steps`` global batches, or of as many as there are.
+
+        ``done`` batches of the first one were trained on before. ``sums`` answers this task's
+        figures of the epoch so far; they are asked for where replicas do not meet in each step.
+        """
         ...
 
-    def state(self) -> dict[str, int]:
+    def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
+        """The epoch's figures over all replicas: sums of step results, and this task's own."""
+        ...
+
+    def state(self) -> dict[str, Any]:
         """The place of the next batch."""
         ...
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         """Go to that place."""
         ...
 
@@ -77,6 +94,11 @@ class Strategy(ABC):
     def is_chief(self) -> bool:
         """Whether this task writes files and prints."""
         return self.cluster.is_chief
+
+    @property
+    def leads(self) -> bool:
+        """Whether this task sees the whole training: it evaluates, and its callbacks run."""
+        return True
 
     @property
     def task(self) -> Task:
@@ -111,8 +133,13 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def distribute(self, dataset: Any, *, seed: int | None = None) -> Distributed:
-        """This replica's share of ``dataset``, on its device; anything `as_dataset` takes."""
+    def distribute(
+        self, dataset: Any, *, seed: int | None = None, training: bool = True
+    ) -> Distributed:
+        """This replica's share of ``dataset``, on its device; anything `as_dataset` takes.
+
+        ``training`` False is for evaluations, which not all tasks of a strategy may do.
+        """
 
     @abstractmethod
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
@@ -152,6 +179,18 @@ class Strategy(ABC):
     @abstractmethod
     def gather(self, rows: Tensor) -> Tensor:
         """The rows ``(n, ...)`` of all replicas in the order of their ranks, n may differ."""
+
+    @abstractmethod
+    def lead(self, work: Callable[[], T]) -> T:
+        """What ``work`` answers, plain values, on every task; only those that lead do it."""
+
+    @abstractmethod
+    def agree_to_stop(self, asked: bool) -> bool:
+        """At the end of an epoch: whether any task asked for an end of the training."""
+
+    @abstractmethod
+    def share_rates(self, optimizer: Optimizer) -> None:
+        """Give all tasks the learning rates that the chief has chosen by its evaluation."""
 
     @abstractmethod
     def synchronize(self) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,30 +15,73 @@ from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.data.loader import Loader
 from spartito.errors import UserError
-from spartito.strategies.base import Distributed
+from spartito.strategies.base import Distributed, Sums
+
+
+class Share(Protocol):
+    """Where one replica's batches come from: a `Loader`, or what stands around it."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """From the present place to the end of the epoch."""
+        ...
+
+    def endless(self) -> Iterator[Batch]:
+        """From the present place on, epoch after epoch."""
+        ...
+
+    def state(self) -> dict[str, int]:
+        """The place of the next batch."""
+        ...
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Go to that place."""
+        ...
 
 
 class Placed(Distributed):
     """Batches on the strategy's device, each announced to the modules that want to know."""
 
     def __init__(
-        self, batches: Distributed, device: torch.device, announce: Callable[[Batch], None]
+        self,
+        batches: Share,
+        device: torch.device,
+        announce: Callable[[Batch], None],
+        collective: Collective,
     ) -> None:
         self._batches, self._device, self._announce = batches, device, announce
+        self._collective = collective
 
     def __iter__(self) -> Iterator[Batch]:
         return self._place(iter(self._batches))
 
-    def endless(self) -> Iterator[Batch]:
-        return self._place(self._batches.endless())
+    def epochs(
+        self, count: int, steps: int | None, done: int, sums: Sums
+    ) -> Iterator[Iterator[Batch]]:
+        if steps is None:
+            for _ in range(count):
+                yield iter(self)
+            return
+        stream = self._place(self._batches.endless())  # stays open, with what it has read ahead
+        try:
+            for _ in range(count):
+                yield islice(stream, steps - done)
+                done = 0
+        finally:
+            stream.close()
 
-    def state(self) -> dict[str, int]:
+    def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
+        if not own:
+            return list(shared)
+        both = self._collective.all_reduce(torch.tensor(own, dtype=torch.float64))
+        return [*shared, *both.tolist()]
+
+    def state(self) -> dict[str, Any]:
         return self._batches.state()
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self._batches.load_state(state)
 
-    def _place(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+    def _place(self, batches: Iterator[Batch]) -> Generator[Batch]:
         for batch in batches:
             if self._device.type != "cpu":
                 batch = replace(batch, data=rows(batch.data, self._move))
@@ -47,7 +92,7 @@ class Placed(Distributed):
         return tensor.to(self._device, non_blocking=True)
 
 
-class Together(Distributed):
+class Together(Share):
     """Sources of unequal length: who ran out goes on with empty batches until all have ended.
 
     Local batches may differ in size too: each is told how large the global one has become.
@@ -81,7 +126,7 @@ class Together(Distributed):
     def state(self) -> dict[str, int]:
         return self._loader.state()
 
-    def load_state(self, state: dict[str, int]) -> None:
+    def load_state(self, state: dict[str, Any]) -> None:
         self._loader.load_state(state)
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from itertools import islice
+from contextlib import closing, contextmanager
+from itertools import chain as flatten
 from typing import Any
 
 import torch
@@ -84,7 +84,6 @@ class TrainingLoop:
         self._batches = trainer.strategy.distribute(chain, seed=trainer.seed)
         if before is not None:  # other data, but no order of passes that was seen already
             self._batches.load_state({"pass": before._batches.state()["pass"] + 1, "step": 0})
-        self._stream: Iterator[Batch] | None = None
         self._metrics = [copy.copy(metric) for metric in trainer.metrics]
         self._logs = StepLogs(self._metrics)
         self._forget()
@@ -100,57 +99,70 @@ class TrainingLoop:
         callbacks = self._trainer.callbacks
         for callback in callbacks:
             callback.on_train_begin()
-        try:
-            for epoch in epochs:
-                self._run_epoch(epoch, steps, validation, history)
+        batches = self._batches.epochs(len(epochs), steps, self._done, self._own)
+        with closing(batches):  # type: ignore[type-var]
+            for epoch, its_batches in zip(epochs, batches, strict=False):
+                self._run_epoch(epoch, its_batches, validation, history)
                 if self._agree_to_stop():
                     break
-        finally:
-            self._end_stream()
         for callback in callbacks:
             callback.on_train_end()
 
     def state(self) -> dict[str, Any]:
         """Where the loop is: the place in the data, and the sums of the epoch over all replicas."""
+        loss, weight, *metrics = self._sums()
         return {
             "data": self._batches.state(),
             "done": self._done,
             "examples": self.clock.examples if self._done else 0,
-            "loss": self._loss,
-            "weight": self._weight,
-            "metrics": dict(zip([m.name for m in self._metrics], self._sums(), strict=True)),
+            "loss": loss,
+            "weight": weight,
+            "metrics": {
+                m.name: pair for m, pair in zip(self._metrics, _pairs(metrics), strict=True)
+            },
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Go there, under any number of replicas."""
-        self._end_stream()
         self._batches.load_state(state["data"])
         self._done, self._examples = state["done"], state["examples"]
-        self._loss, self._weight = state["loss"], state["weight"]
-        if self._strategy.is_chief:  # the sums are over all replicas: one of them keeps them
-            for metric in self._metrics:
-                metric.total, metric.count = state["metrics"].get(metric.name, (0.0, 0.0))
+        self._before = [state["loss"], state["weight"]]
+        for metric in self._metrics:
+            self._before += state["metrics"].get(metric.name, (0.0, 0.0))
 
     def _run_epoch(
-        self, epoch: int, steps: int | None, validation: Evaluation | None, history: History
+        self,
+        epoch: int,
+        batches: Iterator[Batch],
+        validation: Evaluation | None,
+        history: History,
     ) -> None:
         trainer, callbacks = self._trainer, self._trainer.callbacks
         for callback in callbacks:
             callback.on_epoch_begin(epoch)
-        self._train_epoch(steps)
+        self._train_epoch(batches)
+        trainer.epoch = epoch + 1
+        logs = self._conclude(epoch, validation, history) if self._strategy.leads else {}
+        self._forget()
+        for callback in callbacks:
+            callback.on_epoch_end(epoch, logs)
+
+    def _conclude(
+        self, epoch: int, validation: Evaluation | None, history: History
+    ) -> dict[str, float]:
+        """What the epoch came to, which also decides about the next learning rate."""
+        trainer = self._trainer
         figures, timing = self._figures()
         if validation is not None:
             figures |= {f"val_{name}": value for name, value in validation.run().items()}
         timing["seconds"] = self.clock.seconds
         if isinstance(trainer.scheduler, ReduceLROnPlateau):
             trainer.scheduler.step(figures.get("val_loss", figures["loss"]))
-        trainer.epoch = epoch + 1
+            self._strategy.share_rates(trainer.optimizer)
         history.add(epoch, figures)
-        self._forget()
-        for callback in callbacks:
-            callback.on_epoch_end(epoch, {**figures, **timing})
+        return {**figures, **timing}
 
-    def _train_epoch(self, steps: int | None) -> None:
+    def _train_epoch(self, batches: Iterator[Batch]) -> None:
         trainer, strategy, clock = self._trainer, self._strategy, self.clock
         loss, metrics, logs = trainer.loss, self._metrics, self._logs
         listeners = [
@@ -158,29 +170,24 @@ class TrainingLoop:
             for callback in trainer.callbacks
             if type(callback).on_train_batch_end is not Callback.on_train_batch_end
         ]
-        scheduler = None if isinstance(trainer.scheduler, ReduceLROnPlateau) else trainer.scheduler
-        batches = self._open(endless=steps is not None)
         trainer.model.train()
         clock.start(self._examples)
         now = time.perf_counter
-        while steps is None or self._done < steps:
+        while True:
             before = now()
             batch = next(batches, None)
             clock.waited += now() - before
             if batch is None:
                 break
             result = strategy.step(batch, loss, stop=trainer.stop_training)
-            self._done += 1
-            clock.examples += batch.global_size
+            self._done += result.batches
+            clock.examples += result.examples
             if metrics and result.output is not None and batch.size:
                 target = batch.y
                 with torch.no_grad():
                     for metric in metrics:
                         metric.update(result.output, target, batch.size)
-            if result.updated:
-                self._updated(result)
-                if scheduler is not None:
-                    scheduler.step()
+            self._came(result)
             for callback in listeners:
                 callback.on_train_batch_end(self._done - 1, logs)
             if result.stop:
@@ -188,16 +195,18 @@ class TrainingLoop:
                 break
         rest = strategy.flush()
         if rest is not None:
-            self._updated(rest)
-            if scheduler is not None:
-                scheduler.step()
+            self._came(rest)
 
-    def _updated(self, result: StepResult) -> None:
-        self._trainer.step += 1
+    def _came(self, result: StepResult) -> None:
         self._loss += result.loss
         self._weight += result.weight
         if result.weight:
             self._logs.last = result.loss / result.weight
+        trainer = self._trainer
+        for _ in range(result.updates):
+            trainer.step += 1
+            if trainer.scheduler and not isinstance(trainer.scheduler, ReduceLROnPlateau):
+                trainer.scheduler.step()
 
     def _figures(self) -> tuple[dict[str, float], dict[str, float]]:
         """The epoch's loss and metrics over all replicas, and where its time went."""
@@ -207,40 +216,39 @@ class TrainingLoop:
                 self._strategy.reduce("mean", torch.tensor([self.clock.wait_share]).double())
             ),
         }
-        figures = {"loss": self._loss / self._weight if self._weight else float("nan")}
-        for metric, (total, count) in zip(self._metrics, self._sums(), strict=True):
+        loss, weight, *metrics = self._sums()
+        figures = {"loss": loss / weight if weight else float("nan")}
+        for metric, (total, count) in zip(self._metrics, _pairs(metrics), strict=True):
             figures[metric.name] = total / count if count else float("nan")
         return figures, timing
 
-    def _sums(self) -> list[list[float]]:
-        return sum_over_replicas(
-            self._strategy, [[metric.total, metric.count] for metric in self._metrics]
-        )
+    def _own(self) -> list[float]:
+        """This task's sums of the epoch: loss, its weight, and a pair for each metric."""
+        metrics = [part for metric in self._metrics for part in (metric.total, metric.count)]
+        return [self._loss, self._weight, *metrics]
+
+    def _sums(self) -> list[float]:
+        """The same over all replicas, with what came before a checkpoint."""
+        loss, weight, *metrics = self._own()
+        total = self._batches.total((loss, weight), metrics)
+        return [now + before for now, before in zip(total, self._before, strict=True)]
 
     def _forget(self) -> None:
         """Begin a new epoch."""
         self._done = self._examples = 0
         self._loss = self._weight = 0.0
+        self._before = [0.0] * (2 + 2 * len(self._metrics))
         for metric in self._metrics:
             metric.reset()
 
     def _agree_to_stop(self) -> bool:
-        asked = torch.tensor([float(self._trainer.stop_training)])
-        self._trainer.stop_training = bool(self._strategy.reduce("max", asked))
-        return self._trainer.stop_training
+        trainer = self._trainer
+        trainer.stop_training = self._strategy.agree_to_stop(trainer.stop_training)
+        return trainer.stop_training
 
-    def _open(self, endless: bool) -> Iterator[Batch]:
-        """The batches from here on; an endless stream stays open, with what it has read ahead."""
-        if not endless:
-            self._end_stream()
-            return iter(self._batches)
-        self._stream = self._stream or self._batches.endless()
-        return self._stream
 
-    def _end_stream(self) -> None:
-        if self._stream is not None:
-            self._stream.close()  # type: ignore[attr-defined]
-            self._stream = None
+def _pairs(flat: Sequence[float]) -> list[tuple[float, float]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 class Evaluation:
@@ -257,7 +265,7 @@ class Evaluation:
     ) -> None:
         self._strategy, self._model, self._loss = strategy, model, loss
         self._metrics = [copy.copy(metric) for metric in metrics]
-        self._batches, self._steps = strategy.distribute(chain), steps
+        self._batches, self._steps = strategy.distribute(chain, training=False), steps
 
     def run(self) -> dict[str, float]:
         """The figures, equal on all replicas: ``{"loss": ..., "accuracy": ...}``."""
@@ -266,31 +274,20 @@ class Evaluation:
         losses = [0.0, 0.0]
         self._strategy.synchronize()
         with evaluating(self._model):
-            batches = self._batches  # kept, so that a corrupt example is named once
-            batches.load_state({"pass": 0, "step": 0})
-            for batch in islice(batches if self._steps is None else batches.endless(), self._steps):
+            self._batches.load_state({"pass": 0, "step": 0})  # kept: a corrupt one is named once
+            for batch in flatten.from_iterable(self._batches.epochs(1, self._steps, 0, list)):
                 loss, weight, output = self._strategy.evaluate(batch, self._loss)
                 losses[0] += loss
                 losses[1] += weight
                 if batch.size:
                     for metric in self._metrics:
                         metric.update(output, batch.y, batch.size)
-        pairs = [losses, *([metric.total, metric.count] for metric in self._metrics)]
-        names = ["loss", *(metric.name for metric in self._metrics)]
-        sums = sum_over_replicas(self._strategy, pairs)
+        own = [part for metric in self._metrics for part in (metric.total, metric.count)]
+        sums = _pairs(self._batches.total((), [*losses, *own]))
         if not sums[0][1]:
             raise UserError("an evaluation without examples", "Give it some data.")
+        names = ["loss", *(metric.name for metric in self._metrics)]
         return {name: total / count for name, (total, count) in zip(names, sums, strict=True)}
-
-
-def sum_over_replicas(strategy: Strategy, pairs: list[list[float]]) -> list[list[float]]:
-    """Each number summed over the replicas, in double precision."""
-    if not pairs:
-        return []
-    total: list[list[float]] = strategy.reduce(
-        "sum", torch.tensor(pairs, dtype=torch.float64)
-    ).tolist()
-    return total
 
 
 @contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, check_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike
 from spartito.errors import UserError
-from spartito.names import ENV_RUN_DIR
+from spartito.names import ENV_EPOCHS, ENV_RUN_DIR
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
 from spartito.training.callback import Callback
@@ -124,9 +124,10 @@ class Trainer:
         ``data`` is anything that `as_dataset` takes; ``batch_size`` (global) is used where it
         brings none. Calling `fit` again goes on with the same weights, optimizer and order of
         examples. After `load`, training goes on at the place that was saved, up to ``epochs``;
-        ``initial_epoch`` says otherwise. Raises `UserError`, or `TaskLostError` when a replica
-        is lost.
+        ``initial_epoch`` says otherwise; ``SPARTITO_EPOCHS`` overrides ``epochs``. Raises
+        `UserError`, or `TaskLostError` when a replica is lost.
         """
+        epochs = _asked_epochs(epochs)
         if epochs < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
             raise UserError(
                 f"fit(epochs={epochs}, steps_per_epoch={steps_per_epoch})",
@@ -150,7 +151,7 @@ class Trainer:
         self.batch_size, self.examples = chain.batch_size, chain.examples
         self.stop_training = False
         self._given = list(callbacks)
-        self.callbacks = self._with_own(verbose)
+        self.callbacks = self._with_own(verbose) if self.strategy.leads else []
         if self._loop is None or self._loop.chain is not chain:
             self._loop = TrainingLoop(self, chain, self._loop)
         history = self.history = History()
@@ -166,13 +167,14 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_train_error(error)
             raise
-        return history
+        self.history = History(**self.strategy.lead(lambda: asdict(history)))
+        return self.history
 
     def evaluate(
         self, data: Any, *, steps: int | None = None, batch_size: int = 32
     ) -> dict[str, float]:
         """Loss and metrics over ``data``, exact over all replicas: ``{"loss": ..., ...}``."""
-        return self._evaluation(data, steps, batch_size).run()
+        return self.strategy.lead(lambda: self._evaluation(data, steps, batch_size).run())
 
     def predict(self, data: Any, *, steps: int | None = None, batch_size: int = 32) -> Any:
         """The model's outputs for ``data`` in its order, all of them on every replica.
@@ -186,7 +188,7 @@ class Trainer:
         self.strategy.synchronize()
         outputs: list[Any] = []
         with evaluating(self.model):
-            for batch in islice(self.strategy.distribute(chain), steps):
+            for batch in islice(self.strategy.distribute(chain, training=False), steps):
                 output = self.strategy.predict(batch, self.loss is not None)
                 size = batch.global_size
                 outputs.append(rows(output, lambda part, n=size: self.strategy.gather(part)[:n]))  # type: ignore[misc]
@@ -274,6 +276,16 @@ class Trainer:
                 "Give a function: scheduler=lambda optimizer: StepLR(optimizer, 30).",
             )
         return made
+
+
+def _asked_epochs(epochs: int) -> int:
+    """The number of epochs that the environment asks for, else the script's."""
+    text = os.environ.get(ENV_EPOCHS)
+    if not text:
+        return epochs
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"{ENV_EPOCHS}={text!r} is not a whole number", "As 3, or unset it.")
+    return int(text)
 
 
 def _restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> None:

@@ -1,0 +1,254 @@
+"""What one process does with its share of a step, whoever the others are."""
+
+from __future__ import annotations
+
+import os
+from abc import abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.data.batch import Batch
+from spartito.engine.batchnorm import has_synchronized, synchronize_batchnorm
+from spartito.engine.context import StepContext, enter
+from spartito.engine.dropout import globalize_dropout
+from spartito.engine.gradients import Gradients
+from spartito.engine.loss import LossFunction, evaluate_loss, forward, in_dtype, weigh
+from spartito.engine.optimizers import (
+    NoOptimizer,
+    OptimizerLike,
+    check_optimizer,
+    fuse,
+    load_named_state,
+    make_optimizer,
+    named_state,
+    plain,
+)
+from spartito.engine.precision import autocast, choose_precision
+from spartito.errors import UserError
+from spartito.strategies.base import StepResult, Strategy
+
+
+@dataclass
+class Pair:
+    """A prepared model, its optimizer, and what an update of it has to do."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    gradients: Gradients
+    accumulate: int
+    clip_norm: float | None
+    precision: str
+    waits: bool  # a forward pass waits for the other replicas: even an empty batch runs one
+    dtype: torch.dtype | None  # what floating data is cast to: that of the parameters
+    passes: int = 0
+
+
+class ReplicaStrategy(Strategy):
+    """A model that lives whole in this process, and computes its share of the global batch.
+
+    What is left to the kinds of it: how gradients become an update (`_update`), and who else
+    is there. ``device`` None takes this process's own GPU, else the CPU. ``sync_batchnorm``
+    makes BatchNorm one over the global batch; None does so when training is deterministic.
+    """
+
+    def __init__(
+        self,
+        cluster: ClusterSpec | None,
+        device: torch.device | str | None,
+        sync_batchnorm: bool | None,
+    ) -> None:
+        super().__init__(cluster)
+        self.device = _own_device(self.cluster) if device is None else _named_device(device)
+        self._sync_batchnorm = sync_batchnorm
+        self._collective: Collective = IdentityCollective()
+        self._pairs: list[Pair] = []
+        self._seed = 0
+        self._needs_context = False
+        _share_cores(self.cluster)
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer]:
+        precision = choose_precision(precision, self.device)
+        if accumulate < 1:
+            raise UserError(f"accumulate={accumulate}", "At least one batch makes an update.")
+        if clip_norm is not None and not clip_norm > 0:
+            raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
+        model.to(self.device)
+        made = make_optimizer(optimizer, model)
+        check_optimizer(made, model, self.cluster.num_replicas)
+        fuse(made)
+        synchronized = deterministic if self._sync_batchnorm is None else self._sync_batchnorm
+        if synchronized:
+            synchronize_batchnorm(model)
+        if deterministic:
+            globalize_dropout(model)
+        self._seed = seed
+        self._needs_context = self._needs_context or synchronized or deterministic
+        self._share(model)
+        whole, gradients = self._gradients(model, made)
+        waits = whole is not model or (self.num_replicas_in_sync > 1 and has_synchronized(model))
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        pair = Pair(whole, made, gradients, accumulate, clip_norm, precision, waits, dtype)
+        self._pairs.append(pair)
+        return whole, made
+
+    def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
+        pair = self._only_pair()
+        output = None
+        if batch.size or pair.waits:
+            self.enter(batch)
+            batch = in_dtype(batch, pair.dtype)
+            with autocast(pair.precision, self.device):
+                output = forward(pair.model, batch.data, loss is not None)
+                answer = evaluate_loss(loss, output, batch)
+            self._backward([pair], answer, batch)
+        else:
+            pair.gradients.begin(float(batch.global_size))
+        pair.passes += 1
+        if pair.passes < pair.accumulate:
+            return StepResult(output, batch.global_size)
+        return self._update(pair, output, batch.global_size, stop)
+
+    def flush(self) -> StepResult | None:
+        pair = self._only_pair()
+        return self._update(pair, None, 0, False) if pair.passes else None
+
+    def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
+        if not batch.size:
+            return 0.0, 0.0, None
+        pair = self._only_pair()
+        batch = in_dtype(batch, pair.dtype)
+        with torch.no_grad(), autocast(pair.precision, self.device):
+            output = forward(pair.model, batch.data, loss is not None)
+            found = weigh(evaluate_loss(loss, output, batch), batch)
+        return found.value.item() * found.scale, found.weight, output
+
+    def predict(self, batch: Batch, has_loss: bool) -> Any:
+        pair = self._only_pair()
+        data = in_dtype(batch, pair.dtype).data
+        with torch.no_grad(), autocast(pair.precision, self.device):
+            output = forward(pair.model, data, has_loss)
+        if not has_loss and isinstance(output, dict):
+            return {name: part for name, part in output.items() if name != "loss"}
+        return output
+
+    def backward(self, losses: Any, batch: Batch) -> None:
+        self._backward(self._pairs, losses, batch)
+
+    def update(self, optimizer: Optimizer) -> None:
+        for pair in self._pairs:
+            if pair.optimizer is optimizer:
+                self._update(pair, None, 0, False)
+                return
+        raise UserError(
+            f"update({type(optimizer).__name__}) of an optimizer that was not prepared",
+            "Use the one that strategy.prepare answered.",
+        )
+
+    def state(self) -> dict[str, Any]:
+        self.synchronize()
+        pair = self._only_pair()
+        model = plain(pair.model)
+        return {
+            "model": dict(model.state_dict()),
+            "optimizer": named_state(model, pair.optimizer),
+        }
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        pair = self._only_pair()
+        try:
+            plain(pair.model).load_state_dict(state["model"])
+        except RuntimeError as error:
+            raise UserError(
+                f"the checkpoint does not fit the model: {error}",
+                "Build the model as it was built when the checkpoint was written.",
+            ) from error
+        if "optimizer" in state and not isinstance(pair.optimizer, NoOptimizer):
+            load_named_state(plain(pair.model), pair.optimizer, state["optimizer"])
+
+    def close(self) -> None:
+        enter(None)
+        self._collective.close()
+
+    def enter(self, batch: Batch) -> None:
+        """Tell the modules that look beyond their replica which batch comes next."""
+        if self._needs_context:
+            step = batch.epoch << 32 | batch.step
+            enter(StepContext(self._collective, self._seed, step, batch.global_size, batch.places))
+
+    @abstractmethod
+    def _share(self, model: nn.Module) -> None:
+        """Give every replica the chief's parameters and buffers."""
+
+    @abstractmethod
+    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+        """The gradients of ``optimizer``'s parameters, and the model that produces them."""
+
+    @abstractmethod
+    def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
+        """Make one update of the gradients that wait, and clear them."""
+
+    def _backward(self, pairs: Sequence[Pair], answer: Any, batch: Batch) -> None:
+        found = weigh(answer, batch)
+        if not found.value.requires_grad:
+            raise UserError(
+                "the loss has no gradient: no parameter that learns leads to it",
+                "Compute it from the model's output by differentiable functions of torch, "
+                "and leave requires_grad on where it is to learn.",
+            )
+        units = [pair.gradients.begin(float(batch.global_size)) for pair in pairs]
+        if len(set(units)) != 1:
+            raise UserError(
+                f"one backward pass for optimizers in the middle of batches of {units}",
+                "Update every optimizer, or clear it by zero_grad(), before the next batch.",
+            )
+        scale = found.scale * pairs[0].gradients.replicas / units[0] if found.weight else 0.0
+        found.value.backward(torch.full_like(found.value, scale))
+        loss = found.value.detach().item() * found.scale if found.weight else 0.0
+        for pair in pairs:
+            pair.gradients.add(loss, found.weight)
+
+    def _only_pair(self) -> Pair:
+        if len(self._pairs) != 1:
+            raise UserError(
+                f"step() with {len(self._pairs)} prepared models",
+                "Prepare one model for it; with several, use backward() and update().",
+            )
+        return self._pairs[0]
+
+
+def _own_device(cluster: ClusterSpec) -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", cluster.local_rank % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _named_device(name: torch.device | str) -> torch.device:
+    try:
+        return torch.device(name)
+    except (RuntimeError, TypeError) as error:
+        raise UserError(f"device={name!r} is none of torch's", "As 'cpu' or 'cuda:0'.") from error
+
+
+def _share_cores(cluster: ClusterSpec) -> None:
+    """Divide the cores among the replicas of this machine, unless the user has done so."""
+    if cluster.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+        from spartito.device import available_cores
+
+        torch.set_num_threads(max(1, available_cores() // cluster.local_size))
