@@ -19,9 +19,11 @@ if TYPE_CHECKING:
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.data.batch import Batch
     from spartito.strategies import (
+        CentralStorageStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
+        ParameterServerStrategy,
         Strategy,
         strategy,
     )
@@ -38,11 +40,13 @@ __getattr__ = _attach(
     {
         "Batch": "spartito.data.batch",
         "Callback": "spartito.training.callback",
+        "CentralStorageStrategy": "spartito.strategies",
         "ClusterSpec": "spartito.cluster.spec",
         "History": "spartito.training.history",
         "MirroredStrategy": "spartito.strategies",
         "MultiWorkerMirroredStrategy": "spartito.strategies",
         "OneDeviceStrategy": "spartito.strategies",
+        "ParameterServerStrategy": "spartito.strategies",
         "Strategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
@@ -59,11 +63,13 @@ __getattr__ = _attach(
 __all__ = [
     "Batch",
     "Callback",
+    "CentralStorageStrategy",
     "ClusterSpec",
     "History",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "SpartitoError",
     "Strategy",
     "Task",

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import errno
 import os
-import socket
 import time
 from datetime import timedelta
 from math import inf
@@ -16,12 +14,11 @@ from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.process_group import ProcessGroupCollective, own_address
 from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
+from spartito.collectives.sockets import dial, listen
 from spartito.collectives.store import absentees, ask
 from spartito.errors import TaskLostError, UserError
-from spartito.log import warn
 from spartito.names import ENV_TIMEOUT, nearest
 
-RETRY_SECONDS = 0.02  # between two looks for a rank 0 that does not listen yet
 COMMUNICATION = ("auto", "ddp", "process_group")
 
 
@@ -87,10 +84,10 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
     serves = cluster.rank == 0 and not agent
     end = time.monotonic() + limit
     if serves:
-        listener = _listen(host, port, names[0]).detach()
+        listener = listen(host, port, names[0], anywhere=True).detach()
     else:
         listener = None
-        _await(host, port, names[0], limit)
+        dial(host, port, names[0], limit).close()  # torch's store would wait, but noisily
     store = ask(lambda: _store(host, port, limit, listener), limit, names[0])
     job = dist.PrefixStore(f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     left = max(0.0, end - time.monotonic())
@@ -115,57 +112,6 @@ def _store(host: str, port: int, limit: float, listener: int | None) -> dist.TCP
     )
 
 
-def _await(host: str, port: int, name: str, limit: float) -> None:
-    """Return when ``name`` listens at ``host:port``; torch's store would wait, but noisily."""
-    end = time.monotonic() + limit
-    while True:
-        try:
-            with socket.create_connection((host, port), max(0.01, end - time.monotonic())):
-                return
-        except OSError as error:
-            if time.monotonic() + RETRY_SECONDS >= end:
-                raise TaskLostError(
-                    f"{name} did not come to {host}:{port} within {limit:g} s",
-                    f"{error.strerror or error}. Start it, or mend the address; "
-                    "SPARTITO_TIMEOUT sets the limit in seconds.",
-                ) from error
-        time.sleep(RETRY_SECONDS)
-
-
 def _tell_all(store: dist.Store, cluster: ClusterSpec, text: str) -> list[str]:
     store.set(f"host/{cluster.rank}", text)
     return [store.get(f"host/{rank}").decode() for rank in range(cluster.num_replicas)]
-
-
-def _listen(host: str, port: int, name: str) -> socket.socket:
-    """A socket on the rendezvous' own interface; torch's store would listen on all of them."""
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise UserError(
-            f"{name} cannot resolve its own address {host!r}: {error.strerror}",
-            "Give an address or a name that this machine knows.",
-        ) from error
-    try:
-        return _bound(family, kind, address)
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            # Behind a service name or a translated address: no interface of ours has it.
-            warn("%s is no address of this machine: the job's store listens on all of them", host)
-            return _bound(family, kind, ("", port))
-        raise UserError(
-            f"{name} cannot listen on {host}:{port}: {error.strerror}",
-            "Another program has the port; choose a free one.",
-        ) from error
-
-
-def _bound(family: int, kind: int, address: object) -> socket.socket:
-    listener = socket.socket(family, kind)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)  # type: ignore[arg-type]
-        listener.listen(1024)
-    except OSError:
-        listener.close()
-        raise
-    return listener

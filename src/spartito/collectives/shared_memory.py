@@ -192,7 +192,11 @@ class SharedMemoryCollective(Collective):
     def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         if device.type != "cpu":
             raise UserError(f"shared memory cannot reduce tensors on {device}", "Use the CPU.")
-        size = max(1, numel * dtype.itemsize) * (self.world_size + 1)
+        segment = self.segment(max(1, numel * dtype.itemsize) * (self.world_size + 1))
+        return SharedReducer(self, segment, numel, dtype)
+
+    def segment(self, size: int) -> Segment:
+        """``size`` bytes, all 0, that every replica has mapped; nothing else can find them."""
         segment = self._segment_for_all(
             size, lambda text: self.all_gather_bytes(text.encode())[0].decode()
         )
@@ -200,7 +204,7 @@ class SharedMemoryCollective(Collective):
             self.barrier()
         finally:
             self._unlink(segment)
-        return SharedReducer(self, segment, numel, dtype)
+        return segment
 
     def close(self) -> None:
         while self._lives:

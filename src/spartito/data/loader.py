@@ -55,7 +55,7 @@ class Loader:
                 "Choose a smaller batch, or keep the remainder.",
             )
         self.dataset = dataset
-        self._feed = _feed(dataset, rank, world_size, seed)
+        self._feed = make_feed(dataset, rank, world_size, seed)
         self._pass = 0
         self._step = 0
 
@@ -107,7 +107,8 @@ def examples(dataset: Chain) -> Iterator[Any]:
                 yield _changed(dataset.example_maps, example, 0, epoch, index)
 
 
-def _feed(dataset: Chain, rank: int, world_size: int, seed: int) -> Feed:
+def make_feed(dataset: Chain, rank: int, world_size: int, seed: int) -> Feed:
+    """What makes the batches of replica ``rank`` of ``world_size`` out of a data set's source."""
     if isinstance(dataset.source, PerWorker):
         return PerWorkerFeed(dataset, dataset.source, rank, world_size)
     if isinstance(dataset.source, ExampleStream | BatchStream):

@@ -12,12 +12,21 @@ from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
 from spartito.strategies.base import StepResult, Strategy
+from spartito.strategies.central_storage import CentralStorageStrategy
 from spartito.strategies.mirrored import MirroredStrategy
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.one_device import OneDeviceStrategy
+from spartito.strategies.parameter_server import ParameterServerStrategy
 
 REGISTRY: dict[str, type[Strategy]] = {
-    kind.name: kind for kind in (OneDeviceStrategy, MirroredStrategy, MultiWorkerMirroredStrategy)
+    kind.name: kind
+    for kind in (
+        OneDeviceStrategy,
+        MirroredStrategy,
+        MultiWorkerMirroredStrategy,
+        CentralStorageStrategy,
+        ParameterServerStrategy,
+    )
 }
 
 
@@ -25,13 +34,15 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     """The strategy that was asked for, connected to its replicas.
 
     By ``name``, else by ``SPARTITO_STRATEGY`` with its options in ``SPARTITO_STRATEGY_OPTIONS``
-    (a JSON object), as `spartito run` sets them; else the cluster decides: several processes
-    mean multi_worker_mirrored, one means one_device. ``options`` go to its class.
+    (a JSON object), as `spartito run` sets them; else the cluster decides: a ps in it means
+    parameter_server, several processes multi_worker_mirrored, one means one_device. ``options``
+    go to its class.
     """
     cluster = resolve()
     chosen = name or os.environ.get(ENV_STRATEGY) or ""
     if not chosen:
-        chosen = "multi_worker_mirrored" if cluster.num_replicas > 1 else "one_device"
+        several = "multi_worker_mirrored" if cluster.num_replicas > 1 else "one_device"
+        chosen = "parameter_server" if cluster.addresses.get("ps") else several
     if chosen not in REGISTRY:
         raise UserError(f"unknown strategy {chosen!r}", nearest(chosen, REGISTRY))
     if name is None:
@@ -75,9 +86,11 @@ def _environment_options() -> dict[str, Any]:
 
 __all__ = [
     "REGISTRY",
+    "CentralStorageStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
+    "ParameterServerStrategy",
     "StepResult",
     "Strategy",
     "strategy",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.cluster.resolver import resolve
-from spartito.cluster.spec import ClusterSpec, Task
+from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.data.batch import Batch
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
@@ -76,14 +76,21 @@ class Strategy(ABC):
     """How replicas share the work of a step. The trainer calls `step`, and asks for nothing else.
 
     Custom loops use the parts of a step: `distribute`, `backward`, `update`, `reduce`.
+
+    ``job`` is the whole cluster, ``cluster`` the tasks that this one works with: all, but for
+    the evaluator, which is one replica alone under any strategy.
     """
 
     name: ClassVar[str]
 
     def __init__(self, cluster: ClusterSpec | None = None) -> None:
         """``cluster`` None asks the environment who takes part; `check` refuses what cannot be."""
-        self.cluster = resolve() if cluster is None else cluster
-        self.check(self.cluster)
+        self.job = resolve() if cluster is None else cluster
+        if self.is_evaluator:
+            self.cluster = self.job.apart()
+        else:
+            self.cluster = self.job
+            self.check(self.cluster)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -96,6 +103,11 @@ class Strategy(ABC):
         return self.cluster.is_chief
 
     @property
+    def is_evaluator(self) -> bool:
+        """Whether this task stands outside the training and evaluates its checkpoints."""
+        return self.job.task.type == EVALUATOR
+
+    @property
     def leads(self) -> bool:
         """Whether this task sees the whole training: it evaluates, and its callbacks run."""
         return True
@@ -103,7 +115,7 @@ class Strategy(ABC):
     @property
     def task(self) -> Task:
         """Which task of the cluster this process is."""
-        return self.cluster.task
+        return self.job.task
 
     @abstractmethod
     def check(self, cluster: ClusterSpec) -> None:

@@ -110,18 +110,8 @@ class ReplicaStrategy(Strategy):
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         pair = self._only_pair()
-        output = None
-        if batch.size or pair.waits:
-            self.enter(batch)
-            batch = in_dtype(batch, pair.dtype)
-            with autocast(pair.precision, self.device):
-                output = forward(pair.model, batch.data, loss is not None)
-                answer = evaluate_loss(loss, output, batch)
-            self._backward([pair], answer, batch)
-        else:
-            pair.gradients.begin(float(batch.global_size))
-        pair.passes += 1
-        if pair.passes < pair.accumulate:
+        output = self._compute(pair, batch, loss)
+        if not self._is_due(pair):
             return StepResult(output, batch.global_size)
         return self._update(pair, output, batch.global_size, stop)
 
@@ -203,6 +193,25 @@ class ReplicaStrategy(Strategy):
     @abstractmethod
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         """Make one update of the gradients that wait, and clear them."""
+
+    def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
+        """The output for a batch, whose gradients wait with those before."""
+        output = None
+        if batch.size or pair.waits:
+            self.enter(batch)
+            batch = in_dtype(batch, pair.dtype)
+            with autocast(pair.precision, self.device):
+                output = forward(pair.model, batch.data, loss is not None)
+                answer = evaluate_loss(loss, output, batch)
+            self._backward([pair], answer, batch)
+        else:
+            pair.gradients.begin(float(batch.global_size))
+        pair.passes += 1
+        return output
+
+    def _is_due(self, pair: Pair) -> bool:
+        """Whether the batches so far make an update."""
+        return pair.passes >= pair.accumulate
 
     def _backward(self, pairs: Sequence[Pair], answer: Any, batch: Batch) -> None:
         found = weigh(answer, batch)

@@ -1,0 +1,1 @@
+"""Parameter servers: tasks that keep the parameters, each a part, and apply what workers push."""

@@ -1,0 +1,112 @@
+"""The chief of a job with parameter servers: it gives out work and looks after the servers."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from spartito.errors import SpartitoError
+from spartito.log import warn
+from spartito.ps.client import Control
+from spartito.ps.coordinator import Coordinator
+from spartito.ps.lease import Lease, Plan
+from spartito.ps.messages import End, Flush, Lost, Status, Values
+from spartito.ps.work import Totals
+
+WATCH_SECONDS = 1.0  # between two looks at the servers
+JOB = 0  # what is published first
+
+OnLost = Callable[[int, Lease | None], None]
+"""Is told of a worker that is gone, and of the lease that it had."""
+
+
+class Chief:
+    """Holds the coordinator and the control of the servers; each hears of the other's losses."""
+
+    def __init__(
+        self, make: Callable[[OnLost], Coordinator], control: Control, job: str, slices: int
+    ) -> None:
+        """``make`` answers a coordinator that tells of lost workers; ``control`` has links of
+        the job ``job``; a global batch has ``slices`` pieces.
+        """
+        self.coordinator = make(self._worker_lost)
+        self.control, self.job = control, job
+        self.lost = 0
+        """Pieces whose updates were lost with a server, and are computed again."""
+        self._slices = slices
+        self._streams: list[int] = []
+        self._over = threading.Event()
+        self._published = JOB
+        self._watch = threading.Thread(target=self._look_after, name="spartito-watch", daemon=True)
+
+    def begin(self) -> None:
+        """Let the workers come: the servers have their values."""
+        self.coordinator.publish(JOB, self.job.encode())
+        self._watch.start()
+
+    def open(self, stream: int, plan: Plan) -> None:
+        """Begin to give out the work of a stream."""
+        self._streams.append(stream)
+        self.coordinator.open(stream, plan)
+
+    def stop(self) -> None:
+        """Give out no more work of the stream that is open."""
+        if self._streams:
+            self.coordinator.end_stream(self._streams[-1])
+
+    def close_epoch(self, stream: int, epoch: int) -> Totals:
+        """After all of an epoch is done: apply what waits, and answer the epoch's figures."""
+        self.control.tell(Flush())
+        return self.coordinator.sums(stream, epoch)
+
+    def far(self) -> Values:
+        """How far the first server is."""
+        answer: Values = self.control.tell(Status())[0]
+        return answer
+
+    def publish(self, value: Any) -> None:
+        """Plain values for all who wait for the next ones."""
+        self._published += 1
+        self.coordinator.publish(self._published, json.dumps(value).encode())
+
+    def share_rates(self, settings: Sequence[Mapping[str, Any]]) -> None:
+        """Tell all tasks these learning rates."""
+        self.coordinator.rates = json.dumps([group.get("lr") for group in settings]).encode()
+
+    def close(self) -> None:
+        """End the job: the workers leave, then the servers end."""
+        self.coordinator.close()
+        self._over.set()
+        self._watch.join()
+        self.control.tell(End())
+        self.control.close()
+
+    def _worker_lost(self, worker: int, lease: Lease | None) -> None:
+        group, size = (lease.group, lease.stop - lease.start) if lease else (0, 0)
+        self.control.lose(Lost(worker, group, size))
+
+    def _look_after(self) -> None:
+        try:
+            while not self._over.wait(WATCH_SECONDS):
+                self.control.tell(Status())
+                while self.control.restarted:
+                    self._reopen(self.control.restarted.pop())
+        except SpartitoError as error:
+            if not self._over.is_set():
+                self.coordinator.fail(error)
+
+    def _reopen(self, server: int) -> None:
+        """Have computed again what a server that was started again has not applied."""
+        applied, count = self.control.applied(server, self._slices), 0
+        for stream in self._streams:
+            missing = [
+                piece
+                for piece in self.coordinator.finished(stream)
+                if (stream, *piece) not in applied
+            ]
+            count += self.coordinator.reopen(stream, missing)
+        self.lost += count
+        name = self.control.links[server].address.name
+        warn("%s was started again: %d pieces of work are done again", name, count)

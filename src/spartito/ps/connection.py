@@ -1,0 +1,306 @@
+"""One task's requests to a parameter server, answered one after the other in a thread."""
+
+from __future__ import annotations
+
+import socket
+import tempfile
+import threading
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spartito.collectives.shared_memory import Segment, host_key
+from spartito.errors import SpartitoError
+from spartito.log import warn
+from spartito.ps.codec import Codec, make_codec
+from spartito.ps.layout import LINE, Span
+from spartito.ps.messages import (
+    Applied,
+    Done,
+    End,
+    Flush,
+    GetApplied,
+    GetState,
+    Hello,
+    Load,
+    LoadState,
+    Lost,
+    Pull,
+    Push,
+    Refused,
+    Release,
+    Request,
+    State,
+    Status,
+    Welcome,
+)
+from spartito.ps.shard import State as OptimizerState
+from spartito.ps.shard import settings
+from spartito.ps.store import Store
+from spartito.ps.vector import allocate, dtype_of
+from spartito.ps.wire import Gone, ProtocolError, Wire
+
+GREETING_SECONDS = 10.0  # a stranger that says nothing is sent away
+STATE_ROOM = 8  # the optimizer's tensors are at most so many times the values
+SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+
+
+def areas(span: Span) -> tuple[int, int, int]:
+    """Where a shared segment has its push area and its pull area, and its size, in bytes."""
+    room = -(-(span.phase + span.size) // LINE) * LINE
+    return span.phase, room + span.phase, 2 * room
+
+
+class Host(Protocol):
+    """The server that a connection belongs to."""
+
+    store: Store
+    name: str
+    wire_dtype: str | None
+    life: str
+    shares: bool
+
+    def greet(self, hello: Hello) -> Refused | None:
+        """Whether a task may come in."""
+        ...
+
+    def came(self, connection: Connection, chief: bool) -> None:
+        """A task was let in."""
+        ...
+
+    def left(self, connection: Connection, chief: bool) -> None:
+        """A task is gone."""
+        ...
+
+    def snapshot(self) -> None:
+        """Write what a restarted server goes on from."""
+        ...
+
+    def end(self) -> None:
+        """The job has ended."""
+        ...
+
+
+class Connection(threading.Thread):
+    """One task's requests, one after the other."""
+
+    def __init__(self, server: Host, sock: socket.socket) -> None:
+        super().__init__(name="spartito-serve", daemon=True)
+        self._server, self._store = server, server.store
+        self._wire = Wire(sock, Request, timeout=GREETING_SECONDS)
+        self._worker = -1
+        self._loading: OptimizerState = {}
+        self._expected = 0
+        self._pending: Load | None = None
+        span = self._store.shard.span
+        self._span = span
+        self._shared = False
+        self._inbox: Tensor | None = None
+        self._outbox: Tensor | None = None
+        self._codec: Codec = make_codec(self._store.shard.layout, span, server.wire_dtype)
+
+    @property
+    def sent(self) -> int:
+        """Bytes."""
+        return self._wire.sent
+
+    @property
+    def received(self) -> int:
+        """Bytes."""
+        return self._wire.received
+
+    def close(self) -> None:
+        """End it from another thread."""
+        self._wire.close()
+
+    def run(self) -> None:
+        """Serve until the task leaves."""
+        hello: Hello | None = None
+        try:
+            hello = self._greet()
+            if hello is not None:
+                self._serve()
+        except ProtocolError as error:
+            warn("%s sends %s away: %s", self._server.name, _who(hello), error)
+            self._refuse(error)
+        except (Gone, TimeoutError):
+            pass  # it left, and comes back or not
+        except SpartitoError as error:
+            self._refuse(error)
+        finally:
+            self._wire.close()
+            if hello is not None:
+                with self._store.turn:
+                    self._store.release(self._worker)
+                self._server.left(self, hello.chief)
+
+    def _refuse(self, error: SpartitoError) -> None:
+        with suppress(OSError, SpartitoError):
+            why, _, advice = str(error).partition("\n  ")
+            self._wire.send(Refused(why, advice))
+
+    def _greet(self) -> Hello | None:
+        """Let a task in, with shared memory where it is on this machine."""
+        hello = self._wire.receive()
+        if not isinstance(hello, Hello):
+            raise ProtocolError(f"hello was expected, {type(hello).__name__.lower()} came")
+        refusal = self._server.greet(hello)
+        if refusal is not None:
+            self._wire.send(refusal)
+            return None
+        self._worker = hello.worker
+        self._server.came(self, hello.chief)
+        same_host = bool(hello.host) and hello.host == host_key()
+        if self._server.shares and same_host:
+            self._share()
+        else:
+            self._inbox, self._outbox = allocate(self._span), allocate(self._span)
+            self._wire.send(Welcome(self._store.ready, self._server.life))
+        self._wire.timeout = None
+        self._wire.limit = STATE_ROOM * self._span.size + (1 << 20)
+        return hello
+
+    def _share(self) -> None:
+        """Map a segment with the task, and go on by a socket of this machine alone."""
+        push_at, pull_at, size = areas(self._span)
+        segment = Segment.create(size, [path for path in SHARED if path.is_dir()])
+        path = segment.path.with_suffix(".sock")
+        try:
+            with socket.socket(socket.AF_UNIX) as local:
+                local.bind(str(path))
+                local.listen(1)
+                local.settimeout(GREETING_SECONDS)
+                self._wire.send(
+                    Welcome(self._store.ready, self._server.life, str(segment.path), str(path))
+                )
+                sock, _ = local.accept()
+        finally:
+            segment.path.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
+        self._wire.close()
+        self._wire = Wire(sock, Request)
+        self._inbox = segment.tensor(push_at, self._span.size, torch.uint8)
+        self._outbox = segment.tensor(pull_at, self._span.size, torch.uint8)
+        self._shared = True
+
+    def _serve(self) -> None:
+        inbox, outbox, store = self._inbox, self._outbox, self._store
+        assert inbox is not None
+        assert outbox is not None
+        room = None if self._shared else self._codec.room(inbox)
+        while True:
+            message = self._wire.receive(room)
+            if isinstance(message, Push):
+                if not self._shared and not message.dropped:
+                    self._codec.decode(inbox)
+                with store.turn:
+                    self._need_values()
+                    status, staleness = store.push(self._worker, message, inbox)
+                    if message.pull:
+                        store.admit(self._worker)
+                        outbox.copy_(store.shard.values)
+                    answer = store.values(status, staleness)
+                self._answer(answer, outbox if message.pull else None)
+            elif isinstance(message, Pull):
+                with store.turn:
+                    self._need_values()
+                    if message.admit:
+                        store.admit(self._worker)
+                    outbox.copy_(store.shard.values)
+                    answer = store.values()
+                self._answer(answer, outbox)
+            elif isinstance(message, End):
+                self._wire.send(Done())
+                self._server.end()
+                return
+            else:
+                self._control(message)
+
+    def _answer(self, answer: Any, values: Tensor | None) -> None:
+        if values is None or self._shared:
+            self._wire.send(answer)
+        else:
+            self._wire.send(answer, self._codec.encode(values))
+
+    def _need_values(self) -> None:
+        if not self._store.ready:
+            raise SpartitoError(
+                f"{self._server.name} has no values yet", "The chief gives them when it comes."
+            )
+
+    def _control(self, message: Any) -> None:
+        """What comes seldom: of the chief, and of workers that rest."""
+        store, wire = self._store, self._wire
+        with store.turn:
+            if isinstance(message, Status):
+                wire.send(store.values())
+                return
+            if isinstance(message, Release):
+                store.release(self._worker)
+            elif isinstance(message, Lost):
+                store.lose(message.worker, message.group, message.size)
+            elif isinstance(message, Flush):
+                store.flush()
+            elif isinstance(message, GetState):
+                self._send_state()
+                return
+            elif isinstance(message, GetApplied):
+                dumped = store.keys.dump()
+                passes = [(name, len(bits)) for name, bits in dumped.items()]
+                wire.send(Applied(passes), b"".join(dumped.values()))
+                return
+            elif isinstance(message, Load):
+                self._begin_load(message)
+            elif isinstance(message, LoadState):
+                self._load_state(message)
+            else:
+                raise ProtocolError(f"{type(message).__name__.lower()} came in the middle")
+        if isinstance(message, Load | LoadState):
+            self._finish_load()
+        else:
+            wire.send(Done())
+
+    def _begin_load(self, load: Load) -> None:
+        if len(self._wire.payload) != self._span.size:
+            raise ProtocolError(
+                f"{self._span.size} bytes of values were expected, {len(self._wire.payload)} came"
+            )
+        values = torch.frombuffer(bytearray(self._wire.payload), dtype=torch.uint8)
+        self._store.shard.values.copy_(values)
+        self._store.shard.set(load.settings)
+        self._pending, self._expected, self._loading = load, load.tensors, {}
+
+    def _load_state(self, message: LoadState) -> None:
+        if self._pending is None or message.slot >= len(self._store.shard.slots):
+            raise ProtocolError("the optimizer's state came where it was not expected")
+        data = torch.frombuffer(bytearray(self._wire.payload), dtype=dtype_of(message.dtype))
+        self._loading[message.slot, message.key] = data[0] if message.scalar else data
+
+    def _finish_load(self) -> None:
+        if self._pending is None or len(self._loading) < self._expected:
+            return
+        with self._store.turn:
+            self._store.shard.load_state(self._loading)
+            self._store.job, self._store.ready = self._pending.job, True
+            self._store.turn.notify_all()
+        self._pending = None
+        self._server.snapshot()
+        self._wire.send(Done())
+
+    def _send_state(self) -> None:
+        shard = self._store.shard
+        state = shard.state()
+        self._wire.send(State(len(state), settings(shard.optimizer)), shard.values.numpy().data)
+        for (slot, key), value in state.items():
+            data = value.detach().reshape(-1).contiguous()
+            self._wire.send(
+                LoadState(slot, key, str(value.dtype).removeprefix("torch."), not value.dim()),
+                data.view(torch.uint8).numpy().data,
+            )
+
+
+def _who(hello: Hello | None) -> str:
+    return "a stranger" if hello is None else hello.task

@@ -1,0 +1,398 @@
+"""The heart of a job with parameter servers, in the chief's process: gives out all work.
+
+Thread-safe: every connection of `spartito.ps.reception` has a thread that calls in here, and
+so has the chief.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from math import inf
+
+from spartito.errors import SpartitoError, UserError
+from spartito.log import note, warn
+from spartito.ps.lease import Lease, Piece, Plan, WorkQueue
+from spartito.ps.members import Member, absence
+from spartito.ps.work import MAX_PUBLISHED, Complete, Pause, Report, Totals, Work
+
+LOOK_SECONDS = 0.25
+"""How often waiting chiefs and the watch look whether somebody is missing."""
+ANSWER_SECONDS = 1.0
+"""The longest that a worker's question stays without an answer."""
+PATIENCE = 3
+"""So many time limits may go by while workers take work and finish none."""
+LEAVE_SECONDS = 5.0
+"""How long `Coordinator.close` waits for the workers to leave."""
+
+
+class Coordinator:
+    """Who computes what, over all streams of a job.
+
+    names          of the workers, by index
+    lease_seconds  a worker that is silent so long is lost; it may come back
+    timeout        seconds that the chief waits without any progress before it gives up
+    on_lost        is told (worker, lease) of each lease of a lost worker, or (worker, None)
+    expect_all     nothing is given out until every worker has come
+    bad_limit      how many pushes may be dropped because they were not finite
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        *,
+        lease_seconds: float = 10.0,
+        timeout: float = 300.0,
+        on_lost: Callable[[int, Lease | None], None] = lambda worker, lease: None,
+        expect_all: bool = False,
+        bad_limit: int = 100,
+    ) -> None:
+        self.lease_seconds = lease_seconds
+        self.timeout = timeout
+        self._members = [Member(name) for name in names]
+        self._on_lost = on_lost
+        self._expect_all = expect_all
+        self._bad_limit = bad_limit
+        self._changed = threading.Condition()
+        self._queues: dict[int, WorkQueue] = {}
+        self._stopped: set[int] = set()
+        self._published: dict[int, bytes] = {}
+        self._rates = b""
+        self._sessions = 0
+        # When a worker came or finished work, and when anybody's work last changed hands.
+        self._progress = self._moved = time.monotonic()
+        self._polled = (-1, -1, 0.0)  # stream, epoch, and since when the chief polls them
+        self._failure: SpartitoError | None = None
+        self._ended = False
+        self._over = threading.Event()
+        self._closing: list[Callable[[], None]] = []
+        self._watch = threading.Thread(target=self._look_after, name="spartito-watch", daemon=True)
+        self._watch.start()
+
+    # Workers
+
+    def enter(self, worker: int, local: bool = False) -> int:
+        """``worker`` has come; answers its session. It takes the place of one there before.
+
+        A ``local`` one lives as long as the coordinator. Raises `UserError` if the job has
+        ended or has no such worker.
+        """
+        with self._changed:
+            if self._ended:
+                raise UserError("the job has ended", "Start a new one.")
+            if not 0 <= worker < len(self._members):
+                raise UserError(f"worker {worker} in a job of {len(self._members)} workers")
+            member = self._members[worker]
+            if member.local:
+                raise UserError(f"{member.name} is the chief itself", "Give each task an index.")
+            dropped = self._drop(worker) if member.live else []
+            self._sessions += 1
+            member.session, member.local = self._sessions, local
+            member.live = member.came = True
+            member.heard = self._progress = self._moved = time.monotonic()
+            if self._expect_all and all(other.came for other in self._members):
+                self._expect_all = False
+                for queue in self._queues.values():
+                    self._join_all(queue)
+            self._changed.notify_all()
+            session = member.session
+        self._tell_lost(worker, dropped)
+        return session
+
+    def hear(self, worker: int, session: int) -> None:
+        """A sign of life; one that was given up is back. `UserError` if it was replaced."""
+        with self._changed:
+            member = self._members[worker]
+            if member.session != session:
+                raise UserError(f"another process has taken the place of {member.name}")
+            member.heard = time.monotonic()
+            if not member.live:
+                member.live = True
+                note("%s is back", member.name)
+
+    def leave(self, worker: int, session: int, lost: bool) -> None:
+        """A connection ends: ``lost`` without a farewell. Nothing if the worker was replaced."""
+        with self._changed:
+            member = self._members[worker]
+            if member.session != session:
+                return
+            member.session, member.local = 0, False
+            dropped = self._drop(worker) if member.live else []
+        if lost and dropped and not self._over.is_set():
+            warn("%s is gone: its work goes to others", member.name)
+        if lost or any(dropped):
+            self._tell_lost(worker, dropped)
+
+    def live(self) -> list[int]:
+        """The workers that are there."""
+        with self._changed:
+            return [index for index, member in enumerate(self._members) if member.live]
+
+    def take(
+        self,
+        worker: int,
+        stream: int,
+        epoch: int,
+        report: Report | None,
+        wait: bool = True,
+        patience: float = inf,
+    ) -> Work:
+        """As `spartito.ps.work.WorkSource.take`, but `Pause` after ``patience`` seconds too."""
+        end = time.monotonic() + (patience if wait else 0.0)
+        with self._changed:
+            if report is not None:
+                self._hand_in(worker, stream, report)
+            while True:
+                work = self._look(worker, stream, epoch)
+                left = end - time.monotonic()
+                if not isinstance(work, Pause) or left <= 0:
+                    return work
+                self._changed.wait(min(left, LOOK_SECONDS))
+
+    # The chief
+
+    def open(self, stream: int, plan: Plan) -> None:
+        """Begin a stream: who asked for its work already gets it now."""
+        with self._changed:
+            self._check()
+            if stream in self._queues:
+                raise ValueError(f"stream {stream} was opened before")
+            queue = self._queues[stream] = WorkQueue(plan)
+            self._join_all(queue)
+            self._progress = self._moved = time.monotonic()
+            self._changed.notify_all()
+
+    def poll(self, stream: int, epoch: int, seconds: float) -> bool:
+        """Whether all of ``epoch`` is done or the stream was ended; waits so long at most.
+
+        Raises what the workers' reports say that is wrong, and `TaskLostError` if nothing at
+        all has happened for ``timeout`` seconds while the chief polled this epoch.
+        """
+        with self._changed:
+            if self._polled[:2] != (stream, epoch):
+                self._polled = (stream, epoch, time.monotonic())
+            self._changed.wait_for(
+                lambda: self._failure is not None or self._is_over(stream, epoch), seconds
+            )
+            over = self._is_over(stream, epoch)
+            self._check(None if over else self._polled[2])
+            return over
+
+    def fail(self, error: SpartitoError) -> None:
+        """Something is wrong that ends the job: the chief's next call raises it."""
+        with self._changed:
+            self._failure = self._failure or error
+            self._changed.notify_all()
+
+    def check(self, began: float | None = None) -> None:
+        """Raise what went wrong; `TaskLostError` if a wait since ``began`` leads nowhere."""
+        with self._changed:
+            self._check(began)
+
+    def close_epoch(self, stream: int, epoch: int) -> None:
+        """Let gated work of the next epoch begin."""
+        with self._changed:
+            self._check()
+            self._queues[stream].close(epoch)
+            self._changed.notify_all()
+
+    def end_stream(self, stream: int) -> None:
+        """Stop early: no more work of it, whatever is left."""
+        with self._changed:
+            self._stopped.add(stream)
+            self._changed.notify_all()
+
+    def sums(self, stream: int, epoch: int) -> Totals:
+        """What is done of an epoch."""
+        with self._changed:
+            return self._totals(stream, epoch)
+
+    def frontier(self, stream: int) -> tuple[int, int]:
+        """(pass, step) of the first global batch with a piece that is not finished."""
+        with self._changed:
+            return self._queues[stream].frontier()
+
+    def beyond(self, stream: int) -> list[Piece]:
+        """The finished pieces of that global batch and of later ones."""
+        with self._changed:
+            return self._queues[stream].beyond()
+
+    def finished(self, stream: int) -> list[Piece]:
+        """All finished pieces of a stream."""
+        with self._changed:
+            return self._queues[stream].finished()
+
+    def held(self, stream: int) -> list[tuple[int, Lease]]:
+        """(worker, lease) of all leases that are out."""
+        with self._changed:
+            return self._queues[stream].held()
+
+    def reopen(self, stream: int, pieces: Iterable[Piece]) -> int:
+        """Have lost pieces computed again, first of all; answers how many."""
+        with self._changed:
+            count = self._queues[stream].reopen(pieces)
+            self._changed.notify_all()
+            return count
+
+    def publish(self, key: int, value: bytes) -> None:
+        """Give ``value`` to all who ask for ``key``."""
+        if len(value) > MAX_PUBLISHED:
+            raise ValueError(f"{len(value)} bytes to publish, more than {MAX_PUBLISHED}")
+        with self._changed:
+            self._published[key] = bytes(value)
+            self._changed.notify_all()
+
+    def published(self, key: int, patience: float = inf) -> bytes | None:
+        """What was published under ``key``, once it is; None after ``patience`` seconds."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: key in self._published or self._ended, min(patience, self.timeout)
+            )
+            return self._published.get(key)
+
+    @property
+    def rates(self) -> bytes:
+        """What every worker is told with its next answer; a few bytes."""
+        with self._changed:
+            return self._rates
+
+    @rates.setter
+    def rates(self, value: bytes) -> None:
+        with self._changed:
+            self._rates = bytes(value)
+
+    def on_close(self, action: Callable[[], None]) -> None:
+        """Have ``action`` done at the end."""
+        self._closing.append(action)
+
+    @property
+    def ended(self) -> bool:
+        """Whether `end` was called."""
+        return self._ended
+
+    def end(self) -> None:
+        """The job has ended: who asks is told to stop, and nobody may enter any more."""
+        with self._changed:
+            self._ended = True
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End, give the workers a while to leave, and close all connections."""
+        self.end()
+        with self._changed:
+            self._changed.wait_for(
+                lambda: not any(m.live and m.session and not m.local for m in self._members),
+                LEAVE_SECONDS,
+            )
+        self._over.set()
+        while self._closing:
+            self._closing.pop()()
+        self._watch.join(self.timeout)
+
+    # Inside; all but the last two with the lock held
+
+    def _look(self, worker: int, stream: int, epoch: int) -> Work:
+        if self._ended or stream in self._stopped:
+            return Complete(epoch, stop=True)
+        queue = self._queues.get(stream)
+        if queue is None or self._expect_all:
+            return Pause()
+        if queue.is_complete(epoch):
+            return Complete(epoch)
+        lease = queue.take(worker, epoch, time.monotonic())
+        if lease is None:
+            return Pause()
+        if lease.group:
+            self._changed.notify_all()  # the others' leases were granted with it
+        return lease
+
+    def _hand_in(self, worker: int, stream: int, report: Report) -> None:
+        member, now = self._members[worker], time.monotonic()
+        queue = self._queues.get(stream)
+        if queue is not None and report.abandoned:
+            queue.abandon(report.lease)
+        elif queue is not None:
+            try:
+                if queue.finish(report.lease, report.sums, report.ended, now):
+                    self._progress = self._moved = now
+            except SpartitoError as error:
+                self.fail(error)
+        if report.bad:
+            member.bad += report.bad
+            warn("%s: %d pushes were not finite and dropped: %s", member.name, report.bad,
+                 report.detail)  # fmt: skip
+            total = sum(other.bad for other in self._members)
+            if total > self._bad_limit:
+                self.fail(
+                    SpartitoError(
+                        f"{total} pushes were not finite and dropped, more than "
+                        f"{self._bad_limit}; the last by {member.name}: {report.detail}",
+                        "Lower the learning rate, clip the gradients, or look at the data.",
+                    )
+                )
+        self._changed.notify_all()
+
+    def _check(self, began: float | None = None) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if began is None:
+            return
+        now = time.monotonic()
+        hopeless = now - max(began, self._progress) > PATIENCE * self.timeout
+        if not hopeless and now - max(began, self._moved) > self.timeout:
+            # Work that is out comes back in time, one way or the other.
+            hopeless = not any(queue.held() for queue in self._queues.values())
+        if hopeless:
+            raise absence(self._members, self._expect_all, self.timeout)
+
+    def _is_over(self, stream: int, epoch: int) -> bool:
+        return stream in self._stopped or self._queues[stream].is_complete(epoch)
+
+    def _totals(self, stream: int, epoch: int) -> Totals:
+        queue = self._queues[stream]
+        return Totals(
+            queue.sums(epoch), queue.pieces_done(epoch), queue.plan.slices, queue.steps(epoch)
+        )
+
+    def _join_all(self, queue: WorkQueue) -> None:
+        for index, member in enumerate(self._members):
+            if member.live:
+                queue.join(index)
+
+    def _drop(self, worker: int) -> list[Lease | None]:
+        """Give back all that ``worker`` has; answers its leases, [None] if it had none."""
+        self._members[worker].live = False
+        self._changed.notify_all()
+        return [lease for queue in self._queues.values() for lease in queue.drop(worker)] or [None]
+
+    def _find_silent(self) -> list[tuple[int, str, list[Lease | None]]]:
+        """Give up who is silent or does not finish: (worker, why, its leases)."""
+        now, found = time.monotonic(), []
+        for index, member in enumerate(self._members):
+            if member.live and not member.local and now - member.heard > self.lease_seconds:
+                why = f"{member.name} has not been heard of for {self.lease_seconds:g} s"
+                found.append((index, why, self._drop(index)))
+        for queue in self._queues.values():
+            for index in {worker for worker, _ in queue.expired(now, self.timeout)}:
+                why = f"{self._members[index].name} has not finished its work in {self.timeout:g} s"
+                live = self._members[index].live
+                found.append((index, why, self._drop(index)))
+                self._members[index].live = live  # it beats: it may still go on
+                self._moved = now
+        return found
+
+    def _tell_lost(self, worker: int, leases: list[Lease | None]) -> None:
+        try:
+            for lease in leases:
+                self._on_lost(worker, lease)
+        except SpartitoError as error:
+            self.fail(error)
+
+    def _look_after(self) -> None:
+        while not self._over.wait(min(LOOK_SECONDS, self.lease_seconds / 4)):
+            with self._changed:
+                found = [] if self._ended else self._find_silent()
+            for worker, why, leases in found:
+                warn("%s: its work goes to others", why)
+                self._tell_lost(worker, leases)

@@ -1,0 +1,57 @@
+"""Which pieces a shard has applied: a bit for each, so that a push works once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+Key = tuple[int, int, int, int]
+"""(stream, pass, step, slice)"""
+
+
+class Keys:
+    """A set of keys of ``slices`` slices, grown as steps come; a bit per piece."""
+
+    def __init__(self, slices: int) -> None:
+        self.slices = slices
+        self._bits: dict[tuple[int, int], bytearray] = {}
+
+    def __contains__(self, key: Key) -> bool:
+        stream, number, step, index = key
+        bits = self._bits.get((stream, number), b"")
+        place = step * self.slices + index
+        return place >> 3 < len(bits) and bool(bits[place >> 3] >> (place & 7) & 1)
+
+    def __len__(self) -> int:
+        return sum(int.from_bytes(bits, "little").bit_count() for bits in self._bits.values())
+
+    def __iter__(self) -> Iterator[Key]:
+        for (stream, number), bits in self._bits.items():
+            for place in range(8 * len(bits)):
+                if bits[place >> 3] >> (place & 7) & 1:
+                    yield (stream, number, *divmod(place, self.slices))
+
+    def add(self, keys: Iterable[Key]) -> int:
+        """Take note of them; answers how many are new."""
+        new = 0
+        for stream, number, step, index in keys:
+            bits = self._bits.setdefault((stream, number), bytearray())
+            place = step * self.slices + index
+            if place >> 3 >= len(bits):
+                bits.extend(bytes(max(64, (place >> 3) + 1 - len(bits))))
+            bit = 1 << (place & 7)
+            new += not bits[place >> 3] & bit
+            bits[place >> 3] |= bit
+        return new
+
+    def dump(self) -> dict[str, bytes]:
+        """The bits of each pass, by ``stream/pass``."""
+        return {f"{stream}/{number}": bytes(b) for (stream, number), b in self._bits.items()}
+
+    @classmethod
+    def load(cls, slices: int, dumped: dict[str, bytes]) -> Keys:
+        """What `dump` answered."""
+        made = cls(slices)
+        for name, bits in dumped.items():
+            stream, _, number = name.partition("/")
+            made._bits[int(stream), int(number)] = bytearray(bits)
+        return made

@@ -1,0 +1,248 @@
+"""Where every parameter lies in the flat vector, and which server holds what of it: pure.
+
+All parameters and buffers form one vector of bytes. It is ordered by (is buffer, dtype,
+parameter group), so that a server can run the optimizer on a few long tensors (runs) instead
+of on many short ones; each server holds one contiguous span of it.
+"""
+
+from __future__ import annotations
+
+import json
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from itertools import groupby, islice
+from math import prod
+
+from spartito.errors import UserError
+
+BUFFER = -1
+"""The group of what no optimizer touches: BatchNorm's statistics and their like."""
+LINE = 64  # bytes: every run begins at a multiple, every cut inside a tensor is at one
+
+ITEM_SIZES = {
+    "bool": 1, "uint8": 1, "int8": 1, "float8_e4m3fn": 1, "float8_e5m2": 1,
+    "uint16": 2, "int16": 2, "float16": 2, "bfloat16": 2,
+    "uint32": 4, "int32": 4, "float32": 4,
+    "uint64": 8, "int64": 8, "float64": 8, "complex64": 8, "complex128": 16,
+}  # fmt: skip
+"""Bytes of one element, by torch's name of the dtype without "torch."."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One parameter or buffer: its name, dtype, shape, and the optimizer's group of it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    group: int
+
+    @property
+    def numel(self) -> int:
+        """How many elements it has."""
+        return prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """How many bytes it has; `UserError` for a dtype that cannot lie on a server."""
+        if self.dtype not in ITEM_SIZES:
+            raise UserError(
+                f"{self.name} has dtype {self.dtype}, which cannot lie on a parameter server",
+                f"Known: {', '.join(ITEM_SIZES)}.",
+            )
+        return self.numel * ITEM_SIZES[self.dtype]
+
+
+class Layout:
+    """The flat vector: entries sorted by (is buffer, dtype, group), in the given order inside.
+
+    Each run of equal (dtype, group) starts at a multiple of 64 bytes and has no gaps inside.
+    """
+
+    __slots__ = ("digest", "entries", "offsets", "size")
+
+    entries: tuple[Entry, ...]
+    """Sorted."""
+    offsets: tuple[int, ...]
+    """Where each entry begins, in bytes."""
+    size: int
+    """Bytes of the whole vector, a multiple of 64."""
+    digest: str
+    """A short hash of all names, dtypes, shapes and groups: what tasks compare."""
+
+    def __init__(self, entries: Iterable[Entry]) -> None:
+        self.entries = tuple(sorted(entries, key=_key))
+        offsets: list[int] = []
+        end = 0
+        for _, run in groupby(self.entries, _key):
+            end = _up(end)
+            for entry in run:
+                offsets.append(end)
+                end += entry.nbytes
+        self.offsets = tuple(offsets)
+        self.size = _up(end)
+        schema = [(entry.name, entry.dtype, entry.shape, entry.group) for entry in self.entries]
+        self.digest = sha256(json.dumps(schema).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """What one server holds: bytes ``start`` to ``stop`` of the flat vector.
+
+    ``start`` need not be a multiple of anything but the element's size: memory that holds the
+    span should begin `phase` bytes after a multiple of 64, so that all runs stay aligned.
+    """
+
+    start: int
+    stop: int
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return self.stop - self.start
+
+    @property
+    def phase(self) -> int:
+        """Bytes from the last multiple of 64 to ``start``."""
+        return self.start % LINE
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Elements ``begin`` to ``end`` of the flattened tensor of entry number ``entry``."""
+
+    name: str
+    entry: int
+    begin: int
+    end: int
+    offset: int
+    """Bytes from the beginning of the flat vector (not of the span)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Elements of one dtype and group without a gap: bytes ``start`` to ``stop`` of the vector."""
+
+    dtype: str
+    group: int
+    start: int
+    stop: int
+    parts: tuple[Part, ...]
+
+
+def cut(layout: Layout, servers: int, min_bytes: int, whole: bool) -> tuple[Span, ...]:
+    """Contiguous spans, one per server in order, that together are the vector; of similar size.
+
+    A tensor is cut only where both parts keep at least ``min_bytes``, and never if ``whole``.
+    Raises `UserError` when there is nothing left for some server.
+    """
+    if servers < 1:
+        raise UserError(
+            f"{servers} parameter servers: there must be at least one",
+            "Start some with --ps, or name them in TF_CONFIG under 'ps'.",
+        )
+    tensors = [
+        (offset, offset + entry.nbytes)
+        for entry, offset in zip(layout.entries, layout.offsets, strict=True)
+        if entry.numel
+    ]
+    least = layout.size if whole else max(0, min_bytes)
+    latest = list(islice(_latest(tensors, least), servers))
+    if len(latest) < servers:
+        raise UserError(
+            f"{servers} parameter servers for parameters that fill {len(latest)} "
+            + ("(no tensor is cut)" if whole else f"(at least {min_bytes:,} bytes of a tensor)"),
+            f"Start at most {len(latest)} with --ps, or let the partitioner cut finer.",
+        )
+    points = [0]
+    for server in range(1, servers):
+        target = layout.size * server // servers
+        last = latest[servers - server - 1]
+        fitting = [p for p in _points(tensors, least, points[-1], target) if points[-1] < p <= last]
+        points.append(min([*fitting, last], key=lambda point: abs(point - target)))
+    return tuple(Span(*ends) for ends in zip(points, [*points[1:], layout.size], strict=True))
+
+
+def runs(layout: Layout, span: Span) -> tuple[Run, ...]:
+    """What of each (dtype, group) lies in ``span``, in the vector's order."""
+    parts: list[Part] = []
+    first = max(0, bisect_right(layout.offsets, span.start) - 1)
+    for index in range(first, len(layout.entries)):
+        entry, offset = layout.entries[index], layout.offsets[index]
+        if offset >= span.stop:
+            break
+        start, stop = max(span.start, offset), min(span.stop, offset + entry.nbytes)
+        if start < stop:
+            item = ITEM_SIZES[entry.dtype]
+            begin, end = (start - offset) // item, (stop - offset) // item
+            parts.append(Part(entry.name, index, begin, end, start))
+    return tuple(
+        _run(layout, tuple(group))
+        for _, group in groupby(parts, lambda part: _key(layout.entries[part.entry]))
+    )
+
+
+def table(
+    layout: Layout, spans: Sequence[Span], names: Sequence[str]
+) -> list[tuple[str, str, str, str]]:
+    """Who holds what, a row per server and tensor: server, tensor, which of it, size."""
+    return [
+        (name, part.name, *_holding(layout.entries[part.entry], part))
+        for span, name in zip(spans, names, strict=True)
+        for run in runs(layout, span)
+        for part in run.parts
+    ]
+
+
+def _key(entry: Entry) -> tuple[bool, str, int]:
+    return (entry.group == BUFFER, entry.dtype, entry.group)
+
+
+def _up(size: int) -> int:
+    return -(-size // LINE) * LINE
+
+
+def _down(size: int) -> int:
+    return size // LINE * LINE
+
+
+def _latest(tensors: Sequence[tuple[int, int]], least: int) -> Iterator[int]:
+    """Places where spans begin if each, from the last one on, is as short as it can be.
+
+    The number k of them is the latest place from which on k spans can still be filled.
+    """
+    for begin, end in reversed(tensors):
+        place = _down(end - max(least, 1))
+        while place > begin and place - begin >= least:
+            yield place
+            place = _down(place - max(least, 1))
+        yield begin
+
+
+def _points(
+    tensors: Sequence[tuple[int, int]], least: int, previous: int, target: int
+) -> Iterator[int]:
+    """Of each tensor its beginning, and the place next to ``target`` where it may be cut."""
+    for begin, end in tensors:
+        yield begin
+        first, last = _up(max(begin, previous) + max(least, 1)), _down(end - max(least, 1))
+        if first <= last:
+            yield min(max(_down(target), first), last)
+
+
+def _run(layout: Layout, parts: tuple[Part, ...]) -> Run:
+    entry, last = layout.entries[parts[0].entry], parts[-1]
+    stop = last.offset + (last.end - last.begin) * ITEM_SIZES[entry.dtype]
+    return Run(entry.dtype, entry.group, parts[0].offset, stop, parts)
+
+
+def _holding(entry: Entry, part: Part) -> tuple[str, str]:
+    size = f"{(part.end - part.begin) * ITEM_SIZES[entry.dtype]:,} bytes"
+    if part.end - part.begin == entry.numel:
+        return "all", size
+    row = prod(entry.shape[1:])
+    if part.begin % row == 0 == part.end % row:
+        return f"rows {part.begin // row}:{part.end // row} of {entry.shape[0]}", size
+    return f"elements {part.begin}:{part.end} of {entry.numel}", size

@@ -1,0 +1,367 @@
+"""Who computes what: a queue that leases pieces of global batches to workers.
+
+A *piece* is (pass, step, slice). Pure: it starts no thread and reads no clock; times come as
+arguments, in seconds. Each piece is finished exactly once, unless it is reopened.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+import msgspec
+
+from spartito.errors import UserError
+from spartito.ps.course import OPEN, Course
+from spartito.ps.course import Plan as Plan
+from spartito.ps.slices import Pace, Slice
+from spartito.ps.spans import Spans
+
+END_SHARE = 4
+"""A lease is at most this part of what is left of the epoch for each worker."""
+
+Piece = tuple[int, int, int]
+"""(pass, step, slice)"""
+
+
+class Lease(msgspec.Struct, frozen=True, tag="lease"):
+    """Steps ``start`` to ``stop`` of one slice of pass ``pass_``, for one worker to compute.
+
+    ``group`` numbers the leases that were granted together (0: alone) and ``sizes`` are their
+    lengths. Without ``counts`` the pieces were reported before, and their sums count no more.
+    """
+
+    id: int
+    epoch: int
+    pass_: int
+    slice: int
+    start: int
+    stop: int
+    group: int = 0
+    sizes: tuple[int, ...] = ()
+    counts: bool = True
+
+    def parties(self, index: int) -> int:
+        """How many members of the group have more than ``index`` pieces."""
+        return sum(size > index for size in self.sizes)
+
+
+@dataclass(slots=True)
+class Held:
+    """A lease that is out, with its range in numbers of global batches."""
+
+    lease: Lease
+    worker: int
+    since: float
+    start: int
+    stop: int
+    owed: Spans = field(default_factory=Spans)  # to be computed again once it is finished
+
+
+class WorkQueue:
+    """The work of one stream: leases are taken, and then finished or dropped.
+
+    Worker ``i`` gets slice ``i % slices``, and helps where most is left when that has nothing.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+        self._course = Course(plan)
+        self._slices = [Slice() for _ in range(plan.slices)]
+        self._held: dict[int, Held] = {}
+        self._paces: dict[int, Pace] = {}
+        self._live: set[int] = set()
+        self._waiting: set[int] = set()
+        self._granted: dict[int, Lease] = {}
+        self._sums: defaultdict[int, list[float]] = defaultdict(list)
+        self._closed = 0
+        self._ids, self._groups = count(1), count(1)
+
+    # Who works
+
+    def join(self, worker: int) -> None:
+        """``worker`` is there: groups are granted when it asks too. Taking joins as well."""
+        self._live.add(worker)
+
+    def drop(self, worker: int) -> list[Lease]:
+        """``worker`` is gone: its leases go back; answers them."""
+        self._live.discard(worker)
+        self._waiting.discard(worker)
+        self._granted.pop(worker, None)
+        dropped = [held.lease for held in self._held.values() if held.worker == worker]
+        for lease in dropped:
+            self.abandon(lease.id)
+        return dropped
+
+    def expired(self, now: float, limit: float) -> list[tuple[int, Lease]]:
+        """(worker, lease) of the leases that are out for more than ``limit`` seconds."""
+        return [(h.worker, h.lease) for h in self._held.values() if now - h.since > limit]
+
+    def held(self) -> list[tuple[int, Lease]]:
+        """(worker, lease) of all leases that are out."""
+        return [(held.worker, held.lease) for held in self._held.values()]
+
+    # What they do
+
+    def take(self, worker: int, epoch: int, now: float) -> Lease | None:
+        """Work for ``worker``, who is in ``epoch``; None: nothing at present, or all is done.
+
+        Reopened pieces come first. Without gates there is work of the next epoch when this one
+        has none to give and is not complete.
+        """
+        if self.is_complete(epoch):
+            return None
+        self.join(worker)
+        if self.plan.together:
+            return self._take_together(worker, epoch, now)
+        for limit, lost in ((OPEN, True), *((limit, False) for limit in self._limits(epoch))):
+            found = self._choose(worker, limit, lost)
+            if found is not None:
+                start, stop = self._range(found, limit, lost)
+                length = self._length(worker, limit)
+                return self._lease(worker, found, start, min(stop, start + length), lost, now)
+        return None
+
+    def finish(self, lease: int, sums: Sequence[float], ended: int | None, now: float) -> bool:
+        """The pieces of a lease are applied; ``sums`` are added to those of its epoch.
+
+        ``ended`` is the number of steps of its pass, where the worker found the end: no slice
+        has more. False where the lease was dropped: its pieces are, or will be, another's.
+        """
+        held = self._held.pop(lease, None)
+        if held is None:
+            return False
+        if ended is not None:
+            self._end(held, ended)
+        found, given = self._slices[held.lease.slice], held.lease
+        found.done.add(held.start, held.stop)
+        for start, stop in held.owed:
+            self._lose(found, start, min(stop, held.stop))
+        if given.counts:
+            total = self._sums[given.epoch]
+            total.extend([0.0] * (len(sums) - len(total)))
+            for index, value in enumerate(sums):
+                total[index] += value
+        if held.stop > held.start:
+            self._pace(held.worker).measure(held.stop - held.start, now - held.since)
+        return True
+
+    def abandon(self, lease: int) -> bool:
+        """A lease is not finished: all its pieces go back. False if it was dropped before."""
+        held = self._held.pop(lease, None)
+        if held is None:
+            return False
+        found = self._slices[held.lease.slice]
+        (found.back if held.lease.counts else found.lost).add(held.start, held.stop)
+        return True
+
+    def reopen(self, pieces: Iterable[Piece]) -> int:
+        """Pieces whose updates were lost are to be computed again; answers how many will be.
+
+        Their sums were counted and count no more. Those of a lease that is out come after it;
+        those that nobody has begun are left alone, as they will be computed anyway.
+        """
+        reopened = 0
+        for number, step, index in pieces:
+            batch, found = self._course.find(number, step), self._slices[index]
+            if batch is None:
+                continue
+            if batch in found.done:
+                self._lose(found, batch, batch + 1)
+                reopened += 1
+            for held in self._held.values():
+                if held.lease.slice == index and held.start <= batch < held.stop:
+                    held.owed.add(batch, batch + 1)
+                    reopened += 1
+        return reopened
+
+    # How far they are
+
+    def is_complete(self, epoch: int) -> bool:
+        """Whether every piece up to the end of ``epoch`` is finished."""
+        stop = self._course.stop(epoch)
+        return stop != OPEN and self._frontier() >= stop
+
+    def close(self, epoch: int) -> None:
+        """Let work of the next epoch begin."""
+        self._closed = max(self._closed, epoch + 1)
+
+    def sums(self, epoch: int) -> list[float]:
+        """The element-wise sum of what was reported for ``epoch``; empty before the first."""
+        return list(self._sums[epoch])
+
+    def pieces_done(self, epoch: int) -> int:
+        """How many pieces of ``epoch`` are finished; ``slices`` of them are a global batch."""
+        start, stop = self._course.stop(epoch - 1), self._course.stop(epoch)
+        return sum(found.done.within(start, stop) for found in self._slices)
+
+    def steps(self, epoch: int) -> int | None:
+        """How many global batches ``epoch`` has in this plan; None where nobody knows yet."""
+        start, stop = self._course.stop(epoch - 1), self._course.stop(epoch)
+        return None if stop == OPEN else stop - start
+
+    def frontier(self) -> tuple[int, int]:
+        """(pass, step) of the first global batch with a piece that is not finished."""
+        return self._course.place(self._frontier())
+
+    def beyond(self) -> list[Piece]:
+        """The finished pieces of that global batch and of later ones."""
+        return self._finished(self._frontier())
+
+    def finished(self) -> list[Piece]:
+        """All finished pieces of this plan."""
+        return self._finished(0)
+
+    # Inside
+
+    def _frontier(self) -> int:
+        return min(found.done.frontier() for found in self._slices)
+
+    def _finished(self, first: int) -> list[Piece]:
+        return [
+            (*self._course.place(batch), index)
+            for index, found in enumerate(self._slices)
+            for start, stop in found.done
+            for batch in range(max(start, first), stop)
+        ]
+
+    def _limits(self, epoch: int) -> list[int]:
+        """Up to where work may be given, the nearest limit first."""
+        if self.plan.gated or self.plan.together:
+            return [self._course.stop(min(epoch, self._closed))]
+        return [self._course.stop(epoch), self._course.stop(epoch + 1)]
+
+    def _choose(self, worker: int, limit: int, lost: bool) -> int | None:
+        """The slice to give from: the worker's own, else that with the most left."""
+        own = worker % len(self._slices)
+        able = [i for i, found in enumerate(self._slices) if found.next(limit, lost)]
+        if own in able or not able:
+            return own if able else None
+        return max(able, key=lambda index: self._slices[index].left(limit))
+
+    def _range(self, index: int, limit: int, lost: bool) -> tuple[int, int]:
+        """The first range of a slice that is of one pass and of one epoch."""
+        found = self._slices[index].next(limit, lost)
+        if found is None:
+            raise ValueError(f"slice {index} has nothing to give")
+        start, stop = found
+        end = self._course.stop(self._course.epoch(start))
+        return start, min(stop, end, self._course.at(start).stop)
+
+    def _length(self, worker: int, limit: int) -> int:
+        """How many pieces to give: about a second's, and few where little is left."""
+        length = self._pace(worker).target
+        left = sum(found.left(limit) for found in self._slices)
+        share = left // (END_SHARE * len(self._live))
+        return self._rounded(length if limit == OPEN else min(length, share))
+
+    def _rounded(self, length: int) -> int:
+        multiple = self.plan.multiple
+        return max(multiple, length // multiple * multiple)
+
+    def _pace(self, worker: int) -> Pace:
+        return self._paces.setdefault(worker, Pace(self.plan.multiple))
+
+    def _lease(
+        self,
+        worker: int,
+        index: int,
+        start: int,
+        stop: int,
+        lost: bool,
+        now: float,
+        group: int = 0,
+        sizes: tuple[int, ...] = (),
+    ) -> Lease:
+        number, step = self._course.place(start)
+        lease = Lease(
+            id=next(self._ids),
+            epoch=self._course.epoch(start),
+            pass_=number,
+            slice=index,
+            start=step,
+            stop=step + stop - start,
+            group=group,
+            sizes=sizes,
+            counts=not lost,
+        )
+        self._slices[index].give(start, stop, lost)
+        self._held[lease.id] = Held(lease, worker, now, start, stop)
+        return lease
+
+    def _take_together(self, worker: int, epoch: int, now: float) -> Lease | None:
+        self._waiting.add(worker)
+        if worker not in self._granted and not self._held and self._waiting >= self._live:
+            lost = any(found.lost for found in self._slices)
+            self._grant(OPEN if lost else self._limits(epoch)[0], lost, now)
+        lease = self._granted.pop(worker, None)
+        if lease is not None:
+            self._waiting.discard(worker)
+        return lease
+
+    def _grant(self, limit: int, lost: bool, now: float) -> None:
+        """Lease to all live workers at once: the same steps of the slices that are behind."""
+        heads = {
+            index: found[0]
+            for index, one in enumerate(self._slices)
+            if (found := one.next(limit, lost)) is not None
+        }
+        if not heads:
+            return
+        members, slices = sorted(self._live), len(self._slices)
+        start = min(heads.values())
+        behind = [index for index, head in heads.items() if head == start]
+        own = {member % slices for member in members}
+        chosen = sorted(behind, key=lambda index: (index not in own, index))[: len(members)]
+        # A slice without a worker of its own is caught up by several, up to where the rest is.
+        share = len(members) // len(chosen)
+        length = self._rounded(min(self._pace(member).target for member in members))
+        others = [head for head in heads.values() if head > start]
+        stop = min(
+            start + share * length,
+            *others,
+            *(self._range(index, limit, lost)[1] for index in chosen),
+        )
+        part = self._rounded(-(-(stop - start) // share) + self.plan.multiple - 1)
+        starts = range(start, stop, part)
+        parts = [(index, first) for index in chosen for first in starts]
+        sizes = tuple(min(first + part, stop) - first for _, first in parts)
+        group = next(self._groups)
+        for (index, first), size, member in zip(
+            parts, sizes, self._seated(parts, members), strict=True
+        ):
+            self._granted[member] = self._lease(
+                member, index, first, first + size, lost, now, group, sizes
+            )
+
+    def _seated(self, parts: list[tuple[int, int]], members: list[int]) -> list[int]:
+        """A member for each part: who owns the slice if possible, else whoever is free."""
+        seats: dict[int, int] = {}
+        for seat, (index, _) in enumerate(parts):
+            for member in members:
+                if member % len(self._slices) == index and member not in seats.values():
+                    seats[seat] = member
+                    break
+        free = iter([member for member in members if member not in seats.values()])
+        return [seats[s] if s in seats else next(free) for s in range(len(parts))]
+
+    def _end(self, held: Held, step: int) -> None:
+        """A pass turned out to have ``step`` steps: nobody has or gets work beyond."""
+        if step == 0:
+            raise UserError("the data set has no examples")
+        reached = max(found.done.end() for found in self._slices)
+        stop = self._course.end(held.lease.pass_, step, reached)
+        if stop is None:
+            return
+        for found in self._slices:
+            found.cursor = min(found.cursor, stop)
+            found.back.remove(stop, OPEN)
+        for other in (held, *self._held.values()):
+            other.start, other.stop = min(other.start, stop), min(other.stop, stop)
+
+    def _lose(self, found: Slice, start: int, stop: int) -> None:
+        if start < stop:
+            found.done.remove(start, stop)
+            found.lost.add(start, stop)

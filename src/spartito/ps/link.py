@@ -1,0 +1,164 @@
+"""How a task that computes reaches the coordinator: over a connection, or in the same process."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from typing import TypeVar
+
+import msgspec
+
+from spartito.collectives.sockets import dial
+from spartito.errors import TaskLostError, UserError
+from spartito.ps.coordinator import LOOK_SECONDS, Coordinator
+from spartito.ps.wire import Gone, ProtocolError, Wire
+from spartito.ps.work import (
+    MAX_PUBLISHED,
+    Answer,
+    Ask,
+    Beat,
+    Bye,
+    Hello,
+    Pause,
+    Refused,
+    Report,
+    Take,
+    ToWorker,
+    Value,
+    Welcome,
+    Work,
+    WorkSource,
+)
+
+Reply = TypeVar("Reply")
+
+
+class LocalLink(WorkSource):
+    """The work of a task that is in the chief's own process."""
+
+    def __init__(self, coordinator: Coordinator, worker: int) -> None:
+        self._coordinator, self._worker = coordinator, worker
+        self._session = coordinator.enter(worker, local=True)
+
+    @property
+    def rates(self) -> bytes:
+        return self._coordinator.rates
+
+    def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
+        """As `WorkSource.take`; raises too what the coordinator found to be wrong."""
+        began = time.monotonic()
+        while True:
+            work = self._coordinator.take(
+                self._worker, stream, epoch, report, wait, patience=LOOK_SECONDS
+            )
+            self._coordinator.check(began)
+            if not wait or not isinstance(work, Pause):
+                return work
+            report = None
+
+    def published(self, key: int) -> bytes:
+        value = self._coordinator.published(key)
+        if value is None:
+            raise TaskLostError(f"the chief published nothing under {key}")
+        return value
+
+    def close(self) -> None:
+        self._coordinator.leave(self._worker, self._session, lost=False)
+
+
+class WorkerLink(WorkSource):
+    """A worker's connection to the coordinator at ``host:port``, which is ``chief``'s.
+
+    A thread gives a sign of life as often as the coordinator wants. Calls raise `UserError`
+    if the job has ended or another process has this worker's place, and `TaskLostError` if the
+    chief is gone or does not answer within ``timeout`` seconds.
+    """
+
+    def __init__(self, host: str, port: int, chief: str, worker: int, *, timeout: float) -> None:
+        self._chief = chief
+        self._rates = b""
+        self._turn = threading.Lock()  # of asking, and of hearing the answer
+        self._pen = threading.Lock()  # of sending
+        self._closed = threading.Event()
+        self._wire = Wire(
+            dial(host, port, chief, timeout), ToWorker, limit=MAX_PUBLISHED, timeout=timeout
+        )
+        try:
+            welcome = self._ask(Hello(worker), Welcome)[0]
+        except BaseException:
+            self._wire.close()
+            raise
+        self._beats = threading.Thread(
+            target=self._beat, args=(welcome.beat,), name="spartito-beat", daemon=True
+        )
+        self._beats.start()
+
+    @property
+    def rates(self) -> bytes:
+        return self._rates
+
+    @property
+    def sent(self) -> int:
+        """Bytes."""
+        return self._wire.sent
+
+    @property
+    def received(self) -> int:
+        """Bytes."""
+        return self._wire.received
+
+    def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
+        while True:
+            answer, _ = self._ask(Take(stream, epoch, report, wait), Answer)
+            if answer.rates is not None:
+                self._rates = answer.rates
+            if not wait or not isinstance(answer.work, Pause):
+                return answer.work
+            report = None  # it was heard: an answer came
+
+    def published(self, key: int) -> bytes:
+        while True:
+            answer, payload = self._ask(Ask(key), Value)
+            if answer.found:
+                return payload
+
+    def close(self) -> None:
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with contextlib.suppress(Gone, TimeoutError), self._pen:  # the chief may be gone first
+            self._wire.send(Bye())
+        self._wire.close()
+        self._beats.join()
+
+    def _ask(self, message: msgspec.Struct, kind: type[Reply]) -> tuple[Reply, bytes]:
+        """The answer to ``message`` and its payload."""
+        try:
+            with self._turn:
+                with self._pen:
+                    self._wire.send(message)
+                answer = self._wire.receive()
+                payload = bytes(self._wire.payload)
+        except Gone as error:
+            raise TaskLostError(
+                f"{self._chief} is gone", "Look at the last lines of that task."
+            ) from error
+        except TimeoutError as error:
+            raise TaskLostError(
+                f"{self._chief} did not answer within {self._wire.timeout:g} s",
+                "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
+            ) from error
+        if isinstance(answer, Refused):
+            raise UserError(answer.what, answer.do)
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"{kind.__name__} was expected, {type(answer).__name__} came")
+        return answer, payload
+
+    def _beat(self, every: float) -> None:
+        while not self._closed.wait(every):
+            try:
+                with self._pen:
+                    self._wire.send(Beat())
+            except (Gone, TimeoutError):
+                return  # whoever asks next is told

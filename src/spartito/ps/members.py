@@ -1,0 +1,38 @@
+"""The workers of a job as the coordinator knows them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from spartito.errors import TaskLostError
+
+
+@dataclass(slots=True)
+class Member:
+    """What is known of one worker: it is ``live`` from its coming until it leaves or is lost."""
+
+    name: str
+    session: int = 0  # of its present connection; 0: none
+    heard: float = 0.0
+    live: bool = False
+    came: bool = False
+    local: bool = False
+    bad: int = 0
+
+
+def absence(members: Sequence[Member], all_expected: bool, seconds: float) -> TaskLostError:
+    """The error of a wait of so many ``seconds`` without progress: names who is missing."""
+    if all_expected:
+        missing = [member.name for member in members if not member.came]
+        return TaskLostError(
+            f"{' and '.join(missing)} did not come within {seconds:g} s",
+            "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
+        )
+    missing = [member.name for member in members if not member.live]
+    return TaskLostError(
+        f"{' and '.join(missing)} is gone or did not come, and nothing was done for {seconds:g} s"
+        if missing
+        else f"no worker has finished anything for {seconds:g} s",
+        "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
+    )

@@ -1,0 +1,159 @@
+"""What tasks and parameter servers say to each other; ``docs/protocol.md`` tells when."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from spartito.ps.keys import Key
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="kind", array_like=False):
+    """The head of a frame; its payload, if it has one, are bytes of the span or of tensors."""
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """A task comes: which job and schema it has, and whether it could share memory."""
+
+    task: str
+    worker: int
+    """Its number among those that compute, -1 for a chief that does not."""
+    chief: bool
+    job: str
+    digest: str
+    release: str
+    rules: str
+    """What must be equal on all tasks beside the schema, as text."""
+    host: str
+    """`host_key` of its machine, empty when it wants no shared memory."""
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """The server's answer: whether it holds values of this job, and what it shares."""
+
+    ready: bool
+    life: str
+    """Another one than before: the server was started again."""
+    segment: str = ""
+    """The file to map: push area, then pull area; empty means that payloads go by the wire."""
+    socket: str = ""
+    """Where to connect again for control, on the same machine."""
+
+
+class Load(Message, frozen=True, tag="load"):
+    """The chief's values as payload; the optimizer's tensors follow as `LoadState`."""
+
+    job: str
+    settings: list[dict[str, Any]]
+    tensors: int
+
+
+class LoadState(Message, frozen=True, tag="load_state"):
+    """One tensor of the optimizer's state; its elements are the payload."""
+
+    slot: int
+    key: str
+    dtype: str
+    scalar: bool
+
+
+class Push(Message, frozen=True, tag="push"):
+    """A gradient of some pieces, as payload or in shared memory, and a wish for new values."""
+
+    keys: list[Key]
+    pulled: int
+    """The version of the values that it was computed with."""
+    weight: float
+    examples: int
+    absent: list[int]
+    settings: list[dict[str, Any]] | None
+    """The options of the optimizer's groups, where they changed since the last push."""
+    dropped: bool = False
+    """The gradient was not finite: the pieces count as applied, and change nothing."""
+    pull: bool = True
+    group: int = 0
+    index: int = 0
+    parties: int = 0
+
+
+class Pull(Message, frozen=True, tag="pull"):
+    """A wish for values: to compute with (``admit``), or just to look at."""
+
+    admit: bool
+
+
+class Values(Message, frozen=True, tag="values"):
+    """The values as payload or in shared memory, unless nobody wished for them."""
+
+    version: int
+    pushes: int
+    pieces: int
+    examples: int
+    status: str = "applied"
+    """Of a push: ``applied``, ``duplicate`` (its pieces were known) or ``stale`` (refused)."""
+    staleness: int = 0
+
+
+class Release(Message, frozen=True, tag="release"):
+    """This worker has nothing to compute: nobody needs to wait for it."""
+
+
+class Lost(Message, frozen=True, tag="lost"):
+    """The chief: a worker is gone, which had a lease of ``size`` pieces in ``group``."""
+
+    worker: int
+    group: int
+    size: int
+
+
+class Flush(Message, frozen=True, tag="flush"):
+    """The chief: apply what waits to be put together with more pushes."""
+
+
+class Status(Message, frozen=True, tag="status"):
+    """How far the updates are: `Values` without a payload."""
+
+
+class GetState(Message, frozen=True, tag="get_state"):
+    """The chief wants everything: `State` and then the tensors come."""
+
+
+class State(Message, frozen=True, tag="state"):
+    """The values as payload; as many `LoadState` follow."""
+
+    tensors: int
+    settings: list[dict[str, Any]]
+
+
+class GetApplied(Message, frozen=True, tag="get_applied"):
+    """The chief wants to know which pieces the shard has applied."""
+
+
+class Applied(Message, frozen=True, tag="applied"):
+    """Their bits are the payload: for each pass its name, and how many bytes are its."""
+
+    passes: list[tuple[str, int]]
+
+
+class Done(Message, frozen=True, tag="done"):
+    """It is done."""
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """It cannot be: why, and what to do; ``lost`` when it is for want of another task."""
+
+    why: str
+    advice: str
+    lost: bool = False
+
+
+class End(Message, frozen=True, tag="end"):
+    """The job has ended."""
+
+
+Request = (
+    Hello | Load | LoadState | Push | Pull | Release | Lost | Flush | Status | GetState
+    | GetApplied | End
+)  # fmt: skip
+Answer = Welcome | Values | State | LoadState | Applied | Done | Refused

@@ -1,0 +1,164 @@
+"""A parameter server: it listens, a thread per task serves, and a snapshot is kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spartito.collectives.shared_memory import supported
+from spartito.errors import TaskLostError
+from spartito.log import note
+from spartito.ps.connection import Connection
+from spartito.ps.messages import Hello, Refused
+from spartito.ps.store import Store
+from spartito.storage import load_tensors, save_tensors
+
+LINGER_SECONDS = 30.0  # for tasks that still look at values when the job has ended
+LOOK_SECONDS = 0.5
+RELEASE = version("spartito")
+
+
+class Server:
+    """Serves a `Store` until the chief says that the job has ended.
+
+    ``name`` and ``chief`` are tasks' names for messages; ``timeout`` is how long the chief may
+    be away, in seconds. ``snapshots`` is a file, written every ``seconds``.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        listener: socket.socket,
+        *,
+        name: str,
+        chief: str,
+        wire_dtype: str | None,
+        timeout: float,
+        snapshots: Path,
+        seconds: float,
+        shares: bool = True,
+    ) -> None:
+        self.store, self.name, self.wire_dtype = store, name, wire_dtype
+        self.shares = shares and supported()
+        self.sent = self.received = 0
+        self.life = secrets.token_hex(4)
+        self._listener, self._chief, self._timeout = listener, chief, timeout
+        self._snapshots, self._seconds = snapshots, seconds
+        self._ended = threading.Event()
+        self._connections: set[Connection] = set()
+        self._chief_seen = time.monotonic()
+        self._chiefs = 0
+        self._guard = threading.Lock()
+        self._written = -1
+
+    def serve(self) -> None:
+        """Return when the job has ended; `TaskLostError` when the chief stays away."""
+        threading.Thread(target=self._keep_snapshots, name="spartito-snapshot", daemon=True).start()
+        self._listener.settimeout(LOOK_SECONDS)
+        try:
+            while not self._ended.is_set():
+                self._accept()
+                if not self._chiefs and time.monotonic() - self._chief_seen > self._timeout:
+                    raise TaskLostError(
+                        f"{self._chief} was not to be seen for {self._timeout:g} s",
+                        f"Look at its last lines. {self.name} cannot go on without it.",
+                    )
+            self._linger()
+        finally:
+            self._ended.set()
+            self._listener.close()
+            for connection in list(self._connections):
+                connection.close()
+
+    def end(self) -> None:
+        """The job has ended."""
+        self._ended.set()
+        self._snapshots.unlink(missing_ok=True)
+
+    def greet(self, hello: Hello) -> Refused | None:
+        """Whether a task may come in."""
+        store = self.store
+        mine = {"version": RELEASE, "model": store.shard.layout.digest, "rules": str(store.rules)}
+        its = {"version": hello.release, "model": hello.digest, "rules": hello.rules}
+        for what, value in mine.items():
+            if its[what] != value:
+                return Refused(
+                    f"{hello.task} has {what} {its[what]}, {self.name} has {value}",
+                    "All tasks must run the same script with the same Spartito: the model, "
+                    "the optimizer's groups and the strategy's options must be equal.",
+                )
+        with store.turn:
+            if not store.ready:
+                self._restore(hello.job)
+            if store.ready and store.job != hello.job and not hello.chief:
+                return Refused(
+                    f"{hello.task} is of job {hello.job}, {self.name} serves {store.job}",
+                    "Two jobs have the same address: choose other ports.",
+                )
+        return None
+
+    def came(self, connection: Connection, chief: bool) -> None:
+        """A task was let in."""
+        with self._guard:
+            self._connections.add(connection)
+            self._chiefs += chief
+
+    def left(self, connection: Connection, chief: bool) -> None:
+        """A task is gone."""
+        with self._guard:
+            self._connections.discard(connection)
+            self.sent += connection.sent
+            self.received += connection.received
+            if chief:
+                self._chiefs -= 1
+                self._chief_seen = time.monotonic()
+
+    def snapshot(self) -> None:
+        """Write what a restarted server goes on from."""
+        with self.store.turn:
+            tensors, about = self.store.dump()
+        text = json.dumps(about).encode()
+        tensors["about"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._snapshots.parent.mkdir(parents=True, exist_ok=True)
+        fresh = self._snapshots.with_suffix(".new")
+        save_tensors(tensors, fresh)
+        os.replace(fresh, self._snapshots)
+        self._written = about["counts"][0]
+
+    def _restore(self, job: str) -> None:
+        """Go on from the snapshot, if there is one of this job."""
+        if not self._snapshots.exists():
+            return
+        tensors = load_tensors(self._snapshots)
+        about: dict[str, Any] = json.loads(tensors.pop("about").numpy().tobytes())
+        if about["job"] != job or about["digest"] != self.store.shard.layout.digest:
+            return
+        self.store.restore(tensors, about)
+        self._written = self.store.version
+        note("%s goes on from its snapshot of update %d", self.name, self.store.version)
+
+    def _keep_snapshots(self) -> None:
+        while not self._ended.wait(self._seconds):
+            if self.store.ready and self.store.version != self._written:
+                self.snapshot()
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except TimeoutError:
+            return
+        Connection(self, sock).start()
+
+    def _linger(self) -> None:
+        limit = time.monotonic() + min(LINGER_SECONDS, self._timeout)
+        while self._connections and time.monotonic() < limit:
+            time.sleep(0.02)

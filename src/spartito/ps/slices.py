@@ -1,0 +1,50 @@
+"""How far one slice of the batches is, and how fast one worker is."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from spartito.ps.spans import Spans
+
+LEASE_SECONDS = 1.0
+"""How long a lease should take: what is lost when its worker dies."""
+
+
+@dataclass(slots=True)
+class Slice:
+    """Where one slice is, in numbers of global batches."""
+
+    cursor: int = 0  # nothing from here on was ever given out
+    back: Spans = field(default_factory=Spans)  # given out, and come back unfinished
+    lost: Spans = field(default_factory=Spans)  # reported, and to be computed again
+    done: Spans = field(default_factory=Spans)
+
+    def next(self, limit: int, lost: bool) -> tuple[int, int] | None:
+        """The first range below ``limit`` that can be given out."""
+        if lost:
+            return next(iter(self.lost), None)
+        start, stop = next(iter(self.back), (self.cursor, limit))
+        return (start, min(stop, limit)) if start < limit else None
+
+    def left(self, limit: int) -> int:
+        """How many pieces below ``limit`` can be given out."""
+        return self.back.within(0, limit) + max(0, limit - self.cursor)
+
+    def give(self, start: int, stop: int, lost: bool) -> None:
+        """Take a range out of what can be given."""
+        (self.lost if lost else self.back).remove(start, stop)
+        self.cursor = max(self.cursor, stop)
+
+
+@dataclass(slots=True)
+class Pace:
+    """How many pieces a worker may have at a time, from how fast it was."""
+
+    target: int
+    rate: float = 0.0
+
+    def measure(self, pieces: int, seconds: float) -> None:
+        """Learn from a lease: about `LEASE_SECONDS` of work, at most twice the last length."""
+        rate = pieces / max(seconds, 1e-9)
+        self.rate = (self.rate + rate) / 2 if self.rate else rate
+        self.target = max(1, int(min(self.rate * LEASE_SECONDS, 2 * self.target)))

@@ -1,0 +1,109 @@
+"""How stale a push may be, and how stale the pushes were. Pure: no threads, no clock."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+
+
+class Gate:
+    """Grants pulls so that no push is ever staler than ``limit`` updates.
+
+    Every outstanding pull (granted, and not pushed yet) satisfies: updates since that pull +
+    other outstanding pulls <= limit. A push moves one from the second term to the first, so the
+    sum grows by grants alone, and those are refused in time. With nobody outstanding a waiting
+    worker can always be granted.
+    """
+
+    def __init__(self, limit: int) -> None:
+        if limit < 0:
+            raise ValueError(f"a staleness of at most {limit}")
+        self._limit = limit
+        self._updates = 0
+        self._outstanding: dict[int, int] = {}
+        self._waiting: dict[int, None] = {}
+
+    def ask(self, worker: int) -> None:
+        """``worker`` wants to pull; what it pulled before and did not push is given up."""
+        self._outstanding.pop(worker, None)
+        self._waiting.setdefault(worker)
+
+    def grantable(self) -> list[int]:
+        """Who may be granted now, all of them, in the order of asking."""
+        out = len(self._outstanding)
+        room = self._limit + 1 - out
+        for since in self._outstanding.values():
+            room = min(room, self._limit - (self._updates - since) - (out - 1))
+        return list(self._waiting)[: max(0, room)]
+
+    def grant(self, worker: int, version: int) -> None:
+        """``worker`` pulls now, after ``version`` updates of the parameters."""
+        if worker not in self.grantable():
+            raise ValueError(f"worker {worker} may not pull now")
+        self._updates = max(self._updates, version)
+        del self._waiting[worker]
+        self._outstanding[worker] = self._updates
+
+    def holds(self, worker: int) -> bool:
+        """Whether ``worker`` has an outstanding pull, and so may push."""
+        return worker in self._outstanding
+
+    def push(self, worker: int) -> int:
+        """``worker`` pushes what it pulled, which is an update; answers how stale it is.
+
+        A push that updates nothing (known before, not finite) is a `release`.
+        """
+        if worker not in self._outstanding:
+            raise ValueError(f"worker {worker} has no outstanding pull")
+        staleness = self._updates - self._outstanding.pop(worker)
+        self._updates += 1
+        return staleness
+
+    def release(self, worker: int) -> None:
+        """``worker`` is idle or dead: it neither waits nor will it push."""
+        self._outstanding.pop(worker, None)
+        self._waiting.pop(worker, None)
+
+
+class Histogram:
+    """How many pushes had which staleness."""
+
+    def __init__(self, counts: Mapping[int, int] | None = None) -> None:
+        self._counts: Counter[int] = Counter(counts or {})
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Histogram) and self._counts == other._counts
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def add(self, staleness: int) -> None:
+        """Count one push."""
+        self._counts[staleness] += 1
+
+    def merge(self, other: Histogram) -> None:
+        """Count the pushes of ``other`` too."""
+        self._counts.update(other._counts)
+
+    @property
+    def total(self) -> int:
+        """How many pushes were counted."""
+        return self._counts.total()
+
+    @property
+    def mean(self) -> float:
+        """The mean staleness; 0 without pushes."""
+        return sum(s * n for s, n in self._counts.items()) / max(1, self.total)
+
+    @property
+    def max(self) -> int:
+        """The largest staleness; 0 without pushes."""
+        return max((s for s, n in self._counts.items() if n), default=0)
+
+    def to_dict(self) -> dict[str, int]:
+        """The counts by staleness, smallest first, as JSON keeps them."""
+        return {str(staleness): self._counts[staleness] for staleness in sorted(self._counts)}
+
+    @classmethod
+    def from_dict(cls, counts: Mapping[str, int]) -> Histogram:
+        """What `to_dict` answered."""
+        return cls({int(staleness): number for staleness, number in counts.items()})

@@ -1,0 +1,299 @@
+"""What one server holds, and the rules by which pushes of many workers become updates of it.
+
+All of it happens under one lock, `Store.turn`; whoever has to wait for others waits on it.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from spartito.ps.keys import Key, Keys
+from spartito.ps.log import PushLog
+from spartito.ps.messages import Push, Values
+from spartito.ps.shard import Shard, settings
+from spartito.ps.staleness import Gate, Histogram
+from spartito.ps.vector import allocate
+
+ON_STALE = ("compensate", "reject", "wait")
+TICK = 1.0  # seconds after which a waiter looks around even if nobody woke it
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How pushes become updates: equal on all tasks of a job.
+
+    ``workers`` compute; ``max_staleness`` None is without a bound; ``on_stale`` says what
+    becomes of a push beyond it; ``aggregate`` pushes make one update; ``clip_norm`` bounds the
+    gradient of an update that is a mean of several pushes (a single one is clipped by its
+    worker).
+    """
+
+    workers: int
+    max_staleness: int | None = None
+    on_stale: str = "wait"
+    aggregate: int = 1
+    clip_norm: float | None = None
+
+    @property
+    def together(self) -> bool:
+        """Whether the workers' pushes are averaged step by step."""
+        return self.max_staleness == 0
+
+    @property
+    def waits(self) -> bool:
+        """Whether a pull may have to wait, so that no push gets too stale."""
+        return bool(self.max_staleness) and self.on_stale == "wait"
+
+    def __str__(self) -> str:
+        return msgspec.json.encode(asdict(self)).decode()
+
+
+@dataclass
+class Sum:
+    """Pushes that are to make one update: their mean by weight."""
+
+    total: Tensor
+    weight: float = 0.0
+    mixed: int = 0
+    absent: frozenset[int] | None = None
+    keys: list[Key] = field(default_factory=list)
+    examples: int = 0
+    came: set[int] = field(default_factory=set)
+    parties: int = 0
+    done: bool = False
+
+
+class Store:
+    """A shard, what it has applied, and who may pull. ``gates`` is set on the first server."""
+
+    def __init__(self, shard: Shard, rules: Rules, *, gates: bool, log: PushLog | None) -> None:
+        self.shard, self.rules, self.log = shard, rules, log
+        self.turn = threading.Condition()
+        self.ready = False
+        self.job = ""
+        self.version = self.pushes = self.pieces = self.examples = 0
+        self.duplicates = self.dropped = self.refused = 0
+        self.keys = Keys(rules.workers)
+        self.staleness = Histogram()
+        self._gate = Gate(rules.max_staleness or 0) if gates and rules.waits else None
+        self._waiting = Sum(torch.empty(0))  # pushes that `aggregate` puts together
+        self._rounds: dict[tuple[int, int], Sum] = {}
+        self._absent: dict[int, dict[int, int]] = {}
+        self._spare: Tensor | None = None
+
+    def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[str, int]:
+        """Apply ``gradient``, uint8 ``(bytes,)``; answers the status and how stale it was.
+
+        Called with `turn` held. With ``max_staleness=0`` it returns when all of the group came.
+        """
+        if push.settings is not None:
+            self.shard.set(push.settings)
+        if push.group:
+            return self._push_together(worker, push, gradient), 0
+        staleness = self.version - push.pulled
+        status = self._judge(worker, push, staleness)
+        if status == "applied" and not push.dropped:
+            self._apply(push, gradient, staleness)
+        if self._gate is not None:
+            if status == "applied" and not push.dropped:
+                self._gate.push(worker)
+            else:
+                self._gate.release(worker)
+            self.turn.notify_all()
+        return status, staleness
+
+    def admit(self, worker: int) -> None:
+        """Wait until ``worker`` may pull. Called with `turn` held."""
+        if self._gate is None:
+            return
+        self._gate.ask(worker)
+        while worker not in self._gate.grantable():
+            self.turn.wait(TICK)
+        self._gate.grant(worker, self.version)
+        self.turn.notify_all()
+
+    def release(self, worker: int) -> None:
+        """``worker`` neither waits nor pushes: it is idle, or gone."""
+        if self._gate is not None:
+            self._gate.release(worker)
+            self.turn.notify_all()
+
+    def lose(self, worker: int, group: int, size: int) -> None:
+        """``worker`` is gone, which had ``size`` pieces of a group: its rounds go on without."""
+        self.release(worker)
+        if group:
+            self._absent.setdefault(group, {})[worker] = size
+            for key in [key for key in self._rounds if key[0] == group]:
+                self._finish_round(key)
+
+    def flush(self) -> None:
+        """Apply what waits for more pushes to come. Called with `turn` held."""
+        if self._waiting.keys:
+            self._finish(self._waiting)
+            self._waiting = Sum(torch.empty(0))
+
+    def values(self, status: str = "applied", staleness: int = 0) -> Values:
+        """How far it is."""
+        return Values(self.version, self.pushes, self.pieces, self.examples, status, staleness)
+
+    def applied(self, key: Key) -> bool:
+        """Whether a piece was applied, or waits to be."""
+        return key in self.keys or key in self._waiting.keys
+
+    def _judge(self, worker: int, push: Push, staleness: int) -> str:
+        """What is to become of a push."""
+        if all(map(self.applied, push.keys)):
+            self.duplicates += 1
+            return "duplicate"
+        late = self._gate is not None and not self._gate.holds(worker)
+        limit = self.rules.max_staleness
+        beyond = limit is not None and staleness > limit and self.rules.on_stale == "reject"
+        if late or beyond:
+            self.refused += 1
+            return "stale"
+        if push.dropped:
+            self.dropped += 1
+            self._count(push.keys, push.examples, 1)
+        return "applied"
+
+    def _apply(self, push: Push, gradient: Tensor, staleness: int) -> None:
+        self.staleness.add(staleness)
+        if self.rules.aggregate == 1:
+            rate = self._rate(staleness)
+            self._update(gradient, push.absent, rate)
+            self._count(push.keys, push.examples, 1)
+            return
+        self._mix(self._waiting, push, gradient)
+        if self._waiting.mixed == self.rules.aggregate:
+            self.flush()
+
+    def _rate(self, staleness: int) -> float:
+        """The factor of the learning rate for a stale push, where it is to be compensated.
+
+        A gradient that is n times as stale as allowed moves the values 1/n as far, as in Zhang
+        et al., "Staleness-aware async-SGD" (2016).
+        """
+        limit = self.rules.max_staleness
+        if limit is None or self.rules.on_stale != "compensate" or staleness <= limit:
+            return 1.0
+        return (limit + 1) / (staleness + 1)
+
+    def _push_together(self, worker: int, push: Push, gradient: Tensor) -> str:
+        if worker in self._absent.get(push.group, ()):
+            return "expired"  # the others went on without it
+        known = all(map(self.applied, push.keys))
+        self.duplicates += known
+        place = push.group, push.index
+        mean = self._rounds.setdefault(place, Sum(torch.empty(0), parties=push.parties))
+        mean.came.add(worker)
+        if not known:
+            if push.dropped:
+                self.dropped += 1
+                mean.keys += push.keys
+                mean.examples += push.examples
+            else:
+                self.staleness.add(0)
+                self._mix(mean, push, gradient)
+        self._finish_round(place)
+        while not mean.done:
+            self.turn.wait(TICK)
+        return "duplicate" if known else "applied"
+
+    def _finish_round(self, place: tuple[int, int]) -> None:
+        """Update if nobody else comes to this round."""
+        mean = self._rounds[place]
+        group, index = place
+        gone = [
+            worker
+            for worker, size in self._absent.get(group, {}).items()
+            if size > index and worker not in mean.came
+        ]
+        if len(mean.came) + len(gone) < mean.parties:
+            return
+        del self._rounds[place]
+        self._finish(mean)
+        mean.done = True
+        self.turn.notify_all()
+
+    def _mix(self, mean: Sum, push: Push, gradient: Tensor) -> None:
+        if not mean.mixed:
+            mean.total = self._zeros()
+        self.shard.mix(mean.total, gradient, push.weight)
+        mean.weight += push.weight
+        mean.mixed += 1
+        mean.keys += push.keys
+        mean.examples += push.examples
+        missing = frozenset(push.absent)
+        mean.absent = missing if mean.absent is None else mean.absent & missing
+
+    def _finish(self, mean: Sum) -> None:
+        if mean.weight:
+            self.shard.divide(mean.total, mean.weight, mean.mixed)
+            if self.rules.clip_norm is not None:
+                self.shard.clip(mean.total, self.rules.clip_norm)
+            self._update(mean.total, sorted(mean.absent or ()), 1.0)
+        self._count(mean.keys, mean.examples, max(mean.mixed, len(mean.came)))
+        self._spare = mean.total if mean.mixed else None
+
+    def _update(self, gradient: Tensor, absent: Sequence[int], rate: float) -> None:
+        if self.log is not None:
+            self.log.append(self.shard, gradient, absent, rate)
+        self.shard.update(gradient, absent, rate)
+        self.version += 1
+
+    def _count(self, keys: Iterable[Key], examples: int, pushes: int) -> None:
+        self.pieces += self.keys.add(keys)
+        self.pushes += pushes
+        self.examples += examples
+
+    def _zeros(self) -> Tensor:
+        """Zeroed memory for a mean; that of the last one is used again."""
+        spare, self._spare = self._spare, None
+        return allocate(self.shard.span) if spare is None else spare.zero_()
+
+    def dump(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """A copy of everything that a restarted server needs: tensors, and plain values."""
+        tensors = {"values": self.shard.values.clone()}
+        for (slot, key), value in self.shard.state().items():
+            tensors[f"{slot}/{key}"] = value.clone()
+        for name, bits in self.keys.dump().items():
+            tensors[f"keys/{name}"] = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+        about = {
+            "job": self.job,
+            "digest": self.shard.layout.digest,
+            "counts": [self.version, self.pushes, self.pieces, self.examples],
+            "others": [self.duplicates, self.dropped, self.refused],
+            "staleness": self.staleness.to_dict(),
+            "settings": settings(self.shard.optimizer),
+            "log": self.log.position if self.log is not None else 0,
+        }
+        return tensors, about
+
+    def restore(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
+        """Take back what `dump` answered."""
+        self.shard.values.copy_(tensors.pop("values"))
+        dumped = {
+            name.removeprefix("keys/"): tensors.pop(name).numpy().tobytes()
+            for name in [name for name in tensors if name.startswith("keys/")]
+        }
+        self.keys = Keys.load(self.rules.workers, dumped)
+        self.shard.set(about["settings"])
+        self.shard.load_state({_slot(name): value for name, value in tensors.items()})
+        self.version, self.pushes, self.pieces, self.examples = about["counts"]
+        self.duplicates, self.dropped, self.refused = about["others"]
+        self.staleness = Histogram.from_dict(about["staleness"])
+        self.job, self.ready = about["job"], True
+        if self.log is not None:
+            self.log.cut(about["log"])
+
+
+def _slot(name: str) -> tuple[int, str]:
+    number, _, key = name.partition("/")
+    return int(number), key

@@ -1,0 +1,170 @@
+"""A model's tensors as one flat vector: where each lies, and the copies in and out of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartito.errors import UserError
+from spartito.ps.layout import BUFFER, LINE, Entry, Layout, Part, Span, runs
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """torch's dtype of this name: ``float32``."""
+    found: torch.dtype = getattr(torch, name)
+    return found
+
+
+def allocate(span: Span) -> Tensor:
+    """Zeroed memory for a span, uint8 ``(bytes,)``, aligned so that all its runs are."""
+    room = torch.zeros(span.size + 2 * LINE, dtype=torch.uint8)
+    first = -room.data_ptr() % LINE + span.phase
+    return room[first : first + span.size]
+
+
+def flat(tensor: Tensor) -> Tensor:
+    """The elements of a dense tensor in the order in which they lie in memory, as a view."""
+    order = sorted(
+        (stride, size)
+        for stride, size in zip(tensor.stride(), tensor.shape, strict=True)
+        if size > 1
+    )
+    expected = 1
+    for stride, size in order:
+        if stride != expected and tensor.numel():
+            raise UserError(
+                f"a tensor of shape {tuple(tensor.shape)} with strides {tensor.stride()}",
+                "Parameters on a server are dense: use .contiguous().",
+            )
+        expected *= size
+    return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+
+
+class Vector:
+    """The parameters and buffers of a model, and where each lies in the flat vector.
+
+    A parameter that the optimizer does not know counts as a buffer: all start with the chief's
+    values, and nothing changes them.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        group_of = {
+            id(parameter): number
+            for number, group in enumerate(optimizer.param_groups)
+            for parameter in group["params"]
+        }
+        kept = model.state_dict(keep_vars=True)
+        tensors: dict[str, Tensor] = dict(model.named_parameters())
+        tensors |= {name: b for name, b in model.named_buffers() if name in kept}
+        self.layout = Layout(
+            Entry(
+                name,
+                str(tensor.dtype).removeprefix("torch."),
+                tuple(tensor.shape),
+                group_of.get(id(tensor), BUFFER),
+            )
+            for name, tensor in tensors.items()
+        )
+        self.tensors = [tensors[entry.name] for entry in self.layout.entries]
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where (a part of) an entry lies in some memory."""
+
+    entry: int
+    view: Tensor  # of the memory: shaped as the tensor if whole, else flat
+    whole: bool
+    begin: int
+    end: int
+
+
+class Copies:
+    """Copies between a model's tensors and the memory of one span, uint8 ``(bytes,)``."""
+
+    def __init__(self, vector: Vector, span: Span, memory: Tensor) -> None:
+        entries = vector.layout.entries
+        self._places = [
+            _place(vector.tensors[part.entry], part, entries[part.entry].dtype, span, memory)
+            for run in runs(vector.layout, span)
+            for part in run.parts
+        ]
+        self._learned = [p for p in self._places if entries[p.entry].group != BUFFER]
+        self._kept = [p for p in self._places if entries[p.entry].group == BUFFER]
+        self._tensors = vector.tensors
+        self._views = [place.view for place in self._places]
+        self._targets = [self._part(vector.tensors[p.entry].detach(), p) for p in self._places]
+        self._sums = [
+            memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype))
+            for run in runs(vector.layout, span)
+            if dtype_of(run.dtype).is_floating_point
+        ]
+
+    def load(self) -> None:
+        """The memory's values into the model."""
+        torch._foreach_copy_(self._targets, self._views)
+
+    def store(self) -> None:
+        """The model's values into the memory."""
+        torch._foreach_copy_(self._views, self._targets)
+
+    def store_gradients(self) -> list[int]:
+        """The gradients into the memory; answers the entries that have none, set to 0."""
+        absent, views, grads = [], [], []
+        for place in self._learned:
+            grad = self._tensors[place.entry].grad
+            if grad is None:
+                absent.append(place.entry)
+                place.view.zero_()
+            else:
+                views.append(place.view)
+                grads.append(grad if place.whole else self._part(self._like(grad, place), place))
+        if grads:
+            torch._foreach_copy_(views, grads)
+        return absent
+
+    def store_changes(self, before: Copies) -> None:
+        """How the buffers changed since ``before`` was loaded into the model."""
+        for place, old in zip(self._kept, before._kept, strict=True):
+            now = self._part(self._tensors[place.entry].detach(), place)
+            if place.view.dtype == torch.bool:
+                place.view.copy_(now)
+            else:
+                place.view.copy_(now).sub_(old.view)
+
+    def is_finite(self) -> bool:
+        """Whether the memory holds neither NaN nor infinity."""
+        # A sum is one pass without a result to store; only a strange one is looked at closely.
+        if all(map(_has_finite_sum, self._sums)):
+            return True
+        return all(bool(view.isfinite().all()) for view in self._sums)
+
+    @staticmethod
+    def _part(tensor: Tensor, place: _Place) -> Tensor:
+        return tensor if place.whole else flat(tensor)[place.begin : place.end]
+
+    def _like(self, grad: Tensor, place: _Place) -> Tensor:
+        """The gradient laid out in memory as its parameter."""
+        parameter = self._tensors[place.entry]
+        if grad.stride() == parameter.stride():
+            return grad
+        return torch.empty_like(parameter).copy_(grad)
+
+
+def _place(tensor: Tensor, part: Part, dtype: str, span: Span, memory: Tensor) -> _Place:
+    start = part.offset - span.start
+    kind = dtype_of(dtype)
+    view = memory[start : start + (part.end - part.begin) * kind.itemsize].view(kind)
+    whole = part.end - part.begin == tensor.numel()
+    if whole:
+        flat(tensor)  # refuses what is not dense
+        view = view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
+    return _Place(part.entry, view, whole, part.begin, part.end)
+
+
+def _has_finite_sum(view: Tensor) -> bool:
+    total = view.sum().item()
+    return total - total == 0

@@ -1,0 +1,135 @@
+"""What a task that computes and the coordinator say to each other, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import msgspec
+
+from spartito.ps.lease import Lease
+
+MAX_PUBLISHED = 64 << 20  # bytes
+
+
+class Report(msgspec.Struct, frozen=True):
+    """All pieces of a lease are applied, or else it is ``abandoned``.
+
+    ``sums`` are the worker's own totals over them. ``ended`` is the number of steps of the
+    pass, where the worker found its end. ``bad`` pushes were dropped because their gradients
+    were not finite; ``detail`` says which.
+    """
+
+    lease: int
+    sums: list[float]
+    ended: int | None = None
+    bad: int = 0
+    detail: str = ""
+    abandoned: bool = False
+
+
+class Pause(msgspec.Struct, frozen=True, tag="pause"):
+    """Nothing to do at present: ask again."""
+
+
+class Complete(msgspec.Struct, frozen=True, tag="complete"):
+    """All of ``epoch`` is done; with ``stop`` no more work comes in this stream at all."""
+
+    epoch: int
+    stop: bool = False
+
+
+Work = Lease | Pause | Complete
+
+
+class WorkSource(Protocol):
+    """Where a task that computes gets its work: a link to the coordinator."""
+
+    @property
+    def rates(self) -> bytes:
+        """What the chief decided about learning rates, as of the last answer."""
+        ...
+
+    def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
+        """Hand in a report and get work; answers `Pause` only without ``wait``.
+
+        Raises `TaskLostError` that names the tasks which keep everybody waiting.
+        """
+        ...
+
+    def published(self, key: int) -> bytes:
+        """What the chief publishes under ``key``, once it does."""
+        ...
+
+    def close(self) -> None:
+        """Leave; what is not reported goes to others. Calling it again changes nothing."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """An epoch so far: the reports' ``sums``, and ``pieces`` done of ``steps`` x ``slices``."""
+
+    sums: list[float]
+    pieces: int
+    slices: int
+    steps: int | None
+
+
+class Hello(msgspec.Struct, frozen=True, tag="hello"):
+    """The first message of a connection: which worker it is."""
+
+    worker: int
+
+
+class Beat(msgspec.Struct, frozen=True, tag="beat"):
+    """Still here. Not answered."""
+
+
+class Take(msgspec.Struct, frozen=True, tag="take"):
+    """As `WorkSource.take`; answered with `Answer` in about a second at the latest."""
+
+    stream: int
+    epoch: int
+    report: Report | None
+    wait: bool
+
+
+class Ask(msgspec.Struct, frozen=True, tag="ask"):
+    """As `WorkSource.published`; answered with `Value` in about a second at the latest."""
+
+    key: int
+
+
+class Bye(msgspec.Struct, frozen=True, tag="bye"):
+    """The worker is done and leaves. Not answered."""
+
+
+class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
+    """Come in, and let us hear of you every ``beat`` seconds."""
+
+    beat: float
+
+
+class Answer(msgspec.Struct, frozen=True, tag="answer"):
+    """Work; ``rates`` only if they have changed since the last answer."""
+
+    work: Work
+    rates: bytes | None = None
+
+
+class Value(msgspec.Struct, frozen=True, tag="value"):
+    """What was published is the payload; without ``found`` nothing was yet."""
+
+    found: bool
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused"):
+    """No; the connection ends."""
+
+    what: str
+    do: str = ""
+
+
+ToCoordinator = Hello | Beat | Take | Ask | Bye
+ToWorker = Welcome | Answer | Value | Refused

@@ -1,0 +1,79 @@
+"""What a task that computes does with the servers: push, go on, and take the answer later."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import suppress
+
+from spartito.ps.client import Restarted, Servers
+from spartito.ps.messages import Push
+
+NONE, APPLIED, DUPLICATE, STALE, EXPIRED, RESTARTED = (
+    "none", "applied", "duplicate", "stale", "expired", "restarted",
+)  # fmt: skip
+"""What became of a push: there was none; it counts; its pieces were known; it is to be computed
+again; the others went on without it; a server was started again and has forgotten the lease."""
+_WORST = (RESTARTED, EXPIRED, STALE)
+
+
+class Exchange:
+    """One push at a time, whose answer is awaited when the values are needed.
+
+    Between a push and its answer the task does what needs no values: metrics, callbacks, and
+    the reading of the next batch.
+    """
+
+    def __init__(self, servers: Servers, waits: bool) -> None:
+        self.servers = servers
+        self._waits = waits
+        self._waiting = False
+        self._failed = False
+        self._admitted = False
+        self._fresh = False
+
+    def push(self, push: Push, absent: Sequence[Sequence[int]]) -> None:
+        """Send what `Servers.fill` stored."""
+        self._fresh = False
+        try:
+            self.servers.push(push, absent)
+            self._waiting = True
+        except Restarted:
+            self._failed, self._admitted = True, False
+
+    def arrive(self) -> str:
+        """What became of the last push; the values that came with the answer are in the model."""
+        found = {RESTARTED} if self._failed else set()
+        if self._waiting:
+            try:
+                found = {answer.status for answer in self.servers.answers()}
+                self._admitted = True
+            except Restarted:
+                found, self._admitted = {RESTARTED}, False
+        self._waiting = self._failed = False
+        worst = next((status for status in _WORST if status in found), None)
+        return worst or next(iter(found), NONE)
+
+    def admit(self) -> None:
+        """Have values to compute with; waits where none may get too stale."""
+        while not self._admitted:
+            try:
+                self.servers.get(admit=True)
+                self._admitted = self._fresh = True
+            except Restarted:
+                continue  # the server knows nothing of us yet: ask again
+
+    def look(self) -> None:
+        """Have the newest values, to evaluate or to save."""
+        while not self._fresh:
+            try:
+                self.servers.get(admit=False)
+                self._fresh = True
+            except Restarted:
+                continue
+
+    def rest(self) -> None:
+        """There is nothing to compute for now: nobody needs to wait for us."""
+        if self._admitted and self._waits:
+            with suppress(Restarted):  # then it knows of nobody
+                self.servers.release()
+        self._admitted = self._fresh = False

@@ -1,0 +1,223 @@
+"""One copy of the parameters and of the optimizer's state for all replicas of a machine."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import increment_version
+from torch.optim import Optimizer
+
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.shared_memory import LINE, Segment, SharedMemoryCollective
+from spartito.engine.gradients import Gradients
+from spartito.engine.optimizers import optimizer_parameters, plain
+from spartito.errors import UserError
+from spartito.strategies.replica import Pair
+from spartito.strategies.synchronous import SynchronousStrategy
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """Who updates which of an optimizer's parameters, and so holds their state.
+
+    ``owners`` are ranks by the parameters' names; ``others`` those that are not this rank's.
+    """
+
+    owners: dict[str, int]
+    others: list[nn.Parameter]
+
+
+class CentralStorageStrategy(SynchronousStrategy):
+    """Replicas on the CPUs of one machine that compute with the same memory, read in place.
+
+    Gradients are summed as in mirrored. Then each replica updates its share of the parameters,
+    and holds the optimizer's state of that share alone; the numbers are those of one device.
+    An optimizer that is not one of torch's own may look at all parameters at once: the chief
+    updates them all. Buffers stay each replica's own.
+
+    What a replica writes into a parameter, all of them see, also after `close`: a script that
+    changes parameters by itself does so on the chief only, after an update.
+
+    ``parameter_device`` is "cpu", the host's memory; ``device``, where replicas compute, is the
+    CPU too. The rest is as in `SynchronousStrategy`.
+    """
+
+    name = "central_storage"
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterSpec | None = None,
+        parameter_device: torch.device | str = "cpu",
+        device: torch.device | str | None = None,
+        sync_batchnorm: bool | None = None,
+        timeout: float | None = None,
+    ) -> None:
+        _check_devices(parameter_device, device)
+        super().__init__(
+            cluster=cluster, device=device, sync_batchnorm=sync_batchnorm, timeout=timeout
+        )
+        self._shares: dict[Optimizer, Shares] = {}
+        alone = self.num_replicas_in_sync == 1
+        if not alone and not isinstance(self._collective, SharedMemoryCollective):
+            self.close()
+            raise UserError(
+                f"central_storage for {self.num_replicas_in_sync} replicas that share no memory",
+                "It needs Linux on x86-64 and one /dev/shm for all; choose mirrored here.",
+            )
+
+    def check(self, cluster: ClusterSpec) -> None:
+        servers = len(cluster.addresses.get("ps", ()))
+        if servers:
+            raise UserError(
+                f"central_storage in a cluster with {servers} ps",
+                "Its parameters lie in the memory of one machine: take the ps out.",
+            )
+        if cluster.local_size < cluster.num_replicas:
+            raise UserError(
+                f"central_storage with {cluster.local_size} of {cluster.num_replicas} replicas "
+                "on this machine",
+                "Choose multi_worker_mirrored for replicas on several machines.",
+            )
+
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        owners = self._shares[self._only_pair().optimizer].owners
+        return {**state, "optimizer": self._collect(state["optimizer"], owners)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        if "optimizer" in state:
+            owners, own = self._shares[self._only_pair().optimizer].owners, self.cluster.rank
+            values = state["optimizer"]["state"].items()
+            kept = {name: value for name, value in values if owners.get(name, own) == own}
+            state = {**state, "optimizer": {**state["optimizer"], "state": kept}}
+        self._collective.barrier()  # nobody computes with the old values any more
+        super().load_state(state)
+        self._collective.barrier()  # nobody still writes when the first one trains
+
+    def _share(self, model: nn.Module) -> None:
+        if not isinstance(self._collective, SharedMemoryCollective):
+            return
+        for buffer in model.buffers():
+            self._collective.broadcast(buffer)
+        parameters = list(model.parameters())
+        offsets, size = places([p.numel() * p.element_size() for p in parameters])
+        segment = self._collective.segment(size)
+        for parameter, offset in zip(parameters, offsets, strict=True):
+            view = _view(segment, offset, parameter)
+            if self.is_chief:
+                view.copy_(parameter.detach())
+            parameter.data = view
+        self._collective.barrier()
+
+    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+        names = {id(parameter): name for name, parameter in plain(model).named_parameters()}
+        parameters = optimizer_parameters(optimizer)
+        replicas = self.num_replicas_in_sync if _is_torchs_own(optimizer) else 1
+        owners = balanced([parameter.numel() for parameter in parameters], replicas)
+        pairs = list(zip(parameters, owners, strict=True))
+        others = [parameter for parameter, owner in pairs if owner != self.cluster.rank]
+        for parameter in others:
+            optimizer.state.pop(parameter, None)  # some begin theirs when they are built
+        self._shares[optimizer] = Shares({names[id(p)]: owner for p, owner in pairs}, others)
+        return super()._gradients(model, optimizer)
+
+    def _optimize(self, pair: Pair) -> None:
+        others = [p for p in self._shares[pair.optimizer].others if p.grad is not None]
+        for parameter in others:
+            parameter.grad = None  # optimizers pass over it
+        super()._optimize(pair)
+        # Autograd must hear of what the others write: a graph that holds the old values is void.
+        increment_version(others)
+        self._collective.barrier()
+
+    def _collect(self, own: dict[str, Any], owners: dict[str, int]) -> dict[str, Any]:
+        """The state of all shares, in the order of the parameters, from this replica's ``own``.
+
+        Settings are the chief's: an optimizer may count in them.
+        """
+        outline = {
+            **own,
+            "state": {
+                name: {key: _outline(value) for key, value in values.items()}
+                for name, values in own["state"].items()
+            },
+        }
+        messages = self._collective.all_gather_bytes(pickle.dumps(outline))
+        outlines = [pickle.loads(message) for message in messages]
+        state = {
+            name: {
+                key: self._tell(owner, value, own["state"].get(name, {}).get(key))
+                for key, value in outlines[owner]["state"][name].items()
+            }
+            for name, owner in owners.items()
+            if name in outlines[owner]["state"]
+        }
+        return {**outlines[0], "state": state}
+
+    def _tell(self, owner: int, outline: Any, own: Any) -> Any:
+        """What the owner holds of this outline, on every replica."""
+        if not isinstance(outline, Tensor):
+            return outline
+        mine = owner == self.cluster.rank
+        return self._collective.broadcast(
+            own if mine else torch.empty_like(outline, device="cpu"), owner
+        )
+
+
+def balanced(sizes: Sequence[int], ranks: int) -> list[int]:
+    """An owner for each size, the largest first, always the one who has least so far.
+
+    No two sums differ by more than the largest size.
+    """
+    loads = [0] * ranks
+    owners = [0] * len(sizes)
+    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+        owners[place] = loads.index(min(loads))
+        loads[owners[place]] += sizes[place]
+    return owners
+
+
+def places(sizes: Sequence[int]) -> tuple[list[int], int]:
+    """Where blocks of ``sizes`` bytes begin, each on a cache line, and how long all are."""
+    offsets, end = [], 0
+    for size in sizes:
+        offsets.append(end)
+        end += -(-size // LINE) * LINE
+    return offsets, max(end, LINE)
+
+
+def _view(segment: Segment, offset: int, like: Tensor) -> Tensor:
+    """Memory of the segment, shaped and laid out as ``like``."""
+    dense = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
+    return segment.tensor(offset, like.numel(), like.dtype).as_strided(dense.shape, dense.stride())
+
+
+def _outline(value: Any) -> Any:
+    """A tensor without its values; anything else as it is."""
+    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
+
+
+def _is_torchs_own(optimizer: Optimizer) -> bool:
+    """Whether it updates every parameter by itself, as all of torch's do (LBFGS is refused)."""
+    return type(optimizer).__module__.partition(".")[0] == "torch"
+
+
+def _check_devices(parameters: torch.device | str, replicas: torch.device | str | None) -> None:
+    if str(parameters) != "cpu":
+        raise UserError(
+            f"parameter_device={str(parameters)!r}: central_storage keeps parameters in the "
+            "host's memory, 'cpu'",
+            "Choose mirrored for parameters on the replicas' own devices.",
+        )
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if replicas is None else replicas
+    if str(device) != "cpu":
+        raise UserError(
+            f"central_storage with replicas on {str(device)!r}: they compute in the host's memory",
+            "Choose mirrored for GPUs, or device='cpu'.",
+        )

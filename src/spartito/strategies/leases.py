@@ -1,0 +1,278 @@
+"""A worker's batches under a parameter server: the pieces that the coordinator leases to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spartito.data.batch import Batch
+from spartito.data.chain import Chain
+from spartito.data.collate import rows
+from spartito.data.loader import Feed, Loader, make_feed
+from spartito.data.prefetch import read_ahead
+from spartito.data.source import PerWorker, Source
+from spartito.errors import UserError
+from spartito.ps.chief import Chief
+from spartito.ps.lease import Lease, Plan
+from spartito.ps.work import Complete, Pause, Report, WorkSource
+from spartito.strategies.base import Distributed, Sums
+
+TICK_SECONDS = 0.1  # between two looks of a chief that computes nothing
+
+
+class Desk(Protocol):
+    """What the batches need to know of the strategy that computes them."""
+
+    device: torch.device
+    chief: Chief | None
+    work: WorkSource | None
+    place: Place | None
+
+    def plan(self, chain: Chain, count: int, steps: int | None) -> Plan:
+        """How a stream is divided into pieces."""
+        ...
+
+    def next_stream(self) -> int:
+        """The number of a new stream, equal on all tasks."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until the servers have answered."""
+        ...
+
+    def rest(self) -> None:
+        """There is nothing to compute for now."""
+        ...
+
+    def heed(self, rates: bytes) -> None:
+        """Take over what the chief decided about learning rates."""
+        ...
+
+    def collect(self) -> None:
+        """At the end of an epoch on the chief: the newest values into the model."""
+        ...
+
+    def enter(self, batch: Batch) -> None:
+        """Announce the next batch."""
+        ...
+
+
+class Place:
+    """The piece that is computed now: where it is in its lease."""
+
+    def __init__(self, stream: int, lease: Lease) -> None:
+        self.stream, self.lease = stream, lease
+        self.step = lease.start
+        self.first = lease.start  # of the pieces that the next push covers
+        self.bad = 0
+        self.detail = ""
+        self.abandoned = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the lease ends with this piece."""
+        return self.step + 1 == self.lease.stop
+
+    @property
+    def keys(self) -> list[tuple[int, int, int, int]]:
+        """The pieces since the last push, as a push is keyed."""
+        lease = self.lease
+        return [
+            (self.stream, lease.pass_, step, lease.slice)
+            for step in range(self.first, self.step + 1)
+        ]
+
+
+class Leased(Distributed):
+    """Batches of the leases that this task gets; on a chief that computes nothing, ticks.
+
+    A tick is a batch without rows, by which the loop comes round to see how far the others are.
+    """
+
+    def __init__(self, desk: Desk, chain: Chain, slices: int, seed: int) -> None:
+        if isinstance(chain.source, PerWorker):
+            raise UserError(
+                "per_worker data under parameter_server, where any task may get any piece",
+                "Use a data set that every task can read, or a synchronous strategy.",
+            )
+        Loader(chain, 0, slices, seed)  # refuses what cannot be divided
+        self._desk, self._chain = desk, chain
+        self._reader = (
+            IndexedReader(chain, slices, seed)
+            if isinstance(chain.source, Source)
+            else StreamReader(chain, slices, seed)
+        )
+        self._start = (0, 0)
+        self._stream: int | None = None
+        self._epoch = 0
+
+    def __iter__(self) -> Iterator[Batch]:
+        for batches in self.epochs(1, None, 0, list):
+            for batch in batches:
+                if batch.global_size:  # not a tick
+                    yield batch
+
+    def epochs(
+        self, count: int, steps: int | None, done: int, sums: Sums
+    ) -> Generator[Iterator[Batch]]:
+        desk, chief = self._desk, self._desk.chief
+        stream = desk.next_stream()
+        if chief is not None:
+            plan = desk.plan(self._chain, count, steps)
+            chief.open(stream, replace(plan, start=self._start, first_epoch_done=done))
+        self._stream = stream
+        try:
+            for epoch in range(count):
+                self._epoch = epoch
+                yield self._run_epoch(stream, epoch, sums)
+                if chief is not None:
+                    chief.coordinator.close_epoch(stream, epoch)
+        finally:
+            if chief is not None:
+                self._start = chief.coordinator.frontier(stream)
+                chief.coordinator.end_stream(stream)
+            self._stream = None
+
+    def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
+        mine = [*shared, *own]
+        if self._desk.chief is None or self._stream is None:
+            return mine
+        found = self._desk.chief.coordinator.sums(self._stream, self._epoch).sums
+        return list(found) if found else [0.0] * len(mine)
+
+    def state(self) -> dict[str, Any]:
+        number, step = self._where()
+        return {"pass": number, "step": step}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._start = state["pass"], state["step"]
+
+    def _where(self) -> tuple[int, int]:
+        """The first global batch that is not done, as far as the chief knows."""
+        if self._desk.chief is None or self._stream is None:
+            return self._start
+        place = self._desk.place
+        if place is not None and place.lease.group:  # all are at the same step
+            return place.lease.pass_, place.step + 1
+        return self._desk.chief.coordinator.frontier(self._stream)
+
+    def _run_epoch(self, stream: int, epoch: int, sums: Sums) -> Iterator[Batch]:
+        if self._desk.work is None:
+            yield from self._ticks(stream, epoch)
+        else:
+            yield from self._leases(self._desk.work, stream, epoch, sums)
+        if self._desk.chief is not None:
+            self._desk.chief.close_epoch(stream, epoch)
+            self._desk.collect()
+
+    def _ticks(self, stream: int, epoch: int) -> Iterator[Batch]:
+        assert self._desk.chief is not None  # it is the chief that does not compute
+        tick = Batch((), 0, 0, torch.empty(0, dtype=torch.int64), epoch, 0)
+        while not self._desk.chief.coordinator.poll(stream, epoch, TICK_SECONDS):
+            yield tick
+
+    def _leases(self, work: WorkSource, stream: int, epoch: int, sums: Sums) -> Iterator[Batch]:
+        desk = self._desk
+        report: Report | None = None
+        before = sums()
+        while True:
+            answer = work.take(stream, epoch, report, wait=False)
+            if isinstance(answer, Pause):
+                desk.rest()
+                answer = work.take(stream, epoch, None)
+            desk.heed(work.rates)
+            if isinstance(answer, Complete):
+                return
+            if isinstance(answer, Lease):
+                place = desk.place = Place(stream, answer)
+                ended = yield from self._pieces(place)
+                desk.settle()
+                desk.place = None
+                now = sums()
+                report = Report(
+                    answer.id,
+                    [new - old for new, old in zip(now, before, strict=True)],
+                    ended,
+                    place.bad,
+                    place.detail,
+                    place.abandoned,
+                )
+                before = now
+
+    def _pieces(self, place: Place) -> Generator[Batch, None, int | None]:
+        """The batches of a lease; answers where its pass ended, if that was found."""
+        lease, expected = place.lease, place.lease.start
+        batches = self._reader.read(lease)
+        try:
+            for batch in batches:
+                place.step = expected
+                expected += 1
+                batch = self._placed(batch)
+                self._desk.enter(batch)
+                yield batch
+                if place.abandoned:
+                    return None
+        finally:
+            batches.close()  # type: ignore[attr-defined]
+        return None if expected == lease.stop else expected
+
+    def _placed(self, batch: Batch) -> Batch:
+        device = self._desk.device
+        if device.type == "cpu":
+            return batch
+        move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
+        return replace(batch, data=rows(batch.data, move))
+
+
+class Reader(Protocol):
+    """Reads the batches of a lease."""
+
+    def read(self, lease: Lease) -> Iterator[Batch]:
+        """The local batches of the lease, fewer where the data ends before."""
+        ...
+
+
+class IndexedReader:
+    """Examples by index: any piece can be read at any time."""
+
+    def __init__(self, chain: Chain, slices: int, seed: int) -> None:
+        self._chain, self._slices, self._seed = chain, slices, seed
+        self._feeds: dict[int, Feed] = {}
+
+    def read(self, lease: Lease) -> Iterator[Batch]:
+        """As `Reader.read`."""
+        chain = self._chain
+        feed = self._feeds.get(lease.slice)
+        if feed is None:
+            feed = make_feed(chain, lease.slice, self._slices, self._seed)
+            self._feeds[lease.slice] = feed
+        tasks = islice(feed.tasks(lease.pass_, lease.start), lease.stop - lease.start)
+        return read_ahead(tasks, chain.ahead, chain.threads)
+
+
+class StreamReader:
+    """A stream is read in its order; only a lease from before its place makes it start anew."""
+
+    def __init__(self, chain: Chain, slices: int, seed: int) -> None:
+        self._chain, self._slices, self._seed = chain, slices, seed
+        self._at: dict[int, tuple[int, int, Iterator[Callable[[], Batch]]]] = {}
+
+    def read(self, lease: Lease) -> Iterator[Batch]:
+        """As `Reader.read`."""
+        number, step, tasks = self._at.pop(lease.slice, (-1, 0, iter(())))
+        if number != lease.pass_ or step > lease.start:
+            feed = make_feed(self._chain, lease.slice, self._slices, self._seed)
+            tasks, step = feed.tasks(lease.pass_, lease.start), lease.start
+        for _ in range(lease.start - step):
+            next(tasks, None)
+        for done in range(lease.start, lease.stop):
+            task = next(tasks, None)
+            if task is None:
+                return
+            self._at[lease.slice] = lease.pass_, done + 1, tasks
+            yield task()
