@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import multiprocessing
 import os
 import pickle
@@ -31,17 +32,27 @@ class Replicas:
         self._pool: list[tuple[Any, Connection]] = []
 
     def __call__(
-        self, job: Job, world_size: int, *args: Any, timeout: float = 100, **options: Any
+        self,
+        job: Job,
+        world_size: int,
+        *args: Any,
+        servers: int = 0,
+        timeout: float = 100,
+        **options: Any,
     ) -> list[Any]:
-        """What ``job(*args, **options)`` answers on each of ``world_size`` replicas."""
-        while len(self._pool) < world_size:
+        """What ``job(*args, **options)`` answers on each of ``world_size`` replicas.
+
+        ``servers`` more processes play parameter servers, which answer nothing.
+        """
+        while len(self._pool) < world_size + servers:
             self._start()
-        port = free_port()
-        for rank, (_, pipe) in enumerate(self._pool[:world_size]):
-            pipe.send((job, args, options, _environment(rank, world_size, port)))
+        cluster = _cluster(world_size, servers)
+        members = self._pool[: world_size + servers]
+        for rank, (_, pipe) in enumerate(members):
+            pipe.send((job, args, options, _environment(rank, world_size, cluster)))
         answers: list[Any] = []
         failure: ReplicaError | None = None
-        for rank, (_, pipe) in enumerate(self._pool[:world_size]):
+        for rank, (_, pipe) in enumerate(members):
             if not pipe.poll(timeout):
                 self.close()
                 raise TimeoutError(f"replica {rank} of {job.__name__} gave no answer")
@@ -52,7 +63,7 @@ class Replicas:
         if failure is not None:
             self.close()
             raise failure
-        return answers
+        return answers[:world_size]
 
     def close(self) -> None:
         """End all processes."""
@@ -78,14 +89,25 @@ def free_port() -> int:
         return port
 
 
-def _environment(rank: int, world_size: int, port: int) -> dict[str, str]:
+def _cluster(world_size: int, servers: int) -> dict[str, list[str]]:
+    tasks = {"worker": world_size, "ps": servers}
+    return {role: [f"127.0.0.1:{free_port()}" for _ in range(n)] for role, n in tasks.items()}
+
+
+def _environment(rank: int, world_size: int, cluster: dict[str, list[str]]) -> dict[str, str]:
+    """torchrun's variables; with servers `TF_CONFIG`, which comes before them."""
+    mine = {"type": "worker", "index": rank}
+    if rank >= world_size:
+        mine = {"type": "ps", "index": rank - world_size}
+    config = json.dumps({"cluster": cluster, "task": mine})
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world_size),
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(world_size),
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": cluster["worker"][0].rpartition(":")[2],
+        "TF_CONFIG": config if cluster["ps"] else "",
     }
 
 
@@ -102,6 +124,8 @@ def _serve(pipe: Connection) -> None:
         os.environ.update(environment)
         try:
             answer = (True, job(*args, **options))
+        except SystemExit as end:  # a server has served
+            answer = (not end.code, None)
         except BaseException as error:
             answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
         pipe.send_bytes(pickle.dumps(answer))  # torch's own pickler would share the tensors

@@ -22,7 +22,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS = [
     {"errors", "device", "log", "names", "_lazy"},
     {"cluster", "collectives", "data", "storage"},
-    {"engine"},
+    {"engine", "ps"},
     {"strategies", "checkpoint"},
     {"report"},
     {"training"},

@@ -64,6 +64,26 @@ Workers = Annotated[
         metavar="N",
     ),
 ]
+Servers = Annotated[
+    int | None,
+    typer.Option(
+        "--ps",
+        help="Parameter servers on this machine; the strategy is then parameter_server.",
+        parser=_whole("--ps", 1),
+        metavar="N",
+    ),
+]
+Evaluator = Annotated[
+    bool,
+    typer.Option("--evaluator", help="A task of its own that evaluates each checkpoint."),
+]
+Chief = Annotated[
+    bool,
+    typer.Option(
+        "--chief",
+        help="With --ps: a task of its own that hands out the work, not worker 0.",
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print one last line of JSON.")]
 
 
@@ -107,6 +127,9 @@ def run(
     strategy: Strategy = None,
     strategy_options: Options = None,
     workers: Workers = None,
+    ps: Servers = None,
+    evaluator: Evaluator = False,
+    chief: Chief = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m.")] = False,
     nnodes: Annotated[
         int, typer.Option(help="Machines in the job.", parser=_whole("--nnodes", 1), metavar="N")
@@ -120,22 +143,33 @@ def run(
     master_addr: Annotated[
         str | None, typer.Option(help="Where they meet: the first machine.", metavar="HOST:PORT")
     ] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let a task run a share of the time only, as worker:1=0.25; for trials.",
+            metavar="TASK=SHARE",
+        ),
+    ] = None,
 ) -> None:
     """Run your script in several processes.
 
     Example: spartito run --strategy mirrored --workers 2 train.py --epochs 3
     """
-    from spartito.launch import launch
+    from spartito.launch import launch, slow_tasks
 
     code = launch(
         [script, *(arguments or [])],
         module=module,
         workers=workers,
+        ps=ps or 0,
+        evaluator=evaluator,
+        chief=chief,
         strategy=strategy,
         strategy_options=strategy_options,
         nnodes=nnodes,
         node_rank=node_rank,
         master_addr=master_addr,
+        slow=slow_tasks(slow or []),
     )
     raise typer.Exit(code)
 
@@ -145,6 +179,9 @@ def train(
     recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(RECIPES)}.")],
     strategy: Strategy = None,
     workers: Workers = None,
+    ps: Servers = None,
+    evaluator: Evaluator = False,
+    chief: Chief = False,
     out: Annotated[Path | None, typer.Option(help="The run folder to write.")] = None,
     epochs: Annotated[
         int | None,
@@ -199,10 +236,96 @@ def train(
         [f"spartito.recipes.{recipe}", *arguments],
         module=True,
         workers=workers,
+        ps=ps or 0,
+        evaluator=evaluator,
+        chief=chief,
         strategy=strategy,
         result=json,
     )
     raise typer.Exit(code)
+
+
+@app.command()
+def compare(
+    target: Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGS...", help="The script's own arguments."),
+    ] = None,
+    strategies: Annotated[
+        str, typer.Option(help="Which to compare: all, or some with commas.", metavar="NAMES")
+    ] = "all",
+    workers: Workers = None,
+    ps: Annotated[
+        int | None,
+        typer.Option(
+            "--ps",
+            help="Parameter servers, for the strategy that has them; 1 by default.",
+            parser=_whole("--ps", 1),
+            metavar="N",
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(help="Passes over the data.", parser=_whole("--epochs", 1), metavar="N"),
+    ] = None,
+    goal: Annotated[
+        str | None, typer.Option(help="What to reach, as val_accuracy=0.95.", metavar="NAME=VALUE")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="More runs: workers=1,2,4, or for recipes batch_size=32,512,8192.",
+            metavar="NAME=VALUES",
+        ),
+    ] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let a task run a share of the time only, as worker:1=0.25.",
+            metavar="TASK=SHARE",
+        ),
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="The folder with a recipe's data.")] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="A recipe's examples per step, over all workers.",
+            parser=_whole("--batch-size", 1),
+            metavar="N",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Where a recipe's randomness begins.", parser=_whole("--seed"), metavar="N"
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to write.", metavar="DIR")] = None,
+) -> None:
+    """Train under several strategies, and lay them side by side on one page.
+
+    Example: spartito compare mnist --workers 2 --ps 1 --epochs 5 --goal val_accuracy=0.95
+    """
+    from spartito.launch.compare import compare_strategies
+    from spartito.launch.compare_plan import make_plan
+
+    plan = make_plan(
+        target,
+        arguments or [],
+        strategies=strategies,
+        workers=2 if workers is None else workers,
+        ps=ps,
+        epochs=epochs,
+        goal=goal,
+        sweeps=sweep or [],
+        slow=slow or [],
+        data=data,
+        batch_size=batch_size,
+        seed=seed,
+        out=out,
+    )
+    raise typer.Exit(compare_strategies(plan))
 
 
 @app.command()

@@ -46,6 +46,26 @@ def test_it_can_be_sent_to_another_process() -> None:
     assert pickle.loads(pickle.dumps(TWO)) == TWO
 
 
+def test_an_evaluator_apart_is_alone_and_nobodys_chief() -> None:
+    job = replace(
+        TWO,
+        addresses={**TWO.addresses, "evaluator": ("d:4",)},
+        task=Task("evaluator", 0),
+        rank=-1,
+        local_rank=-1,
+        local_size=0,
+    )
+    own = job.apart()
+    assert job.has_evaluator
+    assert not TWO.has_evaluator
+    assert own.task == job.task
+    assert own.addresses == {"evaluator": ("d:4",)}
+    assert (own.rank, own.num_replicas, own.local_rank, own.local_size) == (0, 1, 0, 1)
+    assert own.replica_tasks == (job.task,)
+    assert own.rendezvous is None
+    assert not own.is_chief
+
+
 def test_another_source_changes_nothing_else() -> None:
     assert TWO.from_source("x") == replace(TWO, source="x")
 

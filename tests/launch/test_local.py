@@ -15,6 +15,7 @@ from spartito.cluster import resolve
 from spartito.errors import UserError
 from spartito.launch import launch
 from spartito.launch.local import MALLOC, Place, environments
+from tests.launch.supervised import vanished, wait_until
 
 LIMIT = 60.0
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
@@ -122,6 +123,106 @@ def test_an_evaluator_is_one_process_without_a_rank(tmp_path: Path) -> None:
     assert str(resolve(env).task) == "evaluator 0"
 
 
+def test_each_task_of_a_role_learns_who_it_is(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, "--workers", "2", "--ps", "2", "--evaluator", "--chief", RANK="3")
+    told = {name: env for name, _, env in rows}
+    assert sorted(told) == ["chief 0", "evaluator 0", "ps 0", "ps 1", "worker 0", "worker 1"]
+    for name, env in told.items():
+        spec = resolve(env)
+        assert str(spec.task) == name
+        assert spec.num_replicas == 3
+        assert "RANK" not in env
+    (folder,) = {env["SPARTITO_SNAPSHOT_DIR"] for env in told.values()}
+    assert Path(folder).is_absolute()
+    assert not Path(folder).exists()
+
+
+def test_a_folder_for_snapshots_that_the_user_named_stays(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    rows, _ = run(tmp_path, "--workers", "1", "--ps", "1", SPARTITO_SNAPSHOT_DIR=str(mine))
+    assert {env["SPARTITO_SNAPSHOT_DIR"] for _, _, env in rows} == {str(mine)}
+    assert mine.exists()
+
+
+def test_an_evaluator_beside_workers_needs_no_folder(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, "--workers", "1", "--evaluator", "--strategy", "one_device")
+    assert sorted(name for name, _, _ in rows) == ["evaluator 0", "worker 0"]
+    assert not any("SPARTITO_SNAPSHOT_DIR" in env for _, _, env in rows)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_killed_server_finds_the_folder_again(tmp_path: Path, fails: bool) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import json, os, pathlib, signal, sys, time\n"
+        "folder = pathlib.Path(os.environ['SPARTITO_SNAPSHOT_DIR'])\n"
+        f"pathlib.Path({str(tmp_path / 'folder')!r}).write_text(str(folder))\n"
+        "snapshot = folder / 'snapshot'\n"
+        "if json.loads(os.environ['TF_CONFIG'])['task']['type'] != 'ps':\n"
+        "    while not (folder / 'back').exists(): time.sleep(0.005)\n"
+        "    sys.exit(int(sys.argv[1]))\n"
+        "if snapshot.exists():\n"
+        "    (folder / 'back').touch()\n"
+        "else:\n"
+        "    snapshot.touch()\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    options = ["--workers", "1", "--ps", "1"]
+    got = subprocess.run(
+        [sys.executable, "-m", "spartito", "run", *options, str(script), str(3 * fails)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert got.returncode == 3 * fails
+    assert "spartito: ps 0 was killed by SIGKILL; it is started again (1 of 3)\n" in got.stderr
+    assert not Path((tmp_path / "folder").read_text()).exists()
+
+
+def test_the_folder_goes_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(
+        "import os, time\nprint(os.environ['SPARTITO_SNAPSHOT_DIR'], os.getpid(), flush=True)\n"
+        "time.sleep(300)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-m", "spartito", "run", "--workers", "1", "--ps", "1", str(script)],
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as job:
+        assert job.stdout is not None
+        lines = [job.stdout.readline().split() for _ in range(2)]
+        (folder,) = {Path(line[-2]) for line in lines}
+        assert folder.is_dir()
+        job.kill()
+    wait_until(lambda: not folder.exists())
+    assert vanished([int(line[-1]) for line in lines])
+
+
+def test_a_slow_task_has_a_throttle(tmp_path: Path) -> None:
+    script = tmp_path / "find.py"
+    script.write_text(
+        "import os, time, pathlib\n"
+        "def throttled():\n"
+        "    for file in pathlib.Path('/proc').glob('[0-9]*/cmdline'):\n"
+        "        try: words = file.read_bytes().split(b'\\0')\n"
+        "        except OSError: continue\n"
+        "        if words[2:5] == [b'spartito.launch.throttle', b'%d' % os.getpid(), b'0.5']:\n"
+        "            return True\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    while not throttled(): time.sleep(0.005)\n"
+    )
+    options = ["--workers", "2", "--slow", "worker:1=0.5"]
+    got = subprocess.run(
+        [sys.executable, "-m", "spartito", "run", *options, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (got.returncode, got.stdout) == (0, ""), got.stderr
+
+
 def test_more_workers_than_cores_are_worth_a_note(tmp_path: Path) -> None:
     cores = len(os.sched_getaffinity(0))
     rows, err = run(tmp_path, "--workers", str(cores + 1))
@@ -152,6 +253,17 @@ def test_ranks_of_all_nodes_are_all_ranks(nodes: int, workers: int, cores: int) 
         ({"strategy": "mirored"}, ["'mirored'", "'mirrored'"]),
         ({"strategy": "one_device", "workers": 2}, ["one_device", "2", "mirrored"]),
         ({"strategy": "one_device", "nnodes": 2, "master_addr": "a:1"}, ["one_device", "2"]),
+        ({"strategy": "central_storage", "nnodes": 2, "master_addr": "a:1"}, ["1 of 2 replicas"]),
+        ({"ps": -1}, ["--ps -1"]),
+        ({"ps": 1, "strategy": "mirrored"}, ["--ps 1 with mirrored"]),
+        ({"ps": 1, "env": {"SPARTITO_STRATEGY": "mirrored"}}, ["--ps 1 with mirrored"]),
+        ({"ps": 1, "strategy": "mirored"}, ["'mirored'", "'mirrored'"]),
+        ({"strategy": "parameter_server"}, ["without a parameter server", "Add --ps 1"]),
+        ({"ps": 1, "nnodes": 2}, ["--ps 1 starts on one machine only", "TF_CONFIG"]),
+        ({"evaluator": True, "master_addr": "a:1"}, ["--evaluator starts on one", "TF_CONFIG"]),
+        ({"ps": 1, "env": {"TF_CONFIG": tf_config("worker", 0)}}, ["--ps 1, but TF_CONFIG"]),
+        ({"slow": {"worker:1": 0.5}}, ["'worker:1'", "Known: worker:0"]),
+        ({"slow": {"worker:0": 0}}, ["share 0"]),
         ({"strategy_options": "{"}, ["'{'", "not JSON"]),
         ({"strategy_options": "[1]"}, ["'[1]'", "JSON object"]),
         ({"workers": 0}, ["--workers 0"]),

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tests.replicas import Replicas
+from tests.replicas import ReplicaError, Replicas
 from tests.strategies import jobs
 
 Case = tuple[str, int, dict[str, Any]]
@@ -22,13 +22,27 @@ CASES: list[Case] = [
     ("multi_worker_mirrored", 2, {}),
     ("multi_worker_mirrored", 3, {"communication": "process_group"}),
     ("mirrored", 2, {"communication": "ddp"}),  # the engine of GPUs, here on gloo
+    ("central_storage", 2, {}),
+    ("central_storage", 3, {}),
+    ("parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}),
+    ("parameter_server", 3, {"max_staleness": 0, "min_shard_bytes": 16, "shared_memory": False}),
 ]
 
 EXACT = 1e-12
 
-every_strategy = pytest.mark.parametrize(
-    "case", CASES, ids=lambda case: "-".join(map(str, [case[0], case[1], *case[2].values()]))
+
+def named(case: Case) -> str:
+    return "-".join(map(str, [case[0], case[1], *case[2].values()]))
+
+
+every_strategy = pytest.mark.parametrize("case", CASES, ids=named)
+"""Asynchronous ones wait for each other here (max_staleness=0), so they are exact too; what they
+promise without that is in test_parameter_server.py."""
+
+every_synchronous = pytest.mark.parametrize(
+    "case", [case for case in CASES if case[0] != "parameter_server"], ids=named
 )
+"""For what needs replicas that meet inside of a step, or several models."""
 
 
 def close(left: Any, right: Any) -> None:
@@ -48,10 +62,17 @@ def close(left: Any, right: Any) -> None:
         assert math.isclose(left, right, rel_tol=0, abs_tol=EXACT), (left, right)
 
 
+def servers(case: Case) -> int:
+    """How many parameter servers a case has."""
+    return case[1] - 1 if case[0] == "parameter_server" else 0
+
+
 def run(replicas: Replicas, case: Case, job: Any, **options: Any) -> Any:
     """The job's answer under ``case``, which must be the same on every replica."""
     name, world_size, strategy_options = case
-    first, *others = replicas(job, world_size, name, strategy_options, **options)
+    first, *others = replicas(
+        job, world_size, name, strategy_options, servers=servers(case), **options
+    )
     for other in others:
         close(first, other)
     return first
@@ -78,13 +99,17 @@ def same_as_one_device(replicas: Replicas, case: Case, job: Any, **options: Any)
 def test_numbers_are_those_of_one_device(
     replicas: Replicas, case: Case, options: dict[str, Any]
 ) -> None:
+    if "clip" in options and servers(case) > 1:
+        with pytest.raises(ReplicaError, match="on several servers"):
+            run(replicas, case, jobs.fit_mlp, **options)
+        return
     answer = same_as_one_device(replicas, case, jobs.fit_mlp, **options)
     losses = answer["history"]["loss"]
     assert losses[-1] < losses[0]
     assert len(answer["predictions"]) == 7
 
 
-@every_strategy
+@every_synchronous
 def test_batchnorm_dropout_and_augmentation_too(replicas: Replicas, case: Case) -> None:
     answer = same_as_one_device(replicas, case, jobs.fit_convolutions)
     assert len(answer["history"]["val_accuracy"]) == 6
@@ -111,10 +136,15 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_loads_anywhere(
         )
         assert resumed["epochs"] == [2, 3]
         close(resumed["weights"], whole["weights"])
-        close(resumed["history"], {k: v[2:] for k, v in whole["history"].items()})
+        # What asynchronous workers have not reported yet is missing in the epoch's own figures.
+        sure = 1 if "parameter_server" in (case[0], other[0]) else 0
+        close(
+            {name: values[sure:] for name, values in resumed["history"].items()},
+            {name: values[2 + sure :] for name, values in whole["history"].items()},
+        )
 
 
-@every_strategy
+@every_synchronous
 def test_a_custom_loop_trains_a_gan(replicas: Replicas, case: Case) -> None:
     same_as_one_device(replicas, case, jobs.gan)
 
@@ -140,7 +170,7 @@ def test_torch_data_sets(replicas: Replicas, case: Case, kind: str) -> None:
     same_as_one_device(replicas, case, jobs.streams, kind=kind)
 
 
-@every_strategy
+@every_synchronous
 def test_replicas_with_uneven_data_end_together(replicas: Replicas, case: Case) -> None:
     answer = run(replicas, case, jobs.uneven_workers)
     assert answer["steps"] == 2 * case[1]
@@ -155,14 +185,16 @@ def test_one_replica_can_stop_all(replicas: Replicas, case: Case) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_low_precision_and_compiled_modules(replicas: Replicas, case: Case, compiled: bool) -> None:
     name, world_size, options = case
-    answers = replicas(jobs.low_precision, world_size, name, options, compiled)
+    answers = replicas(
+        jobs.low_precision, world_size, name, options, compiled, servers=servers(case)
+    )
     for answer in answers:
         assert answer["history"] == answers[0]["history"]
         assert answer["history"]["loss"][-1] < answer["history"]["loss"][0]
         assert answer["names"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
-@every_strategy
+@every_synchronous
 def test_facts_and_reductions(replicas: Replicas, case: Case) -> None:
     name, world_size, options = case
     ranks = range(1, world_size + 1)

@@ -123,19 +123,26 @@ class CheckpointManager:
         if not name or name.startswith(".") or Path(name).name != name:
             raise UserError(f"{name!r} cannot name a checkpoint: it must be a plain file name")
         sweep(self.directory)
-        newest = max((_sequence(path) for path in self.all()), default=0)
         figures, _ = pack_state(dict(metrics or {}), "metrics")
         path = self.directory / name
-        write_checkpoint(path, state, {"sequence": max(newest, 0) + 1, "metrics": figures})
+        write_checkpoint(path, state, {"sequence": self.next_sequence, "metrics": figures})
         if best is not None:
-            pointer = Best(name, *best)
-            write_file_atomically(self.directory / BEST, json.dumps(asdict(pointer)) + "\n")
+            self.name_best(Best(name, *best))
         self._remove_oldest(path)
         return path
 
+    def name_best(self, best: Best) -> None:
+        """Let ``best.json`` point to this one; the best is never removed."""
+        write_file_atomically(self.directory / BEST, json.dumps(asdict(best)) + "\n")
+
+    @property
+    def next_sequence(self) -> int:
+        """The number of the checkpoint that is saved next; all that are there have lower ones."""
+        return max([0, *map(sequence_of, self.candidates())]) + 1
+
     def all(self) -> list[Path]:
         """All checkpoints, oldest first, without checking them; damaged ones come first."""
-        return sorted(self._candidates(), key=lambda path: (_sequence(path), path.name))
+        return sorted(self.candidates(), key=lambda path: (sequence_of(path), path.name))
 
     def latest(self) -> Path | None:
         """The newest checkpoint whose files are all whole, or None.
@@ -144,7 +151,7 @@ class CheckpointManager:
         """
         paths = self.all()
         # One whose order is lost might have been the newest: say so before passing it by.
-        unordered = [path for path in paths if _sequence(path) < 0]
+        unordered = [path for path in paths if sequence_of(path) < 0]
         for path in [*reversed(unordered), *(p for p in reversed(paths) if p not in unordered)]:
             try:
                 verify(path)
@@ -178,7 +185,8 @@ class CheckpointManager:
         path = self.directory / pointer.name if pointer else None
         return path if path and path.is_dir() else None
 
-    def _candidates(self) -> list[Path]:
+    def candidates(self) -> list[Path]:
+        """All checkpoints in any order; no file of theirs is read."""
         try:
             found = list(self.directory.iterdir())
         except (FileNotFoundError, NotADirectoryError):
@@ -198,7 +206,7 @@ _FILES = (MANIFEST, STATE, f"model{_SUFFIX}")
 _PROBE = ".writable"
 
 
-def _sequence(path: Path) -> int:
+def sequence_of(path: Path) -> int:
     """When ``path`` was written among its neighbours, from 1; -1 when that cannot be read."""
     try:
         return int(read_manifest(path).about.get("sequence", -1))

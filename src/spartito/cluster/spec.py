@@ -12,6 +12,9 @@ from spartito.names import nearest
 ROLES = ("chief", "worker", "ps", "evaluator")
 """What a task can be."""
 
+EVALUATOR = "evaluator"
+"""The role that stands outside the training and looks at its checkpoints."""
+
 REPLICA_ROLES = ("chief", "worker")
 """The roles that train, in rank order."""
 
@@ -67,14 +70,25 @@ class ClusterSpec:
     @property
     def is_chief(self) -> bool:
         """Whether this task writes files and prints: the chief, or worker 0 where none is."""
-        return self.rank == 0
+        return self.rank == 0 and self.task.type in REPLICA_ROLES
+
+    @property
+    def has_evaluator(self) -> bool:
+        """Whether a task of its own evaluates the checkpoints."""
+        return bool(self.addresses.get(EVALUATOR))
+
+    def apart(self) -> Self:
+        """The cluster of this evaluator for its own work: it is alone, and nobody's chief."""
+        own = {EVALUATOR: (self.address_of(self.task),)}
+        return type(self)(own, Task(EVALUATOR, 0), 0, 1, 0, 1, None, self.source)
 
     @property
     def replica_tasks(self) -> tuple[Task, ...]:
-        """The tasks that train, in rank order."""
+        """The tasks that train, in rank order; of an evaluator `apart`, itself."""
+        trains = any(self.addresses.get(role) for role in REPLICA_ROLES)
         return tuple(
             Task(role, index)
-            for role in REPLICA_ROLES
+            for role in (REPLICA_ROLES if trains else (EVALUATOR,))
             for index in range(len(self.addresses.get(role, ())))
         )
 
@@ -105,7 +119,7 @@ class ClusterSpec:
     def _rules(self) -> list[tuple[str, bool]]:
         replicas = self.replica_tasks
         listed = self.task.index in range(len(self.addresses.get(self.task.type, ())))
-        trains = self.task.type in REPLICA_ROLES
+        trains = self.task.type in REPLICA_ROLES or self.task in replicas
         ranked = (
             self.rank in range(len(replicas)) and replicas[self.rank] == self.task
             if trains
@@ -121,6 +135,7 @@ class ClusterSpec:
             (f"{unknown} is no role. {nearest(str(unknown[:1]), ROLES)}", not unknown),
             ("a job needs a chief or a worker", bool(replicas)),
             ("a job has at most one chief", len(self.addresses.get("chief", ())) <= 1),
+            ("a job has at most one evaluator", len(self.addresses.get(EVALUATOR, ())) <= 1),
             ("that task is not in the cluster", listed),
             (f"the cluster lists {len(replicas)} that train", self.num_replicas == len(replicas)),
             ("the rank does not belong to that task", ranked),

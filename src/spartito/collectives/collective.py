@@ -4,12 +4,27 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
 Riders = tuple[float, ...]
+
+
+@dataclass(slots=True)
+class Traffic:
+    """What this task gave to the others and got from them, in bytes, and waited, in seconds."""
+
+    sent: int = 0
+    received: int = 0
+    waited: float = 0.0
+
+    def moved(self, nbytes: int) -> None:
+        """Count ``nbytes`` that went out, and as many that came in."""
+        self.sent += nbytes
+        self.received += nbytes
 
 
 class Reducer(Protocol):
@@ -38,6 +53,7 @@ class Collective(ABC):
 
     rank: int
     world_size: int
+    traffic: Traffic
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -96,6 +112,9 @@ class IdentityCollective(Collective):
 
     rank = 0
     world_size = 1
+
+    def __init__(self) -> None:
+        self.traffic = Traffic()
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -16,7 +17,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from spartito.collectives.collective import Collective, Reducer, Riders
+from spartito.collectives.collective import Collective, Reducer, Riders, Traffic
 from spartito.collectives.store import absentees, ask
 from spartito.errors import TaskLostError, install_excepthook
 
@@ -42,6 +43,7 @@ class ProcessGroupCollective(Collective):
     ) -> None:
         self.rank = rank
         self.world_size = len(names)
+        self.traffic = Traffic()
         self._names = names
         self._store = dist.PrefixStore("alive", store)
         self._timeout = timeout
@@ -88,6 +90,7 @@ class ProcessGroupCollective(Collective):
 
     def reduce_all(self, *tensors: Tensor) -> None:
         """Sum several tensors at once, in place."""
+        self.traffic.moved(sum(tensor.nbytes for tensor in tensors))
         with self._named():
             for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
                 work.wait()
@@ -117,15 +120,16 @@ class ProcessGroupCollective(Collective):
 
 
 class _Named:
-    """Turns the backend's error into one that names the task."""
+    """Turns the backend's error into one that names the task, and counts the time."""
 
     def __init__(self, collective: ProcessGroupCollective) -> None:
         self._collective = collective
 
     def __enter__(self) -> None:
-        pass
+        self._began = time.perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._collective.traffic.waited += time.perf_counter() - self._began
         if isinstance(error, RuntimeError):
             lost = self._collective.missing()
             limit = self._collective._timeout

@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from spartito.collectives.collective import Collective, Reducer, Riders, add_riders
+from spartito.collectives.collective import Collective, Reducer, Riders, Traffic, add_riders
 from spartito.collectives.store import absentees, ask
 from spartito.device import available_cores
 from spartito.errors import TaskLostError, UserError
@@ -132,6 +132,7 @@ class SharedMemoryCollective(Collective):
     ) -> None:
         self.rank = rank
         self.world_size = len(names)
+        self.traffic = Traffic()
         self._names = names
         self._timeout = timeout
         self._directories = [path for path in directories if path.is_dir()]
@@ -235,6 +236,11 @@ class SharedMemoryCollective(Collective):
         return rank * 2 * LINE // 8
 
     def _wait(self, rank: int, cell: int, sequence: int) -> None:
+        began = time.perf_counter()
+        self._look_for(rank, cell, sequence)
+        self.traffic.waited += time.perf_counter() - began
+
+    def _look_for(self, rank: int, cell: int, sequence: int) -> None:
         came = self._came
         for _ in range(self._spins):
             if came[cell] >= sequence:
@@ -366,6 +372,7 @@ class SharedReducer:
     def reduce(self, riders: Riders, unit: float) -> Riders:
         """As `Reducer.reduce`; bitwise the same on all ranks, summed in their order."""
         total = self._shared.exchange_riders(riders)
+        self._shared.traffic.moved(self.input.nbytes)
         first, second, *others = self._parts
         torch.add(first, second, out=self._sum)
         for part in others:

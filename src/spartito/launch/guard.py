@@ -13,7 +13,8 @@ PR_SET_PDEATHSIG = 1
 
 # Keeps the newest list of process groups; when the pipe closes, the supervisor is gone.
 WATCH = (
-    'while read -r line; do groups=$line; done; for g in $groups; do kill -s KILL -- "-$g"; done'
+    'while read -r line; do groups=$line; done; for g in $groups; do kill -s KILL -- "-$g"; done; '
+    '[ -z "$1" ] || rm -rf -- "$1"'
 )
 
 
@@ -21,12 +22,12 @@ class Guard:
     """A shell of a few kilobytes that ends the listed process groups when we are gone.
 
     The kernel's death signal (see `die_with_parent`) reaches only a child itself; this reaches
-    its children too.
+    its children too. ``private`` is a folder that it removes then.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, private: str | None = None) -> None:
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", WATCH],
+            ["/bin/sh", "-c", WATCH, "guard", private or ""],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -15,10 +17,19 @@ from spartito.cluster import tf_config
 from spartito.cluster.spec import NO_RANK, ClusterSpec, is_loopback, split_address
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch import machine
+from spartito.launch import machine, roles
+from spartito.launch.pace import shares_of
 from spartito.launch.process import Process
+from spartito.launch.roles import SEVERAL_MACHINES, Roles
 from spartito.launch.supervisor import supervise
-from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, RECIPES, STRATEGIES, nearest
+from spartito.names import (
+    ENV_SNAPSHOT_DIR,
+    ENV_STRATEGY,
+    ENV_STRATEGY_OPTIONS,
+    RECIPES,
+    STRATEGIES,
+    nearest,
+)
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 """glibc's settings: keep what tensors free, so that the next step finds its pages in place.
@@ -34,12 +45,16 @@ def launch(
     *,
     module: bool = False,
     workers: int | None = None,
+    ps: int = 0,
+    evaluator: bool = False,
+    chief: bool = False,
     strategy: str | None = None,
     strategy_options: str | None = None,
     nnodes: int = 1,
     node_rank: int = 0,
     master_addr: str | None = None,
     result: bool = False,
+    slow: Mapping[str, float] | None = None,
     env: Mapping[str, str] | None = None,
 ) -> int:
     """Run ``argv`` (a script, or with ``module`` a module's name, and its arguments).
@@ -50,23 +65,64 @@ def launch(
     processes. ``strategy_options`` is a JSON object. With ``result`` the last line that the
     first process prints to stdout is printed last, without the task's name.
 
+    ``ps`` parameter servers, an ``evaluator`` and a ``chief`` that does nothing but hand out the
+    work start beside the workers, on this machine only; each task then reads in its own
+    ``TF_CONFIG`` who is in the job. ``slow`` names tasks that run only a share of the time, as
+    ``{"worker:1": 0.25}``.
+
     Answers the job's exit code; raises `UserError` before anything starts.
     """
     variables = dict(os.environ if env is None else env)
     _check_program(argv, module)
+    cast = Roles(_count_workers(workers, variables), ps, evaluator, chief)
+    if cast.asked and (nnodes > 1 or master_addr is not None):
+        raise UserError(f"{cast.asked} starts on one machine only", SEVERAL_MACHINES)
     place = _place(variables, nnodes, node_rank, master_addr)
-    count = _count_workers(workers, variables)
-    _check_strategy(strategy, strategy_options, place.nodes * count)
-    for note in _notes(place, count):
+    _check_strategy(strategy, strategy_options, place, cast.workers)
+    cast.check(strategy or variables.get(ENV_STRATEGY), place.task is not None, nnodes)
+    for note in _notes(place, cast.workers):
         print(f"spartito: note: {note}", file=sys.stderr, flush=True)
     chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
     variables |= {name: value for name, value in chosen.items() if value is not None}
     command = [sys.executable, *(["-m"] if module else []), *argv]
-    processes = [
-        Process(place.name(local, count), command, environment)
-        for local, environment in enumerate(environments(variables, place, count))
-    ]
-    return supervise(processes, result_of=0 if result else None)
+    with _snapshots(cast, variables) as (folder, variables):
+        processes = _processes(command, variables, place, cast, slow or {})
+        return supervise(processes, result_of=0 if result else None, private=folder)
+
+
+@contextmanager
+def _snapshots(cast: Roles, env: dict[str, str]) -> Iterator[tuple[str | None, dict[str, str]]]:
+    """A folder of the job for its servers' snapshots, and ``env`` that names it.
+
+    None where there are no servers, or ``env`` names one that is the user's.
+    """
+    if not cast.ps or env.get(ENV_SNAPSHOT_DIR):
+        yield None, env
+        return
+    with tempfile.TemporaryDirectory(prefix="spartito-", ignore_cleanup_errors=True) as folder:
+        yield folder, env | {ENV_SNAPSHOT_DIR: folder}
+
+
+def _processes(
+    command: Sequence[str],
+    env: Mapping[str, str],
+    place: Place,
+    cast: Roles,
+    slow: Mapping[str, float],
+) -> list[Process]:
+    """What starts here; the first is the one that leads."""
+    if cast.asked:
+        started = [
+            Process(str(task), command, environment, cast.restarts(task), cast.is_vital(task))
+            for task, environment in zip(cast.tasks, role_environments(env, cast), strict=True)
+        ]
+    else:
+        started = [
+            Process(place.name(local, cast.workers), command, environment)
+            for local, environment in enumerate(environments(env, place, cast.workers))
+        ]
+    shares = shares_of([process.name for process in started], slow)
+    return [replace(process, share=share) for process, share in zip(started, shares, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +163,7 @@ def environments(
     """
     here = place.locals * workers
     cores = available_cores() if usable is None else usable
-    defaults = MALLOC | {"OMP_NUM_THREADS": str(max(1, cores // here)), "PYTHONUNBUFFERED": "1"}
-    base = defaults | dict(env)
+    base = _defaults(max(1, cores // here)) | dict(env)
     if not place.trains:
         return [base]  # such a task has no rank: its TF_CONFIG says all, and it is one process
     if place.task is None or workers > 1:
@@ -126,6 +181,26 @@ def environments(
         }
         for index in range(workers)
     ]
+
+
+def role_environments(
+    env: Mapping[str, str], cast: Roles, usable: int | None = None
+) -> list[dict[str, str]]:
+    """The environment of each task of ``cast``: ``env``, and a `TF_CONFIG` that says who it is.
+
+    Ports are free ones of this machine. Cores are shared out as in `environments`.
+    """
+    cores = available_cores() if usable is None else usable
+    told = roles.environments(env, cast, machine.free_ports(len(cast.tasks)))
+    return [
+        _defaults(cast.threads(task, cores)) | own
+        for task, own in zip(cast.tasks, told, strict=True)
+    ]
+
+
+def _defaults(threads: int) -> dict[str, str]:
+    """What each process gets unless the user's environment says otherwise."""
+    return MALLOC | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 
 
 def _place(env: Mapping[str, str], nnodes: int, node_rank: int, master_addr: str | None) -> Place:
@@ -161,13 +236,19 @@ def _count_workers(workers: int | None, env: Mapping[str, str]) -> int:
     return workers
 
 
-def _check_strategy(strategy: str | None, options: str | None, replicas: int) -> None:
+def _check_strategy(strategy: str | None, options: str | None, place: Place, workers: int) -> None:
+    replicas, here = place.nodes * workers, place.locals * workers
     if strategy is not None and strategy not in STRATEGIES:
         raise UserError(f"{strategy!r} is not a strategy", nearest(strategy, STRATEGIES))
     if strategy == "one_device" and replicas > 1:
         raise UserError(
             f"one_device trains in one process, but {replicas} are asked for",
             "Use --strategy mirrored (one machine) or multi_worker_mirrored, or --workers 1.",
+        )
+    if strategy == "central_storage" and here < replicas:
+        raise UserError(
+            f"central_storage with {here} of {replicas} replicas on this machine",
+            "Choose multi_worker_mirrored for replicas on several machines.",
         )
     if options is None:
         return

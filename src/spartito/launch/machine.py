@@ -7,6 +7,8 @@ import shutil
 import socket
 import subprocess
 from collections.abc import Mapping
+from contextlib import ExitStack
+from itertools import islice
 from pathlib import Path
 
 QUERY_SECONDS = 10.0
@@ -32,12 +34,19 @@ def gpus(env: Mapping[str, str], proc: Path = Path("/proc")) -> int:
 
 def free_port(host: str = "127.0.0.1") -> int:
     """A TCP port of ``host`` where nobody listens now."""
-    for port in random.sample(BELOW_EPHEMERAL, 50):
-        if _is_free(host, port):
-            return port
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
+    return free_ports(1, host)[0]
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """``count`` different TCP ports of ``host`` where nobody listens now."""
+    tried = random.sample(BELOW_EPHEMERAL, min(len(BELOW_EPHEMERAL), 50 * count))
+    ports = list(islice((port for port in tried if _is_free(host, port)), count))
+    with ExitStack() as held:  # all at once, so that they differ
+        for _ in range(count - len(ports)):
+            probe = held.enter_context(socket.socket())
+            probe.bind((host, 0))
+            ports.append(int(probe.getsockname()[1]))
+    return ports
 
 
 def _is_free(host: str, port: int) -> bool:

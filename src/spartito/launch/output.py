@@ -121,11 +121,12 @@ class Channel:
         self.show(lines)
 
     def close(self, as_result: bool) -> None:
-        """Print the line that was kept, as it is when it is a result."""
+        """Print the line that was kept, if any, as it is when it is a result."""
+        last, self.last = self.last, []
         if as_result:
-            self.sink.write(self.last)
+            self.sink.write(last)
         else:
-            self.show(self.last)
+            self.show(last)
 
     def show(self, lines: list[bytes]) -> None:
         """Print ``lines`` with the task's name."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from spartito.errors import EXIT_TASK_LOST
 from spartito.launch.output import Channel, ErrorChannel
+from spartito.launch.pace import FULL
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
 """Signals by which a task is lost; by others, as SIGSEGV, it fails on its own."""
@@ -18,37 +19,74 @@ FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One task to start: its name as ``worker 1``, what to run, its whole environment."""
+    """One task to start: its name as ``worker 1``, what to run, its whole environment.
+
+    When it is killed from outside it is started again ``restarts`` times; after that the others
+    go on without it unless it is ``vital``. It runs only ``share`` of the time.
+    """
 
     name: str
     argv: Sequence[str]
     env: Mapping[str, str]
+    restarts: int = 0
+    vital: bool = True
+    share: float = FULL
 
 
 @dataclass
 class Running:
-    """One started process."""
+    """One started process, the ``starts``-th at this ``place`` of the job.
 
-    name: str
+    ``brake`` is the process that slows it down, until it is ``released``. Once it is
+    ``let_go``, how it ended does not matter to the job.
+    """
+
+    process: Process
+    place: int
     popen: subprocess.Popen[bytes]
     channels: list[Channel]
+    starts: int = 1
+    brake: subprocess.Popen[bytes] | None = None
+    released: bool = False
+    let_go: bool = False
     code: int | None = None
     failed_at: float = 0.0
     ended_at: float = 0.0
     forwarded: bool = False
 
+    @property
+    def name(self) -> str:
+        """What the task is called."""
+        return self.process.name
+
     def send(self, number: int) -> None:
-        """Signal the process itself, if it runs."""
+        """Signal the process itself, if it runs; nothing slows it down any more."""
         if self.code is None:
+            self.release()
             self.popen.send_signal(number)
 
-    def kill_group(self) -> None:
-        """End the process and all that it started; harmless when they have ended."""
+    def release(self) -> None:
+        """From now on nothing slows it down."""
+        self.released = True
+        if self.brake is not None:
+            self.brake.terminate()
+
+    def lost_its_brake(self) -> bool:
+        """Whether what slows it down is gone, though we want it; it may stand still then."""
+        if self.brake is None or self.released or self.code is not None:
+            return False
+        return self.brake.poll() is not None
+
+    def signal_group(self, number: int) -> None:
+        """Signal the process and all that it started; harmless when they have ended."""
         with suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.popen.pid, signal.SIGKILL)
+            os.killpg(self.popen.pid, number)
 
     def close(self) -> None:
-        """Close our ends of its pipes."""
+        """End its brake and close our ends of its pipes."""
+        if self.brake is not None:
+            self.brake.kill()
+            self.brake.wait()
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()
@@ -76,6 +114,11 @@ class Running:
     def errors(self) -> ErrorChannel | None:
         """Its stderr, None when it has the terminal."""
         return next((c for c in self.channels if isinstance(c, ErrorChannel)), None)
+
+    @property
+    def was_lost(self) -> bool:
+        """Whether it was killed from outside."""
+        return -(self.code or 0) in FROM_OUTSIDE
 
     @property
     def lost_a_peer(self) -> bool:

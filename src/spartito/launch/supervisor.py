@@ -17,6 +17,7 @@ from typing import BinaryIO
 from spartito.errors import UserError
 from spartito.launch.guard import Guard, die_with_parent
 from spartito.launch.output import Channel, ErrorChannel, Sink
+from spartito.launch.pace import FULL, brake
 from spartito.launch.process import Process, Running, exit_code
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,6 +46,7 @@ def supervise(
     *,
     patience: Patience = Patience(),
     result_of: int | None = None,
+    private: str | None = None,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
 ) -> int:
@@ -56,20 +58,27 @@ def supervise(
     lost another one, so that one is looked for first. Ctrl-C and SIGTERM go to all tasks once;
     then the code is 130 or 143. A single task keeps the terminal, without a prefix.
 
+    A task that is killed from outside may start again, or the others may go on without it, as
+    its `Process` says. Then it does not fail the job; nor does one that is not vital and lost
+    the others because they had done their work.
+
     ``result_of`` is the place of a process whose last line on stdout is the result of the job:
-    it is printed last and as it is. ``out`` and ``err`` default to our own streams. Must be
+    it is printed last and as it is. ``private`` is a folder of the job that is removed at its
+    end, even when we are killed. ``out`` and ``err`` default to our own streams. Must be
     called from the main thread, as it takes over signals. Raises `UserError` when a process
     cannot be started.
     """
     sinks = Sink.of(out or sys.stdout.buffer), Sink.of(err or sys.stderr.buffer)
-    return _Supervisor(patience, *sinks).run(processes, result_of)
+    return _Supervisor(processes, patience, *sinks, result_of).run(private)
 
 
 @dataclass
 class _Supervisor:
+    processes: Sequence[Process]
     patience: Patience
     out: Sink
     err: Sink
+    result_of: int | None
     tasks: list[Running] = field(default_factory=list)
     cause: Running | None = None
     interrupted: signal.Signals | None = None
@@ -78,18 +87,19 @@ class _Supervisor:
     before_exec: Callable[[], None] | None = field(default_factory=die_with_parent)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
-    def run(self, processes: Sequence[Process], result_of: int | None) -> int:
+    def run(self, private: str | None) -> int:
         with self._signals():
-            guard = Guard()
+            guard = Guard(private)
             try:
-                for place, process in enumerate(processes):
+                for place in range(len(self.processes)):
                     if self.interrupted is None:
-                        self._start(process, place, len(processes) == 1, place == result_of)
+                        self._start(place)
                         guard.watch(self._groups())
                 self._forward()  # to one that was just starting when the signal came
                 while self._groups():
                     self._wait()
                     if self._reap():
+                        self._mend()
                         guard.watch(self._groups())
                     self._decide()
                 return self._report()
@@ -140,7 +150,10 @@ class _Supervisor:
                     task.forwarded = True
                     task.send(self.interrupted)
 
-    def _start(self, process: Process, place: int, single: bool, has_result: bool) -> None:
+    def _start(self, place: int, starts: int = 1) -> None:
+        """Start the task of this place, in the stead of one that ended."""
+        process = self.processes[place]
+        single = len(self.processes) == 1
         pipe = None if single else subprocess.PIPE
         try:
             popen = subprocess.Popen(
@@ -161,17 +174,31 @@ class _Supervisor:
         if popen.stdout is not None and popen.stderr is not None:
             prefix = self.out.prefix(process.name, place), self.err.prefix(process.name, place)
             channels = [
-                Channel(popen.stdout.fileno(), self.out, prefix[0], has_result),
+                Channel(popen.stdout.fileno(), self.out, prefix[0], place == self.result_of),
                 ErrorChannel(popen.stderr.fileno(), self.err, prefix[1]),
             ]
         for channel in channels:
             os.set_blocking(channel.fd, False)
             self.selector.register(channel.fd, selectors.EVENT_READ, channel)
-        self.tasks.append(Running(process.name, popen, channels))
+        task = Running(process, place, popen, channels, starts)
+        self.tasks[place : place + 1] = [task]
+        self._slow_down(task)
+
+    def _slow_down(self, task: Running) -> None:
+        if task.process.share == FULL:
+            return
+        try:
+            task.brake = brake(task.popen.pid, task.process.share, self.before_exec)
+        except OSError as error:
+            raise UserError(f"{task.name} cannot be slowed down: {error}") from error
+        if task.released:  # a signal came meanwhile
+            task.release()
 
     def _groups(self) -> list[int]:
-        """The process groups of the tasks that run."""
-        return [task.popen.pid for task in self.tasks if task.code is None]
+        """The process groups of the tasks that run, and of their brakes."""
+        running = [task for task in self.tasks if task.code is None]
+        brakes = [task.brake.pid for task in running if task.brake is not None]
+        return [task.popen.pid for task in running] + brakes
 
     def _wait(self) -> None:
         """Until something is printed, a process ends, a signal comes, or a time limit passes."""
@@ -199,7 +226,7 @@ class _Supervisor:
         """Take note of the processes that ended, and end what they left behind."""
         ended = [task for task in self.tasks if task.code is None and task.popen.poll() is not None]
         for task in ended:
-            task.kill_group()
+            task.signal_group(signal.SIGKILL)
             task.code = task.popen.returncode
             for channel in task.channels:
                 channel.drain()
@@ -211,7 +238,42 @@ class _Supervisor:
             task.failed_at = errors.since if errors and errors.held else task.ended_at
             if task.code == 0 and errors:
                 errors.release()
+        for task in filter(Running.lost_its_brake, self.tasks):
+            self._say(f"what slows {task.name} down is gone; it runs at full speed")
+            task.release()
+            task.signal_group(signal.SIGCONT)
         return bool(ended)
+
+    def _mend(self) -> None:
+        """Start again, or do without, those that ended and may; the job then goes on."""
+        vital = [task for task in self.tasks if task.process.vital]
+        done = bool(vital) and all(task.code == 0 for task in vital)
+        for task in [task for task in self.tasks if task.code and not task.let_go]:
+            if self.cause is not None or self.interrupted is not None:
+                return
+            process = task.process
+            if task.was_lost and task.starts <= process.restarts:
+                self._say(
+                    f"{task.name} {task.how_it_failed}; "
+                    f"it is started again ({task.starts} of {process.restarts})"
+                )
+                self._let_go(task)
+                self._start(task.place, task.starts + 1)
+                self._forward()  # a signal may have come while it was just starting
+            elif task.was_lost and not process.vital:
+                self._say(f"{task.name} {task.how_it_failed}; the others go on without it")
+                self._let_go(task)
+            elif task.lost_a_peer and not process.vital and done:
+                self._say(f"{task.name} found the others done; the job ends without it")
+                self._let_go(task)
+
+    def _let_go(self, task: Running) -> None:
+        """Print what was kept of an ended task that fails nobody."""
+        task.let_go = True
+        if task.errors is not None:
+            task.errors.release()
+        for channel in task.channels:
+            channel.close(as_result=False)
 
     def _decide(self) -> None:
         """Stop the others once it is clear who failed first; kill those that do not stop."""
@@ -223,7 +285,7 @@ class _Supervisor:
         for since, errors in self._held():
             if now - since >= self.patience.hold:
                 errors.release()
-        failed = [task for task in self.tasks if task.code]
+        failed = [task for task in self.tasks if task.code and not task.let_go]
         if not failed:
             return
         first = min(failed, key=lambda task: (task.lost_a_peer, task.failed_at))
@@ -242,7 +304,7 @@ class _Supervisor:
     def _kill(self) -> None:
         for task in self.tasks:
             if task.code is None:
-                task.kill_group()
+                task.signal_group(signal.SIGKILL)
 
     def _report(self) -> int:
         """Say how it ended; answers the exit code."""
@@ -265,7 +327,7 @@ class _Supervisor:
         if errors is not None and errors.is_own_error:
             self.err.write(errors.held)
             return
-        others = [task.name for task in self.tasks if task.code and task is not cause]
+        others = [t.name for t in self.tasks if t.code and not t.let_go and t is not cause]
         if others:
             verb = "was" if len(others) == 1 else "were"
             why = f"{cause.name} {cause.how_it_failed}"

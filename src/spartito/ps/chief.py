@@ -13,7 +13,6 @@ from spartito.ps.client import Control
 from spartito.ps.coordinator import Coordinator
 from spartito.ps.lease import Lease, Plan
 from spartito.ps.messages import End, Flush, Lost, Status, Values
-from spartito.ps.work import Totals
 
 WATCH_SECONDS = 1.0  # between two looks at the servers
 JOB = 0  # what is published first
@@ -56,10 +55,20 @@ class Chief:
         if self._streams:
             self.coordinator.end_stream(self._streams[-1])
 
-    def close_epoch(self, stream: int, epoch: int) -> Totals:
-        """After all of an epoch is done: apply what waits, and answer the epoch's figures."""
+    def end_stream(self, stream: int) -> None:
+        """Give out no more work of a stream, and wait until nobody is at it."""
+        self.coordinator.end_stream(stream)
+        self.coordinator.drain(stream)
+
+    def flush(self) -> None:
+        """Have the servers apply what waits to be put together with more pushes."""
         self.control.tell(Flush())
-        return self.coordinator.sums(stream, epoch)
+
+    def is_settled(self, stream: int, epoch: int) -> bool:
+        """Whether all of an epoch is done and no server has forgotten any of it."""
+        self.control.tell(Status())
+        self._look_at_restarted()
+        return self.coordinator.poll(stream, epoch, 0.0)
 
     def far(self) -> Values:
         """How far the first server is."""
@@ -91,11 +100,14 @@ class Chief:
         try:
             while not self._over.wait(WATCH_SECONDS):
                 self.control.tell(Status())
-                while self.control.restarted:
-                    self._reopen(self.control.restarted.pop())
+                self._look_at_restarted()
         except SpartitoError as error:
             if not self._over.is_set():
                 self.coordinator.fail(error)
+
+    def _look_at_restarted(self) -> None:
+        while self.control.restarted:
+            self._reopen(self.control.restarted.pop())
 
     def _reopen(self, server: int) -> None:
         """Have computed again what a server that was started again has not applied."""

@@ -89,12 +89,12 @@ class Link:
 
     @property
     def sent(self) -> int:
-        """Bytes that went over the wire, shared memory not counted."""
+        """Bytes that went to the server, by the wire or by shared memory."""
         return self._sent + (self._wire.sent if self._wire else 0)
 
     @property
     def received(self) -> int:
-        """Bytes that came over the wire, shared memory not counted."""
+        """Bytes that came from it."""
         return self._received + (self._wire.received if self._wire else 0)
 
     @property
@@ -105,10 +105,12 @@ class Link:
     def send(self, message: Message) -> None:
         """Send a request; a `Push` takes what lies in ``push`` along."""
         try:
-            if isinstance(message, Push) and not self._shared and not message.dropped:
+            has_gradient = isinstance(message, Push) and not message.dropped
+            if has_gradient and not self._shared:
                 self._open.send(message, self._codec.encode(self.push))
             else:
                 self._open.send(message)
+                self._sent += has_gradient * self.span.size
         except (Gone, TimeoutError, ProtocolError) as error:
             self._broken(error, message)
 
@@ -174,8 +176,11 @@ class Link:
     def _receive(self) -> Any:
         room = None if self._shared else self._codec.room(self.pull)
         answer = self._open.receive(room)
-        if not self._shared and isinstance(answer, Values) and len(self._open.payload):
-            self._codec.decode(self.pull)
+        if isinstance(answer, Values):
+            if self._shared:
+                self._received += self.span.size
+            elif len(self._open.payload):
+                self._codec.decode(self.pull)
         return answer
 
     def _checked(self, answer: Any) -> Any:

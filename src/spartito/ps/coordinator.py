@@ -140,6 +140,8 @@ class Coordinator:
     ) -> Work:
         """As `spartito.ps.work.WorkSource.take`, but `Pause` after ``patience`` seconds too."""
         end = time.monotonic() + (patience if wait else 0.0)
+        if report is not None and report.abandoned:
+            self._tell_lost(worker, self._abandon(stream, report.lease))
         with self._changed:
             if report is not None:
                 self._hand_in(worker, stream, report)
@@ -202,6 +204,11 @@ class Coordinator:
         with self._changed:
             self._stopped.add(stream)
             self._changed.notify_all()
+
+    def drain(self, stream: int) -> None:
+        """Return when no lease of a stream is out, or ``lease_seconds`` have passed."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._queues[stream].held(), self.lease_seconds)
 
     def sums(self, stream: int, epoch: int) -> Totals:
         """What is done of an epoch."""
@@ -307,12 +314,19 @@ class Coordinator:
             self._changed.notify_all()  # the others' leases were granted with it
         return lease
 
+    def _abandon(self, stream: int, lease: int) -> list[Lease | None]:
+        """Give a lease to others; answers it if it was still out."""
+        with self._changed:
+            queue = self._queues.get(stream)
+            out = [held for _, held in queue.held() if held.id == lease] if queue else []
+            for held in out:
+                queue.abandon(held.id)  # type: ignore[union-attr]
+            return list(out)
+
     def _hand_in(self, worker: int, stream: int, report: Report) -> None:
         member, now = self._members[worker], time.monotonic()
         queue = self._queues.get(stream)
-        if queue is not None and report.abandoned:
-            queue.abandon(report.lease)
-        elif queue is not None:
+        if queue is not None and not report.abandoned:
             try:
                 if queue.finish(report.lease, report.sums, report.ended, now):
                     self._progress = self._moved = now

@@ -55,7 +55,7 @@ class Server:
         self._snapshots, self._seconds = snapshots, seconds
         self._ended = threading.Event()
         self._connections: set[Connection] = set()
-        self._chief_seen = time.monotonic()
+        self._began = self._chief_seen = time.monotonic()
         self._chiefs = 0
         self._guard = threading.Lock()
         self._written = -1
@@ -83,6 +83,23 @@ class Server:
         """The job has ended."""
         self._ended.set()
         self._snapshots.unlink(missing_ok=True)
+
+    def record(self) -> dict[str, Any]:
+        """What it did, for the run's records."""
+        store = self.store
+        return {
+            "seconds": time.monotonic() - self._began,
+            "bytes_sent": self.sent,
+            "bytes_received": self.received,
+            "examples": store.examples,
+            "updates": store.version,
+            "pushes": store.pushes,
+            "staleness": store.staleness.to_dict(),
+            "duplicates": store.duplicates,
+            "dropped": store.dropped,
+            "refused": store.refused,
+            "lost": store.lost,
+        }
 
     def greet(self, hello: Hello) -> Refused | None:
         """Whether a task may come in."""

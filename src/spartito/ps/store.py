@@ -79,7 +79,7 @@ class Store:
         self.ready = False
         self.job = ""
         self.version = self.pushes = self.pieces = self.examples = 0
-        self.duplicates = self.dropped = self.refused = 0
+        self.duplicates = self.dropped = self.refused = self.lost = 0
         self.keys = Keys(rules.workers)
         self.staleness = Histogram()
         self._gate = Gate(rules.max_staleness or 0) if gates and rules.waits else None
@@ -269,7 +269,7 @@ class Store:
             "job": self.job,
             "digest": self.shard.layout.digest,
             "counts": [self.version, self.pushes, self.pieces, self.examples],
-            "others": [self.duplicates, self.dropped, self.refused],
+            "others": [self.duplicates, self.dropped, self.refused, self.lost],
             "staleness": self.staleness.to_dict(),
             "settings": settings(self.shard.optimizer),
             "log": self.log.position if self.log is not None else 0,
@@ -287,7 +287,7 @@ class Store:
         self.shard.set(about["settings"])
         self.shard.load_state({_slot(name): value for name, value in tensors.items()})
         self.version, self.pushes, self.pieces, self.examples = about["counts"]
-        self.duplicates, self.dropped, self.refused = about["others"]
+        self.duplicates, self.dropped, self.refused, self.lost = about["others"]
         self.staleness = Histogram.from_dict(about["staleness"])
         self.job, self.ready = about["job"], True
         if self.log is not None:

@@ -22,7 +22,12 @@ import numpy as np
 from spartito.errors import SpartitoError
 
 if TYPE_CHECKING:
+    from typing import TypeAlias
+
+    import numpy.typing as npt
     from typing_extensions import Buffer
+
+    Contiguous: TypeAlias = Buffer | npt.NDArray[Any]  # numpy declares no Buffer before 3.12
 
 MAGIC = b"SPTO"
 VERSION = 1
@@ -112,7 +117,7 @@ class Wire:
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
         self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
 
-    def send(self, message: msgspec.Struct, *payload: Buffer) -> None:
+    def send(self, message: msgspec.Struct, *payload: Contiguous) -> None:
         """Send ``message`` and the bytes of ``payload``: contiguous buffers, never copied.
 
         Raises `Gone`, `TimeoutError`, and `ProtocolError` for a header above `MAX_HEADER`.
@@ -127,7 +132,7 @@ class Wire:
         parts: list[Buffer] = [head]
         size = total = 0
         for buffer in payload:
-            view = memoryview(buffer)
+            view = memoryview(buffer)  # type: ignore[arg-type]
             if view.nbytes:
                 view = view.cast("B")
                 total += checksum(view, size)
@@ -140,7 +145,8 @@ class Wire:
     def receive(self, into: memoryview | None = None) -> Any:
         """The next message; its payload lies in `payload` until the next call.
 
-        The payload goes to ``into`` if it is exactly as large. Otherwise it goes to a buffer of the wire's own, which never grows beyond `limit`.
+        The payload goes to ``into`` if it is exactly as large. Otherwise it goes to a buffer of
+        the wire's own, which never grows beyond `limit`.
         Raises `Gone`, `TimeoutError`, and `ProtocolError` for anything that breaks the rules.
         """
         self.payload = memoryview(b"")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from spartito.collectives.collective import Traffic
 from spartito.ps.client import Restarted, Servers
 from spartito.ps.messages import Push
 
@@ -25,11 +27,20 @@ class Exchange:
 
     def __init__(self, servers: Servers, waits: bool) -> None:
         self.servers = servers
+        self.waited = 0.0
+        """Seconds that this task waited for the servers."""
         self._waits = waits
         self._waiting = False
         self._failed = False
         self._admitted = False
         self._fresh = False
+
+    @property
+    def traffic(self) -> Traffic:
+        """What went to the servers and came from them, through shared memory too."""
+        sent = sum(link.sent for link in self.servers.links)
+        received = sum(link.received for link in self.servers.links)
+        return Traffic(sent, received, self.waited)
 
     def push(self, push: Push, absent: Sequence[Sequence[int]]) -> None:
         """Send what `Servers.fill` stored."""
@@ -44,32 +55,32 @@ class Exchange:
         """What became of the last push; the values that came with the answer are in the model."""
         found = {RESTARTED} if self._failed else set()
         if self._waiting:
+            began = time.perf_counter()
             try:
                 found = {answer.status for answer in self.servers.answers()}
                 self._admitted = True
             except Restarted:
                 found, self._admitted = {RESTARTED}, False
+            self.waited += time.perf_counter() - began
         self._waiting = self._failed = False
         worst = next((status for status in _WORST if status in found), None)
         return worst or next(iter(found), NONE)
 
     def admit(self) -> None:
         """Have values to compute with; waits where none may get too stale."""
+        began = time.perf_counter()
         while not self._admitted:
-            try:
+            with suppress(Restarted):  # then the server knows nothing of us yet: ask again
                 self.servers.get(admit=True)
                 self._admitted = self._fresh = True
-            except Restarted:
-                continue  # the server knows nothing of us yet: ask again
+        self.waited += time.perf_counter() - began
 
     def look(self) -> None:
         """Have the newest values, to evaluate or to save."""
         while not self._fresh:
-            try:
+            with suppress(Restarted):
                 self.servers.get(admit=False)
                 self._fresh = True
-            except Restarted:
-                continue
 
     def rest(self) -> None:
         """There is nothing to compute for now: nobody needs to wait for us."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 BOOKKEEPING = ("epoch", "step", "seconds", "examples_per_second", "data_wait_share")
 """Keys of an epoch's logs that say how it ran, not how well the model did."""
@@ -60,6 +60,30 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size(count: float) -> str:
+    """Bytes as a person reads them: ``312 MB``, ``1.4 GB``, ``2.1 kB``."""
+    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            value = count / size
+            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
+    return f"{count:.0f} B"
+
+
+def percent(share: float) -> str:
+    """A share as ``12.3%``."""
+    return f"{share:.1%}"
+
+
+def points(name: str, value: float) -> str:
+    """A difference of the figure ``name``: of shares in points of a percent, else as it is."""
+    return f"{100 * value:.2f} points" if is_share(name) else f"{value:.2g}"
+
+
+def or_nothing(value: float | None, write: Callable[[float], str]) -> str:
+    """``value`` as ``write`` says it, a dash where there is none."""
+    return NOTHING if value is None else write(value)
 
 
 def label(name: str) -> str:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.report.evaluations import EVALUATIONS, with_evaluations
 from spartito.report.figures import (
     NOTHING,
     VALIDATION,
@@ -24,6 +25,7 @@ from spartito.report.figures import (
 )
 from spartito.report.plots import NEUTRAL, TRAINING, Curve, Plot, svg
 from spartito.report.plots import VALIDATION as VALIDATION_COLOUR
+from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
 
 CONFIG, HISTORY, REPORT = "config.json", "history.jsonl", "report.html"
@@ -45,21 +47,11 @@ def write_report(run_dir: str | os.PathLike[str]) -> Path:
 
 def render(folder: Path) -> str:
     """The page for the run folder ``folder``, as text."""
-    # Takes 90 ms to import, and only reports need it.
-    from jinja2 import Environment, PackageLoader, StrictUndefined
-
     run = read_run(folder)
-    environment = Environment(
-        loader=PackageLoader("spartito", "report/templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+    template = page_template(
+        "run.html.j2", figure=lambda value, name: figure(name, _number(value)), heading=_heading
     )
-    environment.filters.update(
-        figure=lambda value, name: figure(name, _number(value)), heading=_heading
-    )
-    return environment.get_template("run.html.j2").render(
+    return template.render(
         run=run,
         title=_title(run),
         subtitle=_subtitle(run),
@@ -121,7 +113,8 @@ def read_run(folder: Path) -> Run:
         while epochs and _goes_back(epochs[-1], epoch):
             epochs.pop()
         epochs.append(epoch)
-    return Run(folder.resolve().name, config, epochs, unreadable)
+    seen = [_json(line) for line in _text(folder / EVALUATIONS).splitlines()]
+    return Run(folder.resolve().name, config, with_evaluations(epochs, seen), unreadable)
 
 
 def plots(run: Run) -> list[Plot]:

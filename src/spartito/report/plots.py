@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,14 @@ _INK = {
     "#050505": "var(--validation)",
     "#060606": "var(--neutral)",
     "#070707": "var(--card)",
+    "#080808": "var(--series-1)",
+    "#090909": "var(--series-2)",
+    "#0a0a0a": "var(--series-3)",
+    "#0b0b0b": "var(--series-4)",
+    "#0c0c0c": "var(--series-5)",
+    "#0d0d0d": "var(--series-6)",
 }
-_TEXT, _MUTED, _LINE, TRAINING, VALIDATION, NEUTRAL, _CARD = _INK
+_TEXT, MUTED, _LINE, TRAINING, VALIDATION, NEUTRAL, _CARD, *SERIES = _INK
 
 
 @dataclass(frozen=True)
@@ -50,7 +56,7 @@ class Curve:
     @property
     def paint(self) -> str:
         """The page's name for its colour."""
-        return _INK[self.colour]
+        return page_colour(self.colour)
 
 
 @dataclass(frozen=True)
@@ -74,24 +80,34 @@ class Plot:
         return all(curve.is_empty for curve in self.curves)
 
 
+def page_colour(colour: str) -> str:
+    """What the page calls the ``colour`` of a drawing."""
+    return _INK[colour]
+
+
 def svg(plot: Plot) -> str:
     """``plot`` as an ``<svg>`` element without size, links or metadata, equal for equal input."""
+    return draw_svg(plot.title, lambda axes: _draw(axes, plot))
+
+
+def draw_svg(title: str, draw: Callable[[Any], None]) -> str:
+    """What ``draw`` puts on matplotlib's axes, as an element; ``title`` is unlike all others'."""
     import matplotlib
     from matplotlib.backends.backend_svg import FigureCanvasSVG
     from matplotlib.figure import Figure
 
-    style: Any = {"svg.fonttype": "none", "svg.hashsalt": plot.title, "font.size": 10}
+    style: Any = {"svg.fonttype": "none", "svg.hashsalt": title, "font.size": 10}
     with matplotlib.rc_context(style):
         drawing = Figure(figsize=(WIDTH, HEIGHT), layout="constrained")
         FigureCanvasSVG(drawing)
-        _draw(drawing.subplots(), plot)
+        draw(drawing.subplots())
         file = io.StringIO()
         drawing.savefig(file, format="svg", transparent=True, metadata={"Date": None})
-    return _for_the_page(file.getvalue(), plot.title)
+    return _for_the_page(file.getvalue(), title)
 
 
 def _draw(axes: Any, plot: Plot) -> None:
-    from matplotlib.ticker import FuncFormatter, MaxNLocator
+    from matplotlib.ticker import MaxNLocator
 
     # A line through one point shows nothing, and few points are worth seeing one by one.
     marker = "o" if len(plot.epochs) <= 12 else ""
@@ -118,14 +134,21 @@ def _draw(axes: Any, plot: Plot) -> None:
         )
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
     axes.yaxis.set_major_locator(MaxNLocator(nbins=5, min_n_ticks=2))
-    write = _percent if plot.percent else _plain
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
     if plot.reach is not None:
         axes.set_ylim(bottom=0, top=max(plot.reach, axes.get_ylim()[1] * 1.1))
-    axes.set_xlabel("epoch", color=_MUTED)
+    dress(axes, "epoch", plot.percent)
+
+
+def dress(axes: Any, x_label: str, percent: bool) -> None:
+    """The look that all drawings share: quiet lines, no frame, plain numbers or percent."""
+    from matplotlib.ticker import FuncFormatter
+
+    write = _percent if percent else _plain
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: write(value)))
+    axes.set_xlabel(x_label, color=MUTED)
     axes.grid(axis="y", color=_LINE, linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.tick_params(colors=_MUTED, length=0, pad=6)
+    axes.tick_params(colors=MUTED, length=0, pad=6)
     for side, spine in axes.spines.items():
         spine.set_visible(side == "bottom")
         spine.set_color(_LINE)

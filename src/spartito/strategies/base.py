@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
+from spartito.collectives.collective import Traffic
 from spartito.data.batch import Batch
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
@@ -51,7 +53,7 @@ class Distributed(Protocol):
 
     def epochs(
         self, count: int, steps: int | None, done: int, sums: Sums
-    ) -> Iterator[Iterator[Batch]]:
+    ) -> Generator[Generator[Batch]]:
         """The next ``count`` epochs of ``steps`` global batches, or of as many as there are.
 
         ``done`` batches of the first one were trained on before. ``sums`` answers this task's
@@ -82,6 +84,8 @@ class Strategy(ABC):
     """
 
     name: ClassVar[str]
+    record_to: Path | None = None
+    """The run folder, for tasks that end before the trainer could write there."""
 
     def __init__(self, cluster: ClusterSpec | None = None) -> None:
         """``cluster`` None asks the environment who takes part; `check` refuses what cannot be."""
@@ -111,6 +115,15 @@ class Strategy(ABC):
     def leads(self) -> bool:
         """Whether this task sees the whole training: it evaluates, and its callbacks run."""
         return True
+
+    @property
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """What this task exchanged with the others so far."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's settings should tell of it, as JSON."""
+        return {}
 
     @property
     def task(self) -> Task:

@@ -22,6 +22,7 @@ from spartito.ps.lease import Lease, Plan
 from spartito.ps.work import Complete, Pause, Report, WorkSource
 from spartito.strategies.base import Distributed, Sums
 
+NO_EPOCH = -1  # is always complete: no work is given for it
 TICK_SECONDS = 0.1  # between two looks of a chief that computes nothing
 
 
@@ -43,6 +44,10 @@ class Desk(Protocol):
 
     def settle(self) -> None:
         """Wait until the servers have answered."""
+        ...
+
+    def leave(self) -> None:
+        """What was not pushed is given up."""
         ...
 
     def rest(self) -> None:
@@ -110,16 +115,18 @@ class Leased(Distributed):
         self._start = (0, 0)
         self._stream: int | None = None
         self._epoch = 0
+        self._partial: list[float] = []  # of a lease that was left in the middle
 
     def __iter__(self) -> Iterator[Batch]:
         for batches in self.epochs(1, None, 0, list):
             for batch in batches:
                 if batch.global_size:  # not a tick
                     yield batch
+        self._desk.collect()
 
     def epochs(
         self, count: int, steps: int | None, done: int, sums: Sums
-    ) -> Generator[Iterator[Batch]]:
+    ) -> Generator[Generator[Batch]]:
         desk, chief = self._desk, self._desk.chief
         stream = desk.next_stream()
         if chief is not None:
@@ -128,22 +135,22 @@ class Leased(Distributed):
         self._stream = stream
         try:
             for epoch in range(count):
-                self._epoch = epoch
+                self._epoch, self._partial = epoch, []
                 yield self._run_epoch(stream, epoch, sums)
                 if chief is not None:
                     chief.coordinator.close_epoch(stream, epoch)
         finally:
             if chief is not None:
                 self._start = chief.coordinator.frontier(stream)
-                chief.coordinator.end_stream(stream)
+                chief.end_stream(stream)
             self._stream = None
 
     def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
         mine = [*shared, *own]
         if self._desk.chief is None or self._stream is None:
             return mine
-        found = self._desk.chief.coordinator.sums(self._stream, self._epoch).sums
-        return list(found) if found else [0.0] * len(mine)
+        parts = self._desk.chief.coordinator.sums(self._stream, self._epoch).sums, self._partial
+        return [sum(column) for column in zip([0.0] * len(mine), *filter(None, parts), strict=True)]
 
     def state(self) -> dict[str, Any]:
         number, step = self._where()
@@ -161,22 +168,27 @@ class Leased(Distributed):
             return place.lease.pass_, place.step + 1
         return self._desk.chief.coordinator.frontier(self._stream)
 
-    def _run_epoch(self, stream: int, epoch: int, sums: Sums) -> Iterator[Batch]:
-        if self._desk.work is None:
-            yield from self._ticks(stream, epoch)
-        else:
-            yield from self._leases(self._desk.work, stream, epoch, sums)
-        if self._desk.chief is not None:
-            self._desk.chief.close_epoch(stream, epoch)
+    def _run_epoch(self, stream: int, epoch: int, sums: Sums) -> Generator[Batch]:
+        chief = self._desk.chief
+        while True:
+            if self._desk.work is None:
+                yield from self._ticks(stream, epoch)
+            else:
+                yield from self._leases(self._desk.work, stream, epoch, sums)
+            if chief is None:
+                return
+            chief.flush()
             self._desk.collect()
+            if chief.is_settled(stream, epoch):  # no server lost its last updates meanwhile
+                return
 
-    def _ticks(self, stream: int, epoch: int) -> Iterator[Batch]:
+    def _ticks(self, stream: int, epoch: int) -> Generator[Batch]:
         assert self._desk.chief is not None  # it is the chief that does not compute
         tick = Batch((), 0, 0, torch.empty(0, dtype=torch.int64), epoch, 0)
         while not self._desk.chief.coordinator.poll(stream, epoch, TICK_SECONDS):
             yield tick
 
-    def _leases(self, work: WorkSource, stream: int, epoch: int, sums: Sums) -> Iterator[Batch]:
+    def _leases(self, work: WorkSource, stream: int, epoch: int, sums: Sums) -> Generator[Batch]:
         desk = self._desk
         report: Report | None = None
         before = sums()
@@ -190,17 +202,19 @@ class Leased(Distributed):
                 return
             if isinstance(answer, Lease):
                 place = desk.place = Place(stream, answer)
-                ended = yield from self._pieces(place)
-                desk.settle()
-                desk.place = None
+                try:
+                    ended = yield from self._pieces(place)
+                    desk.settle()
+                except GeneratorExit:  # left in the middle: others do the rest
+                    desk.leave()
+                    self._partial = _since(sums(), before)
+                    work.take(stream, NO_EPOCH, Report(answer.id, [], abandoned=True), wait=False)
+                    raise
+                finally:
+                    desk.place = None
                 now = sums()
                 report = Report(
-                    answer.id,
-                    [new - old for new, old in zip(now, before, strict=True)],
-                    ended,
-                    place.bad,
-                    place.detail,
-                    place.abandoned,
+                    answer.id, _since(now, before), ended, place.bad, place.detail, place.abandoned
                 )
                 before = now
 
@@ -227,6 +241,10 @@ class Leased(Distributed):
             return batch
         move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
         return replace(batch, data=rows(batch.data, move))
+
+
+def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
+    return [new - old for new, old in zip(now, before, strict=True)]
 
 
 class Reader(Protocol):

@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec, Task, split_address
+from spartito.collectives.collective import Traffic
 from spartito.collectives.meeting import time_limit
 from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.sockets import listen
@@ -51,6 +52,7 @@ from spartito.ps.work import WorkSource
 from spartito.ps.worker import EXPIRED, RESTARTED, STALE, Exchange
 from spartito.strategies.base import Distributed, StepResult
 from spartito.strategies.leases import Leased, Place
+from spartito.strategies.record import write_record
 from spartito.strategies.replica import Pair, ReplicaStrategy
 from spartito.strategies.sharing import Placed
 
@@ -131,6 +133,17 @@ class ParameterServerStrategy(ReplicaStrategy):
         return 1
 
     @property
+    def traffic(self) -> Traffic:
+        return Traffic() if self._exchange is None else self._exchange.traffic
+
+    def describe(self) -> dict[str, Any]:
+        """Which server holds what: rows of server, tensor, which part of it, size."""
+        if self._vector is None:
+            return {}
+        names = [f"ps {number}" for number in range(len(self._spans))]
+        return {"servers": table(self._vector.layout, self._spans, names)}
+
+    @property
     def leads(self) -> bool:
         """Only the chief evaluates and has callbacks."""
         return self.is_chief
@@ -191,6 +204,8 @@ class ParameterServerStrategy(ReplicaStrategy):
             deterministic=deterministic,
             seed=seed,
         )
+        # Its steps are made on the servers: torch need not warn of schedules before the first.
+        found[1]._opt_called = True  # type: ignore[attr-defined]
         self._join(self._pairs[0])
         return found
 
@@ -326,6 +341,13 @@ class ParameterServerStrategy(ReplicaStrategy):
         if pair.passes:
             self._update(pair, None, 0, False)
         self._arrive()
+
+    def leave(self) -> None:
+        """What was not pushed is given up."""
+        self._arrive()
+        self._pairs[0].gradients.clear()
+        self._pairs[0].passes = 0
+        self.rest()
 
     def rest(self) -> None:
         """There is nothing to compute for now."""
@@ -572,6 +594,8 @@ class ParameterServerStrategy(ReplicaStrategy):
             shares=self._shared_memory,
         )
         server.serve()
+        if self.record_to is not None:
+            write_record(self.record_to, self.task, server.record())
 
     def _in_vector(self) -> Vector:
         assert self._vector is not None  # `_join` made it

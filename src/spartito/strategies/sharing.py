@@ -56,15 +56,15 @@ class Placed(Distributed):
 
     def epochs(
         self, count: int, steps: int | None, done: int, sums: Sums
-    ) -> Iterator[Iterator[Batch]]:
+    ) -> Generator[Generator[Batch]]:
         if steps is None:
             for _ in range(count):
-                yield iter(self)
+                yield self._place(iter(self._batches))
             return
         stream = self._place(self._batches.endless())  # stays open, with what it has read ahead
         try:
             for _ in range(count):
-                yield islice(stream, steps - done)
+                yield _next(stream, steps - done)
                 done = 0
         finally:
             stream.close()
@@ -90,6 +90,11 @@ class Placed(Distributed):
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._device, non_blocking=True)
+
+
+def _next(stream: Iterator[Batch], count: int) -> Generator[Batch]:
+    """The next batches of a stream, which stays open when this ends."""
+    yield from islice(stream, count)
 
 
 class Together(Share):

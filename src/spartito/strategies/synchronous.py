@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Traffic
 from spartito.collectives.meeting import connect
 from spartito.data.dataset import as_dataset
 from spartito.data.loader import Loader
@@ -53,6 +54,10 @@ class SynchronousStrategy(ReplicaStrategy):
             communication == "ddp" or (communication == "auto" and self.device.type == "cuda")
         )
         atexit.register(self.close)  # gloo aborts a process that ends with its group open
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._collective.traffic
 
     def distribute(
         self, dataset: Any, *, seed: int | None = None, training: bool = True

@@ -24,6 +24,7 @@ class Training(Protocol):
     ``step`` counts global steps since the first `fit`, ``epoch`` finished epochs; ``epochs`` is
     where the running `fit` ends, ``steps_per_epoch`` None where nobody knows. Any replica may
     set ``stop_training``: all stop together, after the next step at the latest.
+    ``left_to_evaluator`` says that a task of its own validates: epochs report no ``val_``.
     """
 
     model: nn.Module
@@ -41,6 +42,7 @@ class Training(Protocol):
     batch_size: int | None
     examples: int | None
     stop_training: bool
+    left_to_evaluator: bool
     precision: str
     deterministic: bool
     seed: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain as flatten
 from typing import Any
@@ -27,6 +27,7 @@ class Clock:
     """Where the time of an epoch goes, and how many examples it saw."""
 
     def __init__(self) -> None:
+        self.total_seconds = self.total_waited = 0.0
         self.start()
 
     def start(self, examples: int = 0) -> None:
@@ -35,6 +36,11 @@ class Clock:
         self.waited = 0.0
         self.examples = examples
         self._before = examples
+
+    def stop(self) -> None:
+        """The epoch ends: add its time to that of all."""
+        self.total_seconds += self.seconds
+        self.total_waited += self.waited
 
     @property
     def seconds(self) -> float:
@@ -86,6 +92,7 @@ class TrainingLoop:
             self._batches.load_state({"pass": before._batches.state()["pass"] + 1, "step": 0})
         self._metrics = [copy.copy(metric) for metric in trainer.metrics]
         self._logs = StepLogs(self._metrics)
+        self._own_examples = self._own_batches = 0
         self._forget()
 
     def run(
@@ -100,13 +107,26 @@ class TrainingLoop:
         for callback in callbacks:
             callback.on_train_begin()
         batches = self._batches.epochs(len(epochs), steps, self._done, self._own)
-        with closing(batches):  # type: ignore[type-var]
+        with closing(batches):
             for epoch, its_batches in zip(epochs, batches, strict=False):
                 self._run_epoch(epoch, its_batches, validation, history)
                 if self._agree_to_stop():
                     break
         for callback in callbacks:
             callback.on_train_end()
+
+    def record(self) -> dict[str, Any]:
+        """What this task did so far, and where its time went."""
+        traffic = self._strategy.traffic
+        return {
+            "seconds": self.clock.total_seconds,
+            "waited_for_data_seconds": self.clock.total_waited,
+            "waited_for_tasks_seconds": traffic.waited,
+            "bytes_sent": traffic.sent,
+            "bytes_received": traffic.received,
+            "examples": self._own_examples,
+            "batches": self._own_batches,
+        }
 
     def state(self) -> dict[str, Any]:
         """Where the loop is: the place in the data, and the sums of the epoch over all replicas."""
@@ -133,14 +153,15 @@ class TrainingLoop:
     def _run_epoch(
         self,
         epoch: int,
-        batches: Iterator[Batch],
+        batches: Generator[Batch],
         validation: Evaluation | None,
         history: History,
     ) -> None:
         trainer, callbacks = self._trainer, self._trainer.callbacks
         for callback in callbacks:
             callback.on_epoch_begin(epoch)
-        self._train_epoch(batches)
+        with closing(batches):
+            self._train_epoch(batches)
         trainer.epoch = epoch + 1
         logs = self._conclude(epoch, validation, history) if self._strategy.leads else {}
         self._forget()
@@ -180,6 +201,8 @@ class TrainingLoop:
             if batch is None:
                 break
             result = strategy.step(batch, loss, stop=trainer.stop_training)
+            self._own_examples += batch.size
+            self._own_batches += 1
             self._done += result.batches
             clock.examples += result.examples
             if metrics and result.output is not None and batch.size:
@@ -196,6 +219,7 @@ class TrainingLoop:
         rest = strategy.flush()
         if rest is not None:
             self._came(rest)
+        clock.stop()
 
     def _came(self, result: StepResult) -> None:
         self._loss += result.loss

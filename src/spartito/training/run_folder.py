@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spartito.engine.optimizers import plain
+from spartito.report.evaluations import keep_until
 from spartito.report.page import write_report
 from spartito.storage.atomic import write_file_atomically
 from spartito.training.callback import Callback, Logs
@@ -36,6 +37,7 @@ class RunFolder(Callback):
         write_file_atomically(self._directory / CONFIG, json.dumps(self._config(), indent=2))
         if self.trainer.epoch == 0:
             write_file_atomically(self._directory / HISTORY, "")
+        keep_until(self._directory, self.trainer.step)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Append the epoch to the history."""
@@ -81,5 +83,6 @@ class RunFolder(Callback):
                 "deterministic": trainer.deterministic,
                 "seed": trainer.seed,
             },
+            **trainer.strategy.describe(),
             **trainer.about,
         }

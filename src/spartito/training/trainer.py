@@ -20,12 +20,22 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, check_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike
 from spartito.errors import UserError
+from spartito.log import note
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
+from spartito.strategies.record import write_record
+from spartito.training.beacon import Beacon
 from spartito.training.callback import Callback
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.progress_bar import ProgressBar
+from spartito.training.callbacks.tensorboard import TensorBoard
+from spartito.training.evaluator import (
+    Evaluator,
+    check_callbacks,
+    first_checkpoint,
+    own_checkpoint,
+)
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics import MetricFunction, make_metrics
@@ -75,6 +85,7 @@ class Trainer:
         self.run_dir = Path(found) if found else None
         self._folder = RunFolder(self.run_dir) if self.run_dir and self.strategy.is_chief else None
         self.model = model
+        self.strategy.record_to = self.run_dir
         _, self.optimizer = self.strategy.prepare(
             model,
             NoOptimizer() if optimizer is None else optimizer,
@@ -93,8 +104,10 @@ class Trainer:
         self.batch_size: int | None = None
         self.examples: int | None = None
         self.stop_training = False
+        self.left_to_evaluator = False
         self.history = History()
         self.callbacks: list[Callback] = []
+        self._fits = 0
         self._given: list[Callback] = []
         self._loop: TrainingLoop | None = None
         self._restored: dict[str, Any] | None = None
@@ -124,8 +137,11 @@ class Trainer:
         ``data`` is anything that `as_dataset` takes; ``batch_size`` (global) is used where it
         brings none. Calling `fit` again goes on with the same weights, optimizer and order of
         examples. After `load`, training goes on at the place that was saved, up to ``epochs``;
-        ``initial_epoch`` says otherwise; ``SPARTITO_EPOCHS`` overrides ``epochs``. Raises
-        `UserError`, or `TaskLostError` when a replica is lost.
+        ``initial_epoch`` says otherwise; ``SPARTITO_EPOCHS`` overrides ``epochs``.
+
+        In a job with an evaluator the validation is left to it. On the evaluator itself `fit`
+        trains nothing: it evaluates each new checkpoint until the training ends, and answers
+        their figures. Raises `UserError`, or `TaskLostError` when a replica is lost.
         """
         epochs = _asked_epochs(epochs)
         if epochs < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
@@ -141,16 +157,25 @@ class Trainer:
         chain = as_dataset(data, batch_size)
         if steps_per_epoch is None and chain.repeats is None:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")
+        apart = self.strategy.job.has_evaluator and validation_data is not None
+        self.left_to_evaluator = apart and not self.strategy.is_evaluator
+        self._fits += 1
+        self._given = list(callbacks)
+        if apart:
+            check_callbacks(callbacks)
+            if first_checkpoint(callbacks) is None:
+                own_checkpoint(self.run_dir)
         validation = None
-        if validation_data is not None:
+        if validation_data is not None and not self.left_to_evaluator:
             validation = self._evaluation(validation_data, validation_steps, batch_size)
+        if self.strategy.is_evaluator:
+            return self._evaluate_checkpoints(validation, verbose)
         restored, self._restored = self._restored, None
         first = self.epoch if restored else 0
         first = first if initial_epoch is None else initial_epoch
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch or chain.steps_per_epoch
         self.batch_size, self.examples = chain.batch_size, chain.examples
         self.stop_training = False
-        self._given = list(callbacks)
         self.callbacks = self._with_own(verbose) if self.strategy.leads else []
         if self._loop is None or self._loop.chain is not chain:
             self._loop = TrainingLoop(self, chain, self._loop)
@@ -167,7 +192,11 @@ class Trainer:
             for callback in self.callbacks:
                 callback.on_train_error(error)
             raise
-        self.history = History(**self.strategy.lead(lambda: asdict(history)))
+        if self.run_dir is not None:
+            write_record(self.run_dir, self.strategy.task, loop.record())
+        figures, self.step = self.strategy.lead(lambda: [asdict(history), self.step])
+        self.history = History(**figures)
+        self.strategy.synchronize()  # the model is the trained one, on every task
         return self.history
 
     def evaluate(
@@ -249,16 +278,40 @@ class Trainer:
     def _with_own(self, verbose: bool | int) -> list[Callback]:
         """The user's callbacks, and those that every `fit` has.
 
-        Checkpoints come last: they hold the state of all others after the same epoch.
+        Checkpoints come late: they hold the state of all others after the same epoch. Last
+        comes what tells of them.
         """
         own: list[Callback] = []
         if verbose and not any(isinstance(callback, ProgressBar) for callback in self._given):
             own.append(ProgressBar())
         if self._folder is not None:
             own.append(self._folder)
-        return sorted(
-            [*self._given, *own], key=lambda callback: isinstance(callback, ModelCheckpoint)
+        checkpoint = first_checkpoint(self._given)
+        if checkpoint is None and self.left_to_evaluator:
+            checkpoint = own_checkpoint(self.run_dir)
+            own.append(checkpoint)
+        if checkpoint is not None and self.strategy.is_chief:
+            checkpoint.set_trainer(self)
+            own.append(Beacon(checkpoint.manager, self._fits))
+        if self.left_to_evaluator and self.strategy.is_chief:
+            note("validation is left to the evaluator: this history has no val_ figures")
+        return sorted([*self._given, *own], key=_turn)
+
+    def _evaluate_checkpoints(self, validation: Evaluation | None, verbose: bool | int) -> History:
+        """What `fit` is on the evaluator."""
+        self.history = History()
+        if validation is None:
+            note("fit() without validation_data: the evaluator passes it over")
+            return self.history
+        checkpoint = first_checkpoint(self._given) or own_checkpoint(self.run_dir)
+        for callback in (checkpoint, *self._given):
+            callback.set_trainer(self)
+        boards = [callback for callback in self._given if isinstance(callback, TensorBoard)]
+        evaluator = Evaluator(
+            self, checkpoint, validation, self._fits, boards=boards, verbose=bool(verbose)
         )
+        self.history = evaluator.run()
+        return self.history
 
     def _evaluation(self, data: Any, steps: int | None, batch_size: int) -> Evaluation:
         chain: Dataset = as_dataset(data, batch_size)
@@ -276,6 +329,10 @@ class Trainer:
                 "Give a function: scheduler=lambda optimizer: StepLR(optimizer, 30).",
             )
         return made
+
+
+def _turn(callback: Callback) -> int:
+    return 2 * isinstance(callback, Beacon) + isinstance(callback, ModelCheckpoint)
 
 
 def _asked_epochs(epochs: int) -> int:

@@ -30,6 +30,7 @@ class Loop:
     epochs: int = 0
     steps_per_epoch: int | None = 4
     stop_training: bool = False
+    left_to_evaluator: bool = False
     data_wait_share: float = 0.012
     examples_per_second: float = 1234.5
     states: int = 0

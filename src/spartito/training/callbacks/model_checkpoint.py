@@ -24,7 +24,8 @@ class ModelCheckpoint(Callback):
     everything else down). A fit without validation data watches ``loss`` in place of the default
     ``val_loss``. With ``save_best_only`` an epoch is saved only when it is the best so far.
     ``keep`` is how many of the newest stay, all when None; the best always stays.
-    ``every_steps`` saves after so many global steps too.
+    ``every_steps`` saves after so many global steps too. In a job with an evaluator every epoch
+    is saved, and the evaluator points to the best by its own ``val_`` figures.
 
     All replicas take part in collecting the state, the chief alone writes. Raises `UserError`
     when the directory cannot be written, or no epoch reports the monitor.
@@ -91,6 +92,9 @@ class ModelCheckpoint(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Save the epoch, as the best when it is."""
+        if self.trainer.left_to_evaluator and self.monitor.name.startswith(VALIDATION):
+            self._save(logs, None)
+            return
         monitor = self._monitor_for(logs)
         value = monitor.read(logs)
         is_best = monitor.better(value, self.best)

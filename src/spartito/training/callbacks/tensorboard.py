@@ -37,6 +37,10 @@ class TensorBoard(Callback):
         """Add the figures of this epoch."""
         if not self.trainer.strategy.is_chief:
             return
+        self.write(epoch, logs)
+
+    def write(self, epoch: int, logs: Logs) -> None:
+        """Add the figures of epoch ``epoch``, counted from 0; an evaluator calls this itself."""
         figures = {name: value for name, value in logs.items() if name not in ("epoch", "step")}
         validation = {n: v for n, v in figures.items() if n.startswith(VALIDATION)}
         parts = ({n: v for n, v in figures.items() if n not in validation}, validation)

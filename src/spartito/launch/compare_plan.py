@@ -1,0 +1,235 @@
+"""Which runs a comparison has: the user's words checked, before anything starts."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from spartito.errors import UserError
+from spartito.launch.pace import FULL, slow_tasks
+from spartito.names import RECIPES, STRATEGIES, nearest
+
+ALL = "all"
+ONE_DEVICE, PARAMETER_SERVER = "one_device", "parameter_server"
+ORDER = (ONE_DEVICE, "mirrored", "multi_worker_mirrored", "central_storage", PARAMETER_SERVER)
+"""From the simplest to the most involved: the order of the runs, the table and the colours."""
+
+SWEEPS = ("workers", "batch_size")
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What is trained: a recipe, or the user's script with its own arguments."""
+
+    name: str
+    arguments: tuple[str, ...] = ()
+    is_recipe: bool = False
+
+    @property
+    def title(self) -> str:
+        """What the comparison is called."""
+        return self.name if self.is_recipe else Path(self.name).name
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """One run to come; ``sweep`` names the setting that it varies, None for those of the table."""
+
+    strategy: str
+    workers: int
+    ps: int = 0
+    batch_size: int | None = None
+    sweep: str | None = None
+    slow: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """The name of its run folder, unlike that of all others."""
+        if self.sweep is None:
+            return self.strategy
+        return f"{self.strategy}-{self.sweep.replace('_', '-')}-{getattr(self, self.sweep)}"
+
+    def __str__(self) -> str:
+        """As progress says it: ``mirrored, 2 workers``."""
+        parts = [self.strategy, f"{self.workers} worker{'s' if self.workers > 1 else ''}"]
+        parts += [f"{self.ps} ps"] if self.ps else []
+        parts += [f"batch size {self.batch_size}"] if self.batch_size is not None else []
+        parts += [f"{task} at {share:.0%}" for task, share in self.slow.items()]
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A whole comparison: what is trained, how, and in which runs."""
+
+    target: Target
+    runs: Sequence[Planned]
+    out: Path
+    goal: tuple[str, float] | None = None
+    epochs: int | None = None
+    data: Path | None = None
+    seed: int | None = None
+
+
+def make_plan(
+    target: str,
+    arguments: Sequence[str] = (),
+    *,
+    strategies: str = ALL,
+    workers: int = 2,
+    ps: int | None = None,
+    epochs: int | None = None,
+    goal: str | None = None,
+    sweeps: Iterable[str] = (),
+    slow: Iterable[str] = (),
+    data: Path | None = None,
+    batch_size: int | None = None,
+    seed: int | None = None,
+    out: Path | None = None,
+    known: Sequence[str] = STRATEGIES,
+) -> Plan:
+    """The runs for what the user typed; raises `UserError` for what cannot be.
+
+    The table's runs come first, one per strategy; each sweep adds its other values.
+    """
+    what = _target(target, arguments)
+    chosen = _strategies(strategies, known)
+    if ps is not None and ps < 1:
+        raise UserError(f"--ps {ps} is less than 1")
+    if ps is not None and strategies != ALL and PARAMETER_SERVER not in chosen:
+        raise UserError(
+            f"--ps {ps} is for {PARAMETER_SERVER}, which is not among {strategies}",
+            "Leave --ps out, or compare that strategy too.",
+        )
+    wanted = _sweeps(sweeps)
+    given: dict[str, object] = {"--data": data, "--batch-size": batch_size, "--seed": seed}
+    given["--sweep batch_size"] = wanted.get("batch_size")
+    for option, value in given.items():
+        if value is not None and not what.is_recipe:
+            raise UserError(
+                f"{option} is for recipes, and {target} is a script",
+                "A script has its own arguments: give them after --, at the end.",
+            )
+    table = [
+        Planned(
+            strategy,
+            1 if strategy == ONE_DEVICE else workers,
+            (ps or 1) if strategy == PARAMETER_SERVER else 0,
+            batch_size,
+        )
+        for strategy in chosen
+    ]
+    runs = table + [run for sweep in wanted for run in _added(table, sweep, wanted[sweep])]
+    folder = out or Path("runs") / f"compare-{Path(target).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"--out {folder} is not empty", "Name a new folder; nothing is replaced.")
+    return Plan(what, _slowed(runs, slow), folder, _goal(goal), epochs, data, seed)
+
+
+def _target(name: str, arguments: Sequence[str]) -> Target:
+    if name in RECIPES:
+        if arguments:
+            raise UserError(
+                f"{arguments[0]!r} after {name}: a recipe takes no arguments of its own",
+                "Its options are those of spartito compare.",
+            )
+        return Target(name, is_recipe=True)
+    script = Path(name)
+    if script.is_file():
+        return Target(name, tuple(arguments))
+    if script.is_dir() or script.suffix != ".py":
+        raise UserError(f"{name!r} is neither a recipe nor a script", nearest(name, RECIPES))
+    beside = [str(p) for p in script.parent.glob("*.py")] if script.parent.is_dir() else []
+    close = get_close_matches(name, beside, n=1)
+    advice = f"Did you mean {close[0]!r}?" if close else f"The folder we are in is {Path.cwd()}."
+    raise UserError(f"there is no script {name!r}", advice)
+
+
+def _strategies(text: str, known: Sequence[str]) -> list[str]:
+    if text == ALL:
+        return sorted(known, key=_place)
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise UserError(f"--strategies {text!r} names none", nearest("", [ALL, *known]))
+    for name in names:
+        if name not in known:
+            raise UserError(f"{name!r} is not a strategy", nearest(name, [ALL, *known]))
+    return list(dict.fromkeys(names))
+
+
+def _place(strategy: str) -> tuple[int, str]:
+    return (ORDER.index(strategy) if strategy in ORDER else len(ORDER), strategy)
+
+
+def _goal(text: str | None) -> tuple[str, float] | None:
+    if text is None:
+        return None
+    name, _, number = text.partition("=")
+    try:
+        value = float(number)
+    except ValueError:
+        value = math.nan
+    if not name.isidentifier() or not math.isfinite(value):
+        raise UserError(
+            f"--goal {text!r} is not a figure and its value", "Write it as val_accuracy=0.95."
+        )
+    return name, value
+
+
+def _sweeps(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for text in texts:
+        name, _, values = text.partition("=")
+        if name not in SWEEPS:
+            raise UserError(f"--sweep {text!r} names no setting", nearest(name, SWEEPS))
+        if name in found:
+            raise UserError(f"--sweep names {name} twice", f"Give all: {name}=1,2,4.")
+        numbers = values.split(",")
+        if not all(part.strip().isdecimal() and int(part) > 0 for part in numbers):
+            raise UserError(
+                f"--sweep {text!r} is not a list of whole numbers above 0",
+                f"Write it as {name}=1,2,4.",
+            )
+        found[name] = tuple(sorted({int(part) for part in numbers}))
+    return found
+
+
+def _added(table: Sequence[Planned], sweep: str, values: Sequence[int]) -> list[Planned]:
+    """The runs of a sweep that the table has not yet; more workers are not for one device."""
+    return [
+        replace(run, sweep=sweep, **_setting(sweep, value))
+        for run in table
+        if not (sweep == "workers" and run.strategy == ONE_DEVICE)
+        for value in values
+        if getattr(run, sweep) != value
+    ]
+
+
+def _setting(sweep: str, value: int) -> dict[str, Any]:
+    return {sweep: value}
+
+
+def _slowed(runs: Sequence[Planned], texts: Iterable[str]) -> list[Planned]:
+    """``runs``, each with those slow tasks that it has."""
+    shares = slow_tasks(texts)
+    tasks = [
+        {
+            f"{kind}:{n}"
+            for kind, count in (("worker", r.workers), ("ps", r.ps))
+            for n in range(count)
+        }
+        for r in runs
+    ]
+    there = sorted(set().union(*tasks))
+    for task in shares:
+        if task not in there:
+            raise UserError(f"--slow {task} is in no run of this", nearest(task, there))
+    return [
+        replace(run, slow={t: s for t, s in shares.items() if t in mine and s < FULL})
+        for run, mine in zip(runs, tasks, strict=True)
+    ]

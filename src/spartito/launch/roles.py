@@ -1,0 +1,121 @@
+"""A job on this machine whose tasks have roles: who is in it, and how much each one matters."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spartito.cluster import Task, tf_config, torchrun
+from spartito.errors import UserError
+
+HOST = "127.0.0.1"
+PARAMETER_SERVER = "parameter_server"
+SEVERAL_MACHINES = (
+    "Start one 'spartito run' per task, each with a TF_CONFIG that lists the addresses of all."
+)
+
+RESTARTS = 3
+"""How often a task that may be started again is."""
+
+
+@dataclass(frozen=True, slots=True)
+class Roles:
+    """How many tasks of each role the job has."""
+
+    workers: int
+    ps: int = 0
+    evaluator: bool = False
+    chief: bool = False
+
+    def __post_init__(self) -> None:
+        if self.ps < 0:
+            raise UserError(f"--ps {self.ps} is less than 0")
+
+    @property
+    def asked(self) -> str:
+        """What was asked for besides workers, as it is typed; empty when nothing was."""
+        ps = [f"--ps {self.ps}"] if self.ps else []
+        switches = {"--evaluator": self.evaluator, "--chief": self.chief}
+        return " ".join([*ps, *(name for name, on in switches.items() if on)])
+
+    @property
+    def tasks(self) -> tuple[Task, ...]:
+        """All tasks; the first is the one that leads."""
+        counts = {
+            "chief": int(self.chief),
+            "worker": self.workers,
+            "ps": self.ps,
+            "evaluator": int(self.evaluator),
+        }
+        return tuple(Task(role, index) for role, count in counts.items() for index in range(count))
+
+    def restarts(self, task: Task) -> int:
+        """How often ``task`` is started again after it was killed from outside.
+
+        With parameter servers all but the one that leads: the others do not stop for it.
+        """
+        goes_on = task.type == "evaluator" or (self.ps > 0 and task != self.tasks[0])
+        return RESTARTS if goes_on else 0
+
+    def is_vital(self, task: Task) -> bool:
+        """Whether the job fails when ``task`` is lost for good."""
+        return task.type == "ps" or not self.restarts(task)
+
+    def threads(self, task: Task, cores: int) -> int:
+        """The threads of ``task`` when the workers, who compute, share ``cores``."""
+        return max(1, cores // self.workers) if task.type == "worker" else 1
+
+    def check(self, strategy: str | None, in_task: bool, machines: int) -> None:
+        """Raise `UserError` where these roles cannot be.
+
+        ``in_task``: a `TF_CONFIG` says already who is in the job. ``machines``: how many there
+        are, when given by hand.
+        """
+        if in_task:
+            if self.asked:
+                raise UserError(
+                    f"{self.asked}, but {tf_config.VARIABLE} says already who is in the job",
+                    f"Leave {self.asked} out, or unset {tf_config.VARIABLE}.",
+                )
+            return
+        if strategy == PARAMETER_SERVER and not self.ps:
+            raise UserError(
+                "parameter_server without a parameter server",
+                "Add --ps 1." if machines == 1 else SEVERAL_MACHINES,
+            )
+        if self.ps and strategy not in {None, PARAMETER_SERVER}:
+            raise UserError(
+                f"--ps {self.ps} with {strategy}, which has no parameter servers",
+                f"Leave --ps out, or use --strategy {PARAMETER_SERVER}.",
+            )
+        if self.chief and not self.ps:
+            raise UserError(
+                "--chief without --ps: only with parameter servers does a task hand out the work",
+                "Leave --chief out (worker 0 is the chief), or add --ps 1.",
+            )
+
+
+def environments(
+    env: Mapping[str, str], roles: Roles, ports: Sequence[int]
+) -> list[dict[str, str]]:
+    """The environment of each task of ``roles``: ``env``, and a `TF_CONFIG` that says who it is.
+
+    ``ports`` are those where the tasks listen, in order. Variables of torchrun are dropped; a
+    parameter server sees no GPU, so that it takes no memory of one.
+    """
+    base = {name: value for name, value in env.items() if name not in torchrun.VARIABLES}
+    cluster: dict[str, list[str]] = {}
+    for task, port in zip(roles.tasks, ports, strict=True):
+        cluster.setdefault(task.type, []).append(f"{HOST}:{port}")
+    hidden = {"CUDA_VISIBLE_DEVICES": ""}
+    return [
+        base
+        | {tf_config.VARIABLE: json.dumps({"cluster": cluster, "task": _named(task)})}
+        | (hidden if task.type == "ps" else {})
+        for task in roles.tasks
+    ]
+
+
+def _named(task: Task) -> dict[str, str | int]:
+    return {"type": task.type, "index": task.index}

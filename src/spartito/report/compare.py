@@ -1,0 +1,348 @@
+"""What several runs of one job say beside each other: the records of a comparison as figures."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from spartito.errors import UserError
+from spartito.report.evaluations import EVALUATIONS, with_evaluations
+from spartito.report.figures import VALIDATION, figure, higher_is_better, label, metric_names
+from spartito.report.page import CONFIG, HISTORY, read_run
+
+COMPARISON = "compare.json"
+TASKS = "tasks"
+
+SHORTEST_CURVE = 5
+"""Epochs that a curve needs before its noise is told from its course."""
+
+Epoch = Mapping[str, Any]
+Record = Mapping[str, Any]
+
+
+def read_result(folder: Path) -> dict[str, Any]:
+    """What the run folder ``folder`` holds for a comparison; what it lacks is empty.
+
+    ``history`` and ``evaluations`` are lists of epochs, ``tasks`` one object per task, and
+    ``config`` the settings.
+    """
+    there = any((folder / name).is_file() for name in (CONFIG, HISTORY))
+    run = read_run(folder) if there else None
+    return {
+        "history": [dict(epoch) for epoch in run.epochs] if run else [],
+        "evaluations": _objects((folder / EVALUATIONS).read_text().splitlines())
+        if (folder / EVALUATIONS).is_file()
+        else [],
+        "tasks": _objects(file.read_text() for file in sorted((folder / TASKS).glob("*.json"))),
+        "config": dict(run.config) if run else {},
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """A figure of an epoch, and the value that it shall reach."""
+
+    name: str
+    value: float
+
+    def __str__(self) -> str:
+        """As a sentence says it: ``validation accuracy 95.00%``."""
+        return f"{label(self.name)} {figure(self.name, self.value)}"
+
+    def is_reached(self, found: float) -> bool:
+        """Whether ``found`` is as good as the goal or better."""
+        return found >= self.value if higher_is_better(self.name) else found <= self.value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figures:
+    """One run in figures; what its files do not say is None or empty.
+
+    ``quality`` is the figure that tells how well the model does, equal for all runs of a
+    comparison. Times are in seconds of training, summed over epochs; shares are of the time of
+    the tasks that computed; ``noise`` is by a figure's name, in its own unit.
+    """
+
+    strategy: str
+    workers: int
+    ps: int
+    batch_size: int | None
+    threads: int | None
+    sweep: str | None
+    slow: Mapping[str, float]
+    error: str | None
+    run: str
+    epochs: Sequence[Epoch]
+    quality: str
+    final: float | None
+    best: float | None
+    loss: float | None
+    rate: float | None
+    rate_noise: float | None
+    noise: Mapping[str, float]
+    seconds_to_goal: float | None
+    steps_to_goal: int | None
+    bytes_per_step: float | None
+    waited_for_tasks: float | None
+    waited_for_data: float | None
+    memory: Mapping[str, int]
+    staleness: Mapping[int, int]
+
+    @property
+    def is_done(self) -> bool:
+        """Whether it ended well, with a speed to compare."""
+        return self.error is None and self.rate is not None
+
+    @property
+    def peak_memory(self) -> int | None:
+        """Bytes of the task that took the most."""
+        return max(self.memory.values(), default=None)
+
+    @property
+    def mean_staleness(self) -> float | None:
+        """Updates that a push came late by, on average over all pushes."""
+        pushes = sum(self.staleness.values())
+        return sum(s * n for s, n in self.staleness.items()) / pushes if pushes else None
+
+    def series(self, name: str) -> list[float | None]:
+        """The figure ``name`` of every epoch."""
+        return [_number(epoch.get(name)) for epoch in self.epochs]
+
+    @property
+    def steps(self) -> list[float]:
+        """The global step at the end of every epoch."""
+        return [_or_nan(value) for value in self.series("step")]
+
+    @property
+    def times(self) -> list[float]:
+        """Seconds of training until the end of every epoch."""
+        return list(accumulate(_or_nan(value) for value in self.series("seconds")))
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """All runs of a comparison: those of the table first, then what sweeps added."""
+
+    target: str
+    goal: Goal | None
+    machine: Mapping[str, Any]
+    all_runs: Sequence[Figures]
+
+    @property
+    def runs(self) -> list[Figures]:
+        """One run per strategy, all under the same settings."""
+        return [run for run in self.all_runs if run.sweep is None]
+
+    @property
+    def done(self) -> list[Figures]:
+        """Those of `runs` that ended well."""
+        return [run for run in self.runs if run.is_done]
+
+    def points(self, sweep: str) -> dict[str, list[Figures]]:
+        """The runs of the sweep over ``sweep`` by strategy, in its order; empty without one."""
+        if all(run.sweep != sweep for run in self.all_runs):
+            return {}
+        found: dict[str, list[Figures]] = {}
+        for run in self.all_runs:
+            if run.is_done and run.sweep in (None, sweep) and getattr(run, sweep) is not None:
+                found.setdefault(run.strategy, []).append(run)
+        return {
+            strategy: sorted(runs, key=lambda run: int(getattr(run, sweep)))
+            for strategy, runs in found.items()
+            if len(runs) > 1
+        }
+
+
+def read_comparison(folder: str | os.PathLike[str]) -> dict[str, Any]:
+    """The record that ``compare.json`` of ``folder`` holds; a `UserError` when there is none."""
+    file = Path(folder) / COMPARISON
+    try:
+        record = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{file} is no comparison: {error}", "Name the folder that --out named in comparing."
+        ) from error
+    return dict(record)
+
+
+def comparison(record: Record) -> Comparison:
+    """The record of a comparison as figures."""
+    runs: Sequence[Record] = record["runs"]
+    given = record.get("goal")
+    goal = Goal(str(given["name"]), float(given["value"])) if given else None
+    epochs = [
+        with_evaluations(run.get("history") or [], run.get("evaluations") or []) for run in runs
+    ]
+    quality = _quality(goal, (epoch for found in epochs for epoch in found))
+    return Comparison(
+        str(record.get("target", "")),
+        goal,
+        record.get("machine") or {},
+        [_figures(run, found, quality, goal) for run, found in zip(runs, epochs, strict=True)],
+    )
+
+
+def noise(values: Sequence[float | None]) -> float | None:
+    """How far a curve jumps around its own course from epoch to epoch, in its own unit.
+
+    The standard deviation of the values from the middle of their two neighbours, which takes
+    any steady rise or fall away; by the median of these distances, so that the first steep
+    epochs do not count. None below five epochs.
+    """
+    if len(values) < SHORTEST_CURVE:
+        return None
+    known = [_or_nan(value) for value in values]
+    distances = [
+        abs(now - (before + after) / 2)
+        for before, now, after in zip(known, known[1:], known[2:], strict=False)
+    ]
+    if not all(map(math.isfinite, distances)):
+        return None
+    # 0.6745: the median of |x| of a normal distribution; 1.5: the variance of a distance.
+    return statistics.median(distances) / (0.6745 * math.sqrt(1.5))
+
+
+def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | None) -> Figures:
+    tasks: Sequence[Record] = run.get("tasks") or []
+    config: Record = run.get("config") or {}
+    rates = _finite(epoch.get("examples_per_second") for epoch in epochs)
+    steady = rates[1:] if len(rates) > 2 else rates  # the first epoch warms up
+    values = _finite(epoch.get(quality) for epoch in epochs)
+    loss = next((n for n in (VALIDATION + "loss", "loss") if any(n in e for e in epochs)), "loss")
+    curves = {name: noise([_number(e.get(name)) for e in epochs]) for name in {loss, quality}}
+    reached = _first_reach(epochs, goal)
+    seconds = [_or_nan(_number(epoch.get("seconds"))) for epoch in epochs]
+    until = math.nan if reached is None else sum(seconds[: reached + 1])
+    step = None if reached is None else _number(epochs[reached].get("step"))
+    batch_size = run.get("batch_size") or _part(config, "fit").get("batch_size")
+    return Figures(
+        strategy=str(run["strategy"]),
+        workers=int(run["workers"]),
+        ps=int(run.get("ps") or 0),
+        batch_size=batch_size,
+        threads=_part(config, "cluster").get("threads"),
+        sweep=run.get("sweep"),
+        slow=run.get("slow") or {},
+        error=run.get("error"),
+        run=str(run.get("run", "")),
+        epochs=epochs,
+        quality=quality,
+        final=_last(epochs, quality),
+        best=(max if higher_is_better(quality) else min)(values, default=None),
+        loss=_last(epochs, loss),
+        rate=statistics.median(steady) if steady else None,
+        rate_noise=statistics.stdev(steady) if len(steady) > 1 else None,
+        noise={name: found for name, found in curves.items() if found is not None},
+        seconds_to_goal=until if math.isfinite(until) else None,
+        steps_to_goal=None if step is None else int(step),
+        bytes_per_step=_bytes_per_step(tasks, epochs),
+        waited_for_tasks=_share(tasks, "waited_for_tasks_seconds"),
+        waited_for_data=_waited_for_data(tasks, epochs),
+        memory={
+            str(task.get("task")): int(task["peak_memory_bytes"])
+            for task in tasks
+            if _number(task.get("peak_memory_bytes")) is not None
+        },
+        staleness=_staleness(tasks),
+    )
+
+
+def _quality(goal: Goal | None, epochs: Iterable[Epoch]) -> str:
+    """The goal's figure; else the first metric of validation, its loss, or those of training."""
+    there = dict.fromkeys(name for epoch in epochs for name in epoch)
+    if goal is not None and goal.name in there:
+        return goal.name
+    loss_last = sorted(metric_names(there), key=lambda name: name == "loss")
+    choices = [*(VALIDATION + name for name in loss_last), *loss_last]
+    return next((name for name in choices if name in there), "loss")
+
+
+def _first_reach(epochs: Sequence[Epoch], goal: Goal | None) -> int | None:
+    if goal is None:
+        return None
+    values = (_number(epoch.get(goal.name)) for epoch in epochs)
+    return next((i for i, v in enumerate(values) if v is not None and goal.is_reached(v)), None)
+
+
+def _bytes_per_step(tasks: Sequence[Record], epochs: Sequence[Epoch]) -> float | None:
+    """What all tasks sent, or received where that is more, per global step."""
+    steps = _last(epochs, "step")
+    sums = [
+        sum(found)
+        for key in ("bytes_sent", "bytes_received")
+        if (found := _finite(task.get(key) for task in tasks))
+    ]
+    return max(sums) / steps if sums and steps else None
+
+
+def _share(tasks: Sequence[Record], key: str) -> float | None:
+    """Seconds under ``key`` of the tasks that computed, as a share of all their seconds."""
+    times = [
+        (waited, total)
+        for task in tasks
+        if task.get("examples")
+        and (waited := _number(task.get(key))) is not None
+        and (total := _number(task.get("seconds")))
+    ]
+    return sum(w for w, _ in times) / sum(t for _, t in times) if times else None
+
+
+def _waited_for_data(tasks: Sequence[Record], epochs: Sequence[Epoch]) -> float | None:
+    by_tasks = _share(tasks, "waited_for_data_seconds")
+    if by_tasks is not None:
+        return by_tasks
+    shares = _finite(epoch.get("data_wait_share") for epoch in epochs)
+    return statistics.fmean(shares) if shares else None
+
+
+def _staleness(tasks: Sequence[Record]) -> dict[int, int]:
+    """Pushes by staleness, over all servers."""
+    found: dict[int, int] = {}
+    for task in tasks:
+        for staleness, count in (task.get("staleness") or {}).items():
+            found[int(staleness)] = found.get(int(staleness), 0) + int(count)
+    return dict(sorted(found.items()))
+
+
+def _objects(texts: Iterable[str]) -> list[dict[str, Any]]:
+    """The JSON objects among ``texts``; a line that was cut short is none."""
+    found = []
+    for text in texts:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            continue
+        if isinstance(value, dict):
+            found.append(value)
+    return found
+
+
+def _part(config: Record, name: str) -> Record:
+    part = config.get(name)
+    return part if isinstance(part, dict) else {}
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _or_nan(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _finite(values: Iterable[Any]) -> list[float]:
+    numbers = (_number(value) for value in values)
+    return [number for number in numbers if number is not None and math.isfinite(number)]
+
+
+def _last(epochs: Sequence[Epoch], name: str) -> float | None:
+    """The newest value there is: an evaluator may not have looked at the last epoch."""
+    values = (_number(epoch.get(name)) for epoch in reversed(epochs))
+    return next((value for value in values if value is not None), None)

@@ -1,0 +1,55 @@
+"""What an evaluator found about the checkpoints of a run, one line each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from spartito.report.figures import VALIDATION
+from spartito.storage.atomic import write_file_atomically
+
+EVALUATIONS = "evaluations.jsonl"
+Record = Mapping[str, Any]
+
+
+def with_evaluations(epochs: Sequence[Record], evaluations: Iterable[Record]) -> list[Record]:
+    """The ``epochs`` of a run, each with the ``val_`` figures of the checkpoint at its end.
+
+    The two meet by their step: epochs may begin at 1 again, and some checkpoints are of the
+    middle of an epoch. What an epoch itself reports stays.
+    """
+    found = {record.get("step"): record for record in evaluations}
+    merged: list[Record] = []
+    for epoch in epochs:
+        other = found.get(epoch.get("step"), {}) if "step" in epoch else {}
+        figures = {name: value for name, value in other.items() if name.startswith(VALIDATION)}
+        merged.append({**figures, **epoch})
+    return merged
+
+
+def append_evaluation(run_dir: Path, record: Record) -> None:
+    """Add one line to the ``evaluations.jsonl`` of the run folder."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with open(run_dir / EVALUATIONS, "a") as file:
+        file.write(json.dumps(dict(record)) + "\n")
+
+
+def keep_until(run_dir: Path, step: int) -> None:
+    """Forget evaluations beyond global step ``step``, where a training begins or goes on."""
+    file = run_dir / EVALUATIONS
+    if not file.exists():
+        return
+    lines = file.read_text(errors="replace").splitlines(keepends=True)
+    kept = [line for line in lines if _step(line) <= step]
+    if len(kept) < len(lines):
+        write_file_atomically(file, "".join(kept))
+
+
+def _step(line: str) -> float:
+    """The step of one line; infinity for a line that says nothing, as when it was cut short."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")

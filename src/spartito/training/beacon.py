@@ -1,0 +1,124 @@
+"""How a training tells those who watch its checkpoints where it is: one small file beside them."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from spartito.checkpoint.manager import CheckpointManager
+from spartito.errors import UserError
+from spartito.storage.atomic import write_file_atomically
+from spartito.training.callback import Callback, Logs
+
+FILE = "training.json"
+BEAT_SECONDS = 1.0
+"""Between two signs of life of a training that runs: the file's time is set anew."""
+
+State = Literal["running", "finished", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Signal:
+    """What the chief says of its ``fit``-th `fit`, counted from 1.
+
+    Its checkpoints have the sequence numbers from ``first`` on; it began at global step
+    ``start``, and is now, as of the last change of ``state``, in ``epoch`` and ``step``.
+    """
+
+    state: State
+    fit: int
+    first: int
+    start: int
+    epoch: int
+    step: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sighting:
+    """A signal as it was seen: ``time`` of its last beat (seconds), ``mark`` changes with it."""
+
+    signal: Signal
+    time: float
+    mark: tuple[int, int]
+
+
+def look(directory: Path) -> Sighting | None:
+    """The signal in ``directory``, None where there is none; `UserError` for another file."""
+    file = directory / FILE
+    try:
+        with file.open("rb") as opened:
+            facts = os.fstat(opened.fileno())
+            raw = json.load(opened)
+        return Sighting(Signal(**raw), facts.st_mtime, (facts.st_mtime_ns, facts.st_ino))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file} cannot be understood: {error}", "Remove it.") from error
+
+
+def process_began() -> float:
+    """When this process began, in seconds since 1970; now, where the system does not tell."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return time.time()
+    since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
+
+
+class Beacon(Callback):
+    """Keeps the signal beside the checkpoints of a `fit`; the chief alone has one.
+
+    It comes after all other callbacks: what it announces has been written.
+    """
+
+    def __init__(self, manager: CheckpointManager, fit: int) -> None:
+        """Nothing is written before training begins."""
+        self._manager, self._fit = manager, fit
+        self._file = manager.directory / FILE
+        self._first = self._start = 0
+        self._next = 0.0
+
+    def on_train_begin(self) -> None:
+        """Say that the training runs, in place of what an earlier one left."""
+        self._first, self._start = self._manager.next_sequence, self.trainer.step
+        self._tell("running")
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Give a sign of life when it is time to."""
+        if time.monotonic() >= self._next:
+            self._beat()
+
+    def on_epoch_begin(self, epoch: int) -> None:
+        """Give a sign of life."""
+        self._beat()
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Give a sign of life."""
+        self._beat()
+
+    def on_train_end(self) -> None:
+        """Say that no more checkpoints come."""
+        self._tell("finished")
+
+    def on_train_error(self, error: BaseException) -> None:
+        """Say that no more checkpoints come, if it was ever said that some would."""
+        if self._first:
+            self._tell("failed")
+
+    def _tell(self, state: State) -> None:
+        epoch, step = self.trainer.epoch, self.trainer.step
+        signal = Signal(state, self._fit, self._first, self._start, epoch, step)
+        write_file_atomically(self._file, json.dumps(asdict(signal)) + "\n")
+        self._next = time.monotonic() + BEAT_SECONDS
+
+    def _beat(self) -> None:
+        self._next = time.monotonic() + BEAT_SECONDS
+        try:
+            os.utime(self._file)
+        except FileNotFoundError:  # somebody cleared the folder; the training goes on
+            self._tell("running")

@@ -1,0 +1,145 @@
+"""Real processes: small scripts without torch, started by a supervisor in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+DRIVER = """
+import json, os, sys
+from spartito.launch.process import Process
+from spartito.launch.supervisor import Patience, supervise
+job = json.loads(sys.argv[1])
+policies = job["policies"] or [{} for _ in job["files"]]
+tasks = [Process(f"worker {i}", [sys.executable, "-S", file], dict(os.environ), **policy)
+         for i, (file, policy) in enumerate(zip(job["files"], policies, strict=True))]
+sys.exit(supervise(tasks, patience=Patience(**job["patience"]), result_of=job["result_of"],
+                   private=job["private"]))
+"""
+LIMIT = 40.0
+
+SLEEPS = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(300)"
+GRANDCHILD = (
+    "import subprocess, sys\n"
+    "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'])\n"
+    "print('pid', child.pid, flush=True)\n" + SLEEPS
+)
+
+
+@dataclass
+class Job:
+    """A supervisor under test and the pids that its tasks printed."""
+
+    popen: subprocess.Popen[bytes]
+    pids: list[int] = field(default_factory=list)
+
+    def wait_for_pids(self, count: int) -> None:
+        """Read lines until ``count`` tasks said ``pid N``."""
+        assert self.popen.stdout is not None
+        while len(self.pids) < count:
+            line = self.popen.stdout.readline()
+            assert line, "the job ended before all tasks were there"
+            if found := re.search(rb"pid (\d+)", line):
+                self.pids.append(int(found[1]))
+
+    def end(self) -> tuple[int, str, str]:
+        """The exit code, and the rest of stdout and stderr."""
+        out, err = self.popen.communicate(timeout=LIMIT)
+        self.pids += [int(pid) for pid in re.findall(rb"pid (\d+)", out)]
+        return self.popen.returncode, out.decode(errors="replace"), err.decode(errors="replace")
+
+
+Start = Callable[..., Job]
+
+
+@contextmanager
+def supervised(folder: Path) -> Iterator[Start]:
+    """Starts scripts under a supervisor; at the end nothing of them may be left.
+
+    ``policies`` says how each task is to be treated, by the names of `Process`.
+    """
+    jobs: list[Job] = []
+
+    def starter(
+        *scripts: str,
+        result_of: int | None = None,
+        private: str | None = None,
+        policies: Sequence[Mapping[str, Any]] = (),
+        **patience: float,
+    ) -> Job:
+        files = [folder / f"task{place}.py" for place in range(len(scripts))]
+        for file, script in zip(files, scripts, strict=True):
+            file.write_text(script)
+        job = {
+            "files": [str(file) for file in files],
+            "patience": patience,
+            "result_of": result_of,
+            "private": private,
+            "policies": policies,
+        }
+        popen = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, json.dumps(job)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )
+        jobs.append(Job(popen))
+        return jobs[-1]
+
+    try:
+        yield starter
+    finally:
+        for job in jobs:
+            if job.popen.poll() is None:
+                job.popen.terminate()
+            for stream in (job.popen.stdout, job.popen.stderr):
+                if stream is not None:
+                    stream.close()
+            job.popen.wait(LIMIT)
+            left = [] if vanished(job.pids) else [pid for pid in job.pids if is_alive(pid)]
+            for pid in left:
+                os.kill(pid, signal.SIGKILL)
+            assert not left, "processes are left"
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def vanished(pids: list[int]) -> bool:
+    """Whether all ``pids`` end before the limit."""
+    limit = time.monotonic() + LIMIT
+    while any(map(is_alive, pids)):
+        if time.monotonic() > limit:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def wait_until(holds: Callable[[], bool]) -> None:
+    """Until ``holds`` says True; fails at the limit."""
+    limit = time.monotonic() + LIMIT
+    while not holds():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def pid_of(job: Job, place: int) -> int:
+    """The pid, among those that were printed, of the task at ``place``."""
+    script = f"task{place}.py".encode()
+    (pid,) = (p for p in job.pids if script in Path(f"/proc/{p}/cmdline").read_bytes())
+    return pid

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spartito.cluster import Task, resolve
+from spartito.errors import UserError
+from spartito.launch.local import MALLOC, role_environments
+from spartito.launch.roles import RESTARTS, Roles, environments
+
+CASTS = st.builds(Roles, st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans())
+
+
+@given(CASTS)
+def test_each_task_reads_who_it_is(cast: Roles) -> None:
+    ports = [20000 + place for place in range(len(cast.tasks))]
+    told = environments({"A": "1", "RANK": "7", "MASTER_ADDR": "x"}, cast, ports)
+    specs = [resolve(env) for env in told]
+    assert [spec.task for spec in specs] == list(cast.tasks)
+    assert [int(s.address_of(s.task).split(":")[1]) for s in specs] == ports
+    assert len({json.dumps(json.loads(env["TF_CONFIG"])["cluster"]) for env in told}) == 1
+    assert [spec.is_chief for spec in specs] == [True] + [False] * (len(specs) - 1)
+    for env, task in zip(told, cast.tasks, strict=True):
+        assert env["A"] == "1"
+        assert env.keys().isdisjoint({"RANK", "MASTER_ADDR"})
+        assert env.get("CUDA_VISIBLE_DEVICES") == ("" if task.type == "ps" else None)
+
+
+@given(CASTS, st.integers(1, 64))
+def test_cores_are_shared_among_those_that_compute(cast: Roles, cores: int) -> None:
+    for task, env in zip(cast.tasks, role_environments({}, cast, cores), strict=True):
+        expected = max(1, cores // cast.workers) if task.type == "worker" else 1
+        assert env["OMP_NUM_THREADS"] == str(expected)
+        assert MALLOC.items() <= env.items()
+
+
+def test_what_the_user_set_stays() -> None:
+    cast = Roles(2, ps=1)
+    given_ = {"OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "1"}
+    *workers, server = role_environments(given_, cast)
+    assert all(given_.items() <= env.items() for env in workers)
+    assert (server["OMP_NUM_THREADS"], server["CUDA_VISIBLE_DEVICES"]) == ("7", "")
+
+
+def test_no_two_tasks_share_a_port() -> None:
+    (cluster,) = {
+        json.dumps(json.loads(env["TF_CONFIG"])["cluster"])
+        for env in role_environments({}, Roles(4, 4, True, True))
+    }
+    addresses = [a for tasks in json.loads(cluster).values() for a in tasks]
+    assert len(set(addresses)) == len(addresses) == 10
+
+
+@pytest.mark.parametrize(
+    ("cast", "restarted", "not_vital"),
+    [
+        (Roles(2), "", ""),
+        (Roles(2, evaluator=True), "evaluator 0", "evaluator 0"),
+        (Roles(2, ps=1), "worker 1, ps 0", "worker 1"),
+        (
+            Roles(2, ps=2, evaluator=True, chief=True),
+            "worker 0, worker 1, ps 0, ps 1, evaluator 0",
+            "worker 0, worker 1, evaluator 0",
+        ),
+    ],
+)
+def test_the_policy_of_each_role(cast: Roles, restarted: str, not_vital: str) -> None:
+    assert ", ".join(str(task) for task in cast.tasks if cast.restarts(task)) == restarted
+    assert {cast.restarts(task) for task in cast.tasks} <= {0, RESTARTS}
+    assert ", ".join(str(task) for task in cast.tasks if not cast.is_vital(task)) == not_vital
+
+
+def test_the_one_that_leads_comes_first() -> None:
+    assert Roles(2, 1, True).tasks[0] == Task("worker", 0)
+    assert Roles(2, 1, True, chief=True).tasks[0] == Task("chief", 0)
+
+
+@pytest.mark.parametrize(
+    ("cast", "strategy", "in_task", "machines", "words"),
+    [
+        ({"ps": -1}, None, False, 1, ["--ps -1", "less than 0"]),
+        ({}, "parameter_server", False, 1, ["without a parameter server", "--ps 1"]),
+        ({}, "parameter_server", False, 2, ["without a parameter server", "TF_CONFIG"]),
+        ({"ps": 2}, "mirrored", False, 1, ["--ps 2 with mirrored, which has no parameter servers"]),
+        ({"ps": 1}, "one_device", False, 1, ["--ps 1 with one_device"]),
+        ({"chief": True}, None, False, 1, ["--chief without --ps"]),
+        ({"chief": True}, "mirrored", False, 1, ["--chief without --ps"]),
+        ({"ps": 1, "chief": True}, None, True, 1, ["--ps 1 --chief, but TF_CONFIG says"]),
+        ({"evaluator": True}, None, True, 1, ["--evaluator, but TF_CONFIG says"]),
+    ],
+)
+def test_each_mistake_names_the_value_and_the_rule(
+    cast: dict[str, Any], strategy: str | None, in_task: bool, machines: int, words: list[str]
+) -> None:
+    with pytest.raises(UserError) as error:
+        Roles(2, **cast).check(strategy, in_task, machines)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("cast", "strategy", "in_task"),
+    [
+        ({}, None, False),
+        ({}, "mirrored", False),
+        ({}, "parameter_server", True),
+        ({"ps": 1}, None, False),
+        ({"ps": 1, "chief": True}, "parameter_server", False),
+        ({"evaluator": True}, "mirrored", False),
+        ({"evaluator": True}, "central_storage", False),
+    ],
+)
+def test_what_is_allowed(cast: dict[str, Any], strategy: str | None, in_task: bool) -> None:
+    Roles(2, **cast).check(strategy, in_task, 1)

@@ -1,0 +1,217 @@
+"""Work reaches the workers over real sockets, and outlives those who die, freeze or stray."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from spartito.errors import SpartitoError, UserError
+from spartito.ps.coordinator import Coordinator
+from spartito.ps.lease import Lease
+from spartito.ps.link import LocalLink, WorkerLink
+from spartito.ps.wire import Wire
+from spartito.ps.work import (
+    MAX_PUBLISHED,
+    Beat,
+    Complete,
+    Hello,
+    Pause,
+    Report,
+    Take,
+    Totals,
+    ToWorker,
+)
+from tests.ps import coordination as co
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Callable[[], str]:
+    caplog.set_level(logging.INFO, "spartito")
+    return lambda: caplog.text
+
+
+def test_a_chief_that_works_alone() -> None:
+    with co.serving(1) as (coordinator, _):
+        local = LocalLink(coordinator, 0)
+        coordinator.open(0, co.plan(epochs=2))
+        leases = co.work(local, 2)
+        assert {lease.epoch for lease in leases} == {0, 1}
+        assert coordinator.sums(0, 1) == Totals(co.whole(), 40, 2, 20)
+        assert coordinator.frontier(0) == (2, 0)
+        assert coordinator.beyond(0) == []
+        local.close()
+
+
+@pytest.mark.parametrize("options", [{}, {"gated": True}, {"together": True}])
+def test_workers_and_chief_share_the_epochs(options: dict[str, Any]) -> None:
+    with (
+        co.serving(3, expect_all=True) as (coordinator, port),
+        ThreadPoolExecutor(3) as threads,
+    ):
+        links = [LocalLink(coordinator, 0), co.link(port, 1), co.link(port, 2)]
+        coordinator.open(0, co.plan(slices=3, epochs=3, **options))
+        running = [threads.submit(co.work, link, 3) for link in links]
+        for epoch in range(3):
+            assert co.wait(coordinator, 0, epoch).sums == co.whole(slices=3)
+            coordinator.close_epoch(0, epoch)
+        leases = [future.result(co.LIMIT) for future in running]
+        if options == {"together": True}:
+            steps = [[(x.pass_, x.start, x.stop, x.group) for x in found] for found in leases]
+            assert steps[0] == steps[1] == steps[2]
+        assert isinstance(links[1], WorkerLink)
+        assert min(links[1].sent, links[1].received) > 0
+        for link in links:
+            link.close()
+
+
+def test_rates_and_published_values_reach_the_workers() -> None:
+    with co.serving(2) as (coordinator, port), ThreadPoolExecutor(1) as threads:
+        link = co.link(port, 1)
+        assert link.rates == b""
+        early = threads.submit(link.published, 3)
+        coordinator.rates = b"0.1"
+        large = b"history" * 100_000
+        coordinator.publish(3, large)
+        assert early.result(co.LIMIT) == large
+        for rates in (b"0.1", b"0.1", b"0.05"):
+            coordinator.rates = rates
+            assert isinstance(link.take(0, 0, None, wait=False), Pause)
+            assert link.rates == rates
+        with pytest.raises(ValueError, match="more than"):
+            coordinator.publish(4, bytes(MAX_PUBLISHED + 1))
+        link.close()
+        link.close()
+
+
+def test_a_stream_that_is_stopped_early() -> None:
+    with co.serving(2) as (coordinator, port):
+        link = co.link(port, 1)
+        coordinator.open(0, co.plan(epochs=9))
+        lease = link.take(0, 0, None)
+        assert isinstance(lease, Lease)
+        coordinator.end_stream(0)
+        assert link.take(0, 0, co.report(lease)) == Complete(0, stop=True)
+        assert co.wait(coordinator, 0, 8).pieces == 0
+        assert coordinator.sums(0, 0).pieces == lease.stop - lease.start
+        link.close()
+
+
+def test_an_abandoned_lease_is_done_again_and_counted_once() -> None:
+    with co.serving(2) as (coordinator, port):
+        link = co.link(port, 1)
+        coordinator.open(0, co.plan())
+        first = link.take(0, 0, None)
+        assert isinstance(first, Lease)
+        again = link.take(0, 0, co.report(first, abandoned=True))
+        assert isinstance(again, Lease)
+        assert (again.slice, again.start, again.counts) == (first.slice, first.start, True)
+        link.take(0, 0, co.report(again), wait=False)
+        assert coordinator.sums(0, 0).pieces == again.stop - again.start
+        assert coordinator.finished(0) == [(0, 0, 1)]
+        assert coordinator.beyond(0) == [(0, 0, 1)]
+        assert not coordinator.poll(0, 0, 0.0)
+        link.close()
+
+
+def test_lost_pieces_are_computed_again() -> None:
+    with co.serving(2) as (coordinator, port):
+        link = co.link(port, 1)
+        coordinator.open(0, co.plan(slices=1))
+        first = link.take(0, 0, None)
+        assert isinstance(first, Lease)
+        second = link.take(0, 0, co.report(first))
+        assert coordinator.held(0) == [(1, second)]
+        assert coordinator.reopen(0, [(0, 0, 0)]) == 1
+        assert isinstance(second, Lease)
+        again = link.take(0, 0, co.report(second))
+        assert isinstance(again, Lease)
+        assert (again.start, again.stop, again.counts) == (0, 1, False)
+        assert isinstance(link.take(0, 0, co.report(again), wait=False), Lease)
+        link.close()
+
+
+def test_gradients_that_are_not_finite_are_counted_up_to_a_limit(
+    warnings: Callable[[], str],
+) -> None:
+    with co.serving(2, bad_limit=2) as (coordinator, port):
+        link = co.link(port, 1)
+        coordinator.open(0, co.plan())
+        lease = link.take(0, 0, None)
+        assert isinstance(lease, Lease)
+        lease2 = link.take(0, 0, co.report(lease, bad=2, detail="step 4 of pass 0"))
+        coordinator.check()
+        assert "worker 1: 2 pushes were not finite and dropped: step 4 of pass 0" in warnings()
+        assert isinstance(lease2, Lease)
+        link.take(0, 0, co.report(lease2, bad=1, detail="step 5 of pass 0"))
+        with pytest.raises(SpartitoError, match=r"3 pushes .* more than 2; .* worker 1: step 5"):
+            co.wait(coordinator, 0, 0)
+        link.close()
+
+
+def test_a_stream_without_examples_ends_the_chief() -> None:
+    with co.serving(1) as (coordinator, _):
+        local = LocalLink(coordinator, 0)
+        coordinator.open(0, co.plan(steps_per_pass=None))
+        lease = local.take(0, 0, None)
+        assert isinstance(lease, Lease)
+        with pytest.raises(UserError, match="no examples"):
+            local.take(0, 0, Report(lease.id, [], ended=0))
+
+
+def test_who_comes_after_the_end_is_told() -> None:
+    with co.serving(2) as (coordinator, port):
+        link = co.link(port, 0)
+        coordinator.publish(1, b"history")
+        coordinator.end()
+        assert link.take(0, 0, None) == Complete(0, stop=True)
+        assert link.published(1) == b"history"
+        with pytest.raises(UserError, match="the job has ended"):
+            co.link(port, 1)
+        with pytest.raises(UserError, match="the job has ended"):
+            link.published(2)
+        link.close()
+
+
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"SPTO" + bytes(60), b"\xff" * 64])
+def test_strangers_are_shown_out_and_the_next_is_served(data: bytes) -> None:
+    with co.serving(2) as (coordinator, port):
+        co.stranger(port, data)
+        coordinator.open(0, co.plan())
+        link = co.link(port, 1)
+        assert isinstance(link.take(0, 0, None), Lease)
+        link.close()
+
+
+@pytest.mark.parametrize("messages", [[Beat()], [Hello(1), Hello(1)], [Take(0, 0, None, True)]])
+def test_messages_out_of_turn_end_the_connection(messages: list[Any]) -> None:
+    with co.serving(2) as (coordinator, port):
+        wire = Wire(socket.create_connection((co.HOST, port)), ToWorker, timeout=co.LIMIT)
+        for message in messages:
+            wire.send(message)
+        with pytest.raises(ConnectionError):
+            deque(iter(wire.receive, None))
+        wire.close()
+        co.eventually(lambda: coordinator.live() == [])
+        coordinator.open(0, co.plan())
+        link = co.link(port, 1)
+        assert isinstance(link.take(0, 0, None), Lease)
+        link.close()
+
+
+def test_a_stream_is_opened_once() -> None:
+    with co.serving(1) as (coordinator, _):
+        coordinator.open(0, co.plan())
+        with pytest.raises(ValueError, match="opened before"):
+            coordinator.open(0, co.plan())
+
+
+def test_closing_again_changes_nothing() -> None:
+    coordinator = Coordinator(["worker 0"], timeout=1.0)
+    coordinator.close()
+    coordinator.close()

@@ -1,0 +1,436 @@
+"""Messages arrive whole or not at all, whatever is sent; nothing that comes is believed."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import tracemalloc
+import zlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spartito.ps.wire import (
+    MAGIC,
+    MAX_HEADER,
+    PREFIX,
+    VERSION,
+    Gone,
+    ProtocolError,
+    Wire,
+    checksum,
+)
+
+LIMIT = 1 << 16
+LONG = 60.0  # seconds that no passing test comes near
+
+
+class Push(msgspec.Struct, tag="push"):
+    task: str
+    pieces: list[tuple[int, int, int]]
+
+
+class Note(msgspec.Struct, tag="note"):
+    text: str
+
+
+class Anything(msgspec.Struct, tag="anything"):
+    what: object
+
+
+ACCEPTS = Push | Note
+NOTE = Note("hello")
+
+
+def unix_pair() -> tuple[socket.socket, socket.socket]:
+    return socket.socketpair()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        near = socket.create_connection(listener.getsockname())
+        return near, listener.accept()[0]
+
+
+@contextmanager
+def wires(
+    pair: Callable[[], tuple[socket.socket, socket.socket]] = unix_pair,
+    limit: int = LIMIT,
+    timeout: float | None = LONG,
+) -> Iterator[tuple[Wire, Wire]]:
+    near, far = (Wire(sock, ACCEPTS, limit=limit, timeout=timeout) for sock in pair())
+    try:
+        yield near, far
+    finally:
+        near.close()
+        far.close()
+
+
+@contextmanager
+def reader(
+    limit: int = LIMIT, timeout: float | None = LONG, accepts: object = ACCEPTS
+) -> Iterator[tuple[socket.socket, Wire]]:
+    """A bare socket, and the wire that reads what is written to it."""
+    bare, sock = socket.socketpair()
+    wire = Wire(sock, accepts, limit=limit, timeout=timeout)
+    with bare:
+        try:
+            yield bare, wire
+        finally:
+            wire.close()
+
+
+@contextmanager
+def thread(work: Callable[[], object]) -> Iterator[Future[object]]:
+    """``work`` in a thread that has ended when the block is left; its answer or its error."""
+    answer: Future[object] = Future()
+
+    def run() -> None:
+        try:
+            answer.set_result(work())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    worker = threading.Thread(target=run, daemon=True)
+    worker.start()
+    try:
+        yield answer
+    finally:
+        worker.join(LONG)
+        assert not worker.is_alive()
+
+
+def frame(message: msgspec.Struct = NOTE, *payload: bytes) -> bytes:
+    """The bytes that a wire sends for it."""
+    bare, sock = socket.socketpair()
+    with bare:
+        wire = Wire(sock, ACCEPTS, timeout=LONG)
+        wire.send(message, *payload)
+        wire.close()
+        return b"".join(iter(lambda: bare.recv(1 << 16), b""))
+
+
+def forged(header: bytes, payload: bytes = b"", **fields: int) -> bytes:
+    """A frame with a right CRC around whatever the test wants in it."""
+    sizes = {"header_size": len(header), "payload_size": len(payload)}
+    claims = sizes | {"sum": checksum(memoryview(payload))} | fields
+
+    def prefix(crc: int) -> bytes:
+        return PREFIX.pack(
+            MAGIC, VERSION, claims.get("flags", 0), claims.get("reserved", 0),
+            claims["header_size"], claims["payload_size"], crc, claims["sum"],
+        )  # fmt: skip
+
+    return prefix(zlib.crc32(prefix(0) + header)) + header + payload
+
+
+def answer_to(data: bytes, limit: int = LIMIT, accepts: object = ACCEPTS) -> object:
+    """What a wire answers to ``data`` and then the end of the connection: a message or an error."""
+    with reader(limit, accepts=accepts) as (bare, wire):
+        bare.sendall(data)
+        bare.shutdown(socket.SHUT_WR)
+        try:
+            return wire.receive()
+        except (ProtocolError, Gone) as error:
+            return error
+
+
+@pytest.mark.parametrize("pair", [unix_pair, tcp_pair])
+@pytest.mark.parametrize("sizes", [[], [0], [1], [8], [3, 0, 5, 64, 7], [1000] * 40, [1] * 1500])
+def test_a_message_arrives_with_its_payload(
+    pair: Callable[[], tuple[socket.socket, socket.socket]], sizes: list[int]
+) -> None:
+    buffers = [random.Random(size).randbytes(size) for size in sizes]
+    message = Push("worker 1", [(0, 17, 1), (0, 18, 1)])
+    with wires(pair) as (near, far):
+        for _ in range(3):
+            near.send(message, *buffers)
+            assert far.receive() == message
+            assert far.payload == b"".join(buffers)
+            far.send(NOTE)
+            assert near.receive() == NOTE
+            assert len(near.payload) == 0
+        assert near.sent == far.received == 3 * len(frame(message, *buffers))
+        assert far.sent == near.received == 3 * len(frame())
+
+
+def test_arrays_are_sent_as_they_lie_in_memory() -> None:
+    arrays: list[npt.NDArray[Any]] = [
+        np.arange(6, dtype=np.float32).reshape(2, 3),
+        np.ones((), np.int64),
+        np.ones((0, 4)),
+    ]
+    with wires() as (near, far):
+        near.send(NOTE, *arrays)
+        far.receive()
+        assert far.payload == b"".join(array.tobytes() for array in arrays)
+
+
+def test_only_contiguous_buffers_are_sent() -> None:
+    with wires() as (near, _), pytest.raises(TypeError, match="contiguous"):
+        near.send(NOTE, np.ones((4, 4))[:, 1])
+
+
+def test_the_payload_goes_where_it_is_told() -> None:
+    place = np.zeros(3, np.float32)
+    with wires(limit=0) as (near, far):
+        near.send(NOTE, np.array([1, 2, 3], np.float32))
+        assert far.receive(place.data) == NOTE
+        assert place.tolist() == [1, 2, 3]
+        near.send(NOTE)
+        far.receive(place.data)
+        assert len(far.payload) == 0
+        assert place.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("size", [11, 13])
+def test_a_payload_of_another_size_than_its_place_leaves_the_place_alone(size: int) -> None:
+    place = bytearray(12)
+    with wires(limit=13) as (near, far):
+        near.send(NOTE, b"x" * size)
+        assert far.receive(memoryview(place)) == NOTE
+        assert far.payload == b"x" * size
+        far.limit = size - 1
+        near.send(NOTE, b"x" * size)
+        with pytest.raises(ProtocolError, match=f"{size} bytes of payload came; {size - 1} are"):
+            far.receive(memoryview(place))
+    assert place == bytes(12)
+
+
+@pytest.mark.parametrize("pair", [unix_pair, tcp_pair])
+def test_large_payloads_cross_in_both_directions_at_once(
+    pair: Callable[[], tuple[socket.socket, socket.socket]],
+) -> None:
+    size = 8 << 20  # far more than the sockets hold: both directions must move
+    data = [np.random.default_rng(seed).bytes(size) for seed in (0, 1)]
+    with wires(pair, limit=size) as (near, far):
+        with (
+            thread(lambda: near.send(NOTE, data[0][:5], data[0][5:])) as first,
+            thread(lambda: far.send(NOTE, data[1])) as second,
+            thread(near.receive) as third,
+        ):
+            far.receive()
+            for done in (first, second, third):
+                done.result(LONG)
+        assert far.payload == data[0]
+        assert near.payload == data[1]
+
+
+def test_a_frame_may_come_in_pieces() -> None:
+    message = Push("worker 0", [(1, 2, 3)])
+    data = frame(message, b"payload")
+
+    with reader() as (bare, wire):
+
+        def drip() -> None:
+            for place in range(len(data)):
+                bare.sendall(data[place : place + 1])
+
+        with thread(drip) as dripping:
+            assert wire.receive() == message
+            dripping.result(LONG)
+        assert bytes(wire.payload) == b"payload"
+
+
+def test_a_connection_that_ends_anywhere_is_gone() -> None:
+    data = frame(NOTE, b"payload")
+    for length in range(len(data)):
+        assert isinstance(answer_to(data[:length]), Gone)
+    assert answer_to(data) == NOTE
+
+
+def test_a_sender_whose_reader_went_is_told() -> None:
+    with wires(tcp_pair) as (near, far):
+        far.close()
+
+        def send_on() -> None:
+            while True:
+                near.send(NOTE, bytes(LIMIT))
+
+        with thread(send_on) as sending, pytest.raises(Gone):
+            sending.result(LONG)
+
+
+@pytest.mark.parametrize("pair", [unix_pair, tcp_pair])
+def test_closing_wakes_the_thread_that_waits(
+    pair: Callable[[], tuple[socket.socket, socket.socket]],
+) -> None:
+    with wires(pair, timeout=None) as (near, _), thread(near.receive) as waiting:
+        near.close()
+        near.close()
+        with pytest.raises(Gone):
+            waiting.result(LONG)
+
+
+@pytest.mark.parametrize("length", [0, 3, 32, 40, -1])
+def test_silence_in_any_place_is_a_timeout(length: int) -> None:
+    with reader(timeout=0.02) as (bare, wire):
+        bare.sendall(frame(NOTE, b"payload")[:length])
+        with pytest.raises(TimeoutError):
+            wire.receive()
+
+
+@pytest.mark.parametrize("pair", [unix_pair, tcp_pair])
+def test_nobody_who_reads_is_a_timeout(
+    pair: Callable[[], tuple[socket.socket, socket.socket]],
+) -> None:
+    with wires(pair, timeout=0.02) as (near, _), pytest.raises(TimeoutError):
+        near.send(NOTE, bytes(64 << 20))
+
+
+def test_the_time_limit_can_be_changed() -> None:
+    with wires(timeout=None) as (near, far):
+        far.timeout = 0.02
+        with pytest.raises(TimeoutError, match=r"within 0\.02 s"):
+            far.receive()
+        assert near.timeout is None
+
+
+@pytest.mark.parametrize(
+    ("data", "error"),
+    [
+        (b"GET ", "b'SPTO' was expected, b'GET ' came: this is no task of Spartito"),
+        (b"x", "b'SPTO' was expected, b'x' came"),
+        (MAGIC + b"\x07", "version 1 was expected, 7 came: all tasks must run the same Spartito"),
+        (MAGIC + b"\x07" + bytes(200), "version 1 was expected, 7 came"),
+        (forged(b"", flags=1), "flags 0 and reserved 0 were expected, 1 and 0 came"),
+        (forged(b"", reserved=9), "flags 0 and reserved 0 were expected, 0 and 9 came"),
+        (
+            forged(b"", header_size=MAX_HEADER + 1),
+            "a header of 65537 bytes came; 65536 are the most",
+        ),
+        (
+            forged(b"\xc0", payload_size=LIMIT + 1),
+            "65537 bytes of payload came; 65536 are the most",
+        ),
+        (forged(b"\xc0", payload_size=2**64 - 1), "18446744073709551615 bytes of payload came"),
+        (forged(b"\xc0", sum=1), "message that is not known"),
+        (frame()[:-1] + b"?", "CRC is wrong"),
+        (frame(NOTE, b"abc")[:-1] + b"?", "the payload's sum is wrong"),
+        (forged(b""), "message that is not known"),
+        (forged(b"\xc1"), "message that is not known"),
+        (forged(msgspec.msgpack.encode({"type": "other"})), "'other'"),
+        (forged(msgspec.msgpack.encode({"type": "note", "text": 3})), "`str`, got `int`"),
+        (forged(b"\x82\xa4type\xa4note\xa4text\xa1\xff"), "utf-8"),
+    ],
+)
+def test_what_breaks_the_rules_is_named(data: bytes, error: str) -> None:
+    with reader() as (bare, wire):
+        bare.sendall(data)  # and stays open: nobody waits for the rest of a wrong frame
+        with pytest.raises(ProtocolError) as raised:
+            wire.receive()
+    assert error in str(raised.value)
+
+
+def test_nesting_without_an_end_is_refused() -> None:
+    header = b"\x82\xa4type\xa8anything\xa4what" + b"\x91" * 60_000 + b"\xc0"
+    assert isinstance(answer_to(forged(header), accepts=Anything), ProtocolError)
+
+
+def test_a_header_above_the_limit_is_not_sent() -> None:
+    with wires() as (near, far):
+        with pytest.raises(ProtocolError, match=r"Note has 1000\d\d bytes"):
+            near.send(Note("x" * 100_000))
+        near.send(NOTE)  # nothing of it was sent
+        assert far.receive() == NOTE
+
+
+def test_the_limit_can_be_changed() -> None:
+    with wires(limit=10) as (near, far):
+        far.limit = 100
+        near.send(NOTE, bytes(100))
+        far.receive()
+        far.limit = 99
+        near.send(NOTE, bytes(100))
+        with pytest.raises(ProtocolError, match="100 bytes of payload came; 99 are the most"):
+            far.receive()
+
+
+def allocated(work: Callable[[], object]) -> int:
+    """The most bytes that ``work`` held at once."""
+    tracemalloc.start()
+    try:
+        work()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+BESIDES = MAX_HEADER + (256 << 10)  # what a wire and the test itself need
+
+
+def test_what_is_allocated_is_counted() -> None:
+    header = msgspec.msgpack.encode(NOTE)
+    claim = forged(header, payload_size=32 << 20)
+    assert allocated(lambda: answer_to(claim, limit=32 << 20)) >= 32 << 20
+    assert allocated(lambda: answer_to(claim, limit=(32 << 20) - 1)) < BESIDES
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.binary(max_size=200))
+def test_random_bytes_are_refused(data: bytes) -> None:
+    def look() -> None:
+        assert isinstance(answer_to(data), ProtocolError | Gone)
+        assert isinstance(answer_to(MAGIC + bytes([VERSION]) + data), ProtocolError | Gone)
+
+    assert allocated(look) < LIMIT + BESIDES
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    place=st.integers(0, 10_000), value=st.integers(1, 255), payload=st.binary(max_size=40),
+    text=st.text(max_size=20),
+)  # fmt: skip
+def test_one_changed_byte_is_always_found(
+    place: int, value: int, payload: bytes, text: str
+) -> None:
+    data = bytearray(frame(Note(text), payload))
+    data[place % len(data)] ^= value
+
+    def look() -> None:
+        assert isinstance(answer_to(bytes(data)), ProtocolError | Gone)
+
+    assert allocated(look) < LIMIT + BESIDES
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    header=st.binary(max_size=60), payload=st.binary(max_size=40),
+    claims=st.dictionaries(
+        st.sampled_from(["flags", "reserved", "header_size", "payload_size", "sum"]),
+        st.one_of(st.integers(0, 255), st.just(0)),
+    ),
+    size=st.integers(0, 2**64 - 1),
+)  # fmt: skip
+def test_a_forger_with_the_right_crc_gets_no_further(
+    header: bytes, payload: bytes, claims: dict[str, int], size: int
+) -> None:
+    def look() -> None:
+        for fields in (claims, {"payload_size": size}):
+            assert isinstance(
+                answer_to(forged(header, payload, **fields)), ProtocolError | Gone | Note | Push
+            )
+
+    assert allocated(look) < LIMIT + BESIDES
+
+
+@given(parts=st.lists(st.binary(max_size=40), max_size=6))
+def test_the_sums_of_parts_add_up_to_the_sum_of_the_words(parts: list[bytes]) -> None:
+    whole = b"".join(parts)
+    padded = whole + bytes(-len(whole) % 8)
+    words = [int.from_bytes(padded[i : i + 8], "little") for i in range(0, len(padded), 8)]
+    assert checksum(memoryview(whole)) == sum(words) % 2**64
+    total = offset = 0
+    for part in parts:
+        total += checksum(memoryview(part), offset)
+        offset += len(part)
+    assert total % 2**64 == sum(words) % 2**64

@@ -1,0 +1,140 @@
+"""What the tests of central storage run on every replica."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from spartito.strategies import CentralStorageStrategy
+from spartito.strategies import strategy as make_strategy
+
+
+class Own(torch.optim.Adam):
+    """An optimizer of a user's own."""
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "SGD": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "Own": lambda parameters: Own(parameters, 0.02),
+    **{
+        name: lambda parameters, kind=kind: kind(parameters, lr=0.02)
+        for name, kind in vars(torch.optim).items()
+        if name in ("Adam", "Adagrad", "RMSprop", "NAdam", "Adafactor")
+    },
+}
+
+
+def network() -> nn.Module:
+    """Two dtypes, a layout of its own, a frozen parameter and a buffer."""
+    torch.manual_seed(3)
+    conv = nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    head = nn.Linear(4, 2).double()
+    head.bias.requires_grad_(False)
+    return nn.Sequential(conv, nn.BatchNorm2d(4), head)
+
+
+def mapped(net: nn.Module) -> bool:
+    """Whether every parameter lies in a file of ours that has no name any more."""
+    spans = [
+        [int(end, 16) for end in line.split()[0].split("-")]
+        for line in Path("/proc/self/maps").read_text().splitlines()
+        if "spartito-" in line and line.endswith("(deleted)")
+    ]
+    return all(
+        any(start <= parameter.data_ptr() < end for start, end in spans)
+        for parameter in net.parameters()
+    )
+
+
+def one_memory(name: str) -> dict[str, Any]:
+    """What stays of the parameters, what one replica writes, and what is left in /dev/shm."""
+    strategy = make_strategy(name)
+    rank = strategy.cluster.rank
+    net = network()
+    if rank:
+        for parameter in net.parameters():
+            parameter.data.zero_()
+    before = list(net.named_parameters())
+    kinds = [(p.dtype, p.stride(), p.requires_grad) for _, p in before]
+    strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    after = list(net.named_parameters())
+    answer: dict[str, Any] = {
+        "kept": all(a is b for (_, a), (_, b) in zip(before, after, strict=True)),
+        "alike": kinds == [(p.dtype, p.stride(), p.requires_grad) for _, p in after],
+        "chiefs": bool((net[0].weight == network()[0].weight).all()),  # type: ignore[index]
+        "mapped": mapped(net),
+    }
+    strategy.reduce("sum", torch.zeros(1))
+    if rank == strategy.num_replicas_in_sync - 1:
+        with torch.no_grad():
+            net[0].bias.fill_(7)  # type: ignore[index]
+    strategy.reduce("sum", torch.zeros(1))
+    answer["seen"] = net[0].bias.tolist()  # type: ignore[index]
+    strategy.close()
+    return answer
+
+
+def states(name: str, kind: str, folder: str) -> dict[str, Any]:
+    """Two updates, a state, its way back, one more update; and who holds what."""
+    strategy = make_strategy(name)
+    torch.manual_seed(1)
+    net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double()
+    made, optimizer = strategy.prepare(net, OPTIMIZERS[kind](net.parameters()))
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    x = torch.arange(18.0, dtype=torch.float64).view(6, 3) / 9
+    data = strategy.distribute((x, x[:, :2]))
+
+    def epoch() -> None:
+        for batch in data:
+            strategy.backward((made(batch.x) - batch.y).square().mean(1), batch)
+            strategy.update(optimizer)
+        scheduler.step()
+
+    epoch()
+    epoch()
+    held = [name for name, p in net.named_parameters() if optimizer.state.get(p)]
+    file = Path(folder, f"{strategy.cluster.rank}.pt")
+    torch.save(strategy.state(), file)
+    saved = torch.load(file, weights_only=False)
+    epoch()
+    strategy.load_state(saved)
+    still = [name for name, p in net.named_parameters() if optimizer.state.get(p)]
+    state = strategy.state()
+    values = state["optimizer"]["state"]
+    strategy.close()
+    return {
+        "held": held,
+        "still": still,
+        "weights": {k: v.clone() for k, v in state["model"].items()},
+        "state": {n: {k: torch.as_tensor(v) for k, v in v.items()} for n, v in values.items()},
+        "names": list(values),
+    }
+
+
+def refused_memory() -> str:
+    """What it says on another processor."""
+    own = platform.machine
+    platform.machine = lambda: "aarch64"
+    try:
+        CentralStorageStrategy()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        platform.machine = own
+    return ""
+
+
+def die_in_an_update(folder: str) -> None:
+    """The last replica ends without a word after an update."""
+    strategy = CentralStorageStrategy(timeout=10)
+    net = nn.Linear(2, 2)
+    strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    Path(folder, str(strategy.cluster.rank)).touch()
+    if strategy.cluster.rank:
+        os._exit(3)
+    strategy.load_state(strategy.state())

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spartito.cluster.spec import ClusterSpec, Task
+from spartito.errors import UserError
+from spartito.strategies.central_storage import CentralStorageStrategy, balanced, places
+from tests.replicas import Replicas
+from tests.strategies import central_jobs as jobs
+
+
+@given(st.lists(st.integers(0, 1000)), st.integers(1, 5))
+def test_shares_are_even_but_for_the_largest(sizes: list[int], ranks: int) -> None:
+    owners = balanced(sizes, ranks)
+    assert len(owners) == len(sizes)
+    loads = [
+        sum(n for n, owner in zip(sizes, owners, strict=True) if owner == rank)
+        for rank in range(ranks)
+    ]
+    assert sum(loads) == sum(sizes)
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@given(st.lists(st.integers(0, 1000)))
+def test_blocks_do_not_overlap(sizes: list[int]) -> None:
+    offsets, end = places(sizes)
+    assert end > 0
+    for offset, size, following in zip(offsets, sizes, [*offsets[1:], end], strict=False):
+        assert offset % 64 == 0
+        assert offset + size <= following
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_parameters_lie_in_one_memory(replicas: Replicas, world_size: int) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    for answer in replicas(jobs.one_memory, world_size, "central_storage"):
+        assert answer == {
+            "kept": True, "alike": True, "chiefs": True, "mapped": True, "seen": [7.0] * 4,
+        }  # fmt: skip
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", list(jobs.OPTIMIZERS))
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_the_state_exists_once_and_is_answered_whole(
+    replicas: Replicas, kind: str, world_size: int, tmp_path: Path
+) -> None:
+    answers = replicas(jobs.states, world_size, "central_storage", kind, str(tmp_path))
+    (one,) = replicas(jobs.states, 1, "one_device", kind, str(tmp_path))
+    held = [name for answer in answers for name in answer["held"]]
+    assert sorted(held) == sorted(one["held"])
+    if kind == "Own":
+        assert answers[0]["held"] == one["held"]
+    for answer in answers:
+        assert answer["still"] == answer["held"]
+        assert answer["names"] == one["names"]
+        torch.testing.assert_close(answer["weights"], one["weights"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(answer["state"], one["state"], rtol=0, atol=1e-12)
+
+
+def test_replicas_that_share_no_memory_are_refused(replicas: Replicas) -> None:
+    for answer in replicas(jobs.refused_memory, 2):
+        assert answer.startswith("UserError: central_storage for 2 replicas that share no memory")
+        assert "choose mirrored" in answer
+
+
+def test_a_lost_replica_leaves_nothing_behind(tmp_path: Path) -> None:
+    before = set(Path("/dev/shm").iterdir())
+    pool = Replicas()
+    try:
+        with pytest.raises((EOFError, ConnectionResetError)):
+            pool(jobs.die_in_an_update, 2, str(tmp_path))
+    finally:
+        pool.close()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["0", "1"]
+    assert set(Path("/dev/shm").iterdir()) <= before
+
+
+def test_one_replica_keeps_its_own_memory() -> None:
+    strategy = CentralStorageStrategy(cluster=ClusterSpec.alone(), device="cpu")
+    net = torch.nn.Linear(2, 2)
+    places_ = [p.data_ptr() for p in net.parameters()]
+    strategy.prepare(net, torch.optim.Adam(net.parameters()))
+    assert [p.data_ptr() for p in net.parameters()] == places_
+    assert strategy.state()["optimizer"]["state"] == {}
+    strategy.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"parameter_device": "cuda:0"}, "parameter_device='cuda:0'.*Choose mirrored"),
+        ({"device": "cuda:1"}, "replicas on 'cuda:1'.*Choose mirrored for GPUs"),
+        ({"device": torch.device("meta")}, "replicas on 'meta'"),
+    ],
+)
+def test_other_devices_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=f"(?s){message}"):
+        CentralStorageStrategy(cluster=ClusterSpec.alone(), **options)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "local", "message"),
+    [
+        ({"worker": ("a:1", "b:1")}, 1, "central_storage with 1 of 2 replicas on this machine"),
+        ({"worker": ("a:1", "a:2"), "ps": ("a:3",)}, 2, "in a cluster with 1 ps"),
+    ],
+)
+def test_other_clusters_are_refused(
+    addresses: dict[str, tuple[str, ...]], local: int, message: str
+) -> None:
+    cluster = ClusterSpec(addresses, Task("worker", 0), 0, 2, 0, local, "a:1", "a test")
+    with pytest.raises(UserError, match=message):
+        CentralStorageStrategy(cluster=cluster)

@@ -1,0 +1,347 @@
+"""An evaluator beside a training: in one process after it, and as tasks of a real cluster."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spartito as sp
+from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
+from spartito.cluster.spec import Task
+from spartito.errors import TaskLostError, UserError
+from spartito.report.evaluations import EVALUATIONS, keep_until, with_evaluations
+from spartito.report.page import read_run
+from spartito.training.beacon import FILE, look, process_began
+from spartito.training.evaluator import Evaluator
+from spartito.training.loop import Evaluation
+from tests.commands import Commands, Program, addresses, commands_in, tf_config
+from tests.training.jobs import data, trainer
+
+CLUSTER = replace(
+    sp.ClusterSpec.alone(), addresses={"worker": ("",), "evaluator": ("",)}, source="a test"
+)
+ASIDE = replace(CLUSTER, task=Task("evaluator", 0), rank=-1, local_rank=-1, local_size=0)
+
+
+def net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 2)).double()
+
+
+def made(cluster: sp.ClusterSpec, run_dir: Path, **options: Any) -> sp.Trainer:
+    strategy = sp.MirroredStrategy(cluster=cluster)
+    return trainer(strategy, model=net(), metrics=["accuracy"], run_dir=run_dir, **options)
+
+
+def train(run_dir: Path, epochs: int = 3, resume: bool = False, **options: Any) -> sp.Trainer:
+    chief = made(CLUSTER, run_dir)
+    if resume:
+        chief.load(run_dir / "checkpoints")
+    options = {"callbacks": [sp.callbacks.ModelCheckpoint()], **options}
+    chief.fit(data(), epochs=epochs, batch_size=5, validation_data=data(7), verbose=0, **options)
+    return chief
+
+
+def look_on(run_dir: Path, **options: Any) -> sp.Trainer:
+    evaluator = made(ASIDE, run_dir)
+    options = {"callbacks": [sp.callbacks.ModelCheckpoint()], **options}
+    evaluator.fit(data(), epochs=3, validation_data=data(7), **options)
+    return evaluator
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run_dir / EVALUATIONS).read_text().splitlines()]
+
+
+def figures_of(path: Path) -> dict[str, float]:
+    """What a trainer says of a checkpoint."""
+    other = trainer(model=net(), metrics=["accuracy"])
+    other.load(path)
+    return {f"val_{name}": value for name, value in other.evaluate(data(7)).items()}
+
+
+def test_an_evaluator_is_one_replica_alone_and_nobodys_chief() -> None:
+    other = ASIDE
+    for kind in (sp.MirroredStrategy, sp.MultiWorkerMirroredStrategy, sp.OneDeviceStrategy):
+        strategy = kind(cluster=other)
+        assert strategy.is_evaluator
+        assert not strategy.is_chief
+        assert strategy.num_replicas_in_sync == 1
+        assert str(strategy.task) == "evaluator 0"
+        assert strategy.job is other
+    assert not sp.OneDeviceStrategy(cluster=CLUSTER).is_evaluator
+    with pytest.raises(UserError, match="at most one evaluator"):
+        replace(CLUSTER, addresses={"worker": ("",), "evaluator": ("a:1", "b:1")})
+
+
+def test_the_chief_leaves_the_validation_to_it(tmp_path: Path) -> None:
+    chief = train(tmp_path)
+    assert list(chief.history.history) == ["loss", "accuracy"]
+    place = tmp_path / "checkpoints"
+    assert len(CheckpointManager(place).all()) == 3
+    assert not (place / "best.json").exists()
+    seen = look(place)
+    assert seen is not None
+    assert (seen.signal.state, seen.signal.first, seen.signal.step) == ("finished", 1, 12)
+
+
+def test_it_evaluates_the_newest_and_ends(tmp_path: Path, capsys: Any) -> None:
+    train(tmp_path)
+    boards = sp.callbacks.TensorBoard()
+    found = look_on(tmp_path, callbacks=[sp.callbacks.ModelCheckpoint(), boards])
+    newest = CheckpointManager(tmp_path / "checkpoints").latest()
+    assert newest is not None
+    expected = figures_of(newest)
+    (line,) = lines(tmp_path)
+    assert (line["epoch"], line["step"]) == (3, 12)
+    assert {name: line[name] for name in expected} == pytest.approx(expected, abs=1e-12)
+    assert found.history.epoch == [2]
+    assert {n: v[0] for n, v in found.history.history.items()} == pytest.approx(expected, abs=1e-12)
+    assert CheckpointManager(tmp_path / "checkpoints").best == newest
+    assert "epoch 3  step 12  val_loss" in capsys.readouterr().out
+    assert list((tmp_path / "logs" / "validation").glob("events.*"))
+    run = read_run(tmp_path)
+    assert run.series("val_loss") == [None, None, line["val_loss"]]
+    assert found.evaluate(data(7))["loss"] == pytest.approx(expected["val_loss"], abs=1e-12)
+    assert not found.save(tmp_path / "mine").exists()
+
+
+def test_a_fit_without_a_checkpoint_callback_saves_some_for_it(tmp_path: Path) -> None:
+    train(tmp_path, epochs=7, callbacks=[])
+    assert len(CheckpointManager(tmp_path / "checkpoints").all()) == 5
+    assert look_on(tmp_path, callbacks=[]).epoch == 7
+
+
+def test_every_fit_has_its_own_checkpoints(tmp_path: Path) -> None:
+    chief = train(tmp_path)
+    again: dict[str, Any] = {"epochs": 2, "batch_size": 5, "validation_data": data(7), "verbose": 0}
+    chief.fit(data(), callbacks=[sp.callbacks.ModelCheckpoint()], **again)
+    evaluator = made(ASIDE, tmp_path)
+    seen = [
+        evaluator.fit(data(), callbacks=[sp.callbacks.ModelCheckpoint()], **again) for _ in range(2)
+    ]
+    assert [history.epoch for history in seen] == [[], [1]]  # the first was over long ago
+    assert [line["step"] for line in lines(tmp_path)] == [20]
+
+
+def evaluator_since(run_dir: Path, since: float) -> Evaluator:
+    """An evaluator whose process began at ``since``."""
+    task = made(ASIDE, run_dir)
+    checkpoint = sp.callbacks.ModelCheckpoint()
+    checkpoint.set_trainer(task)
+    evaluation = Evaluation(
+        task.strategy, task.model, task.loss, task.metrics, sp.data.arrays(*data(7)).batch(7), None
+    )
+    return Evaluator(task, checkpoint, evaluation, 1, since=since)
+
+
+def test_what_an_earlier_job_left_is_not_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path)
+    seen = look(tmp_path / "checkpoints")
+    assert seen is not None
+    monkeypatch.setenv("SPARTITO_TIMEOUT", "0.6")
+    with pytest.raises(TaskLostError, match="worker 0 began no training with checkpoints"):
+        evaluator_since(tmp_path, seen.time + 1).run()
+    assert not (tmp_path / EVALUATIONS).exists()
+
+
+def test_a_resumed_training_is_seen_from_where_it_goes_on(tmp_path: Path) -> None:
+    train(tmp_path, epochs=2)
+    look_on(tmp_path)
+    waiting = evaluator_since(tmp_path, float("inf"))  # it saw the end of the first training
+    train(tmp_path, epochs=4, resume=True)
+    assert waiting.run().epoch == [3]
+    assert [line["epoch"] for line in lines(tmp_path)] == [2, 4]
+    train(tmp_path, epochs=1)  # anew: nothing of before counts
+    assert not (tmp_path / EVALUATIONS).read_text()
+
+
+def test_a_training_that_failed(tmp_path: Path) -> None:
+    class Broken(sp.Callback):
+        def on_epoch_begin(self, epoch: int) -> None:
+            if epoch == 1:
+                raise RuntimeError("boom")
+
+    with pytest.raises(RuntimeError, match="boom"):
+        train(tmp_path, callbacks=[sp.callbacks.ModelCheckpoint(), Broken()])
+    with pytest.raises(TaskLostError, match="failed on worker 0, in epoch 2"):
+        look_on(tmp_path)
+    assert [line["epoch"] for line in lines(tmp_path)] == [1]
+
+
+def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+    train(tmp_path)
+    (tmp_path / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
+    assert look_on(tmp_path).history.epoch == []
+
+
+@pytest.mark.parametrize("task", [CLUSTER, ASIDE])
+@pytest.mark.parametrize(
+    ("callback", "text"),
+    [
+        (sp.callbacks.EarlyStopping("val_accuracy"), "EarlyStopping watches 'val_accuracy'"),
+        (sp.callbacks.ModelCheckpoint(save_best_only=True), "save_best_only=True"),
+    ],
+)
+def test_what_cannot_wait_for_it(
+    task: sp.ClusterSpec, callback: sp.Callback, text: str, tmp_path: Path
+) -> None:
+    with pytest.raises(UserError, match=text):
+        made(task, tmp_path).fit(data(), validation_data=data(7), callbacks=[callback])
+
+
+@pytest.mark.parametrize("task", [CLUSTER, ASIDE])
+def test_no_place_for_checkpoints(task: sp.ClusterSpec) -> None:
+    strategy = sp.MirroredStrategy(cluster=task)
+    with pytest.raises(UserError, match="an evaluator, but fit"):
+        trainer(strategy).fit(data(), validation_data=data(7))
+
+
+def test_figures_meet_their_epoch_by_the_step() -> None:
+    epochs = [{"epoch": 1, "step": 4, "loss": 1.0}, {"epoch": 1, "step": 8, "val_loss": 2.0}, {}]
+    found = [{"epoch": 1, "step": step, "val_loss": step / 8, "seconds": 1.0} for step in (4, 6, 8)]
+    assert with_evaluations(epochs, found) == [
+        {"epoch": 1, "step": 4, "loss": 1.0, "val_loss": 0.5},
+        epochs[1],
+        {},
+    ]
+
+
+def test_lines_beyond_a_step_are_forgotten(tmp_path: Path) -> None:
+    keep_until(tmp_path, 4)
+    file = tmp_path / EVALUATIONS
+    file.write_text('{"step": 4}\n{"step": 8}\n{"st')
+    keep_until(tmp_path, 4)
+    assert file.read_text() == '{"step": 4}\n'
+
+
+def test_a_process_began_before_its_files(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert process_began() < (tmp_path / "file").stat().st_mtime
+
+
+# Real processes
+
+SCRIPT = """
+import json, os, sys
+from pathlib import Path
+import torch
+import spartito as sp
+
+run, epochs = Path(sys.argv[1]), int(sys.argv[2])
+strategy = sp.strategy("multi_worker_mirrored")
+torch.manual_seed(0)
+net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(),
+                          torch.nn.Linear(4, 2)).double()
+draw = torch.Generator().manual_seed(0)
+x = torch.randn(24, 3, generator=draw, dtype=torch.float64)
+y = (x.sum(1) > 0).long()
+
+class Ready(sp.Callback):
+    def on_epoch_end(self, epoch, logs):
+        if epoch == 0 and strategy.is_chief:
+            print("first epoch", os.getpid(), flush=True)
+
+trainer = sp.Trainer(net, optimizer=lambda p: torch.optim.SGD(p, 0.1),
+                     loss=torch.nn.CrossEntropyLoss(), metrics=["accuracy"],
+                     strategy=strategy, run_dir=run)
+history = trainer.fit((x, y), epochs=epochs, batch_size=6, validation_data=(x[:9], y[:9]),
+                      callbacks=[sp.callbacks.ModelCheckpoint(keep=4), Ready()], verbose=1)
+found = {"history": history.history, "evaluate": trainer.evaluate((x[:9], y[:9]))}
+print("RESULT", json.dumps(found), flush=True)
+strategy.close()
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with commands_in(tmp_path) as found:
+        found.write("job.py", SCRIPT)
+        yield found
+
+
+def start(commands: Commands, workers: int, epochs: int, limit: int = 60) -> list[Program]:
+    """The workers, and the evaluator last."""
+    own = addresses(workers + 1)
+    cluster = {"worker": own[:workers], "evaluator": own[workers:]}
+    tasks = [*(("worker", index) for index in range(workers)), ("evaluator", 0)]
+    return [
+        commands.start(
+            sys.executable,
+            "job.py",
+            "run",
+            str(epochs),
+            env={**tf_config(cluster, *task), "SPARTITO_TIMEOUT": str(limit)},
+        )
+        for task in tasks
+    ]
+
+
+def result(text: str) -> dict[str, Any]:
+    (line,) = [line for line in text.splitlines() if line.startswith("RESULT ")]
+    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
+    return found
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_beside_workers(workers: int, commands: Commands) -> None:
+    *trained, aside = [program.end() for program in start(commands, workers, epochs=4)]
+    assert [ended.code for ended in (*trained, aside)] == [0] * (workers + 1), aside.text
+    chief, evaluator = result(trained[0].out), result(aside.out)
+    assert list(chief["history"]) == ["loss", "accuracy"]
+    assert "validation is left to the evaluator" in trained[0].err
+    run = commands.directory / "run"
+    last = lines(run)[-1]
+    assert (last["epoch"], last["step"]) == (4, 16)
+    for found in (chief, evaluator):
+        expected = {f"val_{name}": value for name, value in found["evaluate"].items()}
+        assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-12)
+    assert evaluator["history"]["val_loss"] == [line["val_loss"] for line in lines(run)]
+    best = json.loads((run / "checkpoints" / "best.json").read_text())
+    assert best["value"] == min(line["val_loss"] for line in lines(run))
+    assert "validation" in (run / "report.html").read_text()
+
+
+def test_its_death_changes_nothing(commands: Commands) -> None:
+    chief, aside = start(commands, 1, epochs=40)
+    aside.send(signal.SIGKILL)
+    ended = chief.end()
+    assert ended.code == 0, ended.text
+    assert len(result(ended.out)["history"]["loss"]) == 40
+
+
+def test_it_ends_when_the_chief_is_gone(commands: Commands) -> None:
+    chief, aside = start(commands, 1, epochs=1_000_000, limit=10)
+    aside.wait_for(r"val_loss")
+    chief.send(signal.SIGKILL)
+    ended = aside.end(60)
+    assert ended.code == 69, ended.text
+    assert "nothing was heard of worker 0" in ended.err
+    assert read_checkpoint_of(commands.directory / "run")
+
+
+def read_checkpoint_of(run_dir: Path) -> dict[str, Any]:
+    """The best checkpoint, which the chief kept for the evaluator."""
+    best = CheckpointManager(run_dir / "checkpoints").best
+    assert best is not None
+    return read_checkpoint(best)
+
+
+def test_a_signal_of_other_making(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("[]")
+    with pytest.raises(UserError, match="cannot be understood"):
+        look(tmp_path)
+    os.remove(tmp_path / FILE)
+    assert look(tmp_path) is None
