@@ -21,6 +21,7 @@ from spartito.ps.chief import Chief
 from spartito.ps.lease import Lease, Plan
 from spartito.ps.work import Complete, Pause, Report, WorkSource
 from spartito.strategies.base import Distributed, Sums
+from spartito.strategies.pusher import Place, Pusher
 
 NO_EPOCH = -1  # is always complete: no work is given for it
 TICK_SECONDS = 0.1  # between two looks of a chief that computes nothing
@@ -32,7 +33,7 @@ class Desk(Protocol):
     device: torch.device
     chief: Chief | None
     work: WorkSource | None
-    place: Place | None
+    pusher: Pusher | None
 
     def plan(self, chain: Chain, count: int, steps: int | None) -> Plan:
         """How a stream is divided into pieces."""
@@ -42,55 +43,13 @@ class Desk(Protocol):
         """The number of a new stream, equal on all tasks."""
         ...
 
-    def settle(self) -> None:
-        """Wait until the servers have answered."""
-        ...
-
-    def leave(self) -> None:
-        """What was not pushed is given up."""
-        ...
-
-    def rest(self) -> None:
-        """There is nothing to compute for now."""
-        ...
-
     def heed(self, rates: bytes) -> None:
         """Take over what the chief decided about learning rates."""
-        ...
-
-    def collect(self) -> None:
-        """At the end of an epoch on the chief: the newest values into the model."""
         ...
 
     def enter(self, batch: Batch) -> None:
         """Announce the next batch."""
         ...
-
-
-class Place:
-    """The piece that is computed now: where it is in its lease."""
-
-    def __init__(self, stream: int, lease: Lease) -> None:
-        self.stream, self.lease = stream, lease
-        self.step = lease.start
-        self.first = lease.start  # of the pieces that the next push covers
-        self.bad = 0
-        self.detail = ""
-        self.abandoned = False
-
-    @property
-    def is_last(self) -> bool:
-        """Whether the lease ends with this piece."""
-        return self.step + 1 == self.lease.stop
-
-    @property
-    def keys(self) -> list[tuple[int, int, int, int]]:
-        """The pieces since the last push, as a push is keyed."""
-        lease = self.lease
-        return [
-            (self.stream, lease.pass_, step, lease.slice)
-            for step in range(self.first, self.step + 1)
-        ]
 
 
 class Leased(Distributed):
@@ -122,7 +81,7 @@ class Leased(Distributed):
             for batch in batches:
                 if batch.global_size:  # not a tick
                     yield batch
-        self._desk.collect()
+        self._look()
 
     def epochs(
         self, count: int, steps: int | None, done: int, sums: Sums
@@ -163,7 +122,7 @@ class Leased(Distributed):
         """The first global batch that is not done, as far as the chief knows."""
         if self._desk.chief is None or self._stream is None:
             return self._start
-        place = self._desk.place
+        place = self._desk.pusher.place if self._desk.pusher else None
         if place is not None and place.lease.group:  # all are at the same step
             return place.lease.pass_, place.step + 1
         return self._desk.chief.coordinator.frontier(self._stream)
@@ -174,13 +133,23 @@ class Leased(Distributed):
             if self._desk.work is None:
                 yield from self._ticks(stream, epoch)
             else:
-                yield from self._leases(self._desk.work, stream, epoch, sums)
+                yield from self._leases(self._desk.work, self._pusher, stream, epoch, sums)
             if chief is None:
                 return
             chief.flush()
-            self._desk.collect()
+            self._look()
             if chief.is_settled(stream, epoch):  # no server lost its last updates meanwhile
                 return
+
+    @property
+    def _pusher(self) -> Pusher:
+        if self._desk.pusher is None:
+            raise UserError("batches of a job that was left", "Train before strategy.close().")
+        return self._desk.pusher
+
+    def _look(self) -> None:
+        """The newest values into the model."""
+        self._pusher.look()
 
     def _ticks(self, stream: int, epoch: int) -> Generator[Batch]:
         assert self._desk.chief is not None  # it is the chief that does not compute
@@ -188,30 +157,32 @@ class Leased(Distributed):
         while not self._desk.chief.coordinator.poll(stream, epoch, TICK_SECONDS):
             yield tick
 
-    def _leases(self, work: WorkSource, stream: int, epoch: int, sums: Sums) -> Generator[Batch]:
+    def _leases(
+        self, work: WorkSource, pusher: Pusher, stream: int, epoch: int, sums: Sums
+    ) -> Generator[Batch]:
         desk = self._desk
         report: Report | None = None
         before = sums()
         while True:
             answer = work.take(stream, epoch, report, wait=False)
             if isinstance(answer, Pause):
-                desk.rest()
+                pusher.exchange.rest()
                 answer = work.take(stream, epoch, None)
             desk.heed(work.rates)
             if isinstance(answer, Complete):
                 return
             if isinstance(answer, Lease):
-                place = desk.place = Place(stream, answer)
+                place = pusher.place = Place(stream, answer)
                 try:
                     ended = yield from self._pieces(place)
-                    desk.settle()
+                    pusher.settle()
                 except GeneratorExit:  # left in the middle: others do the rest
-                    desk.leave()
+                    pusher.leave()
                     self._partial = _since(sums(), before)
                     work.take(stream, NO_EPOCH, Report(answer.id, [], abandoned=True), wait=False)
                     raise
                 finally:
-                    desk.place = None
+                    pusher.place = None
                 now = sums()
                 report = Report(
                     answer.id, _since(now, before), ended, place.bad, place.detail, place.abandoned
@@ -227,6 +198,7 @@ class Leased(Distributed):
                 place.step = expected
                 expected += 1
                 batch = self._placed(batch)
+                self._pusher.ready(batch)
                 self._desk.enter(batch)
                 yield batch
                 if place.abandoned:

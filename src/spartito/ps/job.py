@@ -1,0 +1,209 @@
+"""A task's place in a job with parameter servers: who it is, and its way to all the others."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spartito.cluster.spec import ClusterSpec, Task, split_address
+from spartito.collectives.shared_memory import host_key, supported
+from spartito.collectives.sockets import listen
+from spartito.log import note
+from spartito.names import ENV_SNAPSHOT_DIR
+from spartito.ps.chief import JOB, Chief, OnLost
+from spartito.ps.client import Address, Control, Link, Servers
+from spartito.ps.coordinator import Coordinator
+from spartito.ps.layout import Layout, Span, cut, table
+from spartito.ps.link import LocalLink, WorkerLink
+from spartito.ps.log import PushLog
+from spartito.ps.messages import Hello
+from spartito.ps.reception import Reception
+from spartito.ps.server import RELEASE, Server
+from spartito.ps.shard import Shard, is_elementwise, merge_state, settings, slots, split_state
+from spartito.ps.store import Rules, Store
+from spartito.ps.vector import Copies, Vector, allocate, flat
+from spartito.ps.work import WorkSource
+from spartito.ps.worker import Exchange
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What `ParameterServerStrategy` was told beside its `Rules`; times in seconds."""
+
+    min_shard_bytes: int
+    wire_dtype: str | None
+    timeout: float
+    lease_seconds: float
+    snapshot_seconds: float
+    snapshot_dir: str | None
+    nan_limit: int
+    push_log: str | None
+    shared_memory: bool
+
+
+class Job:
+    """One model and its optimizer, divided over the servers of ``cluster``."""
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        rules: Rules,
+        options: Options,
+        model: nn.Module,
+        optimizer: Optimizer,
+    ) -> None:
+        """Pure; raises `UserError` when there are more servers than the model can fill."""
+        self.cluster, self.rules, self.options = cluster, rules, options
+        self.workers = workers_of(cluster)
+        self.vector = Vector(model, optimizer)
+        self._optimizer = optimizer
+        self._addresses = cluster.addresses["ps"]
+        self._whole = not is_elementwise(optimizer)
+        self._spans = cut(
+            self.vector.layout, len(self._addresses), options.min_shard_bytes, self._whole
+        )
+        # A chief that computes nothing is nobody among the workers.
+        self._index = self.workers.index(cluster.task) if cluster.task in self.workers else -1
+
+    def serve(self) -> dict[str, Any]:
+        """Be a parameter server until the job ends; answers what it did."""
+        cluster, options, number = self.cluster, self.options, self.cluster.task.index
+        host, port = split_address(self._addresses[number])
+        folder = options.snapshot_dir or os.environ.get(ENV_SNAPSHOT_DIR) or _private_folder()
+        log = PushLog(Path(options.push_log) / f"ps-{number}.log") if options.push_log else None
+        span, layout = self._spans[number], self.vector.layout
+        shard = Shard(layout, span, self._optimizer, self.vector.tensors)
+        server = Server(
+            Store(shard, self.rules, gates=number == 0, log=log),
+            listen(host, port, str(cluster.task), anywhere=False),
+            name=f"{cluster.task} ({host}:{port})",
+            chief=cluster.name_of(0),
+            wire_dtype=options.wire_dtype,
+            timeout=options.timeout,
+            snapshots=Path(folder) / f"ps-{number}-{port}.safetensors",
+            seconds=options.snapshot_seconds,
+            shares=options.shared_memory,
+        )
+        server.serve()
+        return server.record()
+
+    def begin(self) -> Chief:
+        """As the chief: give the servers our values, and let the workers come."""
+        host, port = split_address(self.cluster.rendezvous or "")
+        listener = listen(host, port, str(self.cluster.task), anywhere=False)
+        name = secrets.token_hex(8)
+        links = [self._link(number, name, control=True) for number in range(len(self._spans))]
+        chief = Chief(self._coordinator, Control(links), name, len(self.workers))
+        self.give(chief)
+        chief.begin()
+        Reception(chief.coordinator, listener)
+        for line in shares(self.vector.layout, self._spans, [link.address.name for link in links]):
+            note("%s", line)
+        return chief
+
+    def work(self, chief: Chief | None) -> tuple[WorkSource | None, str]:
+        """Where our work comes from, None if we compute nothing, and the job's name."""
+        if chief is not None:
+            local = LocalLink(chief.coordinator, self._index) if self._index >= 0 else None
+            return local, chief.job
+        host, port = split_address(self.cluster.rendezvous or "")
+        name = self.cluster.name_of(0)
+        link = WorkerLink(host, port, name, self._index, timeout=self.options.timeout)
+        return link, link.published(JOB).decode()
+
+    def exchange(self, name: str) -> Exchange:
+        """Our way to all servers."""
+        links = [self._link(number, name, control=False) for number in range(len(self._spans))]
+        return Exchange(Servers(links, self.vector, self.rules.waits), self.rules.waits)
+
+    def give(self, chief: Chief) -> None:
+        """Our values and the state of our optimizer to the servers."""
+        begun = self._optimizer.state
+        by_entry = [dict(begun.get(tensor, {})) for tensor in self.vector.tensors]
+        values, states = [], []
+        for span in self._spans:
+            memory = allocate(span)
+            Copies(self.vector, span, memory).store()
+            values.append(memory)
+            states.append(merge_state(slots(self.vector.layout, span, self._whole), by_entry))
+        chief.control.load(chief.job, values, states, settings(self._optimizer))
+
+    @torch.no_grad()
+    def fetch(self, chief: Chief) -> None:
+        """The servers' values into the model, and the state of their optimizers into ours."""
+        for span, (values, state) in zip(self._spans, chief.control.states(), strict=True):
+            Copies(self.vector, span, values).load()
+            found = slots(self.vector.layout, span, self._whole)
+            for part, key, value in split_state(found, state):
+                tensor = self.vector.tensors[part.entry]
+                own = self._optimizer.state[tensor]
+                if not value.dim():
+                    own[key] = value
+                    continue
+                if key not in own:
+                    own[key] = torch.zeros_like(tensor.detach(), dtype=value.dtype)
+                flat(own[key])[part.begin : part.end] = value
+
+    def table(self) -> list[tuple[str, str, str, str]]:
+        """Which server holds what: rows of server, tensor, which part of it, size."""
+        names = [f"ps {number}" for number in range(len(self._spans))]
+        return table(self.vector.layout, self._spans, names)
+
+    def _coordinator(self, on_lost: OnLost) -> Coordinator:
+        return Coordinator(
+            [str(task) for task in self.workers],
+            lease_seconds=self.options.lease_seconds,
+            timeout=self.options.timeout,
+            on_lost=on_lost,
+            expect_all=self.rules.together,
+            bad_limit=self.options.nan_limit,
+        )
+
+    def _link(self, number: int, job: str, *, control: bool) -> Link:
+        options = self.options
+        hello = Hello(
+            task=str(self.cluster.task),
+            worker=self._index,
+            chief=control,
+            job=job,
+            digest=self.vector.layout.digest,
+            release=RELEASE,
+            rules=str(self.rules),
+            host=host_key() if options.shared_memory and supported() and not control else "",
+        )
+        address = Address.of(number, self._addresses[number])
+        span = self._spans[number]
+        return Link(address, hello, span, self.vector, options.wire_dtype, options.timeout)
+
+
+def workers_of(cluster: ClusterSpec) -> list[Task]:
+    """The tasks that compute: the workers, or a chief that is alone."""
+    workers = [Task("worker", index) for index in range(len(cluster.addresses.get("worker", ())))]
+    return workers or list(cluster.replica_tasks)
+
+
+def shares(layout: Layout, spans: Sequence[Span], names: Sequence[str]) -> list[str]:
+    """A line for each server: how much it holds, and of which tensors."""
+    rows = table(layout, spans, names)
+    lines = []
+    for span, name in zip(spans, names, strict=True):
+        held = [tensor if which == "all" else f"{tensor} ({which})"
+                for server, tensor, which, _ in rows if server == name]  # fmt: skip
+        more = f" and {len(held) - 4} more" if len(held) > 5 else ""
+        shown = held if len(held) <= 5 else held[:4]
+        lines.append(f"{name} holds {span.size / 1e6:.2f} MB: {', '.join(shown)}{more}")
+    return lines
+
+
+def _private_folder() -> str:
+    """Where a server's snapshots lie when nobody says it: found again by this user alone."""
+    return str(Path(tempfile.gettempdir()) / f"spartito-{os.getuid()}")

@@ -1,0 +1,150 @@
+"""One model's gradients on their way to the servers, and the values on their way back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from msgspec.structs import replace
+
+from spartito.data.batch import Batch
+from spartito.errors import UserError
+from spartito.ps.lease import Lease
+from spartito.ps.messages import Push
+from spartito.ps.shard import settings
+from spartito.ps.store import Rules
+from spartito.ps.worker import EXPIRED, RESTARTED, STALE, Exchange
+from spartito.strategies.replica import Pair
+
+
+class Place:
+    """The piece that is computed now: where it is in its lease."""
+
+    def __init__(self, stream: int, lease: Lease) -> None:
+        self.stream, self.lease = stream, lease
+        self.step = lease.start
+        self.first = lease.start  # of the pieces that the next push covers
+        self.bad = 0
+        self.detail = ""
+        self.abandoned = False
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the lease ends with this piece."""
+        return self.step + 1 == self.lease.stop
+
+    @property
+    def keys(self) -> list[tuple[int, int, int, int]]:
+        """The pieces since the last push, as a push is keyed."""
+        lease = self.lease
+        return [
+            (self.stream, lease.pass_, step, lease.slice)
+            for step in range(self.first, self.step + 1)
+        ]
+
+
+class Pusher:
+    """Pushes what a task computes, piece by piece of its leases.
+
+    ``exchange`` is the way to the servers; ``compute`` computes the gradients of a batch again,
+    when the first ones came too late.
+    """
+
+    def __init__(
+        self, pair: Pair, exchange: Exchange, rules: Rules, compute: Callable[[Batch], Any]
+    ) -> None:
+        self.pair, self.exchange = pair, exchange
+        self.place: Place | None = None
+        """Which piece is computed now."""
+        self.repeats = True
+        """Whether `compute` can do what was done: not so in loops that users write."""
+        self._rules, self._compute = rules, compute
+        self._batches: list[Batch] = []  # of the next push, or of the last one that was sent
+        self._sent: Push | None = None
+        self._told: list[dict[str, Any]] | None = None
+
+    def ready(self, batch: Batch) -> None:
+        """Have values to compute with before the forward pass of ``batch``."""
+        self.arrive()
+        self.exchange.admit()
+        if not self.pair.passes:
+            self._batches = []
+        self._batches.append(batch)
+
+    def push(self) -> tuple[float, float]:
+        """Send the gradients that wait; answers the loss and the weight in them.
+
+        The answer is awaited when the values are needed.
+        """
+        place, pair = self.place, self.pair
+        if place is None:
+            raise UserError(
+                "an update outside of the batches that the chief gave out",
+                "Iterate over strategy.distribute(data), and update once for each batch.",
+            )
+        lease, options = place.lease, settings(pair.optimizer)
+        number = (place.first - lease.start) // pair.accumulate
+        self._sent = Push(
+            keys=place.keys,
+            pulled=0,
+            weight=0.0,
+            examples=sum(batch.size for batch in self._batches),
+            absent=[],
+            settings=None if options == self._told else options,
+            group=lease.group,
+            index=number,
+            parties=sum(size > number * pair.accumulate for size in lease.sizes),
+        )
+        self._told = options
+        found = self._send(self._sent, place)
+        place.first = place.step + 1
+        if self._rules.together:  # nobody goes on before all have come
+            self.arrive()
+        return found
+
+    def arrive(self) -> None:
+        """Have the last push answered, and computed again if it was too stale."""
+        status = self.exchange.arrive()
+        while status == STALE and self.repeats and self._sent and self.place:
+            self.exchange.admit()
+            for batch in self._batches:
+                self._compute(batch)
+            self._send(self._sent, self.place)
+            status = self.exchange.arrive()
+        if status in (STALE, EXPIRED, RESTARTED) and self.place is not None:
+            self.place.abandoned = True  # others, or we ourselves, compute the lease again
+            self._told = None
+
+    def settle(self) -> None:
+        """Have everything pushed, and answered."""
+        if self.pair.passes:
+            self.push()
+        self.arrive()
+
+    def leave(self) -> None:
+        """Give up what was not pushed."""
+        self.arrive()
+        self.pair.gradients.clear()
+        self.pair.passes = 0
+        self.exchange.rest()
+
+    def look(self) -> None:
+        """The newest values into the model."""
+        self.arrive()
+        self.exchange.look()
+
+    def _send(self, push: Push, place: Place) -> tuple[float, float]:
+        pair = self.pair
+        weight, loss = pair.gradients.reduce()
+        if weight and pair.clip_norm is not None:
+            pair.gradients.clip(pair.clip_norm)
+        absent, finite = self.exchange.servers.fill()
+        if not finite:
+            place.bad += 1
+            place.detail = f"pass {place.lease.pass_}, step {place.step}, slice {place.lease.slice}"
+            weight = loss = 0.0
+        nothing = not weight and not push.group
+        self.exchange.push(replace(push, weight=weight, dropped=not finite or nothing), absent)
+        pair.gradients.clear()
+        pair.passes = 0
+        return loss, weight
