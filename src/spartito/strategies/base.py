@@ -47,6 +47,9 @@ class StepResult:
 class Distributed(Protocol):
     """One replica's share of a data set; it knows its place."""
 
+    waited: float
+    """Seconds that iterating took so far because of other tasks, not because of the data."""
+
     def __iter__(self) -> Iterator[Batch]:
         """From the present place to the end of the epoch; the next iteration is the next one."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
@@ -74,6 +75,7 @@ class Leased(Distributed):
         self._start = (0, 0)
         self._stream: int | None = None
         self._epoch = 0
+        self.waited = 0.0
         self._partial: list[float] = []  # of a lease that was left in the middle
 
     def __iter__(self) -> Iterator[Batch]:
@@ -164,10 +166,13 @@ class Leased(Distributed):
         report: Report | None = None
         before = sums()
         while True:
+            began = time.perf_counter()
             answer = work.take(stream, epoch, report, wait=False)
             if isinstance(answer, Pause):
                 pusher.exchange.rest()
                 answer = work.take(stream, epoch, None)
+            pusher.exchange.waited += time.perf_counter() - began
+            self.waited += time.perf_counter() - began
             desk.heed(work.rates)
             if isinstance(answer, Complete):
                 return
@@ -198,7 +203,9 @@ class Leased(Distributed):
                 place.step = expected
                 expected += 1
                 batch = self._placed(batch)
+                began = time.perf_counter()
                 self._pusher.ready(batch)
+                self.waited += time.perf_counter() - began
                 self._desk.enter(batch)
                 yield batch
                 if place.abandoned:

@@ -50,6 +50,7 @@ class Placed(Distributed):
     ) -> None:
         self._batches, self._device, self._announce = batches, device, announce
         self._collective = collective
+        self.waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
         return self._place(iter(self._batches))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain as flatten
 from typing import Any
@@ -24,10 +24,14 @@ from spartito.training.metrics import MeanMetric
 
 
 class Clock:
-    """Where the time of an epoch goes, and how many examples it saw."""
+    """Where the time of an epoch goes, and how many examples it saw.
 
-    def __init__(self) -> None:
+    ``others`` answers the seconds so far in which other tasks kept this one from its next batch.
+    """
+
+    def __init__(self, others: Callable[[], float] = float) -> None:
         self.total_seconds = self.total_waited = 0.0
+        self._others = others
         self.start()
 
     def start(self, examples: int = 0) -> None:
@@ -36,11 +40,12 @@ class Clock:
         self.waited = 0.0
         self.examples = examples
         self._before = examples
+        self._others_before = self._others()
 
     def stop(self) -> None:
         """The epoch ends: add its time to that of all."""
         self.total_seconds += self.seconds
-        self.total_waited += self.waited
+        self.total_waited += self.waited_for_data
 
     @property
     def seconds(self) -> float:
@@ -53,9 +58,14 @@ class Clock:
         return (self.examples - self._before) / max(self.seconds, 1e-9)
 
     @property
+    def waited_for_data(self) -> float:
+        """Seconds of the epoch in which this replica waited for data."""
+        return max(0.0, self.waited - (self._others() - self._others_before))
+
+    @property
     def wait_share(self) -> float:
-        """The share of the time that this replica waited for data."""
-        return self.waited / max(self.seconds, 1e-9)
+        """The same as a share of the time."""
+        return self.waited_for_data / max(self.seconds, 1e-9)
 
 
 class StepLogs(Mapping[str, float]):
@@ -84,10 +94,10 @@ class TrainingLoop:
 
     def __init__(self, trainer: Training, chain: Dataset, before: TrainingLoop | None) -> None:
         self.chain = chain
-        self.clock = Clock()
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._batches = trainer.strategy.distribute(chain, seed=trainer.seed)
+        self.clock = Clock(lambda: self._batches.waited)
         if before is not None:  # other data, but no order of passes that was seen already
             self._batches.load_state({"pass": before._batches.state()["pass"] + 1, "step": 0})
         self._metrics = [copy.copy(metric) for metric in trainer.metrics]

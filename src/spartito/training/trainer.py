@@ -194,8 +194,8 @@ class Trainer:
             raise
         if self.run_dir is not None:
             write_record(self.run_dir, self.strategy.task, loop.record())
-        figures, self.step = self.strategy.lead(lambda: [asdict(history), self.step])
-        self.history = History(**figures)
+        found: Any = self.strategy.lead(lambda: [asdict(history), self.step])
+        self.history, self.step = History(**found[0]), found[1]
         self.strategy.synchronize()  # the model is the trained one, on every task
         return self.history
 
