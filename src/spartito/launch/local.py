@@ -113,7 +113,14 @@ def _processes(
     """What starts here; the first is the one that leads."""
     if cast.asked:
         started = [
-            Process(str(task), command, environment, cast.restarts(task), cast.is_vital(task))
+            Process(
+                str(task),
+                command,
+                environment,
+                cast.restarts(task),
+                cast.is_vital(task),
+                outlives=task.type == "evaluator",
+            )
             for task, environment in zip(cast.tasks, role_environments(env, cast), strict=True)
         ]
     else:

@@ -22,7 +22,8 @@ class Process:
     """One task to start: its name as ``worker 1``, what to run, its whole environment.
 
     When it is killed from outside it is started again ``restarts`` times; after that the others
-    go on without it unless it is ``vital``. It runs only ``share`` of the time.
+    go on without it unless it is ``vital``. It runs only ``share`` of the time. One that
+    ``outlives`` the job ends by itself, however long after all vital ones.
     """
 
     name: str
@@ -31,6 +32,7 @@ class Process:
     restarts: int = 0
     vital: bool = True
     share: float = FULL
+    outlives: bool = False
 
 
 @dataclass

@@ -101,6 +101,7 @@ class _Supervisor:
                     if self._reap():
                         self._mend()
                         guard.watch(self._groups())
+                    self._end_late()
                     self._decide()
                 return self._report()
             finally:
@@ -246,8 +247,7 @@ class _Supervisor:
 
     def _mend(self) -> None:
         """Start again, or do without, those that ended and may; the job then goes on."""
-        vital = [task for task in self.tasks if task.process.vital]
-        done = bool(vital) and all(task.code == 0 for task in vital)
+        done = self._done_at() is not None
         for task in [task for task in self.tasks if task.code and not task.let_go]:
             if self.cause is not None or self.interrupted is not None:
                 return
@@ -266,6 +266,25 @@ class _Supervisor:
             elif task.lost_a_peer and not process.vital and done:
                 self._say(f"{task.name} found the others done; the job ends without it")
                 self._let_go(task)
+
+    def _done_at(self) -> float | None:
+        """When the last of the vital tasks ended well; None as long as one has not."""
+        vital = [task for task in self.tasks if task.process.vital and not task.let_go]
+        if not vital or any(task.code != 0 for task in vital):
+            return None
+        return max(task.ended_at for task in vital)
+
+    def _end_late(self) -> None:
+        """End those that were started again and wait for a job that has ended."""
+        since = self._done_at()
+        if since is None:
+            return
+        for task in self.tasks:
+            late = task.starts > 1 and task.code is None and not task.process.outlives
+            if late and not task.let_go and time.monotonic() > since + self.patience.stop:
+                self._say(f"{task.name} came too late; the job has ended")
+                task.let_go = True
+                task.signal_group(signal.SIGKILL)
 
     def _let_go(self, task: Running) -> None:
         """Print what was kept of an ended task that fails nobody."""

@@ -9,10 +9,10 @@ from typing import Any
 
 from spartito.errors import SpartitoError
 from spartito.log import warn
-from spartito.ps.client import Control
 from spartito.ps.coordinator import Coordinator
 from spartito.ps.lease import Lease, Plan
-from spartito.ps.messages import End, Flush, Lost, Status, Values
+from spartito.ps.messages import Flush, Lost, Status, Values
+from spartito.ps.servers import Control
 
 WATCH_SECONDS = 1.0  # between two looks at the servers
 JOB = 0  # what is published first
@@ -37,6 +37,7 @@ class Chief:
         self._slices = slices
         self._streams: list[int] = []
         self._over = threading.Event()
+        self._mending = threading.Lock()
         self._published = JOB
         self._watch = threading.Thread(target=self._look_after, name="spartito-watch", daemon=True)
 
@@ -44,6 +45,12 @@ class Chief:
         """Let the workers come: the servers have their values."""
         self.coordinator.publish(JOB, self.job.encode())
         self._watch.start()
+
+    def gather(self, seconds: float) -> None:
+        """Wait for all workers; after ``seconds`` the job begins with those who came."""
+        absent = self.coordinator.gather(seconds)
+        if absent:
+            warn("%s did not come within %g s: the others begin", " and ".join(absent), seconds)
 
     def open(self, stream: int, plan: Plan) -> None:
         """Begin to give out the work of a stream."""
@@ -66,8 +73,7 @@ class Chief:
 
     def is_settled(self, stream: int, epoch: int) -> bool:
         """Whether all of an epoch is done and no server has forgotten any of it."""
-        self.control.tell(Status())
-        self._look_at_restarted()
+        self._look_at_servers()
         return self.coordinator.poll(stream, epoch, 0.0)
 
     def far(self) -> Values:
@@ -89,7 +95,8 @@ class Chief:
         self.coordinator.close()
         self._over.set()
         self._watch.join()
-        self.control.tell(End())
+        for error in self.control.end():
+            warn("%s", error)
         self.control.close()
 
     def _worker_lost(self, worker: int, lease: Lease | None) -> None:
@@ -99,25 +106,33 @@ class Chief:
     def _look_after(self) -> None:
         try:
             while not self._over.wait(WATCH_SECONDS):
-                self.control.tell(Status())
-                self._look_at_restarted()
+                self._look_at_servers()
         except SpartitoError as error:
             if not self._over.is_set():
                 self.coordinator.fail(error)
 
-    def _look_at_restarted(self) -> None:
-        while self.control.restarted:
-            self._reopen(self.control.restarted.pop())
+    def _look_at_servers(self) -> None:
+        """Ask all how they are; returns when the losses of all that were restarted are mended."""
+        with self._mending:
+            self.control.tell(Status())
+            while self.control.restarted:
+                self._reopen(self.control.restarted.pop())
 
     def _reopen(self, server: int) -> None:
-        """Have computed again what a server that was started again has not applied."""
+        """Have computed again what a server that was started again has not applied.
+
+        Pieces of leases that are out count too: their workers may not notice, if all was said.
+        """
         applied, count = self.control.applied(server, self._slices), 0
         for stream in self._streams:
-            missing = [
-                piece
-                for piece in self.coordinator.finished(stream)
-                if (stream, *piece) not in applied
-            ]
+            held = [lease for _, lease in self.coordinator.held(stream)]
+            known = {
+                (lease.pass_, step, lease.slice)
+                for lease in held
+                for step in range(lease.start, lease.stop)
+            }
+            known.update(self.coordinator.finished(stream))
+            missing = [piece for piece in sorted(known) if (stream, *piece) not in applied]
             count += self.coordinator.reopen(stream, missing)
         self.lost += count
         name = self.control.links[server].address.name

@@ -71,7 +71,10 @@ class NarrowCodec:
     def encode(self, memory: Tensor) -> memoryview:
         """The numbers, rounded."""
         for here, own, there, sent in self._parts:
-            self._out[there].view(sent).copy_(memory[here].view(own))
+            values = memory[here].view(own)
+            if sent == torch.float16 != own:
+                values = _within_range(values)
+            self._out[there].view(sent).copy_(values)
         return self._out.numpy().data
 
     def room(self, memory: Tensor) -> memoryview:
@@ -82,6 +85,12 @@ class NarrowCodec:
         """The numbers in the parameters' own dtype."""
         for here, own, there, sent in self._parts:
             memory[here].view(own).copy_(self._in[there].view(sent))
+
+
+def _within_range(values: Tensor) -> Tensor:
+    """Finite numbers beyond what float16 can say become the largest that it can."""
+    largest = torch.finfo(torch.float16).max
+    return torch.where(values.isinf(), values, values.clamp(-largest, largest))
 
 
 def make_codec(layout: Layout, span: Span, wire_dtype: str | None) -> Codec:

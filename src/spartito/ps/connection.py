@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.shared_memory import Segment, host_key
-from spartito.errors import SpartitoError
+from spartito.errors import SpartitoError, TaskLostError
 from spartito.log import warn
 from spartito.ps.codec import Codec, make_codec
-from spartito.ps.layout import LINE, Span
+from spartito.ps.layout import ITEM_SIZES, LINE, Span
 from spartito.ps.messages import (
     Applied,
     Done,
@@ -75,12 +75,20 @@ class Host(Protocol):
         """A task is gone."""
         ...
 
+    def hear_chief(self) -> None:
+        """The chief said something."""
+        ...
+
     def snapshot(self) -> None:
         """Write what a restarted server goes on from."""
         ...
 
     def end(self) -> None:
         """The job has ended."""
+        ...
+
+    def fail(self, failure: BaseException) -> None:
+        """Serving a task went wrong in a way that is not the task's fault."""
         ...
 
 
@@ -91,7 +99,7 @@ class Connection(threading.Thread):
         super().__init__(name="spartito-serve", daemon=True)
         self._server, self._store = server, server.store
         self._wire = Wire(sock, Request, timeout=GREETING_SECONDS)
-        self._worker = -1
+        self._worker, self._chief = -1, False
         self._loading: OptimizerState = {}
         self._expected = 0
         self._pending: Load | None = None
@@ -130,6 +138,10 @@ class Connection(threading.Thread):
             pass  # it left, and comes back or not
         except SpartitoError as error:
             self._refuse(error)
+        except Exception as error:  # the user's optimizer, or a fault of ours: it ends the job
+            what = f"{self._server.name} failed: {type(error).__name__}: {error}"
+            self._refuse(SpartitoError(what, "Look at its last lines."))
+            self._server.fail(error)
         finally:
             self._wire.close()
             if hello is not None:
@@ -140,7 +152,7 @@ class Connection(threading.Thread):
     def _refuse(self, error: SpartitoError) -> None:
         with suppress(OSError, SpartitoError):
             why, _, advice = str(error).partition("\n  ")
-            self._wire.send(Refused(why, advice))
+            self._wire.send(Refused(why, advice, isinstance(error, TaskLostError)))
 
     def _greet(self) -> Hello | None:
         """Let a task in, with shared memory where it is on this machine."""
@@ -151,7 +163,7 @@ class Connection(threading.Thread):
         if refusal is not None:
             self._wire.send(refusal)
             return None
-        self._worker = hello.worker
+        self._worker, self._chief = hello.worker, hello.chief
         self._server.came(self, hello.chief)
         same_host = bool(hello.host) and hello.host == host_key()
         if self._server.shares and same_host:
@@ -193,7 +205,10 @@ class Connection(threading.Thread):
         room = None if self._shared else self._codec.room(inbox)
         while True:
             message = self._wire.receive(room)
+            if self._chief:
+                self._server.hear_chief()
             if isinstance(message, Push):
+                self._check_push(message)
                 if not self._shared and not message.dropped:
                     self._codec.decode(inbox)
                 with store.turn:
@@ -212,7 +227,7 @@ class Connection(threading.Thread):
                     outbox.copy_(store.shard.values)
                     answer = store.values()
                 self._answer(answer, outbox)
-            elif isinstance(message, End):
+            elif isinstance(message, End) and self._chief:
                 self._wire.send(Done())
                 self._server.end()
                 return
@@ -231,9 +246,28 @@ class Connection(threading.Thread):
                 f"{self._server.name} has no values yet", "The chief gives them when it comes."
             )
 
+    def _check_push(self, push: Push) -> None:
+        """Raise `ProtocolError` unless the push is one that this shard can take."""
+        store, wire, rules = self._store, self._wire, self._store.rules
+        size = 0 if self._shared or push.dropped else self._codec.size
+        entries = len(store.shard.layout.entries)
+        rounds = (push.group > 0, push.index >= 0, 0 < push.parties <= rules.workers)
+        _need(self._worker >= 0, "a push came from a task that computes nothing")
+        _need(
+            len(wire.payload) == size,
+            f"{size} bytes of gradients were expected, {len(wire.payload)} came",
+        )
+        _need(bool(push.keys) and all(map(store.keys.accepts, push.keys)), "no such pieces")
+        _need(all(0 <= entry < entries for entry in push.absent), "no such parameters")
+        _need(all(rounds) if rules.together else not push.group, "a round was not expected")
+        _need(0 <= push.weight < float("inf") and push.examples >= 0, "a weight is not a number")
+        _need(store.shard.accepts(push.settings or ()), "the optimizer has no such options")
+
     def _control(self, message: Any) -> None:
         """What comes seldom: of the chief, and of workers that rest."""
         store, wire = self._store, self._wire
+        allowed = self._chief or isinstance(message, Status | Release)
+        _need(allowed, f"{type(message).__name__.lower()} came, which is the chief's to say")
         with store.turn:
             if isinstance(message, Status):
                 wire.send(store.values())
@@ -245,6 +279,7 @@ class Connection(threading.Thread):
             elif isinstance(message, Flush):
                 store.flush()
             elif isinstance(message, GetState):
+                self._need_values()
                 self._send_state()
                 return
             elif isinstance(message, GetApplied):
@@ -264,18 +299,23 @@ class Connection(threading.Thread):
             wire.send(Done())
 
     def _begin_load(self, load: Load) -> None:
-        if len(self._wire.payload) != self._span.size:
-            raise ProtocolError(
-                f"{self._span.size} bytes of values were expected, {len(self._wire.payload)} came"
-            )
+        size = len(self._wire.payload)
+        _need(size == self._span.size, f"{self._span.size} bytes were expected, {size} came")
+        _need(self._store.shard.accepts(load.settings), "the optimizer has no such options")
         values = torch.frombuffer(bytearray(self._wire.payload), dtype=torch.uint8)
         self._store.shard.values.copy_(values)
         self._store.shard.set(load.settings)
         self._pending, self._expected, self._loading = load, load.tensors, {}
 
     def _load_state(self, message: LoadState) -> None:
-        if self._pending is None or message.slot >= len(self._store.shard.slots):
-            raise ProtocolError("the optimizer's state came where it was not expected")
+        found = self._store.shard.slots
+        _need(self._pending is not None, "the optimizer's state came where it was not expected")
+        _need(0 <= message.slot < len(found) and message.dtype in ITEM_SIZES, "no such state")
+        run = found[message.slot]
+        count = 1 if message.scalar else (run.stop - run.start) // ITEM_SIZES[run.dtype]
+        size = count * ITEM_SIZES[message.dtype]
+        came = len(self._wire.payload)
+        _need(came == size, f"{size} bytes of state were expected, {came} came")
         data = torch.frombuffer(bytearray(self._wire.payload), dtype=dtype_of(message.dtype))
         self._loading[message.slot, message.key] = data[0] if message.scalar else data
 
@@ -284,8 +324,7 @@ class Connection(threading.Thread):
             return
         with self._store.turn:
             self._store.shard.load_state(self._loading)
-            self._store.job, self._store.ready = self._pending.job, True
-            self._store.turn.notify_all()
+            self._store.begin(self._pending.job)
         self._pending = None
         self._server.snapshot()
         self._wire.send(Done())
@@ -300,6 +339,11 @@ class Connection(threading.Thread):
                 LoadState(slot, key, str(value.dtype).removeprefix("torch."), not value.dim()),
                 data.view(torch.uint8).numpy().data,
             )
+
+
+def _need(holds: bool, rule: str) -> None:
+    if not holds:
+        raise ProtocolError(rule)
 
 
 def _who(hello: Hello | None) -> str:

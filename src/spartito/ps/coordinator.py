@@ -23,6 +23,8 @@ ANSWER_SECONDS = 1.0
 """The longest that a worker's question stays without an answer."""
 PATIENCE = 3
 """So many time limits may go by while workers take work and finish none."""
+NOTE_SECONDS = 2.0
+"""How long the chief waits for workers before it says so."""
 LEAVE_SECONDS = 5.0
 """How long `Coordinator.close` waits for the workers to leave."""
 
@@ -164,6 +166,17 @@ class Coordinator:
             self._join_all(queue)
             self._progress = self._moved = time.monotonic()
             self._changed.notify_all()
+
+    def gather(self, seconds: float, told: float = NOTE_SECONDS) -> list[str]:
+        """Wait until all workers have come, ``seconds`` at most; answers who has not.
+
+        After ``told`` seconds it says for whom it waits.
+        """
+        with self._changed:
+            if not self._changed.wait_for(lambda: not self._absent(), min(told, seconds)):
+                note("waiting for %s", " and ".join(self._absent()))
+                self._changed.wait_for(lambda: not self._absent(), seconds - told)
+            return self._absent()
 
     def poll(self, stream: int, epoch: int, seconds: float) -> bool:
         """Whether all of ``epoch`` is done or the stream was ended; waits so long at most.
@@ -346,6 +359,9 @@ class Coordinator:
                     )
                 )
         self._changed.notify_all()
+
+    def _absent(self) -> list[str]:
+        return [member.name for member in self._members if not member.came]
 
     def _check(self, began: float | None = None) -> None:
         if self._failure is not None:

@@ -6,7 +6,7 @@ import os
 import secrets
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from spartito.collectives.sockets import listen
 from spartito.log import note
 from spartito.names import ENV_SNAPSHOT_DIR
 from spartito.ps.chief import JOB, Chief, OnLost
-from spartito.ps.client import Address, Control, Link, Servers
+from spartito.ps.client import Address, Link
 from spartito.ps.coordinator import Coordinator
 from spartito.ps.layout import Layout, Span, cut, table
 from spartito.ps.link import LocalLink, WorkerLink
@@ -28,6 +28,7 @@ from spartito.ps.log import PushLog
 from spartito.ps.messages import Hello
 from spartito.ps.reception import Reception
 from spartito.ps.server import RELEASE, Server
+from spartito.ps.servers import Control, Servers
 from spartito.ps.shard import Shard, is_elementwise, merge_state, settings, slots, split_state
 from spartito.ps.store import Rules, Store
 from spartito.ps.vector import Copies, Vector, allocate, flat
@@ -62,11 +63,17 @@ class Job:
         optimizer: Optimizer,
     ) -> None:
         """Pure; raises `UserError` when there are more servers than the model can fill."""
-        self.cluster, self.rules, self.options = cluster, rules, options
+        self.cluster, self.options = cluster, options
         self.workers = workers_of(cluster)
         self.vector = Vector(model, optimizer)
         self._optimizer = optimizer
         self._addresses = cluster.addresses["ps"]
+        self.rules = replace(
+            rules,
+            servers=len(self._addresses),
+            min_shard_bytes=options.min_shard_bytes,
+            wire_dtype=options.wire_dtype,
+        )
         self._whole = not is_elementwise(optimizer)
         self._spans = cut(
             self.vector.layout, len(self._addresses), options.min_shard_bytes, self._whole

@@ -7,6 +7,9 @@ from collections.abc import Iterable, Iterator
 Key = tuple[int, int, int, int]
 """(stream, pass, step, slice)"""
 
+MOST = 1 << 30
+"""Pieces of a pass: 128 MiB of bits."""
+
 
 class Keys:
     """A set of keys of ``slices`` slices, grown as steps come; a bit per piece."""
@@ -29,6 +32,16 @@ class Keys:
             for place in range(8 * len(bits)):
                 if bits[place >> 3] >> (place & 7) & 1:
                     yield (stream, number, *divmod(place, self.slices))
+
+    def accepts(self, key: Key) -> bool:
+        """Whether there may be such a piece; nobody can make us allocate more than `MOST` bits."""
+        stream, number, step, index = key
+        return (
+            min(key) >= 0
+            and max(stream, number) < MOST
+            and index < self.slices
+            and step * self.slices + index < MOST
+        )
 
     def add(self, keys: Iterable[Key]) -> int:
         """Take note of them; answers how many are new."""

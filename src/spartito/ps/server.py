@@ -15,15 +15,17 @@ from typing import Any
 import torch
 
 from spartito.collectives.shared_memory import supported
-from spartito.errors import TaskLostError
-from spartito.log import note
+from spartito.errors import SpartitoError, TaskLostError
+from spartito.log import note, warn
 from spartito.ps.connection import Connection
 from spartito.ps.messages import Hello, Refused
 from spartito.ps.store import Store
+from spartito.ps.tally import Tally
 from spartito.storage import load_tensors, save_tensors
 
 LINGER_SECONDS = 30.0  # for tasks that still look at values when the job has ended
 LOOK_SECONDS = 0.5
+AWAY = 0.5  # of the time limit: who waits here is told of a lost chief before it gives us up
 RELEASE = version("spartito")
 
 
@@ -31,7 +33,8 @@ class Server:
     """Serves a `Store` until the chief says that the job has ended.
 
     ``name`` and ``chief`` are tasks' names for messages; ``timeout`` is how long the chief may
-    be away, in seconds. ``snapshots`` is a file, written every ``seconds``.
+    be silent, in seconds, and half of it how long its connection may be broken. ``snapshots`` is a
+    file, written every ``seconds``; beside it lies the tally of updates.
     """
 
     def __init__(
@@ -53,36 +56,49 @@ class Server:
         self.life = secrets.token_hex(4)
         self._listener, self._chief, self._timeout = listener, chief, timeout
         self._snapshots, self._seconds = snapshots, seconds
+        self._tally = snapshots.with_suffix(".tally")
+        store.tally = Tally(self._tally)
         self._ended = threading.Event()
+        self._failure: BaseException | None = None
         self._connections: set[Connection] = set()
         self._began = self._chief_seen = time.monotonic()
         self._chiefs = 0
         self._guard = threading.Lock()
+        self._pen = threading.Lock()  # of the snapshot
         self._written = -1
 
     def serve(self) -> None:
-        """Return when the job has ended; `TaskLostError` when the chief stays away."""
-        threading.Thread(target=self._keep_snapshots, name="spartito-snapshot", daemon=True).start()
+        """Return when the job has ended; `TaskLostError` when the chief stays away.
+
+        Raises too what went wrong in serving a task.
+        """
+        keeper = threading.Thread(target=self._keep_snapshots, name="spartito-snapshot")
+        keeper.start()
         self._listener.settimeout(LOOK_SECONDS)
         try:
             while not self._ended.is_set():
                 self._accept()
-                if not self._chiefs and time.monotonic() - self._chief_seen > self._timeout:
-                    raise TaskLostError(
-                        f"{self._chief} was not to be seen for {self._timeout:g} s",
-                        f"Look at its last lines. {self.name} cannot go on without it.",
-                    )
+                self._look_for_chief()
+            if self._failure is not None:
+                raise self._failure
             self._linger()
         finally:
             self._ended.set()
+            keeper.join()
             self._listener.close()
             for connection in list(self._connections):
                 connection.close()
+        for path in (self._snapshots, self._tally):
+            path.unlink(missing_ok=True)
 
     def end(self) -> None:
         """The job has ended."""
         self._ended.set()
-        self._snapshots.unlink(missing_ok=True)
+
+    def fail(self, failure: BaseException) -> None:
+        """Serving a task went wrong in a way that is not the task's fault."""
+        self._failure = self._failure or failure
+        self._ended.set()
 
     def record(self) -> dict[str, Any]:
         """What it did, for the run's records."""
@@ -113,6 +129,8 @@ class Server:
                     "All tasks must run the same script with the same Spartito: the model, "
                     "the optimizer's groups and the strategy's options must be equal.",
                 )
+        if not -1 <= hello.worker < store.rules.workers:
+            return Refused(f"{hello.task} is worker {hello.worker} of {store.rules.workers}", "")
         with store.turn:
             if not store.ready:
                 self._restore(hello.job)
@@ -128,6 +146,12 @@ class Server:
         with self._guard:
             self._connections.add(connection)
             self._chiefs += chief
+        if chief:
+            self.hear_chief()
+
+    def hear_chief(self) -> None:
+        """The chief is there: it said something."""
+        self._chief_seen = time.monotonic()
 
     def left(self, connection: Connection, chief: bool) -> None:
         """A task is gone."""
@@ -135,21 +159,20 @@ class Server:
             self._connections.discard(connection)
             self.sent += connection.sent
             self.received += connection.received
-            if chief:
-                self._chiefs -= 1
-                self._chief_seen = time.monotonic()
+            self._chiefs -= chief
 
     def snapshot(self) -> None:
         """Write what a restarted server goes on from."""
-        with self.store.turn:
-            tensors, about = self.store.dump()
-        text = json.dumps(about).encode()
-        tensors["about"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._snapshots.parent.mkdir(parents=True, exist_ok=True)
-        fresh = self._snapshots.with_suffix(".new")
-        save_tensors(tensors, fresh)
-        os.replace(fresh, self._snapshots)
-        self._written = about["counts"][0]
+        with self._pen:
+            with self.store.turn:
+                tensors, about = self.store.dump()
+            text = json.dumps(about).encode()
+            tensors["about"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            self._snapshots.parent.mkdir(parents=True, exist_ok=True)
+            fresh = self._snapshots.with_suffix(".new")
+            save_tensors(tensors, fresh)
+            os.replace(fresh, self._snapshots)
+            self._written = about["counts"][0]
 
     def _restore(self, job: str) -> None:
         """Go on from the snapshot, if there is one of this job."""
@@ -161,12 +184,33 @@ class Server:
             return
         self.store.restore(tensors, about)
         self._written = self.store.version
-        note("%s goes on from its snapshot of update %d", self.name, self.store.version)
+        note(
+            "%s goes on from its snapshot of update %d; updates lost so far: %d",
+            self.name, self.store.version, self.store.lost,
+        )  # fmt: skip
 
     def _keep_snapshots(self) -> None:
         while not self._ended.wait(self._seconds):
             if self.store.ready and self.store.version != self._written:
-                self.snapshot()
+                try:
+                    self.snapshot()
+                except (OSError, SpartitoError) as error:  # the next one may find room again
+                    warn("%s cannot write its snapshot: %s", self.name, error)
+
+    def _look_for_chief(self) -> None:
+        away = time.monotonic() - self._chief_seen
+        left = self.store.ready and not self._chiefs
+        if away <= self._timeout * (AWAY if left else 1) or self._ended.is_set():
+            return
+        lost = TaskLostError(
+            f"{self._chief} {'is gone' if left else 'was not heard of'}: "
+            f"{self.name} waited {away:.0f} s for it",
+            "Look at its last lines. A parameter server cannot go on without the chief.",
+        )
+        with self.store.turn:
+            self.store.fail(lost)
+        self._linger()  # those who wait here hear of it
+        raise lost
 
     def _accept(self) -> None:
         try:

@@ -23,7 +23,7 @@ from torch.optim import (
 )
 
 from spartito.ps.layout import BUFFER, Layout, Part, Run, Span, runs
-from spartito.ps.vector import allocate, dtype_of, flat
+from spartito.ps.vector import allocate, dtype_of, flat, is_summed
 
 ELEMENTWISE = (
     ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop,
@@ -32,6 +32,9 @@ ELEMENTWISE = (
 
 SETTINGS = (bool, int, float, str, list, tuple, type(None))
 """What an option of a parameter group is, to be sent along with a push."""
+
+COUNTERS = ("step", "eta", "mu", "mu_product")
+"""State of elementwise optimizers that is one number for all elements of a parameter."""
 
 State = dict[tuple[int, str], Tensor]
 """The optimizer's state: tensor ``key`` of slot number n."""
@@ -77,6 +80,7 @@ class Shard:
         self, layout: Layout, span: Span, optimizer: Optimizer, tensors: Sequence[Tensor]
     ) -> None:
         self.layout, self.span, self.optimizer = layout, span, optimizer
+        self._tensors = tensors
         self.values = allocate(span)
         self.slots = slots(layout, span, not is_elementwise(optimizer))
         self._kept = [run for run in runs(layout, span) if run.group == BUFFER]
@@ -90,6 +94,8 @@ class Shard:
         learning rate of this update. Buffers change by what ``push`` holds at their place.
         """
         kept = self._keep(absent) if absent else []
+        fresh = [n for n, p in enumerate(self._parameters) if p not in self.optimizer.state]
+        fresh = fresh if absent else []
         for parameter, run in zip(self._parameters, self.slots, strict=True):
             parameter.grad = self._view(push, run)
         rates = [group["lr"] for group in self.optimizer.param_groups] if rate != 1.0 else []
@@ -100,35 +106,53 @@ class Shard:
             group["lr"] = own
         for tensor, old in kept:
             tensor.copy_(old)
+        if fresh:
+            self._forget(fresh, absent)
         for run in self._kept:
             values, change = self._view(self.values, run), self._view(push, run)
-            if values.dtype == torch.bool:
-                values.copy_(change)
-            else:
+            if is_summed(run.dtype):
                 values.add_(change)
+            else:
+                values.copy_(change)
 
     def mix(self, total: Tensor, push: Tensor, weight: float) -> None:
         """Add ``weight`` times the gradients of ``push``, and once its changes, to ``total``."""
         for run in self.slots:
             self._view(total, run).add_(self._view(push, run), alpha=weight)
         for run in self._kept:
-            if run.dtype != "bool":
-                self._view(total, run).add_(self._view(push, run))
+            sums, change = self._view(total, run), self._view(push, run)
+            if is_summed(run.dtype):
+                sums.add_(change)
+            else:
+                sums.copy_(change)
 
     def divide(self, total: Tensor, weight: float, count: int) -> None:
         """Make the sum of `mix` a mean: gradients by their weight, changes by their count."""
         for run in self.slots:
             self._view(total, run).mul_(1 / weight if weight else 0.0)
         for run in self._kept:
-            view = self._view(total, run)
-            if run.dtype != "bool":
-                view.div_(count, rounding_mode=None if view.is_floating_point() else "floor")
+            if is_summed(run.dtype):
+                view = self._view(total, run)
+                whole = not (view.is_floating_point() or view.is_complex())
+                view.div_(count, rounding_mode="floor" if whole else None)
 
     def clip(self, push: Tensor, norm: float) -> None:
         """Scale the gradients so that their global L2 norm is at most ``norm``."""
         grads = [self._view(push, run) for run in self.slots]
         total = torch.nn.utils.get_total_norm(grads)
         torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
+
+    def accepts(self, options: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these are options of our parameter groups; empty ones change nothing."""
+        groups = self.optimizer.param_groups
+        return not options or (
+            len(options) == len(groups)
+            and all(
+                name != "params" and name in group and _is_like(value, group[name])
+                for group, new in zip(groups, options, strict=True)
+                for name, value in new.items()
+            )
+        )
 
     def set(self, options: Sequence[Mapping[str, Any]]) -> None:
         """Take over the options of the parameter groups, as `settings` answers them."""
@@ -137,21 +161,30 @@ class Shard:
                 group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
 
     def state(self) -> State:
-        """The optimizer's tensors, by slot and key; numbers are 0-dim tensors. Not copied."""
-        return {
-            (number, key): value if isinstance(value, Tensor) else torch.tensor(value)
-            for number, parameter in enumerate(self._parameters)
-            for key, value in self.optimizer.state.get(parameter, {}).items()
-            if isinstance(value, Tensor | int | float)
-        }
+        """The optimizer's tensors, by slot and key. Not copied.
+
+        What has a value for each element is flat, in the order of the memory; numbers are
+        0-dim tensors.
+        """
+        found: State = {}
+        for number, parameter in enumerate(self._parameters):
+            long = self._long(number)
+            for key, value in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor | int | float):
+                    other = value if isinstance(value, Tensor) else torch.tensor(value)
+                    found[number, key] = flat(long[key]) if key in long else other
+        return found
 
     def load_state(self, state: State) -> None:
         """Take back what `state` answered."""
         self.optimizer.state.clear()
         for (number, key), value in state.items():
-            shape = self._parameters[number].shape
-            tensor = value.reshape(shape) if value.dim() else value
-            self.optimizer.state[self._parameters[number]][key] = tensor.clone()
+            parameter = self._parameters[number]
+            made = value.clone()
+            if key not in COUNTERS and value.numel() == parameter.numel():
+                made = torch.empty_like(parameter.detach(), dtype=value.dtype)
+                flat(made).copy_(value.reshape(-1))
+            self.optimizer.state[parameter][key] = made
 
     def _view(self, memory: Tensor, run: Run) -> Tensor:
         """A run in some memory of the span, shaped as the optimizer sees it."""
@@ -159,7 +192,8 @@ class Shard:
         view = memory[start : start + run.stop - run.start].view(dtype_of(run.dtype))
         if run.group == BUFFER or is_elementwise(self.optimizer):
             return view
-        return view.view(self.layout.entries[run.parts[0].entry].shape)
+        tensor = self._tensors[run.parts[0].entry]
+        return view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
 
     def _rebind(self, tensors: Sequence[Tensor]) -> None:
         """Point the optimizer's groups, and the state that a fresh one has, at our tensors."""
@@ -176,16 +210,33 @@ class Shard:
     def _keep(self, absent: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
         """The values and the state of these entries, each with a copy to put back."""
         missing, kept = frozenset(absent), []
-        for parameter, run in zip(self._parameters, self.slots, strict=True):
-            state = self.optimizer.state.get(parameter, {}).values()
-            long = [v for v in state if isinstance(v, Tensor) and v.numel() == parameter.numel()]
+        for number, run in enumerate(self.slots):
             for part in run.parts:
                 if part.entry in missing:
-                    here = _within(run, part)
-                    for tensor in (parameter.data, *long):
-                        piece = tensor.view(-1)[here]
+                    for tensor in (self._parameters[number].data, *self._long(number).values()):
+                        piece = flat(tensor)[_within(run, part)]
                         kept.append((piece, piece.clone()))
         return kept
+
+    def _forget(self, numbers: Sequence[int], absent: Sequence[int]) -> None:
+        """Begin the state of these entries anew, where an update has just made it."""
+        for number in numbers:
+            for part in self.slots[number].parts:
+                for key, tensor in self._long(number).items():
+                    # All begin with zeros but Rprop's steps, which a gradient of 0 leaves alone.
+                    if part.entry in absent and key != "step_size":
+                        flat(tensor)[_within(self.slots[number], part)] = 0
+
+    def _long(self, number: int) -> dict[str, Tensor]:
+        """The state of a slot that has a value for each element."""
+        parameter = self._parameters[number]
+        return {
+            key: value
+            for key, value in self.optimizer.state.get(parameter, {}).items()
+            if isinstance(value, Tensor)
+            and value.numel() == parameter.numel()
+            and key not in COUNTERS
+        }
 
 
 def merge_state(found: Sequence[Run], by_entry: Sequence[Mapping[str, Any]]) -> State:
@@ -195,7 +246,7 @@ def merge_state(found: Sequence[Run], by_entry: Sequence[Mapping[str, Any]]) -> 
         for key in dict.fromkeys(key for part in run.parts for key in by_entry[part.entry]):
             values = [by_entry[part.entry].get(key) for part in run.parts]
             known = [torch.as_tensor(value) for value in values if value is not None]
-            if known[0].dim():
+            if _is_long(key, run, known):
                 pieces = [
                     known[0].new_zeros(part.end - part.begin)  # never used, so without a state
                     if value is None
@@ -214,6 +265,22 @@ def split_state(found: Sequence[Run], state: State) -> Iterator[tuple[Part, str,
         run = found[number]
         for part in run.parts:
             yield part, key, value.reshape(-1)[_within(run, part)] if value.dim() else value
+
+
+def _is_long(key: str, run: Run, values: Sequence[Tensor]) -> bool:
+    """Whether this state has a value for each element, or one number for all of them.
+
+    A parameter may have no dimension itself; then only the name tells.
+    """
+    return any(value.dim() for value in values) or (key not in COUNTERS and len(run.parts) > 1)
+
+
+def _is_like(value: Any, old: Any) -> bool:
+    """Whether an option may become ``value``: a number stays one, and a text a text."""
+    for kind in ((bool, int, float, Tensor), (str,), (list, tuple)):
+        if isinstance(old, kind):
+            return isinstance(value, kind)
+    return isinstance(value, SETTINGS)
 
 
 def _within(run: Run, part: Part) -> slice:

@@ -14,11 +14,13 @@ import msgspec
 import torch
 from torch import Tensor
 
+from spartito.errors import SpartitoError
 from spartito.ps.keys import Key, Keys
 from spartito.ps.log import PushLog
 from spartito.ps.messages import Push, Values
 from spartito.ps.shard import Shard, settings
 from spartito.ps.staleness import Gate, Histogram
+from spartito.ps.tally import Tally
 from spartito.ps.vector import allocate
 
 ON_STALE = ("compensate", "reject", "wait")
@@ -32,7 +34,7 @@ class Rules:
     ``workers`` compute; ``max_staleness`` None is without a bound; ``on_stale`` says what
     becomes of a push beyond it; ``aggregate`` pushes make one update; ``clip_norm`` bounds the
     gradient of an update that is a mean of several pushes (a single one is clipped by its
-    worker).
+    worker). The rest says how values are divided over servers, and travel.
     """
 
     workers: int
@@ -40,6 +42,9 @@ class Rules:
     on_stale: str = "wait"
     aggregate: int = 1
     clip_norm: float | None = None
+    servers: int = 1
+    min_shard_bytes: int = 0
+    wire_dtype: str | None = None
 
     @property
     def together(self) -> bool:
@@ -61,20 +66,34 @@ class Sum:
 
     total: Tensor
     weight: float = 0.0
-    mixed: int = 0
+    pushes: int = 0
+    mixed: int = 0  # those of them that were finite
     absent: frozenset[int] | None = None
     keys: list[Key] = field(default_factory=list)
     examples: int = 0
     came: set[int] = field(default_factory=set)
+    stream: int = 0
     parties: int = 0
     done: bool = False
 
 
 class Store:
-    """A shard, what it has applied, and who may pull. ``gates`` is set on the first server."""
+    """A shard, what it has applied, and who may pull. ``gates`` is set on the first server.
 
-    def __init__(self, shard: Shard, rules: Rules, *, gates: bool, log: PushLog | None) -> None:
-        self.shard, self.rules, self.log = shard, rules, log
+    ``tally`` keeps how many updates were made, those among them that a restart has lost.
+    """
+
+    def __init__(
+        self,
+        shard: Shard,
+        rules: Rules,
+        *,
+        gates: bool,
+        log: PushLog | None,
+        tally: Tally | None = None,
+    ) -> None:
+        self.shard, self.rules, self.log, self.tally = shard, rules, log, tally
+        self.failure: SpartitoError | None = None
         self.turn = threading.Condition()
         self.ready = False
         self.job = ""
@@ -85,8 +104,34 @@ class Store:
         self._gate = Gate(rules.max_staleness or 0) if gates and rules.waits else None
         self._waiting = Sum(torch.empty(0))  # pushes that `aggregate` puts together
         self._rounds: dict[tuple[int, int], Sum] = {}
+        self._ended: dict[int, tuple[int, int, int]] = {}  # each worker's last round that is over
         self._absent: dict[int, dict[int, int]] = {}
+        self._asked: dict[int, object] = {}  # who waits for a pull in each worker's name
         self._spare: Tensor | None = None
+
+    def begin(self, job: str) -> None:
+        """The values are there, and are this job's; of another one nothing else is kept."""
+        if job != self.job:
+            self.version = self.pushes = self.pieces = self.examples = 0
+            self.duplicates = self.dropped = self.refused = self.lost = 0
+            self.keys, self.staleness = Keys(self.rules.workers), Histogram()
+            self._waiting = Sum(torch.empty(0))
+            self._rounds.clear()
+            self._ended.clear()
+            self._absent.clear()
+            if self._gate is not None:
+                self._gate = Gate(self.rules.max_staleness or 0)
+            if self.log is not None:
+                self.log.cut(0)
+        self.job, self.ready = job, True
+        if self.tally is not None:
+            self.tally.value = self.version + self.lost
+        self.turn.notify_all()
+
+    def fail(self, failure: SpartitoError) -> None:
+        """Nothing more can be done: all who wait are told so. Called with `turn` held."""
+        self.failure = self.failure or failure
+        self.turn.notify_all()
 
     def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[str, int]:
         """Apply ``gradient``, uint8 ``(bytes,)``; answers the status and how stale it was.
@@ -110,12 +155,19 @@ class Store:
         return status, staleness
 
     def admit(self, worker: int) -> None:
-        """Wait until ``worker`` may pull. Called with `turn` held."""
+        """Wait until ``worker`` may pull. Called with `turn` held.
+
+        Raises `SpartitoError` if the worker has asked once more, by another connection.
+        """
         if self._gate is None:
             return
+        mine = self._asked[worker] = object()
         self._gate.ask(worker)
         while worker not in self._gate.grantable():
-            self.turn.wait(TICK)
+            self._wait()
+            if self._asked[worker] is not mine:
+                raise SpartitoError(f"worker {worker} has come again by another connection")
+            self._gate.ask(worker)  # it may have been given up meanwhile, though it is here
         self._gate.grant(worker, self.version)
         self.turn.notify_all()
 
@@ -147,6 +199,11 @@ class Store:
         """Whether a piece was applied, or waits to be."""
         return key in self.keys or key in self._waiting.keys
 
+    def _wait(self) -> None:
+        self.turn.wait(TICK)
+        if self.failure is not None:
+            raise self.failure
+
     def _judge(self, worker: int, push: Push, staleness: int) -> str:
         """What is to become of a push."""
         if all(map(self.applied, push.keys)):
@@ -171,6 +228,7 @@ class Store:
             self._count(push.keys, push.examples, 1)
             return
         self._mix(self._waiting, push, gradient)
+        self._waiting.pushes += 1
         if self._waiting.mixed == self.rules.aggregate:
             self.flush()
 
@@ -188,12 +246,19 @@ class Store:
     def _push_together(self, worker: int, push: Push, gradient: Tensor) -> str:
         if worker in self._absent.get(push.group, ()):
             return "expired"  # the others went on without it
-        known = all(map(self.applied, push.keys))
-        self.duplicates += known
         place = push.group, push.index
-        mean = self._rounds.setdefault(place, Sum(torch.empty(0), parties=push.parties))
+        stream = push.keys[0][0]  # each numbers its groups from 1
+        if self._ended.get(worker) == (stream, *place):
+            self.duplicates += 1
+            return "duplicate"  # said again, because the answer got lost
+        mean = self._rounds.setdefault(
+            place, Sum(torch.empty(0), stream=stream, parties=push.parties)
+        )
+        known = worker in mean.came or all(map(self.applied, push.keys))
+        self.duplicates += known
         mean.came.add(worker)
         if not known:
+            mean.pushes += 1
             if push.dropped:
                 self.dropped += 1
                 mean.keys += push.keys
@@ -203,7 +268,7 @@ class Store:
                 self._mix(mean, push, gradient)
         self._finish_round(place)
         while not mean.done:
-            self.turn.wait(TICK)
+            self._wait()
         return "duplicate" if known else "applied"
 
     def _finish_round(self, place: tuple[int, int]) -> None:
@@ -218,6 +283,7 @@ class Store:
         if len(mean.came) + len(gone) < mean.parties:
             return
         del self._rounds[place]
+        self._ended.update(dict.fromkeys(mean.came, (mean.stream, *place)))
         self._finish(mean)
         mean.done = True
         self.turn.notify_all()
@@ -239,7 +305,7 @@ class Store:
             if self.rules.clip_norm is not None:
                 self.shard.clip(mean.total, self.rules.clip_norm)
             self._update(mean.total, sorted(mean.absent or ()), 1.0)
-        self._count(mean.keys, mean.examples, max(mean.mixed, len(mean.came)))
+        self._count(mean.keys, mean.examples, mean.pushes)
         self._spare = mean.total if mean.mixed else None
 
     def _update(self, gradient: Tensor, absent: Sequence[int], rate: float) -> None:
@@ -247,6 +313,8 @@ class Store:
             self.log.append(self.shard, gradient, absent, rate)
         self.shard.update(gradient, absent, rate)
         self.version += 1
+        if self.tally is not None:
+            self.tally.value = self.version + self.lost
 
     def _count(self, keys: Iterable[Key], examples: int, pushes: int) -> None:
         self.pieces += self.keys.add(keys)
@@ -288,6 +356,8 @@ class Store:
         self.shard.load_state({_slot(name): value for name, value in tensors.items()})
         self.version, self.pushes, self.pieces, self.examples = about["counts"]
         self.duplicates, self.dropped, self.refused, self.lost = about["others"]
+        if self.tally is not None:
+            self.lost = max(self.lost, self.tally.value - self.version)
         self.staleness = Histogram.from_dict(about["staleness"])
         self.job, self.ready = about["job"], True
         if self.log is not None:

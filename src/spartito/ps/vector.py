@@ -18,6 +18,11 @@ def dtype_of(name: str) -> torch.dtype:
     return found
 
 
+def is_summed(name: str) -> bool:
+    """Whether changes of a buffer of this dtype add up; of others the newest value counts."""
+    return not name.startswith(("bool", "uint16", "uint32", "uint64", "float8"))
+
+
 def allocate(span: Span) -> Tensor:
     """Zeroed memory for a span, uint8 ``(bytes,)``, aligned so that all its runs are."""
     room = torch.zeros(span.size + 2 * LINE, dtype=torch.uint8)
@@ -80,6 +85,7 @@ class _Place:
     whole: bool
     begin: int
     end: int
+    summed: bool
 
 
 class Copies:
@@ -97,11 +103,13 @@ class Copies:
         self._tensors = vector.tensors
         self._views = [place.view for place in self._places]
         self._targets = [self._part(vector.tensors[p.entry].detach(), p) for p in self._places]
-        self._sums = [
-            memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype))
+        broken = [  # runs whose numbers may be infinite or none
+            (run, memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype)))
             for run in runs(vector.layout, span)
-            if dtype_of(run.dtype).is_floating_point
+            if run.dtype.startswith(("float", "bfloat", "complex")) and is_summed(run.dtype)
         ]
+        self._sums = [view for _, view in broken]
+        self._changes = [view for run, view in broken if run.group == BUFFER]
 
     def load(self) -> None:
         """The memory's values into the model."""
@@ -130,10 +138,17 @@ class Copies:
         """How the buffers changed since ``before`` was loaded into the model."""
         for place, old in zip(self._kept, before._kept, strict=True):
             now = self._part(self._tensors[place.entry].detach(), place)
-            if place.view.dtype == torch.bool:
-                place.view.copy_(now)
-            else:
-                place.view.copy_(now).sub_(old.view)
+            place.view.copy_(now)
+            if place.summed:
+                place.view.sub_(old.view)
+        if not all(map(_has_finite_sum, self._changes)):
+            # An infinity that stays (a mask's) is no change, though its difference is no number.
+            for place, old in zip(self._kept, before._kept, strict=True):
+                if place.summed:
+                    now = self._part(self._tensors[place.entry].detach(), place)
+                    place.view.masked_fill_(
+                        (now == old.view) | (now != now) & (old.view != old.view), 0
+                    )
 
     def is_finite(self) -> bool:
         """Whether the memory holds neither NaN nor infinity."""
@@ -162,7 +177,7 @@ def _place(tensor: Tensor, part: Part, dtype: str, span: Span, memory: Tensor) -
     if whole:
         flat(tensor)  # refuses what is not dense
         view = view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
-    return _Place(part.entry, view, whole, part.begin, part.end)
+    return _Place(part.entry, view, whole, part.begin, part.end, is_summed(dtype))
 
 
 def _has_finite_sum(view: Tensor) -> bool:

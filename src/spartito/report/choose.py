@@ -48,6 +48,8 @@ def sentences(found: Comparison) -> list[str]:
 
 def _recommendation(found: Comparison) -> str:
     done = found.done
+    if len(found.runs) == 1:
+        return f"Only {done[0].strategy} was run, so there is no other to compare it with."
     if len(done) == 1:
         return f"Only {done[0].strategy} ended well, so there is no other to choose."
     good = _not_behind(done)

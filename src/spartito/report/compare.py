@@ -288,6 +288,7 @@ def _share(tasks: Sequence[Record], key: str) -> float | None:
         (waited, total)
         for task in tasks
         if task.get("examples")
+        and "pushes" not in task  # a server: it counts the examples of others, and waits by trade
         and (waited := _number(task.get(key))) is not None
         and (total := _number(task.get("seconds")))
     ]

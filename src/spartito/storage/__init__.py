@@ -1,14 +1,37 @@
 """Files that are whole or not there: atomic writes, manifests, tensors without pickle."""
 
-from spartito.storage.atomic import (
-    Manifest,
-    read_manifest,
-    sweep,
-    verify,
-    write_directory,
-    write_file_atomically,
+from typing import TYPE_CHECKING
+
+from spartito._lazy import attach as _attach
+
+if TYPE_CHECKING:
+    from spartito.storage.atomic import (
+        Manifest,
+        read_manifest,
+        sweep,
+        verify,
+        write_directory,
+        write_file_atomically,
+    )
+    from spartito.storage.tensors import load_tensors, pack_state, save_tensors, unpack_state
+
+_ATOMIC, _TENSORS = "spartito.storage.atomic", "spartito.storage.tensors"  # only these need torch
+
+__getattr__ = _attach(
+    __name__,
+    {
+        "Manifest": _ATOMIC,
+        "load_tensors": _TENSORS,
+        "pack_state": _TENSORS,
+        "read_manifest": _ATOMIC,
+        "save_tensors": _TENSORS,
+        "sweep": _ATOMIC,
+        "unpack_state": _TENSORS,
+        "verify": _ATOMIC,
+        "write_directory": _ATOMIC,
+        "write_file_atomically": _ATOMIC,
+    },
 )
-from spartito.storage.tensors import load_tensors, pack_state, save_tensors, unpack_state
 
 __all__ = [
     "Manifest",

@@ -44,6 +44,8 @@ from spartito.strategies.sharing import Placed
 
 T = TypeVar("T")
 
+START_SECONDS = 60.0  # that a chief waits for workers which start more slowly
+
 
 class ParameterServerStrategy(ReplicaStrategy):
     """Workers push gradients to parameter servers and pull values, each at its own pace.
@@ -378,6 +380,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         self.chief = job.begin() if self.is_chief else None
         self.work, name = job.work(self.chief)
         self.pusher = Pusher(pair, job.exchange(name), self._rules, self._again)
+        if self.chief is not None:
+            self.chief.gather(min(START_SECONDS, self._options.timeout))
 
 
 def _check_options(

@@ -103,6 +103,7 @@ class TrainingLoop:
         self._metrics = [copy.copy(metric) for metric in trainer.metrics]
         self._logs = StepLogs(self._metrics)
         self._own_examples = self._own_batches = 0
+        self._waited = 0.0  # for other tasks, inside of epochs
         self._forget()
 
     def run(
@@ -131,7 +132,7 @@ class TrainingLoop:
         return {
             "seconds": self.clock.total_seconds,
             "waited_for_data_seconds": self.clock.total_waited,
-            "waited_for_tasks_seconds": traffic.waited,
+            "waited_for_tasks_seconds": self._waited,
             "bytes_sent": traffic.sent,
             "bytes_received": traffic.received,
             "examples": self._own_examples,
@@ -203,6 +204,7 @@ class TrainingLoop:
         ]
         trainer.model.train()
         clock.start(self._examples)
+        waited = strategy.traffic.waited
         now = time.perf_counter
         while True:
             before = now()
@@ -230,6 +232,7 @@ class TrainingLoop:
         if rest is not None:
             self._came(rest)
         clock.stop()
+        self._waited += strategy.traffic.waited - waited
 
     def _came(self, result: StepResult) -> None:
         self._loss += result.loss
