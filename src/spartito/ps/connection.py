@@ -16,7 +16,7 @@ from spartito.collectives.shared_memory import Segment, host_key
 from spartito.errors import SpartitoError, TaskLostError
 from spartito.log import warn
 from spartito.ps.codec import Codec, make_codec
-from spartito.ps.layout import ITEM_SIZES, LINE, Span
+from spartito.ps.layout import ITEM_SIZES, Span
 from spartito.ps.messages import (
     Applied,
     Done,
@@ -40,7 +40,7 @@ from spartito.ps.messages import (
 from spartito.ps.shard import State as OptimizerState
 from spartito.ps.shard import settings
 from spartito.ps.store import Store
-from spartito.ps.vector import allocate, dtype_of
+from spartito.ps.vector import PAGE, STRIDE, allocate, dtype_of
 from spartito.ps.wire import Gone, ProtocolError, Wire
 
 GREETING_SECONDS = 10.0  # a stranger that says nothing is sent away
@@ -50,8 +50,8 @@ SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 def areas(span: Span) -> tuple[int, int, int]:
     """Where a shared segment has its push area and its pull area, and its size, in bytes."""
-    room = -(-(span.phase + span.size) // LINE) * LINE
-    return span.phase, room + span.phase, 2 * room
+    room = -(-span.size // PAGE + 1) * PAGE  # each begins at another place of its page
+    return STRIDE + span.phase, room + PAGE + 3 * STRIDE + span.phase, 2 * (room + PAGE)
 
 
 class Host(Protocol):

@@ -47,6 +47,10 @@ class PushLog:
         self._file.truncate(position)
         self._file.seek(position)
 
+    def close(self) -> None:
+        """Record nothing more."""
+        self._file.close()
+
 
 def replay(path: Path, shard: Shard) -> int:
     """Make the updates that were recorded on ``shard``; answers how many."""

@@ -110,6 +110,7 @@ class Server:
             "examples": store.examples,
             "updates": store.version,
             "pushes": store.pushes,
+            "pieces": store.pieces,
             "staleness": store.staleness.to_dict(),
             "duplicates": store.duplicates,
             "dropped": store.dropped,

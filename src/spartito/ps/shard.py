@@ -23,7 +23,7 @@ from torch.optim import (
 )
 
 from spartito.ps.layout import BUFFER, Layout, Part, Run, Span, runs
-from spartito.ps.vector import allocate, dtype_of, flat, is_summed
+from spartito.ps.vector import allocate, apart, dtype_of, flat, is_summed
 
 ELEMENTWISE = (
     ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop,
@@ -85,6 +85,7 @@ class Shard:
         self.slots = slots(layout, span, not is_elementwise(optimizer))
         self._kept = [run for run in runs(layout, span) if run.group == BUFFER]
         self._parameters = [nn.Parameter(self._view(self.values, run)) for run in self.slots]
+        self._close = True  # the optimizer's state lies where torch has put it
         self._rebind(tensors)
 
     def update(self, push: Tensor, absent: Sequence[int] = (), rate: float = 1.0) -> None:
@@ -102,6 +103,7 @@ class Shard:
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own * rate
         self.optimizer.step()
+        self._spread()
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own
         for tensor, old in kept:
@@ -178,6 +180,7 @@ class Shard:
     def load_state(self, state: State) -> None:
         """Take back what `state` answered."""
         self.optimizer.state.clear()
+        self._close = True
         for (number, key), value in state.items():
             parameter = self._parameters[number]
             made = value.clone()
@@ -194,6 +197,15 @@ class Shard:
             return view
         tensor = self._tensors[run.parts[0].entry]
         return view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
+
+    def _spread(self) -> None:
+        """Once the optimizer has made its state, move it to where its tensors lie apart."""
+        for parameter in self._parameters if self._close else ():
+            state = self.optimizer.state.get(parameter, {})
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.shape == parameter.shape:
+                    state[key] = apart(value).view(value.shape)
+            self._close = self._close and not state
 
     def _rebind(self, tensors: Sequence[Tensor]) -> None:
         """Point the optimizer's groups, and the state that a fresh one has, at our tensors."""
@@ -240,7 +252,10 @@ class Shard:
 
 
 def merge_state(found: Sequence[Run], by_entry: Sequence[Mapping[str, Any]]) -> State:
-    """The state per tensor, in the order of the layout's entries, as that of slots."""
+    """The state per tensor, in the order of the layout's entries, as that of slots.
+
+    A slot counts as the one of its tensors does that was updated most often.
+    """
     state: State = {}
     for number, run in enumerate(found):
         for key in dict.fromkeys(key for part in run.parts for key in by_entry[part.entry]):
@@ -254,8 +269,9 @@ def merge_state(found: Sequence[Run], by_entry: Sequence[Mapping[str, Any]]) -> 
                     for value, part in zip(values, run.parts, strict=True)
                 ]
                 state[number, key] = torch.cat(pieces)
-            else:  # a step counter
-                state[number, key] = torch.stack(known).amax().clone()
+            else:
+                at = max(run.parts, key=lambda part: float(by_entry[part.entry].get("step", -1)))
+                state[number, key] = torch.as_tensor(by_entry[at.entry].get(key, known[0])).clone()
     return state
 
 
