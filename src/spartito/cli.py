@@ -9,6 +9,7 @@ from typing import Annotated
 
 import typer
 
+from spartito.cli_cluster import cluster_app
 from spartito.errors import EXIT_INTERRUPTED, SpartitoError, UserError, show
 from spartito.names import PRECISIONS, RECIPES, STRATEGIES, nearest
 
@@ -26,6 +27,7 @@ app = typer.Typer(
 )
 data_app = typer.Typer(help="Look after data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
+app.add_typer(cluster_app, name="cluster")
 
 
 def _whole(option: str, least: int | None = None) -> Callable[[str], int]:

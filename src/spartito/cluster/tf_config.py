@@ -6,15 +6,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from spartito.cluster.spec import (
-    NO_RANK,
-    REPLICA_ROLES,
-    ROLES,
-    ClusterSpec,
-    Task,
-    is_loopback,
-    split_address,
-)
+from spartito.cluster.listed import check_addresses, spec_of
+from spartito.cluster.spec import REPLICA_ROLES, ROLES, ClusterSpec, Task
 from spartito.errors import UserError
 from spartito.names import nearest
 
@@ -22,13 +15,16 @@ VARIABLE = "TF_CONFIG"
 EXAMPLE = '{"cluster": {"worker": ["a:29500", "b:29500"]}, "task": {"type": "worker", "index": 0}}'
 
 
+def speaks(env: Mapping[str, str]) -> bool:
+    """Whether ``TF_CONFIG`` is set."""
+    return bool(env.get(VARIABLE, "").strip())
+
+
 def from_tf_config(env: Mapping[str, str]) -> ClusterSpec | None:
     """The cluster that ``TF_CONFIG`` describes; None where it is not set.
 
-    The chief is the explicit one, else worker 0; its address is where the processes meet.
-    Tasks whose hosts are equal (all loopback names are) share a machine. An evaluator may be
-    left out of the cluster, as in TensorFlow, and never counts as a replica. Keys that we do
-    not know are passed over.
+    An evaluator may be left out of the cluster, as in TensorFlow, and never counts as a replica.
+    Keys that we do not know are passed over.
     """
     text = env.get(VARIABLE, "").strip()
     if not text:
@@ -38,25 +34,7 @@ def from_tf_config(env: Mapping[str, str]) -> ClusterSpec | None:
     task = _task(_object(_part(config, "task"), "'task'"), cluster)
     if task.type == "evaluator":
         cluster.setdefault("evaluator", ("",))
-    return _spec(cluster, task)
-
-
-def _spec(cluster: Mapping[str, tuple[str, ...]], task: Task) -> ClusterSpec:
-    replicas = [Task(role, i) for role in REPLICA_ROLES for i in range(len(cluster.get(role, ())))]
-    mine = _machine(cluster[task.type][task.index])
-    local = [t for t in replicas if _machine(cluster[t.type][t.index]) == mine]
-    meets = len(replicas) + len(cluster.get("ps", ())) > 1
-    chief = replicas[0]
-    return ClusterSpec(
-        addresses=cluster,
-        task=task,
-        rank=replicas.index(task) if task in replicas else NO_RANK,
-        num_replicas=len(replicas),
-        local_rank=local.index(task) if task in local else NO_RANK,
-        local_size=len(local),
-        rendezvous=cluster[chief.type][chief.index] if meets else None,
-        source=VARIABLE,
-    )
+    return spec_of(cluster, task, VARIABLE)
 
 
 def _parse(text: str) -> Any:
@@ -89,32 +67,8 @@ def _cluster(given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
         raise _wrong(f"the cluster {json.dumps(given)} has no chief and no worker")
     if len(cluster.get("chief", ())) > 1:
         raise _wrong(f"the cluster has {len(cluster['chief'])} chiefs, but one is the most")
-    _check_addresses(cluster)
+    check_addresses(cluster, VARIABLE)
     return cluster
-
-
-def _check_addresses(cluster: Mapping[str, tuple[str, ...]]) -> None:
-    """Every address whole, no two equal, and no ``localhost`` that another host would dial."""
-    seen: dict[tuple[str, int], Task] = {}
-    own: list[str] = []
-    others: list[str] = []
-    for role, tasks in cluster.items():
-        for index, address in enumerate(tasks):
-            task = Task(role, index)
-            try:
-                host, port = split_address(address)
-            except UserError as error:
-                raise UserError(f"{VARIABLE}, {task}: {error}") from error
-            twin = seen.setdefault((host.lower(), port), task)
-            if twin != task:
-                raise _wrong(f"{twin} and {task} have one address, {address}")
-            (own if is_loopback(host) else others).append(f"{task} at {address}")
-    if own and others:
-        raise UserError(
-            f"{VARIABLE} has {own[0]} beside {others[0]}: on every machine that address means "
-            "the machine itself",
-            "Give each task the name or address by which the other machines reach it.",
-        )
 
 
 def _task(given: Mapping[str, Any], cluster: Mapping[str, tuple[str, ...]]) -> Task:
@@ -136,13 +90,6 @@ def _task(given: Mapping[str, Any], cluster: Mapping[str, tuple[str, ...]]) -> T
             f"{kind!r}, so 0 to {len(listed) - 1}"
         )
     return Task(kind, index)
-
-
-def _machine(address: str) -> str:
-    if not address:
-        return ""
-    host = split_address(address)[0].lower()
-    return "localhost" if is_loopback(host) else host
 
 
 def _wrong(what: str) -> UserError:

@@ -12,9 +12,15 @@ VARIABLES = (*COUNTS, "MASTER_ADDR", "MASTER_PORT")
 SOURCE = "torchrun's variables"
 
 
+def speaks(env: Mapping[str, str]) -> bool:
+    """Whether ``RANK`` or ``WORLD_SIZE`` is set, and not for a whole pod (Kubeflow's)."""
+    pod = "PET_NNODES" in env and not env.get("LOCAL_RANK")
+    return bool(env.get("RANK") or env.get("WORLD_SIZE")) and not pod
+
+
 def from_torchrun(env: Mapping[str, str]) -> ClusterSpec | None:
     """The cluster of ``RANK`` of ``WORLD_SIZE`` workers; None where neither is set."""
-    if not (env.get("RANK") or env.get("WORLD_SIZE")):
+    if not speaks(env):
         return None
     missing = [name for name in VARIABLES if not env.get(name)]
     if missing:

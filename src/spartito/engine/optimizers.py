@@ -27,8 +27,8 @@ class NoOptimizer(Optimizer):
 
 
 def plain(model: nn.Module) -> nn.Module:
-    """The user's own module: inside of what ``torch.compile`` or DDP wrapped, else itself."""
-    if isinstance(model, DistributedDataParallel):
+    """The user's own module: inside of what ``torch.compile`` or torch's parallel wrappers hold."""
+    if isinstance(model, DistributedDataParallel | nn.DataParallel):
         return plain(model.module)
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model

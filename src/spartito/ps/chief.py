@@ -11,8 +11,9 @@ from spartito.errors import SpartitoError
 from spartito.log import warn
 from spartito.ps.coordinator import Coordinator
 from spartito.ps.lease import Lease, Plan
-from spartito.ps.messages import Flush, Lost, Status, Values
+from spartito.ps.messages import Flush, GetRecord, Lost, Status, Values
 from spartito.ps.servers import Control
+from spartito.ps.staleness import Histogram
 
 WATCH_SECONDS = 1.0  # between two looks at the servers
 JOB = 0  # what is published first
@@ -80,6 +81,13 @@ class Chief:
         """How far the first server is."""
         answer: Values = self.control.tell(Status())[0]
         return answer
+
+    def staleness(self) -> dict[str, int]:
+        """How many pushes came so many updates late, over all servers."""
+        total = Histogram()
+        for record in self.control.tell(GetRecord()):
+            total.merge(Histogram.from_dict(record.figures["staleness"]))
+        return total.to_dict()
 
     def publish(self, value: Any) -> None:
         """Plain values for all who wait for the next ones."""

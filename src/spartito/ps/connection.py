@@ -23,6 +23,7 @@ from spartito.ps.messages import (
     End,
     Flush,
     GetApplied,
+    GetRecord,
     GetState,
     Hello,
     Load,
@@ -30,6 +31,7 @@ from spartito.ps.messages import (
     Lost,
     Pull,
     Push,
+    Record,
     Refused,
     Release,
     Request,
@@ -50,7 +52,7 @@ SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 def areas(span: Span) -> tuple[int, int, int]:
     """Where a shared segment has its push area and its pull area, and its size, in bytes."""
-    room = -(-span.size // PAGE + 1) * PAGE  # each begins at another place of its page
+    room = (-(-span.size // PAGE) + 1) * PAGE  # each begins at another place of its page
     return STRIDE + span.phase, room + PAGE + 3 * STRIDE + span.phase, 2 * (room + PAGE)
 
 
@@ -81,6 +83,10 @@ class Host(Protocol):
 
     def snapshot(self) -> None:
         """Write what a restarted server goes on from."""
+        ...
+
+    def record(self) -> dict[str, Any]:
+        """What it did so far."""
         ...
 
     def end(self) -> None:
@@ -271,6 +277,9 @@ class Connection(threading.Thread):
         with store.turn:
             if isinstance(message, Status):
                 wire.send(store.values())
+                return
+            if isinstance(message, GetRecord):
+                wire.send(Record(self._server.record()))
                 return
             if isinstance(message, Release):
                 store.release(self._worker)

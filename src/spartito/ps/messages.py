@@ -136,6 +136,16 @@ class Applied(Message, frozen=True, tag="applied"):
     passes: list[tuple[str, int]]
 
 
+class GetRecord(Message, frozen=True, tag="get_record"):
+    """The chief wants to know what the server did so far."""
+
+
+class Record(Message, frozen=True, tag="record"):
+    """Its counts and its histogram of staleness, as a run's records keep them."""
+
+    figures: dict[str, Any]
+
+
 class Done(Message, frozen=True, tag="done"):
     """It is done."""
 
@@ -154,6 +164,6 @@ class End(Message, frozen=True, tag="end"):
 
 Request = (
     Hello | Load | LoadState | Push | Pull | Release | Lost | Flush | Status | GetState
-    | GetApplied | End
+    | GetApplied | GetRecord | End
 )  # fmt: skip
-Answer = Welcome | Values | State | LoadState | Applied | Done | Refused
+Answer = Welcome | Values | State | LoadState | Applied | Record | Done | Refused

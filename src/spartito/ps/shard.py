@@ -145,22 +145,25 @@ class Shard:
         torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
 
     def accepts(self, options: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these are options of our parameter groups; empty ones change nothing."""
+        """Whether these could be options of our parameter groups; empty ones change nothing."""
         groups = self.optimizer.param_groups
         return not options or (
             len(options) == len(groups)
             and all(
-                name != "params" and name in group and _is_like(value, group[name])
+                name != "params" and (name not in group or _is_like(value, group[name]))
                 for group, new in zip(groups, options, strict=True)
                 for name, value in new.items()
             )
         )
 
     def set(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the options of the parameter groups, as `settings` answers them."""
+        """Take over the options of the parameter groups, as `settings` answers them.
+
+        What the groups here do not have, such as a schedule's ``initial_lr``, is left out.
+        """
         for group, new in zip(self.optimizer.param_groups, options, strict=True):
-            for name, value in new.items():
-                group[name] = tuple(value) if isinstance(group.get(name), tuple) else value
+            for name in new.keys() & group.keys():
+                group[name] = tuple(new[name]) if isinstance(group[name], tuple) else new[name]
 
     def state(self) -> State:
         """The optimizer's tensors, by slot and key. Not copied.

@@ -34,7 +34,6 @@ class Exchange:
         self._waiting = False
         self._failed = False
         self._admitted = False
-        self._fresh = False
 
     @property
     def traffic(self) -> Traffic:
@@ -45,25 +44,25 @@ class Exchange:
 
     def push(self, push: Push, absent: Sequence[Sequence[int]]) -> None:
         """Send what `Servers.fill` stored."""
-        self._fresh = False
+        self._admitted = False  # until the answer is there
         try:
             self.servers.push(push, absent)
             self._waiting = True
         except Restarted:
-            self._failed, self._admitted = True, False
+            self._failed = True
 
     def arrive(self) -> str:
         """What became of the last push; the values that came with the answer are in the model."""
         found = {RESTARTED} if self._failed else set()
-        if self._waiting:
+        waiting, self._waiting, self._failed = self._waiting, False, False
+        if waiting:
             began = time.perf_counter()
             try:
                 found = {answer.status for answer in self.servers.answers()}
                 self._admitted = True
             except Restarted:
-                found, self._admitted = {RESTARTED}, False
+                found = {RESTARTED}
             self.waited += time.perf_counter() - began
-        self._waiting = self._failed = False
         worst = next((status for status in _WORST if status in found), None)
         return worst or next(iter(found), NONE)
 
@@ -73,19 +72,18 @@ class Exchange:
         while not self._admitted:
             with suppress(Restarted):  # then the server knows nothing of us yet: ask again
                 self.servers.get(admit=True)
-                self._admitted = self._fresh = True
+                self._admitted = True
         self.waited += time.perf_counter() - began
 
     def look(self) -> None:
         """Have the newest values, to evaluate or to save."""
-        while not self._fresh:
+        while True:
             with suppress(Restarted):
-                self.servers.get(admit=False)
-                self._fresh = True
+                return self.servers.get(admit=False)
 
     def rest(self) -> None:
         """There is nothing to compute for now: nobody needs to wait for us."""
         if self._admitted and self._waits:
             with suppress(Restarted):  # then it knows of nobody
                 self.servers.release()
-        self._admitted = self._fresh = False
+        self._admitted = False

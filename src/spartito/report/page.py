@@ -25,6 +25,7 @@ from spartito.report.figures import (
 )
 from spartito.report.plots import NEUTRAL, TRAINING, Curve, Plot, svg
 from spartito.report.plots import VALIDATION as VALIDATION_COLOUR
+from spartito.report.servers import holdings, lateness
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
 
@@ -60,6 +61,8 @@ def render(folder: Path) -> str:
         columns=_columns(run.epochs),
         best=best_epoch(run),
         cluster=_cluster(run.section("cluster"), run.config.get("strategy")),
+        servers=holdings(run.config),
+        lateness=lateness(run.config),
         settings=_settings(run),
         model=_model(run.section("model")),
         summary=str(run.section("model").get("summary") or "").strip("\n"),

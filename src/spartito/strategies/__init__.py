@@ -7,7 +7,7 @@ import os
 from inspect import signature
 from typing import Any
 
-from spartito.cluster.resolver import resolve
+from spartito.cluster.resolver import remarks, resolve
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
@@ -57,6 +57,8 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
             "s" if cluster.num_replicas > 1 else "",
             cluster.source,
         )
+        for remark in remarks(cluster):
+            note("%s", remark)
     return made
 
 

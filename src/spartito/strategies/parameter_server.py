@@ -63,7 +63,8 @@ class ParameterServerStrategy(ReplicaStrategy):
     again, into ``snapshot_dir`` (``SPARTITO_SNAPSHOT_DIR``). After more than ``nan_limit``
     pushes that were not finite, which are dropped, training ends. ``push_log``: a directory
     where every server records all its updates. ``shared_memory`` False sends everything by
-    sockets, on one machine too.
+    sockets, on one machine too. A worker that is alone on a machine with several GPUs uses all
+    of them (not run on GPUs yet).
     """
 
     name = "parameter_server"
@@ -123,8 +124,10 @@ class ParameterServerStrategy(ReplicaStrategy):
         return Traffic() if self.pusher is None else self.pusher.exchange.traffic
 
     def describe(self) -> dict[str, Any]:
-        """Which server holds what: rows of server, tensor, which part of it, size."""
-        return {} if self._job is None else {"servers": self._job.table()}
+        """Which server holds what, and how stale pushes were so far."""
+        if self._job is None or self.chief is None:
+            return {}
+        return {"servers": self._job.table(), "staleness": self.chief.staleness()}
 
     @property
     def leads(self) -> bool:
@@ -207,7 +210,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         return super().step(batch, loss)
 
     def flush(self) -> StepResult | None:
-        return None  # the last piece of a lease has everything pushed
+        return self._progress(None, 0.0, 0.0)  # all is pushed: what the others did comes in
 
     def backward(self, losses: Any, batch: Batch) -> None:
         self._in_job().repeats = False
@@ -363,7 +366,11 @@ class ParameterServerStrategy(ReplicaStrategy):
         """The chief's values come by the servers."""
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
-        return model, LocalGradients(optimizer_parameters(optimizer))
+        whole = model
+        alone = self.cluster.local_size == 1  # among the workers of this machine
+        if self.device.type == "cuda" and alone and torch.cuda.device_count() > 1:
+            whole = nn.DataParallel(model)  # divides the local batch over all its devices
+        return whole, LocalGradients(optimizer_parameters(optimizer))
 
     def _join(self, pair: Pair) -> None:
         """Take our place in the job: a ps serves, all others come back with links."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -117,7 +117,9 @@ class ReplicaStrategy(Strategy):
 
     def flush(self) -> StepResult | None:
         pair = self._only_pair()
-        return self._update(pair, None, 0, False) if pair.passes else None
+        if not pair.passes:
+            return None
+        return replace(self._update(pair, None, 0, False), batches=0)
 
     def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
         if not batch.size:

@@ -230,6 +230,8 @@ class TrainingLoop:
                 break
         rest = strategy.flush()
         if rest is not None:
+            self._done += rest.batches
+            clock.examples += rest.examples
             self._came(rest)
         clock.stop()
         self._waited += strategy.traffic.waited - waited

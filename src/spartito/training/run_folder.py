@@ -46,7 +46,8 @@ class RunFolder(Callback):
             file.write(json.dumps(line) + "\n")
 
     def on_train_end(self) -> None:
-        """Draw the report."""
+        """Write the settings with what the strategy found, and draw the report."""
+        write_file_atomically(self._directory / CONFIG, json.dumps(self._config(), indent=2))
         write_report(self._directory)
 
     def on_train_error(self, error: BaseException) -> None:

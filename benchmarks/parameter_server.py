@@ -1,0 +1,96 @@
+"""MLP, 2 workers and 1 parameter server on one host, local batch 32: shared memory, TCP, others."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+from benchmarks.common import Figure, Windows, announce, conclude, progress, rates
+from benchmarks.launching import run_job, run_roles
+from benchmarks.race import WORKERS, race_parser
+from spartito.launch.roles import Roles
+from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+
+LOCAL_BATCH = 32
+OPTIONS = {"shared memory": {}, "TCP": {"shared_memory": False}}
+"""Our sides, and their strategy's options."""
+ALONE = "no communication"
+TENSORFLOW = {"TensorFlow fit": "fit", "TensorFlow schedule": "schedule"}
+LIMIT = 240.0
+
+
+def main() -> None:
+    """Print the ratios of examples that all workers train on per second."""
+    assert __doc__ is not None
+    given = race_parser(__doc__, rounds=4, windows=3, steps=400).parse_args()
+    here = announce(__doc__)
+    sides = [*OPTIONS, ALONE, *_tensorflow(given.tensorflow)]
+    windows: Windows = {side: [] for side in sides}
+    for number in range(given.rounds):
+        now: Windows = {}
+        # Every second round runs backwards, so that no side always follows the same one.
+        for side in sides if number % 2 == 0 else reversed(sides):
+            now[side] = turn(side, given)
+            windows[side] += now[side]
+        values = rates({side: now[side] for side in sides}, LOCAL_BATCH * WORKERS)
+        progress(number, given.rounds, values, "examples/s")
+    speed = rates(windows, LOCAL_BATCH * WORKERS)
+    figures = [
+        Figure("shared memory / no communication", speed["shared memory"] / speed[ALONE], 0.70),
+        Figure("TCP / no communication", speed["TCP"] / speed[ALONE], 0.42),
+    ]
+    if given.tensorflow:
+        name = max(TENSORFLOW, key=lambda side: speed[side])
+        figures += [
+            Figure(f"shared memory / {name}", speed["shared memory"] / speed[name], 8.0),
+            Figure(f"TCP / {name}", speed["TCP"] / speed[name], 5.0),
+        ]
+    conclude(here, figures, given.json, examples_per_second=speed, seconds_per_step=windows)
+
+
+def turn(side: str, given: argparse.Namespace) -> list[float]:
+    """Seconds per batch of each of the two workers, in every window."""
+    amount = [f"--windows={given.windows}", f"--steps={given.steps}"]
+    malloc = given.peer_malloc == "same"
+    found: list[float]
+    if side == ALONE:
+        program = ["-m", "benchmarks.jobs.steps", "alone", "mlp", *amount]
+        found = run_job(program, workers=WORKERS, malloc=malloc, limit=LIMIT)
+    elif side in TENSORFLOW:
+        script = Path(__file__).parent / "jobs" / "tensorflow_parameter_server.py"
+        found = run_roles(
+            [str(script), TENSORFLOW[side], *amount],
+            roles=Roles(WORKERS, ps=1, chief=True),
+            python=given.tensorflow,
+            malloc=malloc,
+            limit=LIMIT,
+            ends_alone=True,
+        )
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            env = {
+                "BENCHMARK_FOLDER": folder,
+                ENV_STRATEGY: "parameter_server",
+                ENV_STRATEGY_OPTIONS: json.dumps(OPTIONS[side]),
+            }
+            program = ["-m", "benchmarks.jobs.asynchronous", f"--workers={WORKERS}", *amount]
+            found = run_roles(program, roles=Roles(WORKERS, ps=1), limit=LIMIT, env=env)
+    return found
+
+
+def _tensorflow(python: str | None) -> list[str]:
+    """Its sides, where an interpreter was named."""
+    if python is None:
+        print("TensorFlow skipped: name an interpreter that has it with --tensorflow PYTHON")
+        return []
+    if shutil.which(python) is None:
+        sys.exit(f"--tensorflow {python}: there is no such interpreter")
+    return list(TENSORFLOW)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,214 @@
+"""The commands ``spartito cluster``: the same job in containers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spartito.errors import UserError
+from spartito.names import RECIPES, STRATEGIES
+
+IMAGE = "spartito"
+
+cluster_app = typer.Typer(
+    help="Run a job in containers.\n\n"
+    "Example: spartito cluster compose mnist --workers 2 > compose.yaml",
+    no_args_is_help=True,
+)
+
+File = Annotated[Path, typer.Argument(metavar="FILE", help="The job's compose file.")]
+
+
+@cluster_app.command()
+def image(
+    context: Annotated[
+        Path, typer.Argument(metavar="DIR", help="The folder of Spartito's sources.")
+    ] = Path(),
+    tag: Annotated[str, typer.Option(help="What the image is called.", metavar="NAME")] = IMAGE,
+    base: Annotated[
+        str | None,
+        typer.Option(help="The image to begin with; python:3.11-slim by default.", metavar="IMAGE"),
+    ] = None,
+    torch_index: Annotated[
+        str | None,
+        typer.Option(help="Where pip finds torch; the default is pip's own.", metavar="URL"),
+    ] = None,
+    network: Annotated[
+        str | None, typer.Option(help="The network of the build, as host.", metavar="NAME")
+    ] = None,
+) -> None:
+    """Build the image that every task runs.
+
+    Example: spartito cluster image --torch-index https://download.example/cpu
+    """
+    from importlib.metadata import version
+
+    from spartito.launch.engine import build_image
+
+    given = {"BASE": base, "TORCH_INDEX": torch_index}
+    arguments = {name: value for name, value in given.items() if value is not None}
+    raise typer.Exit(build_image(tag, context, version("spartito"), arguments, network))
+
+
+@cluster_app.command()
+def compose(
+    target: Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe."),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}.", metavar="NAME")
+    ] = None,
+    strategy_options: Annotated[
+        str | None,
+        typer.Option(help="The strategy's keyword arguments, a JSON object.", metavar="JSON"),
+    ] = None,
+    workers: Annotated[str, typer.Option(help="Containers that compute.", metavar="N")] = "1",
+    ps: Annotated[str, typer.Option("--ps", help="Parameter servers.", metavar="N")] = "0",
+    chief: Annotated[
+        bool, typer.Option("--chief", help="With --ps: a task of its own that hands out the work.")
+    ] = False,
+    evaluator: Annotated[
+        bool, typer.Option("--evaluator", help="A task of its own that evaluates each checkpoint.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option(help="The data; /data in the containers, read-only.")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run folder, runs/NAME by default; /runs there.")
+    ] = None,
+    gpus: Annotated[bool, typer.Option("--gpus", help="A GPU for each worker.")] = False,
+    cpus: Annotated[
+        str | None,
+        typer.Option(help="CPUs of each worker: 0.5, or 0.5,1 one by one.", metavar="LIST"),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of each task, as 2g.", metavar="SIZE")
+    ] = None,
+    image: Annotated[str, typer.Option(help="The image that all run.", metavar="NAME")] = IMAGE,
+    name: Annotated[
+        str | None, typer.Option(help="What the job is called; by its script.", metavar="JOB")
+    ] = None,
+    host_network: Annotated[
+        bool, typer.Option("--host-network", help="The machine's own network, not a bridge.")
+    ] = False,
+    share_ipc: Annotated[
+        bool, typer.Option("--share-ipc", help="One /dev/shm for all, so that they talk by it.")
+    ] = False,
+    hosts: Annotated[
+        str | None,
+        typer.Option(help="Several machines, as a,b,c: a file for each.", metavar="LIST"),
+    ] = None,
+    into: Annotated[
+        Path | None, typer.Option(help="With --hosts: the folder for the files.", metavar="DIR")
+    ] = None,
+    timeout: Annotated[
+        str, typer.Option(help="Seconds that a task waits for another.", metavar="N")
+    ] = "300",
+) -> None:
+    """Write the compose file of a job; redirect it into a file.
+
+    Example: spartito cluster compose mnist --workers 2 -- --epochs 3 > compose.yaml
+    """
+    from spartito.launch.compose import compose_file, machine_files
+    from spartito.launch.containers import plan_containers
+
+    if (hosts is None) != (into is None):
+        raise UserError(
+            "--hosts and --into go together: several machines are several files",
+            "Write --hosts a,b,c --into DIR.",
+        )
+    job = plan_containers(
+        target,
+        arguments or [],
+        strategy=strategy,
+        strategy_options=strategy_options,
+        workers=_whole("--workers", workers, 1),
+        ps=_whole("--ps", ps, 0),
+        chief=chief,
+        evaluator=evaluator,
+        data=data,
+        out=out,
+        gpus=gpus,
+        cpus=cpus,
+        memory=memory,
+        image=image,
+        name=name,
+        host_network=host_network,
+        share_ipc=share_ipc,
+        hosts=hosts,
+        timeout=_whole("--timeout", timeout, 1),
+    )
+    if into is None:
+        typer.echo(compose_file(job), nl=False)
+        return
+    into.mkdir(parents=True, exist_ok=True)
+    for machine, text in machine_files(job).items():
+        path = into / f"{machine}.yaml"
+        path.write_text(text)
+        typer.echo(f"{machine:<12} {path}")
+
+
+@cluster_app.command()
+def up(
+    file: File,
+    detach: Annotated[
+        bool, typer.Option("--detach", "-d", help="Do not wait for the end.")
+    ] = False,
+) -> None:
+    """Start the job, follow it to its end and remove its containers; ends with its exit code.
+
+    Example: spartito cluster up compose.yaml
+    """
+    from spartito.launch import cluster_job
+
+    raise typer.Exit(cluster_job.up(file, detach))
+
+
+@cluster_app.command()
+def status(file: File) -> None:
+    """Say how each task goes.
+
+    Example: spartito cluster status compose.yaml
+    """
+    from spartito.launch import cluster_job
+
+    raise typer.Exit(cluster_job.status(file))
+
+
+@cluster_app.command()
+def logs(
+    file: File,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the end.")] = False,
+) -> None:
+    """Print what the tasks printed.
+
+    Example: spartito cluster logs compose.yaml --follow
+    """
+    from spartito.launch import cluster_job
+
+    raise typer.Exit(cluster_job.logs(file, follow))
+
+
+@cluster_app.command()
+def down(file: File) -> None:
+    """Remove all that up made; the run folder stays.
+
+    Example: spartito cluster down compose.yaml
+    """
+    from spartito.launch import cluster_job
+
+    raise typer.Exit(cluster_job.down(file))
+
+
+def _whole(option: str, text: str, least: int) -> int:
+    try:
+        number = int(text)
+    except ValueError:
+        raise UserError(f"{option} {text} is not a whole number") from None
+    if number < least:
+        raise UserError(f"{option} {number} is less than {least}")
+    return number

@@ -1,0 +1,212 @@
+"""Who we are by a shared directory, where tasks whose addresses nobody knows before meet.
+
+Each task has one file there. It says the task's address, a word that this start of the task
+made up, and the words of those that it has seen. A task is there for us once its file has our
+word: so a file that an earlier job left behind counts for nothing, and no clocks are compared.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import secrets
+import socket
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from spartito.cluster.listed import (
+    ENV_PS,
+    ENV_TASK,
+    ENV_WORKERS,
+    address,
+    check_addresses,
+    count,
+    named_task,
+    spec_of,
+)
+from spartito.cluster.spec import ClusterSpec, Task, is_loopback, split_address
+from spartito.errors import TaskLostError, UserError
+from spartito.names import ENV_TIMEOUT
+
+VARIABLE = "SPARTITO_CLUSTER_DIR"
+ENV_ADDRESS = "SPARTITO_ADDRESS"
+"""The ``host:port`` at which the others reach this task, where we should not choose it."""
+
+COUNTS = {
+    "chief": "SPARTITO_CHIEF",
+    "worker": ENV_WORKERS,
+    "ps": ENV_PS,
+    "evaluator": "SPARTITO_EVALUATOR",
+}
+"""Which variable says how many tasks of a role there will be."""
+
+LOOK_SECONDS = 0.1  # between two looks into the directory
+OUTSIDE = "192.0.2.1"  # an address for documentation: routed like any other, never reached
+
+
+def speaks(env: Mapping[str, str]) -> bool:
+    """Whether ``SPARTITO_CLUSTER_DIR`` names a directory."""
+    return bool(env.get(VARIABLE, "").strip())
+
+
+def from_directory(env: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster of those that came to ``SPARTITO_CLUSTER_DIR``; None if it is not set.
+
+    ``SPARTITO_TASK`` says who we are, ``SPARTITO_WORKERS``, ``SPARTITO_PS``, ``SPARTITO_CHIEF``
+    and ``SPARTITO_EVALUATOR`` how many there will be. Waits until all are there, or raises
+    `TaskLostError` that names those who did not come within ``SPARTITO_TIMEOUT`` seconds (300).
+    Within one process the same call answers the same cluster.
+    """
+    if not speaks(env):
+        return None
+    task, expected = named_task(env), _expected(env)
+    if task is None:
+        raise UserError(f"{VARIABLE} is set, but {ENV_TASK} is not", f"Set {ENV_TASK}='worker 0'")
+    if task not in expected:
+        raise UserError(
+            f"{ENV_TASK} names {task}, but the job has {', '.join(map(str, expected))}",
+            f"{COUNTS[task.type]} says how many there are.",
+        )
+    folder = Path(env[VARIABLE].strip())
+    found = _join(folder, task, expected, env.get(ENV_ADDRESS, "").strip(), _limit(env))
+    cluster: dict[str, tuple[str, ...]] = {}
+    for other in expected:
+        cluster[other.type] = (*cluster.get(other.type, ()), found[other])
+    check_addresses(cluster, str(folder))
+    return spec_of(cluster, task, str(folder))
+
+
+@dataclass(frozen=True, slots=True)
+class Card:
+    """What a task says in its file: where it is, its word, and whose words it has seen."""
+
+    address: str
+    word: str
+    seen: Mapping[str, str]
+
+    @classmethod
+    def read(cls, path: Path) -> Card | None:
+        """The card in ``path``; None where there is none, or something else."""
+        try:
+            return cls.parse(json.loads(path.read_bytes()))
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ESTALE):  # stale: replaced as we looked
+                raise
+            return None
+        except ValueError:
+            return None  # not ours: a task that comes writes over it
+
+    @classmethod
+    def parse(cls, value: Any) -> Card | None:
+        """The card that ``value``, from JSON, is; None if it is none."""
+        fields = value if isinstance(value, dict) else {}
+        where, word, seen = (fields.get(name) for name in ("address", "word", "seen"))
+        good = isinstance(where, str) and isinstance(word, str) and isinstance(seen, dict)
+        return cls(str(where), str(word), dict(seen or {})) if good else None
+
+    def write(self, path: Path) -> None:
+        """Put it into ``path`` at once: no reader sees a half of it."""
+        fields = {"address": self.address, "word": self.word, "seen": dict(self.seen)}
+        part = path.with_name(f".{path.name}.{self.word}")
+        part.write_text(json.dumps(fields))
+        part.replace(path)
+
+
+@cache
+def _join(
+    folder: Path, task: Task, expected: tuple[Task, ...], given: str, limit: float
+) -> dict[Task, str]:
+    """The address of each expected task, once all have seen each other."""
+    end = time.monotonic() + limit
+    card = Card(given or _own_address(), secrets.token_hex(8), {})
+    split_address(card.address)
+    others = [other for other in expected if other != task]
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        card.write(_path(folder, task))
+        while True:
+            cards = {other: Card.read(_path(folder, other)) for other in others}
+            seen = {str(other): read.word for other, read in cards.items() if read}
+            if seen != card.seen:
+                card = Card(card.address, card.word, seen)
+                card.write(_path(folder, task))
+            there = {
+                other: read.address
+                for other, read in cards.items()
+                if read and read.seen.get(str(task)) == card.word
+            }
+            if len(there) == len(others):
+                return {task: card.address, **there}
+            if time.monotonic() > end:
+                absent = [str(other) for other in others if other not in there]
+                _path(folder, task).unlink(missing_ok=True)  # who comes now comes too late
+                raise TaskLostError(
+                    f"{' and '.join(absent)} did not come to {folder} within {limit:g} s",
+                    f"Start it with the same {VARIABLE}; {ENV_TIMEOUT} sets the limit in seconds.",
+                )
+            time.sleep(LOOK_SECONDS)
+    except OSError as error:
+        raise UserError(
+            f"{VARIABLE}={str(folder)!r} cannot be used: {error.strerror}",
+            "Give a directory that all tasks can write to.",
+        ) from error
+
+
+def _path(folder: Path, task: Task) -> Path:
+    return folder / f"{task.type}-{task.index}.json"
+
+
+def _expected(env: Mapping[str, str]) -> tuple[Task, ...]:
+    expected = tuple(
+        Task(role, index) for role, name in COUNTS.items() for index in range(count(env, name, 0))
+    )
+    if not any(task.type in ("chief", "worker") for task in expected):
+        raise UserError(
+            f"{VARIABLE} is set, but {ENV_WORKERS} does not say for how many workers to wait",
+            f"Set {ENV_WORKERS}=2, and {ENV_PS} if there are parameter servers.",
+        )
+    return expected
+
+
+def _limit(env: Mapping[str, str]) -> float:
+    text = env.get(ENV_TIMEOUT, "300")
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not 0 < seconds < inf:
+        raise UserError(f"{ENV_TIMEOUT}={text!r} is not a number of seconds above 0")
+    return seconds
+
+
+def _own_address() -> str:
+    """An address by which other machines reach this one, and a port that is free now."""
+    host = _own_host()
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        return address(host, int(probe.getsockname()[1]))
+
+
+def _own_host() -> str:
+    """What our host name stands for, unless that is loopback; then whence we reach the outside."""
+    name = socket.gethostname()
+    try:
+        found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        found = []  # a name that nobody knows: the route tells
+    known = [str(entry[4][0]) for entry in found]
+    outside = [host for host in known if not is_loopback(host)]
+    if outside:
+        return outside[0]
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((OUTSIDE, 9))  # sends nothing: it only asks for the route
+        except OSError:
+            return "127.0.0.1"  # a machine without a network: all tasks are on it
+        return str(probe.getsockname()[0])

@@ -1,0 +1,100 @@
+"""Who we are by a plain file that lists all tasks."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spartito.cluster.listed import ENV_TASK, check_addresses, named_task, spec_of
+from spartito.cluster.spec import REPLICA_ROLES, ROLES, ClusterSpec, Task, split_address
+from spartito.errors import UserError
+from spartito.names import nearest
+
+VARIABLE = "SPARTITO_CLUSTER"
+EXAMPLE = "worker: [a:29500, b:29500]"
+
+
+def speaks(env: Mapping[str, str]) -> bool:
+    """Whether ``SPARTITO_CLUSTER`` names a file."""
+    return bool(env.get(VARIABLE, "").strip())
+
+
+def from_file(env: Mapping[str, str], hosts: Iterable[str] | None = None) -> ClusterSpec | None:
+    """The cluster in the YAML or JSON file that ``SPARTITO_CLUSTER`` names; None if none is.
+
+    The file maps roles to addresses: ``worker: [a:29500, b:29500]``. We are the task that
+    ``SPARTITO_TASK`` names, else the only one whose host is one of ``hosts``, by default the
+    names and addresses of this machine.
+    """
+    if not speaks(env):
+        return None
+    path = Path(env[VARIABLE].strip())
+    cluster = _cluster(_read(path), f"{path}")
+    task = named_task(env) or _by_host(
+        cluster, set(this_machine() if hosts is None else hosts), f"{path}"
+    )
+    if task.index >= len(cluster.get(task.type, ())):
+        listed = ", ".join(f"{len(tasks)} {role}" for role, tasks in cluster.items())
+        raise UserError(f"{ENV_TASK} names {task}, but {path} lists {listed}")
+    return spec_of(cluster, task, str(path))
+
+
+def this_machine() -> set[str]:
+    """The names and addresses by which a file may mean this machine."""
+    name = socket.gethostname()
+    names = {name, name.partition(".")[0]}
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except socket.gaierror:
+        return names  # a machine whose name nobody knows still has the name
+    return names | {str(entry[4][0]) for entry in found}
+
+
+def _read(path: Path) -> Any:
+    import yaml  # here: only who has such a file pays for the import
+
+    try:
+        return yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{VARIABLE}={str(path)!r} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = " ".join(str(error).split())
+        raise UserError(f"{path} is neither YAML nor JSON: {where}", _like()) from error
+
+
+def _cluster(given: Any, source: str) -> dict[str, tuple[str, ...]]:
+    if not isinstance(given, dict):
+        raise UserError(f"{source} must map roles to addresses, but is {given!r}", _like())
+    for role, tasks in given.items():
+        if role not in ROLES:
+            raise UserError(f"{source}: {role!r} is not a role", nearest(str(role), ROLES))
+        if not isinstance(tasks, list) or not all(isinstance(a, str) for a in tasks):
+            raise UserError(
+                f"{source}: {role!r} must be a list of host:port, but is {tasks!r}", _like()
+            )
+    cluster = {role: tuple(tasks) for role, tasks in given.items() if tasks}
+    if not any(role in cluster for role in REPLICA_ROLES):
+        raise UserError(f"{source} has no chief and no worker", _like())
+    check_addresses(cluster, source)
+    return cluster
+
+
+def _by_host(cluster: Mapping[str, tuple[str, ...]], hosts: set[str], source: str) -> Task:
+    known = {host.lower() for host in hosts}
+    found = [
+        Task(role, index)
+        for role, tasks in cluster.items()
+        for index, address in enumerate(tasks)
+        if split_address(address)[0].lower() in known
+    ]
+    if len(found) == 1:
+        return found[0]
+    here = f"this machine ({', '.join(sorted(hosts))})"
+    what = f"{' and '.join(map(str, found))} are on {here}" if found else f"no task is on {here}"
+    raise UserError(f"{source}: {what}", f"Say which task this is: {ENV_TASK}='worker 0'")
+
+
+def _like() -> str:
+    return f"It looks like {EXAMPLE}"

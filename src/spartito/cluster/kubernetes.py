@@ -1,0 +1,104 @@
+"""Who we are in Kubernetes: a pod of an indexed Job or JobSet, or of Kubeflow's PyTorchJob.
+
+Tested with environments as they are documented, not on a cluster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from spartito.cluster.listed import (
+    ENV_PS,
+    ENV_WORKERS,
+    address,
+    check_addresses,
+    count,
+    spec_of,
+    task_of,
+    with_servers,
+)
+from spartito.cluster.spec import ClusterSpec, Task
+from spartito.errors import UserError
+
+JOB = "Kubernetes' indexed Job"
+KUBEFLOW = "Kubeflow's PET_ variables"
+
+ENV_PODS = "SPARTITO_PODS"
+"""The address of every pod by its number, as ``train-{index}.train:29500``: the pod's host name
+and the headless service."""
+
+WHOLE_PODS = ("", "1", "auto", "cpu", "gpu")
+"""Processes per pod that leave one to who starts none himself."""
+
+
+def speaks(env: Mapping[str, str]) -> bool:
+    """Whether a Job says our index and we know how many there are, or Kubeflow says our node."""
+    return _in_job(env) or _in_kubeflow(env)
+
+
+def from_kubernetes(env: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster of the pods; None where `speaks` hears nothing.
+
+    Indexed Job: ``SPARTITO_WORKERS`` pods are workers, the ``SPARTITO_PS`` after them parameter
+    servers, ``JOB_COMPLETION_INDEX`` is our number and ``SPARTITO_PODS`` everyone's address.
+    Kubeflow: ``PET_NODE_RANK`` of ``PET_NNODES`` pods, one process each, which meet at
+    ``PET_MASTER_ADDR``.
+    """
+    if _in_job(env):
+        return _from_job(env)
+    return _from_kubeflow(env) if _in_kubeflow(env) else None
+
+
+def _in_job(env: Mapping[str, str]) -> bool:
+    return bool(env.get("JOB_COMPLETION_INDEX") and env.get(ENV_WORKERS))
+
+
+def _in_kubeflow(env: Mapping[str, str]) -> bool:
+    # The processes of a torchrun inside of the pod have a local rank, and need nothing of this.
+    return env.get("PET_NNODES", "1") not in ("", "1") and not env.get("LOCAL_RANK")
+
+
+def _from_job(env: Mapping[str, str]) -> ClusterSpec:
+    index, servers = count(env, "JOB_COMPLETION_INDEX"), count(env, ENV_PS, 0)
+    workers = count(env, ENV_WORKERS)
+    pattern = env.get(ENV_PODS, "").strip()
+    if workers < 1 or index >= workers + servers:
+        raise UserError(
+            f"JOB_COMPLETION_INDEX={index}, but {ENV_WORKERS}={workers} and {ENV_PS}={servers}",
+            "The Job's completions and parallelism must be the sum of both.",
+        )
+    if workers + servers > 1 and "{index}" not in pattern:
+        raise UserError(
+            f"{ENV_PODS}={pattern!r} does not say where the pods are",
+            "Give host name, headless service and port: train-{index}.train:29500",
+        )
+    pods = [pattern.replace("{index}", str(i)) for i in range(workers + servers)]
+    found = with_servers(pods, servers)
+    if len(pods) > 1:
+        check_addresses(found, ENV_PODS)
+    return spec_of(found, task_of(index, found), JOB)
+
+
+def _from_kubeflow(env: Mapping[str, str]) -> ClusterSpec:
+    nodes, rank = count(env, "PET_NNODES"), count(env, "PET_NODE_RANK")
+    each = env.get("PET_NPROC_PER_NODE", "").strip()
+    if each not in WHOLE_PODS:
+        raise UserError(
+            f"PET_NPROC_PER_NODE={each} asks for {each} processes in this pod, but this is one",
+            "Start the script with torchrun instead of python.",
+        )
+    host = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
+    if not host:
+        raise UserError("PET_NNODES is set, but PET_MASTER_ADDR is not; Kubeflow sets both")
+    port = count(env, "PET_MASTER_PORT" if env.get("PET_MASTER_PORT") else "MASTER_PORT", 29_500)
+    meeting = address(host, port)
+    return ClusterSpec(
+        addresses={"worker": (meeting, *[""] * (nodes - 1))},
+        task=Task("worker", rank),
+        rank=rank,
+        num_replicas=nodes,
+        local_rank=0,
+        local_size=1,
+        rendezvous=meeting,
+        source=KUBEFLOW,
+    )

@@ -1,0 +1,138 @@
+"""A cluster from the addresses of all its tasks, whoever listed them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from spartito.cluster.spec import (
+    NO_RANK,
+    REPLICA_ROLES,
+    ROLES,
+    ClusterSpec,
+    Task,
+    is_loopback,
+    split_address,
+)
+from spartito.errors import UserError
+from spartito.names import nearest
+
+ENV_TASK = "SPARTITO_TASK"
+"""Which task this process is, as ``worker 0``."""
+ENV_WORKERS = "SPARTITO_WORKERS"
+"""How many workers there are, where the environment does not tell by itself."""
+ENV_PS = "SPARTITO_PS"
+"""How many parameter servers there are; of numbered tasks they are the last."""
+
+
+def spec_of(cluster: Mapping[str, tuple[str, ...]], task: Task, source: str) -> ClusterSpec:
+    """The cluster of which ``task`` is one, by the ``host:port`` of each.
+
+    The chief is the explicit one, else worker 0; its address is where the processes meet.
+    Tasks whose hosts are equal (all loopback names are) share a machine.
+    """
+    replicas = [Task(role, i) for role in REPLICA_ROLES for i in range(len(cluster.get(role, ())))]
+    mine = _machine(cluster[task.type][task.index])
+    local = [t for t in replicas if _machine(cluster[t.type][t.index]) == mine]
+    meets = len(replicas) + len(cluster.get("ps", ())) > 1
+    chief = replicas[0]
+    return ClusterSpec(
+        addresses=cluster,
+        task=task,
+        rank=replicas.index(task) if task in replicas else NO_RANK,
+        num_replicas=len(replicas),
+        local_rank=local.index(task) if task in local else NO_RANK,
+        local_size=len(local),
+        rendezvous=cluster[chief.type][chief.index] if meets else None,
+        source=source,
+    )
+
+
+def with_servers(addresses: Sequence[str], servers: int) -> dict[str, tuple[str, ...]]:
+    """The roles of numbered tasks: workers, and the last ``servers`` of them are ps."""
+    split = len(addresses) - servers
+    cluster = {"worker": tuple(addresses[:split]), "ps": tuple(addresses[split:])}
+    return {role: tasks for role, tasks in cluster.items() if tasks}
+
+
+def task_of(number: int, cluster: Mapping[str, tuple[str, ...]]) -> Task:
+    """The task that is the ``number``-th of a cluster made by `with_servers`."""
+    workers = len(cluster["worker"])
+    return Task("worker", number) if number < workers else Task("ps", number - workers)
+
+
+def check_addresses(cluster: Mapping[str, tuple[str, ...]], source: str) -> None:
+    """Every address whole, no two equal, and no ``localhost`` that another host would dial."""
+    seen: dict[tuple[str, int], Task] = {}
+    own: list[str] = []
+    others: list[str] = []
+    for role, tasks in cluster.items():
+        for index, address in enumerate(tasks):
+            task = Task(role, index)
+            try:
+                host, port = split_address(address)
+            except UserError as error:
+                raise UserError(f"{source}, {task}: {error}") from error
+            twin = seen.setdefault((host.lower(), port), task)
+            if twin != task:
+                raise UserError(
+                    f"{source}: {twin} and {task} have one address, {address}",
+                    "Give each task a port of its own.",
+                )
+            (own if is_loopback(host) else others).append(f"{task} at {address}")
+    if own and others:
+        raise UserError(
+            f"{source} has {own[0]} beside {others[0]}: on every machine that address means "
+            "the machine itself",
+            "Give each task the name or address by which the other machines reach it.",
+        )
+
+
+def address(host: str, port: int) -> str:
+    """``host:port``, an IPv6 host in brackets; `UserError` where these cannot be an address."""
+    bare = ":" in host and not host.startswith("[")
+    whole = f"[{host}]:{port}" if bare else f"{host}:{port}"
+    split_address(whole)
+    return whole
+
+
+def count(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    """The whole number in variable ``name``; ``default`` where it is not set, if there is one."""
+    text = env.get(name, "").strip()
+    if not text and default is not None:
+        return default
+    if not text:
+        raise UserError(f"{name} is not set", "It must be a whole number.")
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"{name}={env[name]!r} is not a whole number")
+    return int(text)
+
+
+def servers(env: Mapping[str, str], tasks: int) -> int:
+    """How many of ``tasks`` numbered ones are ps, by ``SPARTITO_PS``; one worker must be left."""
+    wanted = count(env, ENV_PS, 0)
+    if wanted >= tasks:
+        raise UserError(
+            f"{ENV_PS}={wanted} of {tasks} tasks leaves no worker",
+            f"Start more tasks, or set {ENV_PS} to at most {tasks - 1}.",
+        )
+    return wanted
+
+
+def named_task(env: Mapping[str, str]) -> Task | None:
+    """The task that ``SPARTITO_TASK`` names, as ``worker 0`` or ``worker:0``; None if not set."""
+    text = env.get(ENV_TASK, "").strip()
+    if not text:
+        return None
+    role, _, index = text.replace(":", " ").partition(" ")
+    if role not in ROLES:
+        raise UserError(f"{ENV_TASK}={text!r}: {role!r} is not a role", nearest(role, ROLES))
+    if not (index.strip().isascii() and index.strip().isdigit()):
+        raise UserError(f"{ENV_TASK}={text!r} has no number", f"It looks like '{role} 0'")
+    return Task(role, int(index))
+
+
+def _machine(address: str) -> str:
+    if not address:
+        return ""
+    host = split_address(address)[0].lower()
+    return "localhost" if is_loopback(host) else host

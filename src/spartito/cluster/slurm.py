@@ -1,0 +1,166 @@
+"""Who we are by Slurm's variables: one task of a step that ``srun`` started."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from spartito.cluster import mpi
+from spartito.cluster.listed import (
+    address,
+    check_addresses,
+    count,
+    servers,
+    spec_of,
+    task_of,
+    with_servers,
+)
+from spartito.cluster.nodelist import expand, expand_counts
+from spartito.cluster.spec import ClusterSpec, is_loopback
+from spartito.errors import UserError
+
+SOURCE = "Slurm"
+
+SHELLS = ("bash", "csh", "dash", "fish", "interactive", "ksh", "sh", "tcsh", "zsh")
+"""Names of jobs in which a person types."""
+
+FIRST_PORT, PORT_STRIDE, PORT_SLOTS = 12_000, 64, 312
+"""Ports from 12000 to 31967, below those that Linux gives to outgoing connections. A job has 64
+in a row, one for each task of a node; jobs with near numbers have others."""
+
+LOOPBACK = "127.0.0.1"
+"""Where the tasks of a step on one node meet."""
+
+REAL_STEPS = 0xFFFFFFF0
+"""Step numbers from here on are Slurm's own: the batch script, an interactive shell."""
+
+
+def speaks(env: Mapping[str, str]) -> bool:
+    """Whether this is one of several tasks of a step.
+
+    A batch script's own shell and that of ``salloc`` have a job but no step, ``srun --pty bash``
+    has a step and a person in it: all of these are alone. So are the processes of ``mpirun``,
+    which starts its daemons, not them, by ``srun``.
+    """
+    several = _tasks(env) not in ("", "1")
+    return _in_step(env) and several and not mpi.size(env) and not _is_typed(env)
+
+
+def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster of the step's tasks by ``SLURM_PROCID``; None outside of `speaks`.
+
+    The last ``SPARTITO_PS`` tasks are parameter servers, the others workers. A task listens at
+    its node's name, on a port that follows from the job's number, or from ``MASTER_PORT``, and
+    its place on the node. ``MASTER_ADDR`` is the name of the first task's node, where Slurm's
+    own name for it does not serve.
+    """
+    if not speaks(env):
+        return None
+    tasks, rank = count({"tasks": _tasks(env)}, "tasks"), count(env, "SLURM_PROCID")
+    nodes, counts = _nodes(env), _counts(env)
+    if len(nodes) != len(counts) or sum(counts) != tasks or rank >= tasks:
+        raise UserError(
+            f"Slurm says task {rank} of {tasks} on {len(nodes)} nodes ({','.join(nodes)}) with "
+            f"{','.join(map(str, counts))} tasks, which do not fit together",
+            "Start the job with 'srun python train.py', without SLURM_ variables of your own.",
+        )
+    rule = env.get("SLURM_DISTRIBUTION", "block")
+    places = _cyclic(counts) if rule.startswith("cyclic") else _block(counts)
+    _check_place(env, rank, places[rank], rule)
+    base = _first_port(env)
+    # Within one node a name that nobody can resolve does no harm.
+    hosts = nodes if len(nodes) > 1 else (LOOPBACK,)
+    found = with_servers(
+        [address(hosts[node], base + local) for node, local in places], servers(env, tasks)
+    )
+    check_addresses(found, SOURCE)
+    spec = spec_of(found, task_of(rank, found), SOURCE)
+    return _meeting(spec, env.get("MASTER_ADDR", "").strip(), base, len(nodes))
+
+
+def remark(env: Mapping[str, str]) -> str | None:
+    """What to tell who is inside an allocation for several tasks, but in none of them."""
+    tasks = env.get("SLURM_NTASKS", "")
+    if not env.get("SLURM_JOB_ID") or tasks in ("", "1") or mpi.size(env):
+        return None
+    if _in_step(env) and not _is_typed(env):
+        return None
+    return f"this Slurm job has {tasks} tasks, but this process is none: start them with srun"
+
+
+def _in_step(env: Mapping[str, str]) -> bool:
+    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
+    return bool(env.get("SLURM_PROCID")) and step.isdecimal() and int(step) < REAL_STEPS
+
+
+def _is_typed(env: Mapping[str, str]) -> bool:
+    """Whether ``srun --pty`` opened a shell, and this runs in it (a later step does not)."""
+    terminal = "SLURM_PTY_PORT" in env or "SLURM_PTY_WIN_COL" in env
+    first = (env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")) == "0"
+    return terminal and first and env.get("SLURM_JOB_NAME") in SHELLS
+
+
+def _tasks(env: Mapping[str, str]) -> str:
+    """The number of tasks of the step, as it is written."""
+    names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    return next((env[name].strip() for name in names if env.get(name)), "")
+
+
+def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
+    names = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
+    for name in names:
+        if env.get(name):
+            try:
+                return expand(env[name].strip())
+            except UserError as error:
+                raise UserError(f"{name}: {error}") from error
+    raise UserError(f"Slurm says SLURM_PROCID={env['SLURM_PROCID']}, but no {names[0]}")
+
+
+def _counts(env: Mapping[str, str]) -> tuple[int, ...]:
+    """The number of tasks on each node."""
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
+        if env.get(name):
+            return expand_counts(env[name])
+    return (count(env, "SLURM_NTASKS_PER_NODE"),) * len(_nodes(env))
+
+
+def _block(counts: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Node and place on the node of each rank, where a node is filled before the next."""
+    return [(node, local) for node, tasks in enumerate(counts) for local in range(tasks)]
+
+
+def _cyclic(counts: tuple[int, ...]) -> list[tuple[int, int]]:
+    """The same where each node in turn gets one task, until it has all its own."""
+    return sorted(_block(counts), key=lambda place: (place[1], place[0]))
+
+
+def _check_place(env: Mapping[str, str], rank: int, place: tuple[int, int], rule: str) -> None:
+    told = count(env, "SLURM_NODEID", place[0]), count(env, "SLURM_LOCALID", place[1])
+    if told != place:
+        raise UserError(
+            f"Slurm has task {rank} as number {told[1]} on node {told[0]}, but by distribution "
+            f"{rule!r} it is number {place[1]} on node {place[0]}",
+            "Start it with srun --distribution=block",
+        )
+
+
+def _first_port(env: Mapping[str, str]) -> int:
+    """The port of the first task of each node: the same for all tasks of the step."""
+    if env.get("MASTER_PORT"):
+        return count(env, "MASTER_PORT")
+    step = count(env, "SLURM_STEP_ID", 0)
+    # Steps of one job may run side by side.
+    slot = (count(env, "SLURM_JOB_ID", 0) + 131 * step) % PORT_SLOTS
+    return FIRST_PORT + slot * PORT_STRIDE
+
+
+def _meeting(spec: ClusterSpec, host: str, port: int, nodes: int) -> ClusterSpec:
+    if not host or spec.rendezvous is None:
+        return spec
+    if is_loopback(host) and nodes > 1:
+        raise UserError(
+            f"MASTER_ADDR={host!r} means each of the {nodes} nodes itself",
+            "Unset it: Slurm names the first node. Or give a name that all nodes know.",
+        )
+    return replace(spec, rendezvous=address(host, port))

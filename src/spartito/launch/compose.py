@@ -1,0 +1,288 @@
+"""The compose file of a job, as one would write it by hand; pure, from a job to its text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import yaml
+
+from spartito.cluster.spec import Task
+from spartito.cluster.tf_config import VARIABLE
+from spartito.launch.containers import Containers, service
+from spartito.launch.local import MALLOC
+from spartito.names import (
+    ENV_RUN_DIR,
+    ENV_SNAPSHOT_DIR,
+    ENV_STRATEGY,
+    ENV_STRATEGY_OPTIONS,
+    ENV_TIMEOUT,
+)
+
+SHARED_MEMORY = "1g"
+"""Room for gradients in /dev/shm; an engine gives 64 MB by itself."""
+
+STOP_SECONDS = 30
+"""From the request to stop to the kill: a task may write a last checkpoint."""
+
+COMMENTS = {
+    "x-task:": "What all tasks share: no root, no capability, nothing to write on but the volumes.",
+    "x-environment:": "What all tasks are told.",
+    "services:": "The tasks. TF_CONFIG says who is in the job, and who each one is.",
+}
+
+
+def compose_file(job: Containers) -> str:
+    """The file of a job on this machine."""
+    return _file(job, job.roles.tasks, "compose.yaml")
+
+
+def machine_files(job: Containers) -> dict[str, str]:
+    """One file for each machine of the job, by the machine's name."""
+    places = {task: job.machine_of(task) for task in job.roles.tasks}
+    return {
+        machine: _file(job, [task for task in places if places[task] == machine], f"{machine}.yaml")
+        for machine in job.network.machines
+    }
+
+
+def _file(job: Containers, tasks: Sequence[Task], name: str) -> str:
+    return "\n".join([*_heading(job, tasks, name), "", *_airy(_dump(_document(job, tasks)))])
+
+
+def _heading(job: Containers, tasks: Sequence[Task], name: str) -> Iterator[str]:
+    """The comments at the top."""
+    roles = job.roles
+    counts = {"chief": int(roles.chief), "worker": roles.workers, "parameter server": roles.ps}
+    counts["evaluator"] = int(roles.evaluator)
+    who = ", ".join(f"{n} {what}{'s' if n > 1 else ''}" for what, n in counts.items() if n)
+    commands = {
+        f"up {name}": "start it and follow it; ends with the job's exit code",
+        f"status {name}": "how each task goes",
+        f"down {name}": "end it, and remove all but the run folder",
+    }
+    width = max(map(len, commands))
+    yield f"# {job.about} under {job.strategy}: {who}."
+    if job.network.machines:
+        here = ", ".join(service(task) for task in tasks)
+        yield f"# Machines: {', '.join(job.network.machines)}. On this one: {here}."
+        yield "# Containers use their machine's own network: some ports are chosen at run time."
+    yield "#"
+    for command, what in commands.items():
+        yield f"#   spartito cluster {command:<{width}}   # {what}"
+    yield "#"
+    paths = "the same on every machine" if job.network.machines else "relative to this file"
+    yield f"# Paths are {paths}. Model and report: {job.out}"
+
+
+def _document(job: Containers, tasks: Sequence[Task]) -> dict[str, Any]:
+    task, environment = _Anchored("task", _shared(job)), _Anchored("environment", _told(job))
+    document: dict[str, Any] = {"name": job.name, "x-task": task, "x-environment": environment}
+    document["services"] = {
+        service(one): {_MERGE: task, **_service(job, one, tasks, environment)} for one in tasks
+    }
+    if not job.network.host:
+        document["networks"] = {"job": {"driver": "bridge"}}
+    if any(one.type == "ps" for one in tasks):
+        document["volumes"] = {"snapshots": {}}
+    return document
+
+
+def _shared(job: Containers) -> dict[str, Any]:
+    """What the services of all tasks have in common."""
+    volumes = [_Row(type="bind", source=job.out, target="/runs")]
+    for source, target in ((job.scripts, "/scripts"), (job.data, "/data")):
+        if source is not None:
+            volumes.append(_Row(type="bind", source=source, target=target, read_only=True))
+    shared: dict[str, Any] = {
+        "image": job.image,
+        "command": _List(job.command),
+        "working_dir": "/runs",
+        "user": job.user,
+        "init": True,
+        "read_only": True,
+        "tmpfs": _List(["/tmp"]),
+        "cap_drop": _List(["ALL"]),
+        "security_opt": _List(["no-new-privileges:true"]),
+        "stop_grace_period": f"{STOP_SECONDS}s",
+    }
+    if job.network.host:
+        shared["network_mode"] = "host"
+    else:
+        shared["networks"] = _List(["job"])
+    if not job.network.ipc:
+        shared["shm_size"] = SHARED_MEMORY
+    if job.limits.memory is not None:
+        shared["mem_limit"] = job.limits.memory
+    return shared | {"volumes": volumes}
+
+
+def _told(job: Containers) -> dict[str, str]:
+    """The environment that is the same for all tasks."""
+    told = {ENV_STRATEGY: job.strategy}
+    if job.strategy_options is not None:
+        told[ENV_STRATEGY_OPTIONS] = job.strategy_options
+    told |= {ENV_TIMEOUT: f"{job.timeout:g}", ENV_RUN_DIR: "/runs"}
+    if job.roles.ps:
+        told[ENV_SNAPSHOT_DIR] = "/snapshots"
+    return told | MALLOC
+
+
+def _service(
+    job: Containers, task: Task, here: Sequence[Task], environment: dict[str, str]
+) -> dict[str, Any]:
+    """What the service of ``task`` has for itself; ``here`` are the tasks of the same file."""
+    first = here[0]
+    found: dict[str, Any] = {}
+    if not job.network.host:
+        found["hostname"] = service(task)
+    found["environment"] = {
+        _MERGE: environment,
+        "OMP_NUM_THREADS": str(job.threads(task)),
+        **({"CUDA_VISIBLE_DEVICES": ""} if task.type == "ps" else {}),
+        VARIABLE: _tf_config(job, task),
+    }
+    restarts = job.roles.restarts(task)
+    found["restart"] = f"on-failure:{restarts}" if restarts else "no"
+    if task != first:
+        found["depends_on"] = {service(first): _Row(condition="service_started")}
+    if job.meets:
+        found["healthcheck"] = _health(job, task)
+    if job.network.ipc:
+        found["ipc"] = "shareable" if task == first else f"service:{service(first)}"
+        if task == first:
+            found["shm_size"] = SHARED_MEMORY
+    if job.limits.cpus and task.type == "worker":
+        found["cpus"] = job.limits.cpus[task.index]
+    if job.limits.gpus and task.type == "worker":
+        found["deploy"] = _gpu([one for one in here if one.type == "worker"].index(task))
+    if task.type == "ps":  # merging replaces a list as a whole
+        own = _Row(type="volume", source="snapshots", target="/snapshots")
+        found["volumes"] = [*_shared(job)["volumes"], own]
+    return found
+
+
+def _tf_config(job: Containers, task: Task) -> str:
+    cluster: dict[str, list[str]] = {}
+    for one in job.roles.tasks:
+        host, port = job.address(one)
+        cluster.setdefault(one.type, []).append(f"{host}:{port}")
+    return json.dumps({"cluster": cluster, "task": {"type": task.type, "index": task.index}})
+
+
+def _health(job: Containers, task: Task) -> dict[str, Any]:
+    """Healthy is a task that reaches the place where the job meets; a server, which listens."""
+    host, port = job.address(task if task.type == "ps" else job.leader)
+    look = f"import socket; socket.create_connection(({json.dumps(host)}, {port}), 3)"
+    return {
+        "test": _List(["CMD", "python", "-c", look]),
+        "interval": "10s",
+        "timeout": "5s",
+        "retries": 3,
+        "start_period": "60s",
+    }
+
+
+def _gpu(number: int) -> dict[str, Any]:
+    device = _Row(driver="nvidia", device_ids=[str(number)], capabilities=["gpu"])
+    return {"resources": {"reservations": {"devices": [device]}}}
+
+
+class _List(list[Any]):
+    """A list on one line."""
+
+
+class _Row(dict[str, Any]):
+    """A mapping on one line."""
+
+
+class _Anchored(dict[str, Any]):
+    """A mapping that others refer to by ``name``."""
+
+    def __init__(self, name: str, items: dict[str, Any]) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+class _Merge(str):
+    """The key that merges another mapping in."""
+
+
+_MERGE = _Merge("<<")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes YAML as people do: lists indented, anchors with names, text on one line."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """Lists stand further in than their key."""
+        super().increase_indent(flow, False)
+
+    def generate_anchor(self, node: yaml.Node) -> str:
+        """The name that the mapping has, instead of a number."""
+        return self._names[id(node)]
+
+    @property
+    def _names(self) -> dict[int, str]:
+        kept = self.object_keeper
+        return {
+            id(self.represented_objects[id(one)]): one.name
+            for one in kept
+            if isinstance(one, _Anchored)
+        }
+
+
+def _mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=False)
+
+
+def _row(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
+
+
+def _list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+
+def _merge(dumper: yaml.SafeDumper, data: _Merge) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:merge", "<<")
+
+
+_Dumper.add_representer(_Anchored, _mapping)
+_Dumper.add_representer(_Row, _row)
+_Dumper.add_representer(_List, _list)
+_Dumper.add_representer(_Merge, _merge)
+
+
+def _dump(document: dict[str, Any]) -> str:
+    # Compose reads $ as a variable; here it never is one.
+    text: str = yaml.dump(
+        document,
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=False,
+        allow_unicode=True,
+        width=1 << 20,
+    )
+    return text.replace("$", "$$")
+
+
+def _airy(text: str) -> Iterator[str]:
+    """The lines of ``text`` with a blank one before each section and each service."""
+    section = ""
+    follows = False
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            section = line.split()[0]
+            if section != "name:":
+                yield ""
+            if section in COMMENTS:
+                yield f"# {COMMENTS[section]}"
+            follows = False
+        elif section == "services:" and line[2] != " ":
+            if follows:
+                yield ""
+            follows = True
+        yield line
+    yield ""

@@ -1,0 +1,328 @@
+"""A job in containers as one checked value: what runs, who takes part, and what each may use."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from spartito.cluster.spec import Task, is_loopback
+from spartito.device import available_cores
+from spartito.errors import UserError
+from spartito.launch.roles import PARAMETER_SERVER, Roles
+from spartito.names import RECIPES, STRATEGIES, nearest
+
+IMAGE = "spartito"
+PORT = 29500
+"""Where a task listens in its own container; on a shared network the next ones follow."""
+
+LEAST_MEMORY = 300 << 20
+"""Bytes that one task takes before it has a model: Python and torch."""
+
+CONTAINER_USER = "1000:1000"
+"""Who runs in the container when root asks: never root."""
+
+UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
+HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
+MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([bkmgt]?)(?:i?b)?", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What the containers may use; None and empty mean all that the machine has.
+
+    ``cpus`` has one number per worker; ``memory`` is the engine's word for the bytes of each
+    task, as ``2g``. With ``gpus`` every worker gets a GPU of its own.
+    """
+
+    cpus: tuple[float, ...] = ()
+    memory: str | None = None
+    gpus: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """How the containers reach each other.
+
+    A private bridge by default; ``host`` gives them the machine's own network, ``ipc`` one
+    /dev/shm for all. ``machines`` are the names of several machines, empty for this one.
+    """
+
+    host: bool = False
+    ipc: bool = False
+    machines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Containers:
+    """A job in containers, checked: see `plan_containers`.
+
+    ``command`` is what every task runs; ``about`` says in a word what that is. ``scripts``,
+    ``data`` and ``out`` are folders of the machine, as the file will name them. ``cores`` are
+    those of one machine, ``user`` is who runs in the container.
+    """
+
+    name: str
+    about: str
+    command: tuple[str, ...]
+    strategy: str
+    roles: Roles
+    out: str
+    strategy_options: str | None = None
+    image: str = IMAGE
+    scripts: str | None = None
+    data: str | None = None
+    limits: Limits = Limits()
+    network: Network = Network()
+    cores: int = 1
+    user: str = CONTAINER_USER
+    timeout: float = 300.0
+
+    @property
+    def leader(self) -> Task:
+        """The task where the others meet, and whose exit code is the job's."""
+        return self.roles.tasks[0]
+
+    @property
+    def meets(self) -> bool:
+        """Whether tasks meet at the leader's address at all."""
+        return sum(task.type != "evaluator" for task in self.roles.tasks) > 1
+
+    def machine_of(self, task: Task) -> str:
+        """The machine that ``task`` runs on, ``""`` for this one.
+
+        Workers in blocks, servers one by one. The chief writes and the evaluator reads the run
+        folder: both are on the first.
+        """
+        machines = self.network.machines or ("",)
+        if task.type == "worker":
+            return machines[task.index * len(machines) // self.roles.workers]
+        if task.type == "ps":
+            return machines[task.index % len(machines)]
+        return machines[0]
+
+    def together(self, task: Task) -> list[Task]:
+        """The tasks on the machine of ``task``, in order."""
+        return [t for t in self.roles.tasks if self.machine_of(t) == self.machine_of(task)]
+
+    def address(self, task: Task) -> tuple[str, int]:
+        """Where ``task`` listens: a service on the bridge, else a port of its machine."""
+        if not self.network.host:
+            return service(task), PORT
+        return self.machine_of(task) or "127.0.0.1", PORT + self.together(task).index(task)
+
+    def threads(self, task: Task) -> int:
+        """How many threads ``task`` computes with."""
+        if task.type != "worker":
+            return 1
+        if self.limits.cpus:
+            return max(1, math.ceil(self.limits.cpus[task.index]))
+        beside = [t for t in self.together(task) if t.type == "worker"]
+        return max(1, self.cores // len(beside))
+
+
+def service(task: Task) -> str:
+    """What the task's service is called: ``worker-1``, or ``chief`` where there is only one."""
+    return task.type if task.type in ("chief", "evaluator") else f"{task.type}-{task.index}"
+
+
+def plan_containers(
+    target: str,
+    arguments: Sequence[str] = (),
+    *,
+    strategy: str | None = None,
+    strategy_options: str | None = None,
+    workers: int = 1,
+    ps: int = 0,
+    chief: bool = False,
+    evaluator: bool = False,
+    data: Path | None = None,
+    out: Path | None = None,
+    gpus: bool = False,
+    cpus: str | None = None,
+    memory: str | None = None,
+    image: str = IMAGE,
+    name: str | None = None,
+    host_network: bool = False,
+    share_ipc: bool = False,
+    hosts: str | None = None,
+    timeout: float = 300.0,
+) -> Containers:
+    """The job that these words ask for, ``target`` being a script or a recipe.
+
+    ``cpus`` and ``hosts`` are lists with commas. Raises `UserError` for what cannot run: before
+    there is a file, let alone a container.
+    """
+    roles = Roles(workers, ps, evaluator, chief)
+    chosen = _check_strategy(strategy, strategy_options, roles, host_network, share_ipc, hosts)
+    about, command, scripts = _program(target, arguments, data is not None)
+    machines = _machines(hosts, roles)
+    job = name or re.sub(r"[^a-z0-9_-]+", "-", about.lower().removesuffix(".py")).strip("-_")
+    if not JOB_NAME.fullmatch(job):
+        raise UserError(
+            f"--name {job!r} cannot name containers",
+            "Use small letters, digits, - and _, with a letter or a digit first.",
+        )
+    if data is not None and not data.is_dir():
+        raise UserError(f"--data {data} is no folder", f"The folder we are in is {Path.cwd()}.")
+
+    def named(path: Path | None) -> str | None:
+        return None if path is None else _named(path, whole=bool(machines))
+
+    return Containers(
+        name=job,
+        about=about,
+        command=command,
+        strategy=chosen,
+        strategy_options=strategy_options,
+        roles=roles,
+        out=_named(out or Path("runs") / job, whole=bool(machines)),
+        image=image,
+        scripts=named(scripts),
+        data=named(data),
+        limits=Limits(_cpus(cpus, workers), _memory(memory), gpus),
+        network=Network(host_network or bool(machines), share_ipc, machines),
+        cores=available_cores(),
+        user=CONTAINER_USER if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}",
+        timeout=timeout,
+    )
+
+
+def memory_bytes(text: str) -> int:
+    """The bytes that an engine's word such as ``512m`` or ``2g`` means; `UserError` if none."""
+    found = MEMORY.fullmatch(text.strip())
+    if found is None:
+        raise UserError(f"--memory {text!r} is no amount of memory", "Write it as 512m or 2g.")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def _check_strategy(
+    strategy: str | None,
+    options: str | None,
+    roles: Roles,
+    host_network: bool,
+    share_ipc: bool,
+    hosts: str | None,
+) -> str:
+    if strategy is not None and strategy not in STRATEGIES:
+        raise UserError(f"{strategy!r} is not a strategy", nearest(strategy, STRATEGIES))
+    roles.check(strategy, in_task=False, machines=1)
+    several = "multi_worker_mirrored" if roles.workers > 1 else "one_device"
+    chosen = strategy or (PARAMETER_SERVER if roles.ps else several)
+    if chosen == "one_device" and roles.workers > 1:
+        raise UserError(
+            f"one_device trains in one container, but --workers {roles.workers} asks for more",
+            "Use --strategy multi_worker_mirrored, or --workers 1.",
+        )
+    alone = {"mirrored": host_network, "central_storage": host_network and share_ipc}
+    if roles.workers > 1 and chosen in alone and (hosts or not alone[chosen]):
+        need = "--host-network" + (" --share-ipc" if chosen == "central_storage" else "")
+        raise UserError(
+            f"{chosen} is for one machine, and each container is a machine of its own",
+            "Use --strategy multi_worker_mirrored (with --share-ipc it talks by shared memory "
+            f"too), or on a single machine {need}.",
+        )
+    if options is not None:
+        _check_options(options)
+    return chosen
+
+
+def _check_options(options: str) -> None:
+    try:
+        value = json.loads(options)
+    except json.JSONDecodeError as error:
+        raise UserError(f"--strategy-options {options!r} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(
+            f"--strategy-options {options!r} is not a JSON object",
+            "Write the keyword arguments as '{\"name\": value}'.",
+        )
+
+
+def _program(
+    target: str, arguments: Sequence[str], has_data: bool
+) -> tuple[str, tuple[str, ...], Path | None]:
+    """What the job is called, what a task runs, and the folder of the script."""
+    ours = [word for word in arguments if word.partition("=")[0] in ("--out", "--data")]
+    if target in RECIPES:
+        if ours:
+            raise UserError(
+                f"{ours[0]} after -- is a path of the container",
+                f"Give {ours[0].partition('=')[0]} to 'spartito cluster compose' itself.",
+            )
+        folders = ["--out=/runs", *(["--data=/data"] if has_data else [])]
+        return target, ("python", "-m", f"spartito.recipes.{target}", *folders, *arguments), None
+    script = Path(target)
+    if not script.is_file():
+        raise UserError(f"{target!r} is neither a script nor a recipe", nearest(target, RECIPES))
+    return script.name, ("python", f"/scripts/{script.name}", *arguments), script.parent
+
+
+def _named(path: Path, whole: bool) -> str:
+    """``path`` as a file in the present folder names it: ``./data``, or whole if it is outside."""
+    found = path.resolve()
+    here = Path.cwd()
+    if whole or not found.is_relative_to(here):
+        return str(found)
+    inside = found.relative_to(here)
+    return f"./{inside}" if inside.parts else "."
+
+
+def _cpus(text: str | None, workers: int) -> tuple[float, ...]:
+    """One number of CPUs for each worker."""
+    if text is None:
+        return ()
+    try:
+        given = tuple(float(part) for part in text.split(","))
+    except ValueError:
+        raise UserError(f"--cpus {text} is no list of numbers", "Write 0.5 or 0.5,1.") from None
+    if not all(math.isfinite(count) and count >= 0.01 for count in given):
+        raise UserError(f"--cpus {text}: a container has 0.01 CPUs or more")
+    if len(given) not in (1, workers):
+        raise UserError(
+            f"--cpus {text} has {len(given)} numbers for {workers} workers",
+            "Give one number for all workers, or one for each.",
+        )
+    return given * workers if len(given) == 1 else given
+
+
+def _memory(text: str | None) -> str | None:
+    if text is None:
+        return None
+    if memory_bytes(text) < LEAST_MEMORY:
+        raise UserError(
+            f"--memory {text} is too small: Python and torch alone take {LEAST_MEMORY >> 20}m",
+            "Give the model, its optimizer and a batch room as well: --memory 1g, for example.",
+        )
+    return f"{memory_bytes(text) >> 20}m"
+
+
+def _machines(text: str | None, roles: Roles) -> tuple[str, ...]:
+    """The machines' names of a list with commas."""
+    if text is None:
+        return ()
+    names = tuple(part.strip() for part in text.split(","))
+    for name in names:
+        if not HOST_NAME.fullmatch(name):
+            raise UserError(
+                f"--hosts {text}: {name!r} is no name of a machine", "Write a,b,c, without ports."
+            )
+        if len(names) > 1 and is_loopback(name):
+            raise UserError(
+                f"--hosts {text}: {name} is each machine itself",
+                "Give the name or address by which the other machines reach it.",
+            )
+    if len({name.lower() for name in names}) < len(names):
+        raise UserError(f"--hosts {text} names a machine twice", "Name each machine once.")
+    if len(names) > len(roles.tasks) or len(names) > max(roles.workers, roles.ps):
+        raise UserError(
+            f"--hosts {text} are {len(names)} machines, too many for the job's "
+            f"{roles.workers} workers and {roles.ps} ps",
+            f"Add workers: --workers {len(names)}.",
+        )
+    return names

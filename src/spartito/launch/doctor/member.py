@@ -1,0 +1,114 @@
+"""Any other task: it comes to the one that leads, and does what it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from spartito.launch.doctor.messages import (
+    OK,
+    End,
+    Facts,
+    Join,
+    Knock,
+    Knocked,
+    Knocks,
+    Measure,
+    Measured,
+    Order,
+    Pong,
+    Ping,
+    Refused,
+    Target,
+    Welcome,
+)
+from spartito.launch.doctor.probe import at_once, knock, knock_all, measure
+from spartito.launch.doctor.report import Report, addresses_of
+from spartito.launch.doctor.station import Station
+from spartito.launch.doctor.talk import GarbageError, Talk, call
+from spartito.cluster.spec import split_address
+
+RETRY_SECONDS = 0.05  # between two looks for a leader that does not listen yet
+KNOCK_SECONDS = 1.0
+GRACE_SECONDS = 1.0
+"""How long after the leader's time limit its last word may come."""
+
+
+def follow(facts: Facts, station: Station, leader: Sequence[Target], end: float) -> End | Report:
+    """Come to the ``leader``, who listens at one of these, and obey until it says `End`.
+
+    The `Report` is what we can tell alone, when the leader does not come until ``end``, does
+    not let us in, or falls silent.
+    """
+    talk = None
+    while talk is None:
+        why = OK
+        for target in leader:
+            found = knock(facts.task, target, min(end, time.monotonic() + KNOCK_SECONDS))
+            if found.how == OK:
+                talk = _join(facts, station, target, end)
+                break
+            why = found.how if target == leader[0] else why
+        if talk is None:
+            if time.monotonic() + RETRY_SECONDS >= end:
+                return _alone(facts, leader[0], why)
+            time.sleep(RETRY_SECONDS)
+    with talk:
+        try:
+            return _obey(facts, talk, leader[0], end)
+        except (OSError, GarbageError):
+            return _alone(facts, leader[0], "silent", came=True)
+
+
+def _join(facts: Facts, station: Station, target: Target, end: float) -> Talk | None:
+    try:
+        talk = call(target.host, target.port, end)
+    except OSError:
+        return None
+    try:
+        talk.say(Join(facts, station.port), end)
+    except OSError:
+        talk.close()
+        return None
+    return talk
+
+
+def _obey(facts: Facts, talk: Talk, leader: Target, end: float) -> End | Report:
+    while True:
+        order = talk.hear(Order, end)
+        now = time.monotonic()
+        if isinstance(order, End):
+            return order
+        if isinstance(order, Refused):
+            return _alone(facts, leader, OK, refused=order.why)
+        if isinstance(order, Welcome):
+            end = now + order.seconds + GRACE_SECONDS
+        elif isinstance(order, Knock):
+            talk.say(Knocks(knock_all(facts.task, order.targets, order.seconds)), end)
+        elif isinstance(order, Measure):
+            talk.say(Measured(measure(facts.task, order.target, order.seconds)), end)
+
+
+def _alone(
+    facts: Facts, leader: Target, why: str, *, came: bool = False, refused: str = ""
+) -> Report:
+    """What this task can say without the leader: itself, and who of the others answers it."""
+    addresses = addresses_of(facts.cluster)
+    others = {
+        name: Target(name, *split_address(address))
+        for name, address in addresses.items()
+        if address and name not in {facts.task, leader.task}
+    }
+    knocks = knock_all(facts.task, list(others.values()), KNOCK_SECONDS) if not refused else []
+    if not refused:
+        address = f"{leader.host}:{leader.port}"
+        knocks.append(Knocked(facts.task, leader.task, address, why))
+    return Report(
+        expected=[facts.task, *([] if refused else [leader.task])],
+        addresses=addresses,
+        leader=facts.task,
+        facts={facts.task: facts},
+        knocks=knocks,
+        silent=[leader.task] if came else [],
+        refused=[refused] if refused else [],
+    )

@@ -1,0 +1,281 @@
+"""Drives the container engine: the commands behind ``spartito cluster``, and what they may say."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from spartito.errors import SpartitoError, UserError
+
+ASK_SECONDS = 30.0
+"""How long the engine may take to answer a question."""
+
+START_SECONDS = 300.0
+"""How long it may take to make or remove all containers of a job."""
+
+PROJECT = "com.docker.compose.project"
+SERVICE = "com.docker.compose.service"
+VERSION_LABEL = "spartito.version"
+
+COMPLAINTS = (
+    (
+        "permission denied",
+        "no right to use the container engine",
+        "Join the group that may (sudo usermod -aG docker $USER, then log in again), or use sudo.",
+    ),
+    (
+        ("cannot connect to the docker daemon", "connection refused", "error during connect"),
+        "the container engine does not run",
+        "Start it: sudo systemctl start docker, or dockerd as root.",
+    ),
+    (
+        ("port is already allocated", "address already in use"),
+        "a port that the job publishes is taken",
+        "End the program that has it, or change the port in the file.",
+    ),
+    (
+        "is already in use by container",
+        "a container of this name is there already",
+        "End that job: spartito cluster down FILE; or choose another --name.",
+    ),
+    (
+        ("could not select device driver", "nvidia-container"),
+        "the engine cannot give GPUs to containers",
+        "Install the NVIDIA Container Toolkit, or leave --gpus out.",
+    ),
+    (
+        ("no such image", "pull access denied", "manifest unknown", "unable to find image"),
+        "an image is missing",
+        "Build it: spartito cluster image",
+    ),
+    (
+        ("minimum memory limit", "range of cpus is from"),
+        "a limit that the engine cannot keep",
+        "Change cpus or mem_limit in the file.",
+    ),
+)
+"""Words of the engine, what they mean, and what to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskState:
+    """How a container goes: ``status`` is the engine's word, as running, restarting, exited.
+
+    ``health`` is empty where nobody looks. ``finished_at`` sorts the ends of several.
+    """
+
+    service: str
+    id: str
+    status: str
+    code: int
+    health: str = ""
+    starts: int = 1
+    out_of_memory: bool = False
+    finished_at: str = ""
+
+    @property
+    def name(self) -> str:
+        """As logs and errors say it: ``worker 1``."""
+        return self.service.replace("-", " ")
+
+    @property
+    def ended(self) -> bool:
+        """Whether it is over and the engine will not start it again."""
+        return self.status in ("exited", "dead")
+
+
+@dataclass(frozen=True, slots=True)
+class JobFile:
+    """A compose file as `read_job` found it."""
+
+    path: Path
+    name: str
+    services: Mapping[str, Mapping[str, Any]]
+
+    @property
+    def images(self) -> list[str]:
+        """The images that the services need."""
+        return sorted({str(service["image"]) for service in self.services.values()})
+
+    def folders(self) -> list[tuple[Path, bool, str]]:
+        """The folders of this machine that are mounted: path, whether only to read, for whom."""
+        return [
+            (
+                (self.path.parent / str(volume["source"]).replace("$$", "$")).resolve(),
+                bool(volume.get("read_only")),
+                str(service.get("user", "")),
+            )
+            for service in self.services.values()
+            for volume in service.get("volumes", [])
+            if isinstance(volume, dict) and volume.get("type") == "bind"
+        ]
+
+    def goes_on_without(self, service: str) -> bool:
+        """Whether the engine starts a lost ``service`` again while the others go on."""
+        return str(self.services[service].get("restart", "no")) != "no"
+
+
+def read_job(path: Path) -> JobFile:
+    """The job that the file describes; `UserError` when it is none."""
+    advice = "Write one with: spartito cluster compose mnist --workers 2 > compose.yaml"
+    try:
+        document = yaml.safe_load(path.read_text())
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}", advice) from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} is not YAML: {error}", advice) from error
+    services = document.get("services") if isinstance(document, dict) else None
+    if not isinstance(services, dict) or not services:
+        raise UserError(f"{path} has no services", advice)
+    for name, service in services.items():
+        if not isinstance(service, dict) or "image" not in service:
+            raise UserError(f"{path}: the service {name!r} has no image", advice)
+    if not isinstance(document.get("name"), str):
+        raise UserError(f"{path} has no name", "Add a line 'name: digits', for example.")
+    return JobFile(path, document["name"], services)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """The engine of this machine; ``compose`` are the words that start its composer."""
+
+    docker: str
+    compose: tuple[str, ...]
+
+    @classmethod
+    def find(cls) -> Engine:
+        """The engine, once it has answered; `UserError` where there is none or no right to it."""
+        docker = shutil.which("docker")
+        if docker is None:
+            raise UserError(
+                "there is no docker command on this machine",
+                "Install Docker Engine; or run without containers: spartito run --workers 2 ...",
+            )
+        call([docker, "version", "--format", "{{.Server.Version}}"], ASK_SECONDS)
+        if _works([docker, "compose", "version"]):
+            return cls(docker, (docker, "compose"))
+        old = shutil.which("docker-compose")
+        if old is None:
+            raise UserError(
+                "this docker has no compose",
+                "Install docker-compose-plugin or docker-compose, as your system calls it.",
+            )
+        return cls(docker, (old,))
+
+    def ask(self, *words: str, limit: float = ASK_SECONDS) -> str:
+        """What ``docker`` with ``words`` prints."""
+        return call([self.docker, *words], limit)
+
+    def tell(self, job: JobFile, *words: str, limit: float = START_SECONDS) -> str:
+        """Have the composer do ``words`` with the job."""
+        # The composer of old does not know the key "name": it gets the name, and no such key.
+        where = ["--project-name", job.name, "--project-directory", str(job.path.parent.resolve())]
+        text = "\n".join(
+            line for line in job.path.read_text().splitlines() if not line.startswith("name:")
+        )
+        return call([*self.compose, *where, "--file", "-", *words], limit, text)
+
+    def label(self, image: str, label: str) -> str | None:
+        """A label of ``image``, empty without; None where the image is not on this machine."""
+        if not self.ask("image", "ls", "--quiet", image).strip():
+            return None
+        found = self.ask("image", "inspect", "--format", "{{json .Config.Labels}}", image)
+        return str((json.loads(found) or {}).get(label, ""))
+
+    def states(self, job: JobFile) -> list[TaskState]:
+        """How each container of the job goes, in the order of the file."""
+        listed = self.ask(
+            "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={PROJECT}={job.name}"
+        ).split()
+        if not listed:
+            return []
+        found = [state_of(one) for one in json.loads(self.ask("inspect", *listed))]
+        order = list(job.services)
+        known = [state for state in found if state.service in order]
+        return sorted(known, key=lambda state: order.index(state.service))
+
+    def down(self, job: JobFile) -> None:
+        """Remove the job's containers, its network and its snapshots; the run folder stays."""
+        self.tell(job, "down", "--volumes", "--remove-orphans", "--timeout", "10")
+
+
+def state_of(inspected: Mapping[str, Any]) -> TaskState:
+    """A container's state out of what ``docker inspect`` says."""
+    state = inspected["State"]
+    return TaskState(
+        service=inspected["Config"]["Labels"].get(SERVICE, ""),
+        id=inspected["Id"],
+        status=state["Status"],
+        code=int(state["ExitCode"]),
+        health=(state.get("Health") or {}).get("Status", ""),
+        starts=1 + int(inspected.get("RestartCount", 0)),
+        out_of_memory=bool(state.get("OOMKilled")),
+        finished_at=state.get("FinishedAt", "").rstrip("Z"),  # so that shorter sorts first
+    )
+
+
+def build_image(
+    tag: str,
+    context: Path,
+    version: str,
+    arguments: Mapping[str, str],
+    network: str | None = None,
+) -> int:
+    """Build the image out of the project in ``context``; answers the builder's exit code.
+
+    ``arguments`` are those of the Dockerfile, ``network`` is what the build may use.
+    """
+    file = context / "docker" / "Dockerfile"
+    if not file.is_file():
+        raise UserError(
+            f"{context} has no docker/Dockerfile",
+            "Run this in the folder of Spartito's sources, or name it: spartito cluster image DIR",
+        )
+    engine = Engine.find()
+    words = [engine.docker, "build", "--file", str(file), "--tag", tag]
+    words += ["--label", f"{VERSION_LABEL}={version}"]
+    for name, value in arguments.items():
+        words += ["--build-arg", f"{name}={value}"]
+    if network is not None:
+        words += ["--network", network]
+    return subprocess.run([*words, str(context)]).returncode
+
+
+def call(words: Sequence[str], limit: float, given: str | None = None) -> str:
+    """What a command prints; its failure as the error that its reader needs."""
+    try:
+        done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        raise SpartitoError(
+            f"{' '.join(words[:3])} gave no answer within {limit:g} s",
+            "Does the engine still run? Try: docker ps",
+        ) from None
+    except OSError as error:
+        raise UserError(f"{words[0]} cannot be started: {error.strerror}") from error
+    if done.returncode:
+        raise complaint(done.stderr or done.stdout)
+    return done.stdout
+
+
+def complaint(text: str) -> SpartitoError:
+    """The error that the engine's words ``text`` mean."""
+    low = text.lower()
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    said = lines[-1] if lines else "it said nothing"
+    for signs, what, do in COMPLAINTS:
+        for sign in (signs,) if isinstance(signs, str) else signs:
+            if sign in low:
+                said = next(line for line in lines if sign in line.lower())
+                return UserError(f"{what}: {said}", do)
+    return SpartitoError(f"the container engine failed: {said}")
+
+
+def _works(words: Sequence[str]) -> bool:
+    return not subprocess.run(words, capture_output=True, timeout=ASK_SECONDS).returncode
