@@ -103,13 +103,13 @@ class Shard:
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own * rate
         self.optimizer.step()
-        self._spread()
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own
         for tensor, old in kept:
             tensor.copy_(old)
         if fresh:
             self._forget(fresh, absent)
+        self._spread()
         for run in self._kept:
             values, change = self._view(self.values, run), self._view(push, run)
             if is_summed(run.dtype):
@@ -206,8 +206,9 @@ class Shard:
         for parameter in self._parameters if self._close else ():
             state = self.optimizer.state.get(parameter, {})
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.shape == parameter.shape:
-                    state[key] = apart(value).view(value.shape)
+                alike = isinstance(value, Tensor) and value.shape == parameter.shape
+                if alike and value.stride() == parameter.stride():
+                    state[key] = apart(flat(value)).as_strided(value.shape, value.stride())
             self._close = self._close and not state
 
     def _rebind(self, tensors: Sequence[Tensor]) -> None:

@@ -76,7 +76,8 @@ class Exchange:
         self.waited += time.perf_counter() - began
 
     def look(self) -> None:
-        """Have the newest values, to evaluate or to save."""
+        """Have the newest values, to evaluate or to save: until that is done we compute nothing."""
+        self.rest()
         while True:
             with suppress(Restarted):
                 return self.servers.get(admit=False)
