@@ -148,6 +148,7 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, An
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
     if value.dim() == 0:  # a step counter: keeps its own dtype
         return value.clone()
-    return value.to(device=parameter.device, dtype=parameter.dtype).clone(
-        memory_format=torch.preserve_format
-    )
+    made = torch.empty_like(parameter.detach()) if value.shape == parameter.shape else None
+    if made is None:  # a shape of the optimizer's own
+        return value.to(device=parameter.device, dtype=parameter.dtype).clone()
+    return made.copy_(value)  # laid out as the parameter, whose update reads both together

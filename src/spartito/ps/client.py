@@ -17,7 +17,7 @@ from spartito.cluster.spec import split_address
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
 from spartito.ps.codec import make_codec
-from spartito.ps.connection import STATE_ROOM, areas
+from spartito.ps.connection import STATE_ROOM, areas, state_message
 from spartito.ps.keys import Keys
 from spartito.ps.layout import Span
 from spartito.ps.messages import (
@@ -182,9 +182,7 @@ class Link:
     def _load(self, load: Load, values: Tensor, state: OptimizerState) -> None:
         self._open.send(load, values.numpy().data)
         for (slot, key), value in state.items():
-            data = value.detach().reshape(-1).contiguous().view(torch.uint8)
-            dtype = str(value.dtype).removeprefix("torch.")
-            self._open.send(LoadState(slot, key, dtype, not value.dim()), data.numpy().data)
+            self._open.send(*state_message(slot, key, value))
 
     def _state(self, head: State) -> tuple[Tensor, OptimizerState]:
         values = allocate(self.span)
@@ -193,7 +191,7 @@ class Link:
         for _ in range(head.tensors):
             part: LoadState = self._checked(self._open.receive())
             data = torch.frombuffer(bytearray(self._open.payload), dtype=dtype_of(part.dtype))
-            found[part.slot, part.key] = data[0] if part.scalar else data
+            found[part.slot, part.key] = data.view(part.shape)
         return values, found
 
     def _receive(self) -> Any:

@@ -6,6 +6,7 @@ import socket
 import tempfile
 import threading
 from contextlib import suppress
+from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -320,13 +321,11 @@ class Connection(threading.Thread):
         found = self._store.shard.slots
         _need(self._pending is not None, "the optimizer's state came where it was not expected")
         _need(0 <= message.slot < len(found) and message.dtype in ITEM_SIZES, "no such state")
-        run = found[message.slot]
-        count = 1 if message.scalar else (run.stop - run.start) // ITEM_SIZES[run.dtype]
-        size = count * ITEM_SIZES[message.dtype]
+        size = prod(message.shape) * ITEM_SIZES[message.dtype]
         came = len(self._wire.payload)
         _need(came == size, f"{size} bytes of state were expected, {came} came")
         data = torch.frombuffer(bytearray(self._wire.payload), dtype=dtype_of(message.dtype))
-        self._loading[message.slot, message.key] = data[0] if message.scalar else data
+        self._loading[message.slot, message.key] = data.view(message.shape)
 
     def _finish_load(self) -> None:
         if self._pending is None or len(self._loading) < self._expected:
@@ -343,11 +342,14 @@ class Connection(threading.Thread):
         state = shard.state()
         self._wire.send(State(len(state), settings(shard.optimizer)), shard.values.numpy().data)
         for (slot, key), value in state.items():
-            data = value.detach().reshape(-1).contiguous()
-            self._wire.send(
-                LoadState(slot, key, str(value.dtype).removeprefix("torch."), not value.dim()),
-                data.view(torch.uint8).numpy().data,
-            )
+            self._wire.send(*state_message(slot, key, value))
+
+
+def state_message(slot: int, key: str, value: Tensor) -> tuple[LoadState, memoryview]:
+    """One tensor of an optimizer's state, as a message and its payload."""
+    data = value.detach().reshape(-1).contiguous().view(torch.uint8)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return LoadState(slot, key, dtype, list(value.shape)), data.numpy().data
 
 
 def _need(holds: bool, rule: str) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from itertools import count
 from math import inf
 
 from spartito.errors import SpartitoError, UserError
@@ -58,6 +59,7 @@ class Coordinator:
         self._bad_limit = bad_limit
         self._changed = threading.Condition()
         self._queues: dict[int, WorkQueue] = {}
+        self._groups = count(1)
         self._stopped: set[int] = set()
         self._published: dict[int, bytes] = {}
         self._rates = b""
@@ -162,7 +164,7 @@ class Coordinator:
             self._check()
             if stream in self._queues:
                 raise ValueError(f"stream {stream} was opened before")
-            queue = self._queues[stream] = WorkQueue(plan)
+            queue = self._queues[stream] = WorkQueue(plan, self._groups)
             self._join_all(queue)
             self._progress = self._moved = time.monotonic()
             self._changed.notify_all()

@@ -153,7 +153,7 @@ class Job:
             for part, key, value in split_state(found, state):
                 tensor = self.vector.tensors[part.entry]
                 own = self._optimizer.state[tensor]
-                if not value.dim():
+                if value.numel() != part.end - part.begin or not value.dim():
                     own[key] = value
                     continue
                 if key not in own:

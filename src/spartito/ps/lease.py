@@ -7,7 +7,7 @@ arguments, in seconds. Each piece is finished exactly once, unless it is reopene
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 
@@ -66,7 +66,8 @@ class WorkQueue:
     Worker ``i`` gets slice ``i % slices``, and helps where most is left when that has nothing.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, groups: Iterator[int] | None = None) -> None:
+        """``groups`` numbers the groups, of all queues of a job together."""
         self.plan = plan
         self._course = Course(plan)
         self._slices = [Slice() for _ in range(plan.slices)]
@@ -77,7 +78,7 @@ class WorkQueue:
         self._granted: dict[int, Lease] = {}
         self._sums: defaultdict[int, list[float]] = defaultdict(list)
         self._closed = 0
-        self._ids, self._groups = count(1), count(1)
+        self._ids, self._groups = count(1), count(1) if groups is None else groups
 
     # Who works
 

@@ -55,7 +55,7 @@ class LoadState(Message, frozen=True, tag="load_state"):
     slot: int
     key: str
     dtype: str
-    scalar: bool
+    shape: list[int]
 
 
 class Push(Message, frozen=True, tag="push"):

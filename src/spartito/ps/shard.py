@@ -284,7 +284,10 @@ def split_state(found: Sequence[Run], state: State) -> Iterator[tuple[Part, str,
     for (number, key), value in state.items():
         run = found[number]
         for part in run.parts:
-            yield part, key, value.reshape(-1)[_within(run, part)] if value.dim() else value
+            here = _within(run, part)
+            whole = value.numel() != here.stop  # a number, or a shape of the optimizer's own
+            whole = whole and len(run.parts) == 1
+            yield part, key, value if whole or not value.dim() else value.reshape(-1)[here]
 
 
 def _is_long(key: str, run: Run, values: Sequence[Tensor]) -> bool:

@@ -83,7 +83,6 @@ class Pusher:
                 "Iterate over strategy.distribute(data), and update once for each batch.",
             )
         lease, options = place.lease, settings(pair.optimizer)
-        number = (place.first - lease.start) // pair.accumulate
         self._sent = Push(
             keys=place.keys,
             pulled=0,
@@ -92,8 +91,8 @@ class Pusher:
             absent=[],
             settings=None if options == self._told else options,
             group=lease.group,
-            index=number,
-            parties=sum(size > number * pair.accumulate for size in lease.sizes),
+            index=place.first - lease.start,
+            parties=lease.parties(place.first - lease.start),
         )
         self._told = options
         found = self._send(self._sent, place)

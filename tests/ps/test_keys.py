@@ -1,0 +1,54 @@
+"""A set of pieces that knows each of them exactly, also after it was written and read."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spartito.ps.keys import Key, Keys
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[int, list[list[Key]]]:
+    slices = draw(st.integers(1, 9))
+    key = st.tuples(
+        st.integers(0, 2), st.integers(0, 2), st.integers(0, 700), st.integers(0, slices - 1)
+    )
+    return slices, draw(st.lists(st.lists(key, max_size=6), max_size=12))
+
+
+@given(pieces())
+def test_they_are_a_set(given: tuple[int, list[list[Key]]]) -> None:
+    slices, pushes = given
+    keys, known = Keys(slices), set[Key]()
+    for push in pushes:
+        assert keys.add(push) == len(set(push) - known)
+        known |= set(push)
+    for made in (keys, Keys.load(slices, keys.dump())):
+        assert len(made) == len(known)
+        assert set(made) == known
+        assert sorted(made) == sorted(known)
+        assert all(key in made for key in known)
+        for stream, number, step, index in known:
+            near = [(stream, number, step + 1, index), (stream, number + 1, step, index)]
+            near += [
+                (stream, number, step, (index + 1) % slices),
+                (stream + 1, number, step, index),
+            ]
+            assert [key in made for key in near] == [key in known for key in near]
+
+
+def test_a_piece_takes_a_bit() -> None:
+    keys = Keys(2)
+    assert keys.add((1, 0, step, 0) for step in range(100_000)) == 100_000
+    assert sum(map(len, keys.dump().values())) <= 2 * 100_000 // 8 + 64
+
+
+def test_loaded_keys_are_no_view_of_what_was_dumped() -> None:
+    keys = Keys(1)
+    keys.add([(0, 0, 0, 0)])
+    dumped = keys.dump()
+    loaded = Keys.load(1, dumped)
+    loaded.add([(0, 0, 1, 0)])
+    assert (0, 0, 1, 0) not in keys
+    assert dumped == keys.dump()

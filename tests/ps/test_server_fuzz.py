@@ -1,0 +1,365 @@
+"""A live server hears anything at all: it answers or closes, and serves the next client."""
+
+from __future__ import annotations
+
+import random
+import socket
+import threading
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+from torch import nn
+
+from spartito.collectives.sockets import listen
+from spartito.ps.keys import MOST
+from spartito.ps.layout import cut
+from spartito.ps.messages import (
+    Answer,
+    Done,
+    End,
+    Flush,
+    GetApplied,
+    GetState,
+    Hello,
+    Load,
+    LoadState,
+    Lost,
+    Pull,
+    Push,
+    Refused,
+    Release,
+    Status,
+    Values,
+    Welcome,
+)
+from spartito.ps.server import RELEASE, Server
+from spartito.ps.shard import Shard
+from spartito.ps.store import Rules, Store
+from spartito.ps.vector import Vector, allocate
+from spartito.ps.wire import PREFIX, Gone, Wire
+
+HOST, LIMIT, JOB = "127.0.0.1", 10.0, "a job"
+
+
+class Live:
+    """A server in a thread, with values of a small model."""
+
+    def __init__(self, folder: Path, rules: Rules) -> None:
+        net = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+        vector = Vector(net, optimizer)
+        (self.span,) = cut(vector.layout, 1, 16, False)
+        shard = Shard(vector.layout, self.span, optimizer, vector.tensors)
+        self.store = Store(shard, rules, gates=True, log=None)
+        listener = listen(HOST, 0, "ps 0", anywhere=False)
+        self.port: int = listener.getsockname()[1]
+        self.server = Server(
+            self.store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=60,
+            snapshots=folder / "ps-0.safetensors", seconds=1000,
+        )  # fmt: skip
+        self.hello = Hello("worker 1", 1, False, JOB, vector.layout.digest, RELEASE, str(rules), "")
+        self.thread = threading.Thread(target=self.server.serve)
+        self.thread.start()
+        self.chief = self.wire(replace(self.hello, task="worker 0", worker=0, chief=True))
+        self.chief.send(Load(JOB, [], 0), allocate(self.span).numpy().data)
+        assert isinstance(self.chief.receive(), Done)
+
+    def wire(self, hello: Hello) -> Wire:
+        """A connection that was let in."""
+        wire = self.stranger()
+        wire.send(hello)
+        assert isinstance(wire.receive(), Welcome)
+        return wire
+
+    def stranger(self) -> Wire:
+        return Wire(socket.create_connection((HOST, self.port), LIMIT), Answer, limit=1 << 16,
+                    timeout=LIMIT)  # fmt: skip
+
+    def serves(self, step: int) -> None:
+        """A proper client's push is applied, and it hears the new values."""
+        wire, before = self.wire(self.hello), self.store.version
+        wire.send(Pull(admit=True))
+        found = wire.receive()
+        assert isinstance(found, Values)
+        gradient = torch.full((self.span.size // 4,), 0.5)
+        push = push_of(keys=[(1, 0, step, 1)], pulled=found.version)
+        wire.send(push, gradient.numpy().data)
+        answer = wire.receive()
+        assert isinstance(answer, Values)
+        assert (answer.status, answer.version) == ("applied", before + 1)
+        assert len(wire.payload) == self.span.size
+        wire.close()
+
+    def close(self) -> None:
+        self.chief.send(End())
+        self.chief.receive()
+        self.chief.close()
+        self.thread.join(LIMIT)
+        assert not self.thread.is_alive()
+
+
+def push_of(**facts: Any) -> Push:
+    plain: dict[str, Any] = {
+        "keys": [(1, 0, 0, 1)], "pulled": 0, "weight": 1.0, "examples": 4, "absent": [],
+        "settings": None,
+    }  # fmt: skip
+    return Push(**(plain | facts))
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    found = Live(tmp_path_factory.mktemp("server"), Rules(2))
+    yield found
+    found.close()
+
+
+@pytest.fixture
+def steps(live: Live) -> Iterator[None]:
+    """After the test the server serves a proper client."""
+    yield
+    live.serves(live.store.pieces)
+
+
+def answers_or_closes(wire: Wire) -> Any:
+    """What a connection hears next; None if it is closed. Silence until the limit fails."""
+    try:
+        return wire.receive()
+    except Gone:
+        return None
+    finally:
+        wire.close()
+
+
+def frame(header: bytes, payload: bytes = b"", **facts: int) -> bytes:
+    """A frame whose CRC is right, whatever else is not."""
+    told = {"version": 1, "flags": 0, "header": len(header), "size": len(payload), "sum": 0} | facts
+    fields = (b"SPTO", told["version"], told["flags"], 0, told["header"], told["size"])
+    bare = PREFIX.pack(*fields, 0, told["sum"])
+    return PREFIX.pack(*fields, zlib.crc32(bare + header), told["sum"]) + header + payload
+
+
+def hear(live: Live, data: bytes) -> None:
+    """Send raw bytes and our end; what comes is a refusal or the end."""
+    with socket.create_connection((HOST, live.port), LIMIT) as raw:
+        try:
+            raw.sendall(data)
+            raw.shutdown(socket.SHUT_WR)
+            while raw.recv(4096):
+                pass
+        except (ConnectionResetError, BrokenPipeError, OSError) as error:
+            assert not isinstance(error, TimeoutError), "it neither answered nor closed"
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.binary(max_size=300), proper=st.booleans())
+def test_any_bytes(live: Live, data: bytes, proper: bool) -> None:
+    hear(live, (b"SPTO\x01" if proper else b"") + data)
+
+
+def test_it_serves_after_any_bytes(live: Live, steps: None) -> None:
+    generator = random.Random(5)
+    for size in (1, 31, 32, 33, 5000):
+        hear(live, generator.randbytes(size))
+
+
+@pytest.mark.parametrize("cut_off", [0, 1, 8, 31, 32, 40])
+def test_truncated_frames(live: Live, steps: None, cut_off: int) -> None:
+    hear(live, frame(msgspec.msgpack.encode(live.hello))[:cut_off])
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [{"version": 2}, {"version": 0}, {"flags": 1}, {"header": (1 << 32) - 1}, {"size": 1 << 62},
+     {"size": 1 << 40, "header": 0}, {"sum": 7, "size": 8}],
+)  # fmt: skip
+def test_wrong_versions_and_huge_lengths(live: Live, steps: None, facts: dict[str, int]) -> None:
+    hear(live, frame(msgspec.msgpack.encode(live.hello), **facts))
+    in_job = live.wire(live.hello)
+    in_job._sock.sendall(frame(msgspec.msgpack.encode(Pull(False)), **facts))
+    if facts != {"sum": 7, "size": 8}:  # that one waits for the eight bytes
+        found = answers_or_closes(in_job)
+        assert found is None or isinstance(found, Refused)
+    in_job.close()
+
+
+@pytest.mark.parametrize(
+    "first",
+    [push_of(), LoadState(0, "x", "float32", False), Load(JOB, [], 0), Pull(True), GetState(),
+     Status(), End()],
+    ids=lambda message: type(message).__name__,
+)  # fmt: skip
+def test_what_comes_before_a_hello(live: Live, steps: None, first: msgspec.Struct) -> None:
+    wire = live.stranger()
+    wire.send(first)
+    assert isinstance(answers_or_closes(wire), Refused)
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        ({"release": "0.0.1"}, "has version 0.0.1"),
+        ({"digest": "other"}, "has model other"),
+        ({"rules": "{}"}, "has rules {}"),
+        ({"job": "another"}, "is of job another"),
+        ({"worker": 2}, "is worker 2 of 2"),
+        ({"worker": -2}, "is worker -2 of 2"),
+    ],
+)
+def test_a_hello_that_does_not_fit(
+    live: Live, steps: None, facts: dict[str, Any], why: str
+) -> None:
+    wire = live.stranger()
+    wire.send(replace(live.hello, **facts))
+    answer = answers_or_closes(wire)
+    assert isinstance(answer, Refused)
+    assert why in answer.why
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        push_of(),  # without its gradients
+        push_of(dropped=True, keys=[]),
+        push_of(dropped=True, keys=[(1, 0, -1, 0)]),
+        push_of(dropped=True, keys=[(1, 0, 0, 2)]),
+        push_of(dropped=True, keys=[(1, 0, MOST, 0)]),
+        push_of(dropped=True, keys=[(1 << 62, 0, 0, 0)]),
+        push_of(dropped=True, absent=[99]),
+        push_of(dropped=True, absent=[-1]),
+        push_of(dropped=True, weight=float("nan")),
+        push_of(dropped=True, weight=-1.0),
+        push_of(dropped=True, examples=-5),
+        push_of(dropped=True, group=1, parties=2),
+        push_of(dropped=True, settings=[{}, {}]),
+        push_of(dropped=True, settings=[{"params": []}]),
+        push_of(dropped=True, settings=[{"lr": "fast"}]),
+        push_of(dropped=True, settings=[{"nothing": 1}]),
+        Load(JOB, [], 0),
+        LoadState(0, "momentum_buffer", "float32", False),
+        Lost(0, 1, 1),
+        Flush(),
+        GetState(),
+        GetApplied(),
+        End(),
+    ],
+    ids=str,
+)
+def test_what_a_worker_may_not_say(live: Live, steps: None, message: msgspec.Struct) -> None:
+    before = live.store.values()
+    wire = live.wire(live.hello)
+    wire.send(message)
+    assert isinstance(answers_or_closes(wire), Refused)
+    assert live.store.values() == before
+
+
+@pytest.mark.parametrize("size", [1, 8, 31, 33, 4096, 200_000])
+def test_gradients_of_another_size(live: Live, steps: None, size: int) -> None:
+    before = live.store.values()
+    wire = live.wire(live.hello)
+    wire.send(push_of(), bytes(size))
+    assert isinstance(answers_or_closes(wire), Refused)
+    wire = live.wire(live.hello)
+    wire.send(push_of(dropped=True), bytes(size))
+    assert isinstance(answers_or_closes(wire), Refused)
+    assert live.store.values() == before
+
+
+@pytest.mark.parametrize(
+    ("message", "payload"),
+    [
+        (LoadState(0, "x", "float32", False), b""),
+        (LoadState(9, "x", "float32", False), bytes(32)),
+        (LoadState(-1, "x", "float32", False), bytes(32)),
+        (LoadState(0, "x", "Tensor", False), bytes(32)),
+        (LoadState(0, "x", "float32", False), bytes(31)),
+        (LoadState(0, "x", "float32", True), bytes(8)),
+    ],
+    ids=str,
+)
+def test_a_state_that_does_not_fit(
+    live: Live, steps: None, message: LoadState, payload: bytes
+) -> None:
+    wire = live.wire(replace(live.hello, chief=True))
+    values = live.store.shard.values.clone()
+    wire.send(Load(JOB, [], 1), values.numpy().data)
+    wire.send(message, payload)
+    assert isinstance(answers_or_closes(wire), Refused)
+
+
+@pytest.mark.parametrize(
+    "load", [Load(JOB, [{"params": 1}], 0), Load(JOB, [{}, {}], 0)], ids=["params", "groups"]
+)
+def test_a_load_that_does_not_fit(live: Live, steps: None, load: Load) -> None:
+    before = live.store.shard.values.clone()
+    wire = live.wire(replace(live.hello, chief=True))
+    wire.send(load, allocate(live.span).numpy().data)
+    assert isinstance(answers_or_closes(wire), Refused)
+    wire = live.wire(replace(live.hello, chief=True))
+    wire.send(Load(JOB, [], 0), b"too short")
+    assert isinstance(answers_or_closes(wire), Refused)
+    assert torch.equal(live.store.shard.values, before)
+
+
+def test_a_second_hello_and_a_release(live: Live, steps: None) -> None:
+    wire = live.wire(live.hello)
+    wire.send(Release())
+    assert isinstance(wire.receive(), Done)
+    wire.send(live.hello)
+    assert isinstance(answers_or_closes(wire), Refused)
+
+
+def test_a_task_that_computes_nothing_pushes_nothing(live: Live, steps: None) -> None:
+    wire = live.wire(replace(live.hello, worker=-1))
+    wire.send(push_of(dropped=True))
+    assert isinstance(answers_or_closes(wire), Refused)
+
+
+class Breaking(torch.optim.SGD):
+    def step(self, closure: Any = None) -> Any:
+        raise RuntimeError("the optimizer is broken")
+
+
+def test_an_optimizer_that_fails_ends_the_server_and_is_told(tmp_path: Path) -> None:
+    net = nn.Linear(2, 2)
+    optimizer = Breaking(net.parameters(), 0.1)
+    vector = Vector(net, optimizer)
+    (span,) = cut(vector.layout, 1, 16, True)
+    rules = Rules(1)
+    store = Store(
+        Shard(vector.layout, span, optimizer, vector.tensors), rules, gates=True, log=None
+    )
+    listener = listen(HOST, 0, "ps 0", anywhere=False)
+    port = listener.getsockname()[1]
+    server = Server(
+        store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=60,
+        snapshots=tmp_path / "ps-0.safetensors", seconds=1000,
+    )  # fmt: skip
+    raised: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            server.serve()
+        except RuntimeError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    wire = Wire(socket.create_connection((HOST, port), LIMIT), Answer, timeout=LIMIT)
+    wire.send(Hello("worker 0", 0, True, JOB, vector.layout.digest, RELEASE, str(rules), ""))
+    assert isinstance(wire.receive(), Welcome)
+    wire.send(Load(JOB, [], 0), allocate(span).numpy().data)
+    assert isinstance(wire.receive(), Done)
+    wire.send(push_of(keys=[(1, 0, 0, 0)]), allocate(span).numpy().data)
+    answer = answers_or_closes(wire)
+    thread.join(LIMIT)
+    assert isinstance(answer, Refused)
+    assert "the optimizer is broken" in answer.why
+    assert [str(error) for error in raised] == ["the optimizer is broken"]
