@@ -268,7 +268,8 @@ class Connection(threading.Thread):
         _need(all(0 <= entry < entries for entry in push.absent), "no such parameters")
         _need(all(rounds) if rules.together else not push.group, "a round was not expected")
         _need(0 <= push.weight < float("inf") and push.examples >= 0, "a weight is not a number")
-        _need(store.shard.accepts(push.settings or ()), "the optimizer has no such options")
+        known = push.settings is None or store.shard.accepts(push.settings)
+        _need(known, "the optimizer has no such options")
 
     def _control(self, message: Any) -> None:
         """What comes seldom: of the chief, and of workers that rest."""

@@ -62,7 +62,8 @@ class Coordinator:
         self._groups = count(1)
         self._stopped: set[int] = set()
         self._published: dict[int, bytes] = {}
-        self._rates = b""
+        self.rates = b""
+        """What every worker is told with its next answer; a few bytes."""
         self._sessions = 0
         # When a worker came or finished work, and when anybody's work last changed hands.
         self._progress = self._moved = time.monotonic()
@@ -235,11 +236,6 @@ class Coordinator:
         with self._changed:
             return self._queues[stream].frontier()
 
-    def beyond(self, stream: int) -> list[Piece]:
-        """The finished pieces of that global batch and of later ones."""
-        with self._changed:
-            return self._queues[stream].beyond()
-
     def finished(self, stream: int) -> list[Piece]:
         """All finished pieces of a stream."""
         with self._changed:
@@ -272,17 +268,6 @@ class Coordinator:
                 lambda: key in self._published or self._ended, min(patience, self.timeout)
             )
             return self._published.get(key)
-
-    @property
-    def rates(self) -> bytes:
-        """What every worker is told with its next answer; a few bytes."""
-        with self._changed:
-            return self._rates
-
-    @rates.setter
-    def rates(self, value: bytes) -> None:
-        with self._changed:
-            self._rates = bytes(value)
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Have ``action`` done at the end."""

@@ -207,26 +207,19 @@ class WorkQueue:
         """(pass, step) of the first global batch with a piece that is not finished."""
         return self._course.place(self._frontier())
 
-    def beyond(self) -> list[Piece]:
-        """The finished pieces of that global batch and of later ones."""
-        return self._finished(self._frontier())
-
     def finished(self) -> list[Piece]:
         """All finished pieces of this plan."""
-        return self._finished(0)
+        return [
+            (*self._course.place(batch), index)
+            for index, found in enumerate(self._slices)
+            for start, stop in found.done
+            for batch in range(start, stop)
+        ]
 
     # Inside
 
     def _frontier(self) -> int:
         return min(found.done.frontier() for found in self._slices)
-
-    def _finished(self, first: int) -> list[Piece]:
-        return [
-            (*self._course.place(batch), index)
-            for index, found in enumerate(self._slices)
-            for start, stop in found.done
-            for batch in range(max(start, first), stop)
-        ]
 
     def _limits(self, epoch: int) -> list[int]:
         """Up to where work may be given, the nearest limit first."""

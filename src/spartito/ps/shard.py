@@ -145,15 +145,15 @@ class Shard:
         torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
 
     def accepts(self, options: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these could be options of our parameter groups; empty ones change nothing."""
+        """Whether these can be options of our parameter groups, for each group some.
+
+        Schedules bring options of their own, such as ``initial_lr``.
+        """
         groups = self.optimizer.param_groups
-        return not options or (
-            len(options) == len(groups)
-            and all(
-                name != "params" and (name not in group or _is_like(value, group[name]))
-                for group, new in zip(groups, options, strict=True)
-                for name, value in new.items()
-            )
+        return len(options) == len(groups) and all(
+            name != "params" and _is_like(value, group.get(name))
+            for group, new in zip(groups, options, strict=True)
+            for name, value in new.items()
         )
 
     def set(self, options: Sequence[Mapping[str, Any]]) -> None:
