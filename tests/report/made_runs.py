@@ -65,7 +65,7 @@ def server(staleness: Mapping[int, int], **changes: Any) -> dict[str, Any]:
     return task(
         "ps 0",
         **{
-            "examples": 0,
+            "examples": 32 * pushes,
             "batches": 0,
             "updates": pushes,
             "pushes": pushes,

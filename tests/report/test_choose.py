@@ -197,6 +197,7 @@ def test_when_little_or_nothing_ended_well() -> None:
     assert say() == say(failed("mirrored"))
     assert say()[0].startswith("No run of this comparison ended well")
     assert say(run("mirrored"), failed("one_device"))[0].startswith("Only mirrored ended well")
+    assert say(run("mirrored"))[0].startswith("Only mirrored was run")
 
 
 def test_all_at_once_stays_short_and_has_figures() -> None:

@@ -57,7 +57,7 @@ def remarks(spec: ClusterSpec, env: Mapping[str, str] | None = None) -> tuple[st
     variables = os.environ if env is None else env
     speaking = [resolver for resolver in RESOLVERS if resolver.speaks(variables)]
     others = [r.name for r in speaking[1:] if not _agrees(r, spec, variables)]
-    passed = f"the cluster is {spec.source}'s; {' and '.join(others)} tell otherwise, unheard"
+    passed = f"the cluster comes from {spec.source}; passed over: {', '.join(others)}"
     alone = None if speaking else slurm.remark(variables)
     return ((passed,) if others else ()) + ((alone,) if alone else ())
 

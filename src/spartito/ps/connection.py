@@ -321,7 +321,8 @@ class Connection(threading.Thread):
     def _load_state(self, message: LoadState) -> None:
         found = self._store.shard.slots
         _need(self._pending is not None, "the optimizer's state came where it was not expected")
-        _need(0 <= message.slot < len(found) and message.dtype in ITEM_SIZES, "no such state")
+        known = 0 <= message.slot < len(found) and message.dtype in ITEM_SIZES
+        _need(known and min(message.shape, default=1) > 0, "no such state")
         size = prod(message.shape) * ITEM_SIZES[message.dtype]
         came = len(self._wire.payload)
         _need(came == size, f"{size} bytes of state were expected, {came} came")

@@ -1,0 +1,219 @@
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spartito.cluster import ClusterSpec, Task
+from spartito.cluster.slurm import from_slurm, remark
+from spartito.cluster.spec import split_address
+from spartito.errors import UserError
+from tests.cluster.environments import (
+    ALLOCATION,
+    SALLOC,
+    SALLOC_ON_NODE,
+    SBATCH_SHELL,
+    SRUN_SHELL,
+    one_node,
+    open_mpi,
+    srun,
+)
+
+
+def read(env: Mapping[str, str]) -> ClusterSpec:
+    spec = from_slurm(env)
+    assert spec is not None
+    return spec
+
+
+def test_two_nodes_of_two_tasks() -> None:
+    port = 12_000 + 4711 % 312 * 64
+    assert read(srun(3)) == ClusterSpec(
+        addresses={
+            "worker": (
+                f"node01:{port}",
+                f"node01:{port + 1}",
+                f"node02:{port}",
+                f"node02:{port + 1}",
+            )
+        },
+        task=Task("worker", 3),
+        rank=3,
+        num_replicas=4,
+        local_rank=1,
+        local_size=2,
+        rendezvous=f"node01:{port}",
+        source="Slurm",
+    )
+
+
+def test_one_node_meets_at_its_loopback() -> None:
+    spec = read(one_node(1))
+    assert (spec.rank, spec.num_replicas, spec.local_rank, spec.local_size) == (1, 2, 1, 2)
+    assert spec.rendezvous is not None
+    assert split_address(spec.rendezvous)[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "env",
+    [SBATCH_SHELL, SALLOC, SALLOC_ON_NODE, SRUN_SHELL],
+    ids=["sbatch", "salloc", "salloc on the node", "srun --pty bash"],
+)
+def test_a_shell_in_an_allocation_is_alone_and_is_told_so(env: dict[str, str]) -> None:
+    assert from_slurm(env) is None
+    said = remark(env)
+    assert said is not None
+    assert "4 tasks" in said
+    assert "srun" in said
+
+
+def test_srun_inside_of_an_interactive_allocation_is_a_job() -> None:
+    assert read(srun(1, SLURM_JOB_NAME="interactive")).num_replicas == 4
+    assert read({**SRUN_SHELL, **srun(1, SLURM_STEP_ID="1", SLURM_JOB_NAME="bash")}).rank == 1
+
+
+def test_srun_pty_of_the_script_itself_is_a_job() -> None:
+    assert read({**SRUN_SHELL, "SLURM_JOB_NAME": "python"}).num_replicas == 4
+
+
+def test_who_has_no_others_is_alone_and_needs_no_remark() -> None:
+    for env in ({}, {"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}, srun(0, SLURM_STEP_NUM_TASKS="1")):
+        assert from_slurm(env) is None
+    assert remark({}) is None
+    assert remark({"SLURM_JOB_ID": "1", "SLURM_NTASKS": "1"}) is None
+    assert remark(srun(0)) is None
+
+
+def test_mpirun_in_a_job_speaks_for_itself() -> None:
+    # On a further node mpirun's daemon, and so its children, stand in a step of their own.
+    assert from_slurm(srun(0) | open_mpi(2)) is None
+    assert remark(SBATCH_SHELL | open_mpi(2)) is None
+
+
+def test_uneven_nodes_are_filled_in_turn() -> None:
+    uneven = {
+        "SLURM_STEP_NODELIST": "a[1-2],b",
+        "SLURM_STEP_NUM_TASKS": "6",
+        "SLURM_STEP_TASKS_PER_NODE": "1,3,2",
+        "MASTER_PORT": "20000",
+    }
+    spec = read(srun(3) | uneven | {"SLURM_NODEID": "1", "SLURM_LOCALID": "2"})
+    assert spec.addresses["worker"] == (
+        "a1:20000",
+        "a2:20000",
+        "a2:20001",
+        "a2:20002",
+        "b:20000",
+        "b:20001",
+    )
+    assert (spec.rank, spec.local_rank, spec.local_size) == (3, 2, 3)
+
+
+def test_cyclic_tasks_alternate() -> None:
+    cyclic = {"SLURM_DISTRIBUTION": "cyclic", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
+    spec = read(srun(2) | cyclic | {"MASTER_PORT": "20000"})
+    hosts = [split_address(address)[0] for address in spec.addresses["worker"]]
+    assert hosts == ["node01", "node02", "node01", "node02"]
+    assert (spec.local_rank, spec.local_size) == (1, 2)
+
+
+def test_without_the_steps_own_variables_the_jobs_are_read() -> None:
+    env = {name: value for name, value in srun(3).items() if "STEP_N" not in name}
+    env.pop("SLURM_STEP_TASKS_PER_NODE")
+    assert read(env) == read(srun(3))
+    env.pop("SLURM_TASKS_PER_NODE")
+    assert read(env) == read(srun(3))
+
+
+def test_the_last_tasks_are_the_servers() -> None:
+    specs = [read(srun(rank, SPARTITO_PS="1", MASTER_PORT="20000")) for rank in range(4)]
+    assert [str(spec.task) for spec in specs] == ["worker 0", "worker 1", "worker 2", "ps 0"]
+    assert [spec.rank for spec in specs] == [0, 1, 2, -1]
+    assert {spec.num_replicas for spec in specs} == {3}
+    assert specs[3].addresses["ps"] == ("node02:20001",)
+    assert {spec.rendezvous for spec in specs} == {"node01:20000"}
+
+
+def test_an_address_to_meet_can_be_given() -> None:
+    spec = read(srun(1, MASTER_ADDR="10.0.0.1", MASTER_PORT="20000"))
+    assert spec.rendezvous == "10.0.0.1:20000"
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"SLURM_STEP_NODELIST": "node[01-"}, ["SLURM_STEP_NODELIST", "'node[01-'"]),
+        ({"SLURM_STEP_NODELIST": "node01"}, ["1 nodes (node01)", "2,2 tasks"]),
+        ({"SLURM_STEP_NUM_TASKS": "5"}, ["of 5"]),
+        ({"SLURM_STEP_NUM_TASKS": "many"}, ["'many'"]),
+        ({"SLURM_STEP_TASKS_PER_NODE": "2(y2)"}, ["'2(y2)'"]),
+        ({"SLURM_PROCID": "4"}, ["task 4 of 4"]),
+        ({"SLURM_DISTRIBUTION": "plane=3", "SLURM_LOCALID": "1"}, ["plane=3", "block"]),
+        ({"SPARTITO_PS": "4"}, ["SPARTITO_PS=4", "no worker"]),
+        ({"SPARTITO_PS": "one"}, ["'one'"]),
+        ({"MASTER_PORT": "65535"}, ["65536"]),
+        ({"MASTER_ADDR": "localhost"}, ["localhost", "2 nodes"]),
+        ({"SLURM_STEP_NODELIST": "node01,node01"}, ["one address"]),
+    ],
+)
+def test_what_does_not_fit_together_is_named(changes: dict[str, str], words: list[str]) -> None:
+    with pytest.raises(UserError) as error:
+        from_slurm(srun(2) | changes)
+    assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_a_step_that_does_not_say_where_is_an_error() -> None:
+    env = {name: value for name, value in srun(0).items() if not name.endswith("NODELIST")}
+    with pytest.raises(UserError, match="no SLURM_STEP_NODELIST"):
+        from_slurm(env)
+
+
+@given(st.integers(1, 2**31), st.integers(0, 1000))
+def test_ports_are_stable_and_out_of_the_way(job: int, step: int) -> None:
+    numbers = {"SLURM_JOB_ID": str(job), "SLURM_STEP_ID": str(step)}
+    specs = [read(srun(rank) | numbers) for rank in range(4)]
+    assert len({spec.addresses["worker"] for spec in specs}) == 1
+    ports = [split_address(address)[1] for address in specs[0].addresses["worker"]]
+    assert all(1024 < port < 32_768 for port in ports)
+    for beside in ({"SLURM_JOB_ID": str(job + 1)}, {"SLURM_STEP_ID": str(step + 1)}):
+        other = read(srun(0) | numbers | beside).addresses["worker"]
+        assert not set(ports) & {split_address(address)[1] for address in other}
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=5), st.booleans(), st.data())
+def test_all_tasks_read_one_cluster(counts: list[int], cyclic: bool, data: st.DataObject) -> None:
+    tasks = sum(counts)
+    servers = data.draw(st.integers(0, tasks - 1))
+    places = [(node, local) for node, n in enumerate(counts) for local in range(n)]
+    if cyclic:
+        places.sort(key=lambda place: (place[1], place[0]))
+    specs = [
+        from_slurm(
+            ALLOCATION
+            | {
+                "SLURM_DISTRIBUTION": "cyclic" if cyclic else "block",
+                "SLURM_LOCALID": str(local),
+                "SLURM_NODEID": str(node),
+                "SLURM_PROCID": str(rank),
+                "SLURM_STEP_ID": "0",
+                "SLURM_STEP_NODELIST": f"n[1-{len(counts)}]",
+                "SLURM_STEP_NUM_TASKS": str(tasks),
+                "SLURM_STEP_TASKS_PER_NODE": ",".join(map(str, counts)),
+                "SPARTITO_PS": str(servers),
+            }
+        )
+        for rank, (node, local) in enumerate(places)
+    ]
+    if tasks == 1:
+        assert specs == [None]
+        return
+    found = [spec for spec in specs if spec is not None]
+    assert len(found) == tasks
+    assert len({str(spec.addresses) for spec in found}) == 1
+    assert len({spec.rendezvous for spec in found}) == 1
+    workers = tasks - servers
+    assert [spec.rank for spec in found] == [*range(workers), *[-1] * servers]
+    everyone = [a for addresses in found[0].addresses.values() for a in addresses]
+    assert len(set(everyone)) == tasks

@@ -1,0 +1,424 @@
+"""Jobs with parameter servers: what their tasks run, and real processes that tests may kill."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import multiprocessing
+import os
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import spartito as sp
+from spartito.data.batch import Batch
+from spartito.errors import SpartitoError, show
+from spartito.ps.layout import cut
+from spartito.ps.log import replay
+from spartito.ps.shard import Shard, is_elementwise
+from spartito.ps.vector import Copies, Vector
+from spartito.strategies import strategy as make_strategy
+from tests.commands import addresses, tf_config
+from tests.strategies.jobs import CLASSES, FEATURES, blobs
+
+LIMIT = 60.0
+FINE = 16  # bytes: the small models of these tests fill several servers
+
+
+class Whole(torch.optim.Optimizer):
+    """Sets a matrix on its way by the direction of its whole gradient, as Muon does."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                grad = parameter.grad
+                if grad is not None and grad.dim() == 2:
+                    u, _, v = torch.linalg.svd(grad, full_matrices=False)
+                    parameter.sub_(u @ v, alpha=group["lr"])
+                elif grad is not None:
+                    parameter.sub_(grad, alpha=group["lr"])
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What a job is to do. ``holds`` maps a task to the batches in which it waits to be told."""
+
+    strategy: str = "parameter_server"
+    options: dict[str, Any] = field(default_factory=dict)
+    norm: bool = False
+    stream: bool = False
+    own_loop: bool = False
+    optimizer: str = "Adam"
+    rate: float = 0.02
+    examples: int = 96
+    batch: int = 8
+    epochs: int = 3
+    fits: int = 1
+    steps: int | None = None
+    accumulate: int = 1
+    clip: float | None = None
+    schedule: str = ""
+    callbacks: str = ""
+    validation: bool = False
+    width: int = 8
+    holds: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
+    spoiled: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    broken: str = ""
+    run_dir: str | None = None
+    checkpoints: str = ""
+    load: str = ""
+
+    @property
+    def plan(self) -> int:
+        """Global batches of all that is asked for."""
+        return self.epochs * self.fits * (self.steps or -(-self.examples // self.batch))
+
+
+def network(asked: Asked) -> nn.Module:
+    torch.manual_seed(3)
+    norm = [nn.BatchNorm1d(asked.width)] if asked.norm else []
+    return nn.Sequential(
+        nn.Linear(FEATURES, asked.width), *norm, nn.ReLU(), nn.Linear(asked.width, CLASSES)
+    )
+
+
+def make_optimizer(asked: Asked, net: nn.Module) -> torch.optim.Optimizer:
+    kind = Whole if asked.optimizer == "Whole" else getattr(torch.optim, asked.optimizer)
+    made: torch.optim.Optimizer = kind(net.parameters(), lr=asked.rate)
+    return made
+
+
+class Stop(sp.Callback):
+    """Asks for the end in step 7."""
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        self.trainer.stop_training |= self.trainer.step >= 7
+
+
+def callbacks(asked: Asked) -> list[sp.Callback]:
+    known: dict[str, list[sp.Callback]] = {
+        "": [],
+        "stop": [Stop()],
+        "early": [sp.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100.0)],
+        "save": [sp.callbacks.ModelCheckpoint(asked.checkpoints)],
+    }
+    return known[asked.callbacks]
+
+
+def schedule(asked: Asked) -> Any:
+    return {
+        "": None,
+        "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 4, 0.5),
+        "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(
+            o, factor=0.5, patience=0, threshold=1e6
+        ),
+    }[asked.schedule]
+
+
+class Stream(torch.utils.data.IterableDataset[tuple[Tensor, Tensor]]):
+    def __init__(self, x: Tensor, y: Tensor) -> None:
+        self._pairs = list(zip(x, y, strict=True))
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        return iter(self._pairs)
+
+
+class Loss:
+    """Cross entropy, which waits in one batch of a task, and is not a number in some."""
+
+    def __init__(self, asked: Asked, task: str, wait: Callable[[], None]) -> None:
+        holds = asked.holds.get(task, ())
+        self._holds = (holds,) if isinstance(holds, int) else holds
+        self._spoiled = asked.spoiled.get(task, ())
+        self._wait, self._count = wait, 0
+
+    def __call__(self, output: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.cross_entropy(output, target)
+        if torch.is_grad_enabled():
+            self._count += 1
+            if self._count in self._holds:
+                self._wait()
+            if self._count in self._spoiled:
+                loss = loss * float("nan")
+        return loss
+
+
+def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
+    """Train as asked on blobs; what each task has in the end."""
+    strategy = make_strategy(asked.strategy, **asked.options)
+    x, y = blobs(asked.examples, torch.float32)
+    data = sp.data.as_dataset(Stream(x, y), asked.batch) if asked.stream else (
+        sp.data.arrays(x, y).shuffle().batch(asked.batch)
+    )  # fmt: skip
+    if str(strategy.task) == asked.broken:
+        asked = Asked(**{**asked.__dict__, "width": asked.width + 1})
+    net = network(asked)
+    loss = Loss(asked, str(strategy.task), wait)
+    if asked.own_loop:
+        return _own_loop(asked, strategy, net, data, loss)
+    trainer = sp.Trainer(
+        net,
+        optimizer=make_optimizer(asked, net),
+        loss=loss,
+        metrics=["accuracy"],
+        strategy=strategy,
+        scheduler=schedule(asked),
+        accumulate=asked.accumulate,
+        clip_norm=asked.clip,
+        seed=11,
+        run_dir=asked.run_dir,
+    )
+    if asked.load:
+        trainer.load(asked.load)
+    histories = []
+    for _ in range(asked.fits):
+        history = trainer.fit(
+            data,
+            epochs=asked.epochs,
+            steps_per_epoch=asked.steps,
+            callbacks=callbacks(asked),
+            validation_data=(x, y) if asked.validation else None,
+            verbose=0,
+        )
+        histories.append(history.history)
+    if strategy.is_evaluator:
+        strategy.close()
+        return {"histories": histories}
+    state = {name: value.clone() for name, value in net.state_dict().items()}
+    answer = {
+        "histories": histories,
+        "weights": state,
+        "evaluated": trainer.evaluate((x, y), batch_size=16),
+        "predictions": trainer.predict(x[:5], batch_size=2),
+        "lr": trainer.optimizer.param_groups[0]["lr"],
+        "steps": trainer.step,
+    }
+    strategy.close()
+    return answer
+
+
+def _own_loop(
+    asked: Asked, strategy: sp.Strategy, net: nn.Module, data: Any, loss: Loss
+) -> dict[str, Any]:
+    model, optimizer = strategy.prepare(net, make_optimizer(asked, net))
+    assert optimizer is not None
+    batches = strategy.distribute(data)
+    seen = 0
+    for _ in range(asked.epochs):
+        for batch in batches:
+            assert isinstance(batch, Batch)
+            losses = nn.functional.cross_entropy(model(batch.x), batch.y, reduction="none")
+            loss(model(batch.x), batch.y)  # counts, and waits where it is told to
+            strategy.backward(losses, batch)
+            strategy.update(optimizer)
+            seen += batch.size
+    strategy.synchronize()
+    answer = {
+        "weights": {name: value.clone() for name, value in net.state_dict().items()},
+        "seen": seen,
+    }
+    strategy.close()
+    return answer
+
+
+def replayed(asked: Asked, folder: Path, servers: int) -> dict[str, Tensor]:
+    """The weights that the updates in the push logs of ``folder`` make, from the beginning."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        net = network(asked)
+        vector = Vector(net, make_optimizer(asked, net))
+        whole = asked.optimizer == "Whole"
+        fine = asked.options.get("min_shard_bytes", 256 << 10)
+        for number, span in enumerate(cut(vector.layout, servers, fine, whole)):
+            optimizer = make_optimizer(asked, net)
+            assert is_elementwise(optimizer) is not whole
+            for group in optimizer.param_groups:
+                group["fused"] = not whole  # as strategies choose it on a CPU
+            shard = Shard(vector.layout, span, optimizer, vector.tensors)
+            Copies(vector, span, shard.values).store()
+            replay(folder / f"ps-{number}.log", shard)
+            Copies(vector, span, shard.values).load()
+        return net.state_dict()
+    finally:
+        torch.set_num_threads(threads)
+
+
+# Processes
+
+
+def _run(pipe: Connection, folder: Path, name: str, environment: dict[str, str]) -> None:
+    """One task in a process of its own: as ``python script.py`` runs it."""
+    log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+
+    def wait() -> None:
+        pipe.send("held")
+        pipe.recv()
+
+    code = 0
+    try:
+        asked: Asked = pipe.recv()
+        torch.save(train(asked, wait), folder / f"{name}.pt")
+    except SpartitoError as error:
+        code = show(error)
+    finally:
+        atexit._run_exitfuncs()  # multiprocessing leaves them out
+    sys.exit(code)
+
+
+@dataclass
+class Member:
+    """One task of a job that runs."""
+
+    name: str
+    process: Any
+    pipe: Connection
+    log: Path
+
+    @property
+    def text(self) -> str:
+        """All that it printed."""
+        return self.log.read_text() if self.log.exists() else ""
+
+
+class Job:
+    """The tasks of one cluster on this machine."""
+
+    def __init__(
+        self, folder: Path, asked: Asked, environment: dict[str, str], **counts: int
+    ) -> None:
+        self.folder, self.asked = folder, asked
+        self.cluster = {role: addresses(count) for role, count in counts.items()}
+        self.members: dict[str, Member] = {}
+        self._environment = environment
+        self._context: Any = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload([__name__, "tests.strategies.ps_jobs"])
+
+    def start(self, *names: str, asked: Asked | None = None) -> None:
+        """Start these tasks, or start them again."""
+        for name in names:
+            role, _, index = name.partition(" ")
+            ours, theirs = self._context.Pipe()
+            environment = self._environment | tf_config(self.cluster, role, int(index))
+            process = self._context.Process(
+                target=_run, args=(theirs, self.folder, name, environment), daemon=True
+            )
+            process.start()
+            theirs.close()
+            ours.send(asked or self.asked)
+            self.members[name] = Member(name, process, ours, self.folder / f"{name}.log")
+
+    def held(self, *names: str) -> None:
+        """Wait until these tasks are in the batch in which they wait."""
+        for name in names:
+            member = self.members[name]
+            came = member.pipe.poll(LIMIT)
+            with contextlib.suppress(EOFError):  # it has ended
+                came = came and member.pipe.recv() == "held"
+            assert came, f"{name} did not get there:\n{self.text}"
+
+    def go(self, *names: str) -> None:
+        """Let tasks that wait go on."""
+        for name in names:
+            self.members[name].pipe.send("go")
+
+    def signal(self, number: signal.Signals, *names: str) -> None:
+        """Send a signal."""
+        for name in names:
+            os.kill(self.members[name].process.pid, number)
+
+    def kill(self, *names: str) -> None:
+        """End tasks as the kernel does when memory is short."""
+        self.signal(signal.SIGKILL, *names)
+        for name in names:
+            self.members[name].process.join(LIMIT)
+
+    def ends(self, *names: str) -> list[int]:
+        """How these tasks end; all are waited for."""
+        codes = []
+        for name in names:
+            member = self.members[name]
+            member.process.join(LIMIT)
+            assert member.process.exitcode is not None, f"{name} does not end:\n{self.text}"
+            codes.append(member.process.exitcode)
+        return codes
+
+    def finish(self) -> None:
+        """All that still run are to end well."""
+        names = [name for name in self.members if self.members[name].process.exitcode is None]
+        assert self.ends(*names) == [0] * len(names), self.text
+
+    def said(self, name: str, pattern: str) -> bool:
+        """Whether a task printed something like this."""
+        return re.search(pattern, self.members[name].text) is not None
+
+    def answer(self, name: str) -> dict[str, Any]:
+        """What `train` answered there."""
+        found: dict[str, Any] = torch.load(self.folder / f"{name}.pt", weights_only=False)
+        return found
+
+    def record(self, name: str) -> dict[str, Any]:
+        """What a task did, by the run's records."""
+        path = self.folder / "run" / "tasks" / f"{name.replace(' ', '-')}.json"
+        found: dict[str, Any] = json.loads(path.read_text())
+        return found
+
+    @property
+    def text(self) -> str:
+        """What all printed."""
+        return "".join(f"--- {m.name}\n{m.text}" for m in self.members.values())
+
+    def close(self) -> None:
+        """End all that still run."""
+        for member in self.members.values():
+            if member.process.exitcode is None:
+                member.process.kill()
+            member.process.join(LIMIT)
+            member.process.close()
+            member.pipe.close()
+
+
+@contextlib.contextmanager
+def job(
+    folder: Path,
+    asked: Asked,
+    *,
+    start: bool = True,
+    timeout: float = 20,
+    lease: float = 10.0,
+    snapshots: float = 1000.0,
+    **counts: int,
+) -> Iterator[Job]:
+    """A job of so many ``worker``, ``ps``, ``chief``, ``evaluator``, which leaves nothing behind.
+
+    ``snapshots`` are the seconds between two of them.
+    """
+    options = {"lease_seconds": lease, "snapshot_seconds": snapshots, "min_shard_bytes": FINE}
+    more = {"push_log": str(folder / "pushes"), "snapshot_dir": str(folder / "snapshots")}
+    filled = {**asked.__dict__, "options": {**options, **more, **asked.options}}
+    filled["run_dir"] = str(folder / "run")
+    made = Job(folder, Asked(**filled), {"SPARTITO_TIMEOUT": str(timeout)}, **counts)
+    try:
+        if start:
+            for role, count in counts.items():
+                made.start(*(f"{role} {index}" for index in range(count)))
+        yield made
+    finally:
+        made.close()

@@ -1,0 +1,286 @@
+"""What parameter servers promise while nothing goes wrong: any number of workers, at any pace."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spartito.data.packaged import TRAINING
+from spartito.strategies import strategy
+from tests.commands import commands_in
+from tests.replicas import ReplicaError, Replicas
+from tests.strategies import ps_jobs
+from tests.strategies.jobs import blobs
+from tests.strategies.ps_jobs import FINE, Asked
+from tests.strategies.ps_jobs import job as processes
+
+
+class Run:
+    """What all tasks of a job answered, and the records that they left."""
+
+    def __init__(self, replicas: Replicas, folder: Path, workers: int, ps: int, asked: Asked):
+        options = {"min_shard_bytes": FINE, "snapshot_dir": str(folder / "snapshots")}
+        filled = dataclasses.replace(
+            asked,
+            options={**options, "push_log": str(folder / "pushes"), **asked.options},
+            run_dir=str(folder / "run"),
+        )
+        self.asked, self.folder, self.workers, self.ps = filled, folder, workers, ps
+        self.answers = replicas(ps_jobs.train, workers, filled, servers=ps)
+        self.first: dict[str, Any] = self.answers[0]
+
+    def record(self, task: str) -> dict[str, Any]:
+        found: dict[str, Any] = json.loads(
+            (self.folder / "run" / "tasks" / f"{task.replace(' ', '-')}.json").read_text()
+        )
+        return found
+
+    def servers(self) -> list[dict[str, Any]]:
+        return [self.record(f"ps {number}") for number in range(self.ps)]
+
+    def check(self) -> None:
+        """All agree, and all that was planned was applied, once."""
+        asked = self.asked
+        for other in self.answers[1:]:
+            assert other["histories"] == self.first["histories"]
+            assert other["evaluated"] == self.first["evaluated"]
+            assert torch.equal(other["predictions"], self.first["predictions"])
+            assert other["steps"] == self.first["steps"]
+        pieces = asked.plan * self.workers
+        for record in self.servers():
+            assert record["pieces"] == pieces
+            assert record["duplicates"] == record["lost"] == record["dropped"] == 0
+            assert sum(record["staleness"].values()) * asked.accumulate >= record["pieces"]
+        workers = [self.record(f"worker {index}") for index in range(self.workers)]
+        assert sum(record["batches"] for record in workers) == pieces
+        assert sum(record["examples"] for record in workers) == record_examples(self)
+        if asked.optimizer != "Whole":
+            again = ps_jobs.replayed(asked, self.folder / "pushes", self.ps)
+            weights = self.first["weights"]
+            rounded = 1e-2 if "wire_dtype" in asked.options else 0.0
+            assert all((weights[n] - again[n]).abs().max() <= rounded for n in weights)
+
+
+def record_examples(run: Run) -> int:
+    (examples,) = {record["examples"] for record in run.servers()}
+    found: int = examples
+    return found
+
+
+def learned(run: Run, below: float = 0.5) -> None:
+    losses = run.first["histories"][0]["loss"]
+    assert losses[-1] < losses[0]
+    assert run.first["evaluated"]["loss"] < below
+
+
+@pytest.mark.parametrize(
+    ("workers", "ps", "asked"),
+    [
+        (1, 1, Asked()),
+        (3, 2, Asked(epochs=8)),
+        (2, 1, Asked(epochs=8, options={"aggregate": 2})),
+        (2, 2, Asked(epochs=8, options={"shared_memory": False, "wire_dtype": "bf16"})),
+        (2, 2, Asked(epochs=8, clip=0.5, accumulate=2)),
+        (2, 1, Asked(epochs=8, optimizer="SGD", rate=0.2, schedule="steps")),
+        (2, 2, Asked(epochs=8, optimizer="Whole")),
+        (2, 2, Asked(epochs=4, fits=2, validation=True)),
+        (2, 1, Asked(epochs=6, steps=7)),
+        (2, 1, Asked(epochs=6, stream=True)),
+    ],
+    ids=["alone", "three", "aggregate", "narrow", "clip", "schedule", "whole", "twice", "virtual",
+         "stream"],
+)  # fmt: skip
+def test_it_learns_and_applies_every_piece_once(
+    replicas: Replicas, tmp_path: Path, workers: int, ps: int, asked: Asked
+) -> None:
+    run = Run(replicas, tmp_path, workers, ps, asked)
+    run.check()
+    if asked.epochs >= 6:
+        learned(run, 0.9)
+    if asked.steps is None:
+        assert record_examples(run) == asked.epochs * asked.fits * asked.examples
+    if asked.fits == 2:
+        assert len(run.first["histories"][1]["val_loss"]) == asked.epochs
+        assert run.first["steps"] == asked.plan
+    if asked.schedule:
+        assert run.first["lr"] < asked.rate
+
+
+@pytest.mark.parametrize(("bound", "aggregate"), [(1, 1), (2, 1), (2, 2)])
+def test_no_push_is_staler_than_the_bound(
+    replicas: Replicas, tmp_path: Path, bound: int, aggregate: int
+) -> None:
+    options = {"max_staleness": bound, "aggregate": aggregate}
+    run = Run(replicas, tmp_path, 3, 2, Asked(epochs=8, options=options))
+    run.check()
+    for record in run.servers():
+        assert max(map(int, record["staleness"])) <= bound
+        assert record["refused"] == 0
+
+
+def test_stale_pushes_are_computed_again(replicas: Replicas, tmp_path: Path) -> None:
+    options = {"max_staleness": 1, "on_stale": "reject"}
+    run = Run(replicas, tmp_path, 3, 1, Asked(epochs=8, options=options))
+    (record,) = run.servers()
+    assert record["pieces"] == run.asked.plan * 3
+    assert max(map(int, record["staleness"])) <= 1
+    learned(run, 0.9)
+
+
+def test_stale_pushes_move_the_values_less(replicas: Replicas, tmp_path: Path) -> None:
+    options = {"max_staleness": 1, "on_stale": "compensate"}
+    run = Run(replicas, tmp_path, 3, 1, Asked(epochs=8, options=options))
+    run.check()
+    learned(run, 0.9)
+
+
+def test_running_statistics_are_those_of_the_data(replicas: Replicas, tmp_path: Path) -> None:
+    run = Run(replicas, tmp_path, 2, 2, Asked(epochs=10, batch=24, norm=True, rate=0.002))
+    run.check()
+    weights = run.first["weights"]
+    x, _ = blobs(run.asked.examples, torch.float32)
+    inputs = x @ weights["0.weight"].T + weights["0.bias"]
+    assert weights["1.num_batches_tracked"] > 0
+    torch.testing.assert_close(weights["1.running_mean"], inputs.mean(0), atol=0.25, rtol=0)
+    torch.testing.assert_close(weights["1.running_var"], inputs.var(0), atol=0.25, rtol=0.25)
+
+
+def test_a_chief_may_stop_in_the_middle(replicas: Replicas, tmp_path: Path) -> None:
+    run = Run(replicas, tmp_path, 2, 1, Asked(callbacks="stop", epochs=50))
+    assert len({json.dumps(answer["histories"]) for answer in run.answers}) == 1
+    assert len(run.first["histories"][0]["loss"]) == 1
+    assert 7 <= run.first["steps"] < 12
+
+
+def test_early_stopping_stops_all(replicas: Replicas, tmp_path: Path) -> None:
+    run = Run(replicas, tmp_path, 2, 1, Asked(callbacks="early", epochs=50))
+    assert [len(answer["histories"][0]["loss"]) for answer in run.answers] == [2, 2]
+
+
+def test_a_plateau_lowers_the_rate_everywhere(replicas: Replicas, tmp_path: Path) -> None:
+    run = Run(replicas, tmp_path, 2, 1, Asked(schedule="plateau", epochs=4, validation=True))
+    assert run.first["lr"] < run.asked.rate
+    assert run.answers[1]["lr"] < run.asked.rate  # that of the last epoch may not have come
+
+
+@pytest.mark.parametrize("bound", [None, 0])
+def test_checkpoints_cross_strategies(
+    replicas: Replicas, tmp_path: Path, bound: int | None
+) -> None:
+    folder = str(tmp_path / "checkpoints")
+    options = {"max_staleness": bound}
+    asked = Asked(epochs=3, callbacks="save", checkpoints=folder, options=options)
+    run = Run(replicas, tmp_path, 2, 2, asked)
+    alone = Asked("one_device", epochs=6, load=folder, callbacks="save", checkpoints=folder)
+    (one,) = replicas(ps_jobs.train, 1, alone)
+    assert one["steps"] == 6 * 12
+    (tmp_path / "again").mkdir()
+    back = Asked(epochs=9, load=folder, options=options)
+    again = replicas(ps_jobs.train, 2, filled(back, tmp_path / "again"), servers=1)
+    for answer in again:
+        assert answer["steps"] == 9 * 12
+        assert len(answer["histories"][0]["loss"]) == 3
+        assert answer["evaluated"]["loss"] < one["evaluated"]["loss"]
+    assert one["evaluated"]["loss"] < run.first["evaluated"]["loss"]
+
+
+def filled(asked: Asked, folder: Path) -> Asked:
+    options = {"min_shard_bytes": FINE, "snapshot_dir": str(folder), **asked.options}
+    return dataclasses.replace(asked, options=options)
+
+
+@pytest.mark.parametrize("bound", [None, 2, 0])
+def test_a_loop_of_ones_own(replicas: Replicas, tmp_path: Path, bound: int | None) -> None:
+    asked = filled(Asked(own_loop=True, options={"max_staleness": bound}), tmp_path)
+    answers = replicas(ps_jobs.train, 2, asked, servers=2)
+    assert sum(answer["seen"] for answer in answers) == 3 * asked.examples
+    first = answers[0]["weights"]
+    assert all(torch.equal(first[name], answers[1]["weights"][name]) for name in first)
+
+
+def test_a_second_model_is_refused(replicas: Replicas, tmp_path: Path) -> None:
+    with pytest.raises(ReplicaError, match="a second model under parameter_server") as caught:
+        replicas(prepare_twice, 1, {"snapshot_dir": str(tmp_path)}, servers=1)
+    assert caught.value.kind == "UserError"
+
+
+def prepare_twice(options: dict[str, Any]) -> None:
+    made = strategy("parameter_server", **options)
+    try:
+        for _ in range(2):
+            net = torch.nn.Linear(2, 2)
+            made.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    finally:
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"max_staleness": -1}, "max_staleness=-1"),
+        ({"max_staleness": 1.5}, "max_staleness=1.5"),
+        ({"on_stale": "rejects"}, "Did you mean 'reject'"),
+        ({"aggregate": 0}, "aggregate=0"),
+        ({"aggregate": 2, "max_staleness": 0}, "averages one push of every worker already"),
+        ({"min_shard_bytes": 0}, "min_shard_bytes=0"),
+        ({}, "a cluster without a ps"),
+    ],
+)
+def test_mistakes_in_options_are_named(
+    replicas: Replicas, options: dict[str, Any], why: str
+) -> None:
+    with pytest.raises(ReplicaError) as caught:
+        replicas(ps_jobs.train, 1, Asked(options=options))
+    assert caught.value.kind == "UserError"
+    assert why in caught.value.text
+
+
+# With a chief that computes nothing, and an evaluator
+
+
+@pytest.mark.parametrize("bound", [None, 2, 0])
+def test_a_chief_of_its_own_gives_out_the_work(tmp_path: Path, bound: int | None) -> None:
+    asked = Asked(epochs=6, options={"max_staleness": bound}, validation=True, fits=2)
+    with processes(tmp_path, asked, chief=1, worker=2, ps=2) as found:
+        found.finish()
+        weights = found.answer("chief 0")["weights"]
+        again = ps_jobs.replayed(found.asked, tmp_path / "pushes", 2)
+        assert all(torch.equal(weights[name], again[name]) for name in weights)
+        histories = [found.answer(name)["histories"] for name in ("chief 0", "worker 1")]
+        assert histories[0] == histories[1]
+        losses = histories[0][0]["val_loss"]
+        assert len(set(losses)) == 6  # each of another model
+        assert found.record("ps 0")["pieces"] == 2 * asked.plan
+        assert found.record("chief 0")["examples"] == 0
+
+
+def test_an_evaluator_looks_at_the_checkpoints(tmp_path: Path) -> None:
+    asked = Asked(
+        epochs=4, callbacks="save", checkpoints=str(tmp_path / "checkpoints"), validation=True
+    )
+    with processes(tmp_path, asked, worker=2, ps=1, evaluator=1) as found:
+        found.finish()
+        lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
+        assert json.loads(lines[-1])["epoch"] in (3, 4)
+        assert "val_loss" not in found.answer("worker 0")["histories"][0]
+        assert found.record("ps 0")["pieces"] == 2 * asked.plan
+
+
+def test_the_launcher_starts_all_roles_on_real_digits(tmp_path: Path) -> None:
+    with commands_in(tmp_path) as commands:
+        words = ["train", "mnist", "--strategy", "parameter_server", "--workers", "2", "--ps", "2"]
+        more = ["--chief", "--epochs", "2", "--out", "run"]
+        ended = commands.spartito(*words, *more)
+        assert ended.code == 0, ended.text
+        lines = (tmp_path / "run" / "history.jsonl").read_text().splitlines()
+        tasks = {path.stem for path in (tmp_path / "run" / "tasks").iterdir()}
+        assert tasks == {"chief-0", "worker-0", "worker-1", "ps-0", "ps-1"}
+        record = json.loads((tmp_path / "run" / "tasks" / "ps-0.json").read_text())
+        assert record["examples"] == 2 * TRAINING
+        accuracy = max(json.loads(line)["val_accuracy"] for line in lines)
+        assert accuracy > 0.8

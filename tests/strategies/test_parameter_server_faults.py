@@ -1,0 +1,355 @@
+"""Tasks of a job with parameter servers that are killed, stopped, late, or not alike."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from spartito.ps.log import entries
+from spartito.storage import load_tensors
+from tests.commands import SPARTITO, addresses, commands_in, eventually, tf_config
+from tests.strategies.ps_jobs import Asked, Job, job, replayed
+
+LOST = 69
+
+
+def applied_once(found: Job, servers: int) -> None:
+    """Every piece of every epoch is applied exactly once on every shard, and nothing else is."""
+    asked = found.asked
+    workers = len(found.cluster["worker"])
+    examples = asked.epochs * asked.fits * asked.examples
+    for number in range(servers):
+        record = found.record(f"ps {number}")
+        assert (record["pieces"], record["examples"]) == (asked.plan * workers, examples), record
+    weights = found.answer(chief(found))["weights"]
+    again = replayed(asked, found.folder / "pushes", servers)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+
+
+def chief(found: Job) -> str:
+    return "chief 0" if "chief" in found.cluster else "worker 0"
+
+
+# A worker dies
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("bound", [None, 2, 0])
+def test_a_killed_worker_costs_nothing(tmp_path: Path, bound: int | None, servers: int) -> None:
+    others = () if bound else ("worker 0", "worker 2")  # the gate would hold them all up
+    holds = {"worker 1": 2} | ({} if bound == 0 else dict.fromkeys(others, 2))
+    asked = Asked(options={"max_staleness": bound}, holds=holds, epochs=4)
+    with job(tmp_path, asked, worker=3, ps=servers, lease=5.0) as found:
+        found.held(*holds)
+        found.kill("worker 1")
+        found.go(*[name for name in holds if name != "worker 1"])
+        found.finish()
+        assert found.said("worker 0", "worker 1 is gone: its work goes to others")
+        applied_once(found, servers)
+        histories = [found.answer(name)["histories"] for name in ("worker 0", "worker 2")]
+        assert histories[0] == histories[1]
+        if bound:
+            assert max(map(int, found.record("ps 0")["staleness"])) <= bound
+
+
+def test_a_killed_worker_that_is_started_again_gets_work(tmp_path: Path) -> None:
+    asked = Asked(holds={"worker 1": 3, "worker 0": 10}, epochs=6)
+    with job(tmp_path, asked, worker=2, ps=1) as found:
+        found.held("worker 0", "worker 1")
+        found.kill("worker 1")
+        found.start("worker 1", asked=Asked(**{**found.asked.__dict__, "holds": {"worker 1": 4}}))
+        found.held("worker 1")  # it computes its fourth batch
+        found.go("worker 0", "worker 1")
+        found.finish()
+        applied_once(found, 1)
+        assert found.record("worker 1")["batches"] >= 4
+
+
+def test_accumulated_pieces_of_a_killed_worker_are_done_again_as_one(tmp_path: Path) -> None:
+    asked = Asked(accumulate=2, holds={"worker 1": 4}, examples=104)
+    with job(tmp_path, asked, worker=2, ps=2) as found:
+        found.held("worker 1")
+        found.kill("worker 1")
+        found.finish()
+        applied_once(found, 2)
+
+
+# A server dies
+
+
+def updates(found: Job, number: int) -> int:
+    """How many updates a server has logged."""
+    return sum(1 for _ in entries(found.folder / "pushes" / f"ps-{number}.log"))
+
+
+@pytest.mark.parametrize("bound", [None, 2, 0])
+def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path, bound: int | None) -> None:
+    """Both workers wait, so that it is known what was done: all since the first snapshot."""
+    batch = 2 if bound else 9  # the gate lets no worker go far beyond one that waits
+    asked = Asked(options={"max_staleness": bound}, holds={"worker 0": batch, "worker 1": batch})
+    with job(tmp_path, asked, worker=2, ps=2) as found:
+        found.held("worker 0", "worker 1")
+        lost = updates(found, 1)
+        assert lost >= batch - 1
+        found.kill("ps 1")
+        found.start("ps 1")
+        found.go("worker 0", "worker 1")
+        found.finish()
+        applied_once(found, 2)
+        assert found.record("ps 1")["lost"] == lost
+        assert found.record("ps 0")["lost"] == 0
+        assert found.said("ps 1", f"snapshot of update 0; updates lost so far: {lost}")
+        assert found.said("worker 0", r"ps 1 .* was started again: \d+ pieces of work are done")
+
+
+def test_a_server_that_dies_twice_counts_all_that_was_lost(tmp_path: Path) -> None:
+    """The worker waits, so that nothing happens between the death and the look at what is left."""
+    with job(tmp_path, Asked(holds={"worker 0": (6, 14)}), worker=1, ps=1, snapshots=0.02) as found:
+        lost = 0
+        for _ in range(2):
+            found.held("worker 0")
+            found.kill("ps 0")
+            lost += updates(found, 0) - version(tmp_path / "snapshots")
+            found.start("ps 0")
+            found.go("worker 0")
+        found.finish()
+        assert found.record("ps 0")["lost"] == lost
+        applied_once(found, 1)
+
+
+def version(folder: Path) -> int:
+    """The update of the snapshot that a killed server has left."""
+    (path,) = folder.glob("*.safetensors")
+    about: dict[str, Any] = json.loads(load_tensors(path)["about"].numpy().tobytes())
+    found: int = about["counts"][0]
+    return found
+
+
+def test_a_server_dies_while_nobody_looks_and_the_last_lease_is_done_again(
+    tmp_path: Path,
+) -> None:
+    """The only worker has had every answer when the server dies."""
+    asked = Asked(holds={"worker 0": 24}, examples=96, batch=4, epochs=1)
+    with job(tmp_path, asked, worker=1, ps=1) as found:
+        found.held("worker 0")
+        found.kill("ps 0")
+        found.start("ps 0")
+        found.go("worker 0")
+        found.finish()
+        applied_once(found, 1)
+
+
+def test_snapshots_are_gone_after_the_job(tmp_path: Path) -> None:
+    with job(tmp_path, Asked(epochs=1), worker=1, ps=2, snapshots=0.01) as found:
+        found.finish()
+        assert list((tmp_path / "snapshots").iterdir()) == []
+
+
+# Tasks that stand still
+
+
+def test_a_stopped_worker_is_named_and_comes_back(tmp_path: Path) -> None:
+    asked = Asked(holds={"worker 1": 5, "worker 0": 8}, epochs=4)
+    with job(tmp_path, asked, worker=2, ps=1, lease=1.0) as found:
+        found.held("worker 1", "worker 0")
+        found.signal(signal.SIGSTOP, "worker 1")
+        assert eventually(
+            lambda: found.said("worker 0", "worker 1 has not been heard of for 1 s: its work")
+        )
+        found.go("worker 1")
+        found.signal(signal.SIGCONT, "worker 1")
+        assert eventually(lambda: found.said("worker 0", "worker 1 is back"))
+        found.go("worker 0")
+        found.finish()
+        applied_once(found, 1)
+
+
+def test_a_stopped_worker_does_not_hold_up_a_group(tmp_path: Path) -> None:
+    asked = Asked(options={"max_staleness": 0}, holds={"worker 1": 5})
+    with job(tmp_path, asked, worker=2, ps=1, lease=1.0) as found:
+        found.held("worker 1")
+        found.signal(signal.SIGSTOP, "worker 1")
+        assert found.ends("worker 0") == [0], found.text
+        found.kill("worker 1")  # else the server waits a while, as it may want to look at values
+        assert found.ends("ps 0") == [0], found.text
+        assert found.said("worker 0", "worker 1 has not been heard of")
+        applied_once(found, 1)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_stopped_server_is_named_within_the_time_limit(tmp_path: Path, shared: bool) -> None:
+    asked = Asked(options={"shared_memory": shared}, holds={"worker 0": 5, "worker 1": 5})
+    with job(tmp_path, asked, worker=2, ps=2, timeout=3) as found:
+        found.held("worker 0", "worker 1")
+        found.signal(signal.SIGSTOP, "ps 0")
+        found.go("worker 0", "worker 1")
+        assert found.ends("worker 0", "worker 1") == [LOST, LOST], found.text
+        for name in ("worker 0", "worker 1"):
+            assert found.said(name, "error: (ps 0|worker 0) .*(did not answer within 3 s|is gone)")
+        assert found.said("worker 0", "ps 0 .* did not answer within 3 s")
+        assert found.ends("ps 1") in ([0], [LOST]), found.text
+
+
+@pytest.mark.parametrize("bound", [None, 0])
+def test_without_a_chief_all_others_end(tmp_path: Path, bound: int | None) -> None:
+    asked = Asked(options={"max_staleness": bound}, holds={"worker 0": 5})
+    with job(tmp_path, asked, worker=2, ps=1, timeout=4) as found:
+        found.held("worker 0")
+        found.kill("worker 0")
+        assert found.ends("worker 1", "ps 0") == [LOST, LOST], found.text
+        for name in ("worker 1", "ps 0"):
+            assert found.said(name, "error: worker 0 .* is gone"), found.text
+
+
+def test_a_stopped_chief_is_named_by_all(tmp_path: Path) -> None:
+    with job(tmp_path, Asked(holds={"worker 0": 5}), worker=2, ps=1, timeout=3) as found:
+        found.held("worker 0")
+        found.signal(signal.SIGSTOP, "worker 0")
+        assert found.ends("worker 1", "ps 0") == [LOST, LOST], found.text
+        assert found.said("worker 1", "error: worker 0 .* did not answer within 3 s")
+        assert found.said("ps 0", "error: worker 0 .* was not heard of")
+
+
+def test_a_server_that_nobody_starts_is_named(tmp_path: Path) -> None:
+    with job(tmp_path, Asked(), start=False, timeout=2, worker=1, ps=2) as found:
+        found.start("worker 0", "ps 0")
+        assert found.ends("worker 0") == [LOST], found.text
+        assert found.said("worker 0", r"error: ps 1 \(127.0.0.1:\d+\) did not come")
+
+
+def test_a_chief_that_nobody_starts_is_named(tmp_path: Path) -> None:
+    with job(tmp_path, Asked(), start=False, timeout=2, chief=1, worker=1, ps=1) as found:
+        found.start("worker 0", "ps 0")
+        assert found.ends("worker 0", "ps 0") == [LOST, LOST], found.text
+        for name in found.members:
+            assert found.said(name, "error: chief 0 "), found.text
+
+
+# Mistakes
+
+
+def test_a_server_with_another_model_refuses_and_both_are_named(tmp_path: Path) -> None:
+    with job(tmp_path, Asked(broken="ps 0"), worker=1, ps=1, timeout=3) as found:
+        assert found.ends("worker 0") == [2], found.text
+        assert found.said("worker 0", r"error: worker 0 has model \w+, ps 0 \S+ has \w+")
+        assert found.ends("ps 0") == [LOST]
+
+
+@pytest.mark.parametrize("other", [{"max_staleness": 1}, {"min_shard_bytes": 64}, {"aggregate": 2}])
+def test_a_server_with_other_options_refuses_and_both_are_named(
+    tmp_path: Path, other: dict[str, Any]
+) -> None:
+    with job(tmp_path, Asked(), start=False, worker=1, ps=1, timeout=3) as found:
+        mine = found.asked.options | other
+        found.start("ps 0", asked=Asked(**{**found.asked.__dict__, "options": mine}))
+        found.start("worker 0")
+        assert found.ends("worker 0") == [2], found.text
+        (name, value) = next(iter(other.items()))
+        assert found.said("worker 0", rf'error: worker 0 has rules .*, ps 0 .*"{name}":{value}')
+
+
+def test_more_servers_than_parameters_is_refused_by_all(tmp_path: Path) -> None:
+    asked = Asked(options={"min_shard_bytes": 1 << 20})
+    with job(tmp_path, asked, worker=1, ps=5, timeout=5) as found:
+        names = list(found.members)
+        assert found.ends(*names) == [2] * len(names)
+        assert found.said("worker 0", "5 parameter servers for parameters that fill 4")
+
+
+def test_gradients_that_are_no_numbers_are_dropped_and_named(tmp_path: Path) -> None:
+    asked = Asked(spoiled={"worker 1": (2, 5)})
+    with job(tmp_path, asked, worker=2, ps=2) as found:
+        found.finish()
+        applied_once(found, 2)
+        assert found.record("ps 1")["dropped"] == 2
+        assert found.record("ps 1")["updates"] == 2 * asked.plan - 2
+        named = r"worker 1: \d pushes were not finite and dropped: pass 0, step \d+, slice 1"
+        assert found.said("worker 0", named)
+        losses = found.answer("worker 0")["histories"][0]["loss"]
+        assert losses[-1] < losses[0]
+
+
+def test_too_many_of_them_end_the_job(tmp_path: Path) -> None:
+    asked = Asked(spoiled={"worker 1": range(1, 99)}, options={"nan_limit": 5})
+    with job(tmp_path, asked, worker=2, ps=1) as found:
+        assert found.ends("worker 0") == [1], found.text
+        why = r"error: \d+ pushes were not finite .* more than 5; the last by worker 1: pass \d"
+        assert found.said("worker 0", why)
+        assert found.ends("ps 0") == [0]
+        assert found.ends("worker 1") != [0]
+
+
+def test_a_worker_that_comes_after_the_end_is_told_so(tmp_path: Path) -> None:
+    with job(tmp_path, Asked(epochs=1), start=False, timeout=3, worker=2, ps=1) as found:
+        found.start("worker 0", "worker 1", "ps 0")
+        found.finish()
+        found.start("worker 1")
+        assert found.ends("worker 1") == [LOST]
+        assert found.said("worker 1", "error: worker 0 .* did not come")
+
+
+# As users start it
+
+
+SCRIPT = """
+import os, sys, torch
+import spartito as sp
+strategy = sp.strategy(push_log="pushes", min_shard_bytes=16)
+with strategy.scope():
+    torch.manual_seed(0)
+    net = torch.nn.Linear(4, 3)
+    optimizer = torch.optim.Adam(net.parameters())
+print("process", os.getpid(), "is", strategy.task, flush=True)
+class Watch(sp.Callback):
+    def on_train_batch_end(self, batch, logs):
+        if self.trainer.step >= 300 and not told:
+            told.append(print("step 300", flush=True))
+told = []
+x, y = torch.randn(4096, 4), torch.arange(4096) % 3
+trainer = sp.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(), strategy=strategy)
+trainer.fit((x, y), epochs=12, batch_size=8, callbacks=[Watch()], verbose=0)
+print("end of", strategy.task, flush=True)
+"""
+
+
+def test_the_launcher_starts_a_killed_server_again(tmp_path: Path) -> None:
+    with commands_in(tmp_path) as commands:
+        script = commands.write("train.py", SCRIPT)
+        words = ("run", "--strategy", "parameter_server", "--workers", "2", "--ps", "2")
+        program = commands.start(
+            *SPARTITO,
+            *words,
+            script,
+            env={"SPARTITO_TIMEOUT": "30", "SPARTITO_RUN_DIR": str(tmp_path / "run")},
+        )
+        server = int(program.wait_for(r"process (\d+) is ps 1").group(1))
+        program.wait_for("step 300")
+        os.kill(server, signal.SIGKILL)
+        ended = program.end()
+        assert ended.code == 0, ended.text
+        assert "is started again" in ended.text
+        assert "pieces of work are done again" in ended.text
+        record = json.loads((tmp_path / "run" / "tasks" / "ps-1.json").read_text())
+        assert record["pieces"] == 12 * 512 * 2
+        assert record["examples"] == 12 * 4096
+        assert record["lost"] > 0
+
+
+def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
+    with socket.socket() as taken, commands_in(tmp_path) as commands:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        cluster = {"worker": addresses(1), "ps": [f"127.0.0.1:{port}"]}
+        script = commands.write("train.py", SCRIPT)
+        ended = commands.python(script, env=tf_config(cluster, "ps", 0))
+        assert ended.code == 2
+        assert f"ps 0 cannot listen on 127.0.0.1:{port}" in ended.err
+        assert "Traceback" not in ended.err
