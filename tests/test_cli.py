@@ -26,7 +26,9 @@ def spartito(
     )
 
 
-@pytest.mark.parametrize("words", [[], ["run"], ["train"], ["predict"], ["data", "check"]])
+@pytest.mark.parametrize(
+    "words", [[], ["run"], ["train"], ["predict"], ["doctor"], ["data", "check"]]
+)
 def test_every_command_has_help_with_an_example(
     words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -27,13 +27,18 @@ FLOORS = [
     {"report"},
     {"training"},
     {"launch", "models", "recipes"},
-    {"cli", "__main__"},
+    {"cli", "cli_cluster", "__main__"},
 ]
 """A room imports from its own floor and from those below."""
 
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
-NEIGHBOURS = {("collectives", "cluster"), ("recipes", "models"), ("__main__", "cli")}
+NEIGHBOURS = {
+    ("collectives", "cluster"),
+    ("recipes", "models"),
+    ("__main__", "cli"),
+    ("cli", "cli_cluster"),
+}
 """Rooms of one floor that may know each other, one way."""
 
 

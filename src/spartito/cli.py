@@ -331,6 +331,34 @@ def compare(
 
 
 @app.command()
+def doctor(
+    workers: Annotated[
+        int | None,
+        typer.Option(
+            help="Examine so many processes started here, not the cluster we are in.",
+            parser=_whole("--workers", 1),
+            metavar="N",
+        ),
+    ] = None,
+    timeout: Annotated[
+        float, typer.Option(help="Seconds until it ends, whoever is there.", metavar="SECONDS")
+    ] = 10.0,
+    json: Annotated[
+        bool, typer.Option("--json", help="Print the report as one line of JSON instead.")
+    ] = False,
+) -> None:
+    """Say whether the tasks of a cluster reach each other; run it on every one of them.
+
+    Example: spartito doctor --workers 2
+    """
+    from spartito.launch.doctor.examination import examine, examine_here
+
+    if workers is None:
+        raise typer.Exit(examine(timeout, as_json=json))
+    raise typer.Exit(examine_here(workers, timeout, as_json=json))
+
+
+@app.command()
 def predict(
     run: Annotated[Path, typer.Argument(help="A run folder of spartito train.")],
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What to look at.")],

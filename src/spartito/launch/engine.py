@@ -13,6 +13,8 @@ from typing import Any
 import yaml
 
 from spartito.errors import SpartitoError, UserError
+from spartito.launch.compose import STOP_SECONDS
+from spartito.launch.containers import JOB_NAME
 
 ASK_SECONDS = 30.0
 """How long the engine may take to answer a question."""
@@ -92,6 +94,32 @@ class TaskState:
 
 
 @dataclass(frozen=True, slots=True)
+class Folder:
+    """A folder of this machine in a container that runs as ``user``, as ``1000:1000``."""
+
+    path: Path
+    written: bool
+    user: str
+
+    @property
+    def owner(self) -> tuple[int, int] | None:
+        """The numbers of user and group; None where they are names."""
+        user, _, group = self.user.partition(":")
+        numbers = user, group or user
+        return (int(numbers[0]), int(numbers[1])) if all(map(str.isdigit, numbers)) else None
+
+    def is_open(self) -> bool:
+        """Whether the container's user can use it, by its owner and its mode."""
+        state = self.path.stat()
+        if self.owner is None or self.owner[0] == 0:
+            return True
+        user, group = self.owner
+        shift = 6 if user == state.st_uid else 3 if group == state.st_gid else 0
+        needed = 0o7 if self.written else 0o5
+        return state.st_mode >> shift & needed == needed
+
+
+@dataclass(frozen=True, slots=True)
 class JobFile:
     """A compose file as `read_job` found it."""
 
@@ -104,18 +132,20 @@ class JobFile:
         """The images that the services need."""
         return sorted({str(service["image"]) for service in self.services.values()})
 
-    def folders(self) -> list[tuple[Path, bool, str]]:
-        """The folders of this machine that are mounted: path, whether only to read, for whom."""
-        return [
-            (
+    @property
+    def folders(self) -> list[Folder]:
+        """The folders of this machine that containers mount, each once."""
+        found = [
+            Folder(
                 (self.path.parent / str(volume["source"]).replace("$$", "$")).resolve(),
-                bool(volume.get("read_only")),
-                str(service.get("user", "")),
+                not volume.get("read_only"),
+                str(service.get("user", "0")),
             )
             for service in self.services.values()
             for volume in service.get("volumes", [])
             if isinstance(volume, dict) and volume.get("type") == "bind"
         ]
+        return list(dict.fromkeys(found))
 
     def goes_on_without(self, service: str) -> bool:
         """Whether the engine starts a lost ``service`` again while the others go on."""
@@ -137,9 +167,13 @@ def read_job(path: Path) -> JobFile:
     for name, service in services.items():
         if not isinstance(service, dict) or "image" not in service:
             raise UserError(f"{path}: the service {name!r} has no image", advice)
-    if not isinstance(document.get("name"), str):
-        raise UserError(f"{path} has no name", "Add a line 'name: digits', for example.")
-    return JobFile(path, document["name"], services)
+    name = document.get("name")
+    if not isinstance(name, str) or not JOB_NAME.fullmatch(name):
+        raise UserError(
+            f"{path} has {f'the name {name!r}' if name else 'no name'}",
+            "Add a line 'name: digits', for example: small letters, digits, - and _.",
+        )
+    return JobFile(path, name, services)
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,9 +235,12 @@ class Engine:
         known = [state for state in found if state.service in order]
         return sorted(known, key=lambda state: order.index(state.service))
 
-    def down(self, job: JobFile) -> None:
-        """Remove the job's containers, its network and its snapshots; the run folder stays."""
-        self.tell(job, "down", "--volumes", "--remove-orphans", "--timeout", "10")
+    def down(self, job: JobFile, seconds: int = STOP_SECONDS) -> None:
+        """Remove the job's containers, its network and its snapshots; the run folder stays.
+
+        Tasks that still run are asked to stop, and killed after ``seconds``.
+        """
+        self.tell(job, "down", "--volumes", "--remove-orphans", "--timeout", str(seconds))
 
 
 def state_of(inspected: Mapping[str, Any]) -> TaskState:

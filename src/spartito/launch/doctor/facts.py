@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from spartito.cluster.resolver import remarks
 from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.device import available_cores, cgroup_quota
 from spartito.launch.doctor.messages import Facts, Memory, Space
@@ -43,6 +44,7 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
         shares=_digest(machine, _text(CGROUP), _affinity(), str(quota)),
         source=spec.source,
         would=would_do(spec, env, len(gpus)),
+        remarks=list(remarks(spec, env)),
         cluster={role: list(tasks) for role, tasks in spec.addresses.items()},
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
@@ -57,14 +59,14 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
 
 
 def would_do(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:
-    """What `spartito run` would make of this environment, in one sentence."""
+    """What training would make of this environment, and who told it, in one sentence."""
     strategy = env.get(ENV_STRATEGY) or _strategy_of(spec)
     if spec.source == ClusterSpec.alone().source:
         here = f"{gpus} workers, one per GPU" if gpus > 1 else "1 worker"
         return f"nothing describes a cluster, so spartito run would start {here} on this machine"
     place = f"rank {spec.rank} of {spec.num_replicas}" if spec.rank != NO_RANK else "not training"
     meeting = f", they meet at {spec.rendezvous}" if spec.rendezvous else ""
-    return f"{spec.source}: {spec.task}, {place}, strategy {strategy}{meeting}"
+    return f"{spec.source} said who we are: {spec.task}, {place}, strategy {strategy}{meeting}"
 
 
 def memory(meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = CGROUP) -> Memory:
@@ -126,7 +128,8 @@ def _limits(cgroups: Path, own: str) -> list[tuple[int, int]]:
             limit, used = (_text(folder / name).strip() for name in names)
             if limit.isdigit() and used.isdigit() and int(limit) < NO_LIMIT:
                 stat = dict(
-                    words for text in _text(folder / "memory.stat").splitlines()
+                    words
+                    for text in _text(folder / "memory.stat").splitlines()
                     if len(words := text.split()) == 2
                 )
                 found.append((int(limit), int(used) - int(stat.get(cache, "0"))))

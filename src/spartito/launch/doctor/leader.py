@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -100,10 +101,14 @@ class Member:
 
 @dataclass
 class Leader:
-    """Gathers the `Report` of the cluster that ``facts`` describes, within ``seconds``."""
+    """Gathers the `Report` of the cluster that ``facts`` describes, within ``seconds``.
+
+    ``host`` is the one by which the others know this task.
+    """
 
     facts: Facts
     station: Station
+    host: str
     seconds: float
     began: float
     members: dict[str, Member] = field(default_factory=dict)
@@ -119,28 +124,32 @@ class Leader:
         self._gather(self.began + GATHER * self.seconds)
         knocks = self._knock(min(KNOCK_SECONDS, KNOCK * self.seconds))
         self._measure([(k.source, k.target) for k in knocks if k.how == "ok"])
+        there = self._doctors()
         return Report(
             expected=list(self.addresses),
             addresses=self.addresses,
             leader=self.facts.task,
-            facts={name: doctor.facts for name, doctor in self._doctors().items()},
+            facts={name: there[name].facts for name in self.addresses if name in there},
             knocks=knocks,
             speeds=list(self.speeds.values()),
             silent=self.silent,
             refused=self.refused,
             strangers=list(self.station.strangers),
             seconds=time.monotonic() - self.began,
-            limit=self.seconds,
+            limit=GATHER * self.seconds,
         )
 
     def dismiss(self, code: int, words: str) -> None:
         """Tell all how it ended."""
+        while not self.station.joins.empty():
+            join, talk = self.station.joins.get_nowait()
+            with talk, suppress(OSError):
+                why = f"{join.facts.task} came too late: {self.facts.task} waited no longer"
+                talk.say(Refused(why), time.monotonic() + ANSWER_SECONDS)
         for name, member in self.members.items():
             if name not in self.silent:
-                try:
+                with suppress(OSError):  # one that is gone has said so itself
                     member.talk.say(End(code, words), time.monotonic() + ANSWER_SECONDS)
-                except OSError:
-                    pass  # it is gone; its own end says so
             member.talk.close()
 
     def _gather(self, end: float) -> None:
@@ -175,7 +184,8 @@ class Leader:
             for cluster in (self.addresses, addresses_of(join.facts.cluster))
         )
         if known != theirs:
-            return f"{task} came with another cluster than {self.facts.task}: {_difference(known, theirs)}"
+            difference = _difference(known, theirs)
+            return f"{task} came with another cluster than {self.facts.task}: {difference}"
         return ""
 
     def _doctors(self) -> dict[str, Doctor]:
@@ -186,7 +196,7 @@ class Leader:
         address = self.addresses[task]
         host, port = split_address(address) if address else ("", 0)
         if task == self.facts.task:
-            return Target(task, host or "127.0.0.1", self.station.port)
+            return Target(task, self.host, self.station.port)
         member = self.members.get(task)
         if member is not None:
             seen = str(member.talk.connection.getpeername()[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
+from spartito.cluster.spec import split_address
 from spartito.launch.doctor.messages import (
     OK,
     End,
@@ -16,17 +17,14 @@ from spartito.launch.doctor.messages import (
     Measure,
     Measured,
     Order,
-    Pong,
-    Ping,
     Refused,
     Target,
     Welcome,
 )
-from spartito.launch.doctor.probe import at_once, knock, knock_all, measure
+from spartito.launch.doctor.probe import knock, knock_all, measure
 from spartito.launch.doctor.report import Report, addresses_of
 from spartito.launch.doctor.station import Station
 from spartito.launch.doctor.talk import GarbageError, Talk, call
-from spartito.cluster.spec import split_address
 
 RETRY_SECONDS = 0.05  # between two looks for a leader that does not listen yet
 KNOCK_SECONDS = 1.0
@@ -40,6 +38,7 @@ def follow(facts: Facts, station: Station, leader: Sequence[Target], end: float)
     The `Report` is what we can tell alone, when the leader does not come until ``end``, does
     not let us in, or falls silent.
     """
+    alone_at = max(end - KNOCK_SECONDS - RETRY_SECONDS, (time.monotonic() + end) / 2)
     talk = None
     while talk is None:
         why = OK
@@ -50,8 +49,11 @@ def follow(facts: Facts, station: Station, leader: Sequence[Target], end: float)
                 break
             why = found.how if target == leader[0] else why
         if talk is None:
-            if time.monotonic() + RETRY_SECONDS >= end:
-                return _alone(facts, leader[0], why)
+            if time.monotonic() >= alone_at:
+                report = _alone(facts, leader[0], why)
+                # The others look who is there at about the same time: be there.
+                time.sleep(max(0.0, end - time.monotonic()))
+                return report
             time.sleep(RETRY_SECONDS)
     with talk:
         try:

@@ -68,6 +68,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Where the task read who it is."""
     would: str
     """What training would do here."""
+    remarks: list[str]
+    """What is worth knowing about that source."""
     cluster: dict[str, list[str]]
     python: str
     versions: dict[str, str]

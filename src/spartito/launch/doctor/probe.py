@@ -37,9 +37,7 @@ def at_once(work: Callable[[A], B], items: Sequence[A], end: float) -> list[B | 
     def run(place: int, item: A) -> None:
         results[place] = work(item)
 
-    threads = [
-        threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(items)
-    ]
+    threads = [threading.Thread(target=run, args=pair, daemon=True) for pair in enumerate(items)]
     for thread in threads:
         thread.start()
     for thread in threads:

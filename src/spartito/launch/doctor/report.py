@@ -38,7 +38,9 @@ class Report(msgspec.Struct, frozen=True):
     strangers: list[str] = []
     """Addresses of programs that knocked and are no doctors."""
     seconds: float = 0.0
+    """What the examination took."""
     limit: float = 0.0
+    """Seconds that tasks were waited for."""
 
     @property
     def absent(self) -> list[str]:
@@ -48,7 +50,9 @@ class Report(msgspec.Struct, frozen=True):
     @property
     def hosts(self) -> set[str]:
         """The hosts that the addresses name; all loopback names are one."""
-        names = (split_address(address)[0].lower() for address in self.addresses.values() if address)
+        names = (
+            split_address(address)[0].lower() for address in self.addresses.values() if address
+        )
         return {"localhost" if is_loopback(name) else name for name in names}
 
     @property

@@ -1,0 +1,230 @@
+"""The whole examination: of the cluster that the environment describes, or of workers here."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spartito.cluster import ClusterSpec, resolve
+from spartito.cluster.spec import split_address
+from spartito.errors import EXIT_TASK_LOST, SpartitoError, UserError, show
+from spartito.launch import machine
+from spartito.launch.doctor import facts as local_facts
+from spartito.launch.doctor import network, tables
+from spartito.launch.doctor.leader import Leader
+from spartito.launch.doctor.member import follow
+from spartito.launch.doctor.messages import End, Facts, Port, Target
+from spartito.launch.doctor.report import Report, addresses_of
+from spartito.launch.doctor.station import Station, open_station
+from spartito.launch.doctor.verdict import Verdict, exit_code
+from spartito.launch.doctor.verdicts import judge
+from spartito.launch.local import Place, environments
+from spartito.launch.process import Process
+from spartito.launch.supervisor import Patience, supervise
+from spartito.names import ENV_SNAPSHOT_DIR
+
+TIMEOUT = 10.0
+"""Seconds that an examination may take."""
+
+FACTS = 0.25
+"""The share of the time limit that names and GPUs may take to be looked up."""
+
+OTHER_PORTS = 3
+"""So many ports after the leader's are tried when another program has its own."""
+
+LAUNCHED = ("TF_CONFIG", ENV_SNAPSHOT_DIR)
+"""Variables that are not the launcher's own workers' business."""
+
+
+def examine(
+    seconds: float = TIMEOUT,
+    *,
+    as_json: bool = False,
+    into: Path | None = None,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Examine the cluster of ``env`` together with its other tasks; answers the exit code.
+
+    The first task prints the report (with ``as_json`` one line of JSON; ``into``: the report
+    goes to that file instead), the others one line. 0: all is well. 1: something is wrong.
+    69: a task did not come, or fell silent. Ends within ``seconds``, once the first task is
+    there within its ``seconds``. Raises `UserError` for a cluster that cannot be.
+    """
+    began = time.monotonic()
+    variables = os.environ if env is None else env
+    limit = _checked(seconds)
+    spec = resolve(variables)
+    addresses = addresses_of(spec.addresses)
+    lead = str(spec.replica_tasks[0])
+    name = str(spec.task)
+    if len(addresses) == 1:
+        facts = _facts(spec, variables, limit)
+        report = Report([name], addresses, name, {name: facts}, limit=limit)
+        return _finish(msgspec.structs.replace(report, seconds=_since(began)), as_json, into)
+    candidates = _candidates(spec, lead)
+    station, own = _open(spec, candidates, variables)
+    try:
+        facts = _facts(spec, variables, limit, own)
+        if name == lead:
+            leader = Leader(facts, station, candidates[0].host, limit, began)
+            return _lead(leader, as_json, into)
+        ended = follow(facts, station, candidates, began + limit)
+    finally:
+        station.close()
+    if isinstance(ended, End):
+        print(f"{name}: {ended.words}", file=sys.stderr if as_json else sys.stdout, flush=True)
+        return ended.code
+    ended = msgspec.structs.replace(ended, limit=limit, seconds=_since(began))
+    return _finish(ended, as_json, None)
+
+
+def examine_here(workers: int, seconds: float = TIMEOUT, *, as_json: bool = False) -> int:
+    """Examine ``workers`` tasks started on this machine as `spartito run` would start them."""
+    limit = _checked(seconds)
+    if workers < 1:
+        raise UserError(f"--workers {workers} is less than 1")
+    base = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+    place = Place(0, 1, "127.0.0.1", machine.free_port())
+    with tempfile.TemporaryDirectory(prefix="spartito-") as folder:
+        result, errors = Path(folder) / "report.json", Path(folder) / "errors"
+        command = [sys.executable, "-m", __name__, f"--seconds={limit}", f"--into={result}"]
+        processes = [
+            Process(f"worker {index}", command, own)
+            for index, own in enumerate(environments(base, place, workers))
+        ]
+        with errors.open("wb") as kept, open(os.devnull, "wb") as nothing:
+            quick = Patience(stop=1.0, interrupt=1.0, cause=0.1)
+            code = supervise(processes, patience=quick, out=nothing, err=kept)
+        if not result.exists():
+            sys.stderr.write(errors.read_text(errors="replace"))
+            return code or EXIT_TASK_LOST
+        report = msgspec.json.decode(result.read_bytes(), type=Report)
+    return _finish(report, as_json, None)
+
+
+def as_object(report: Report, verdicts: list[Verdict]) -> dict[str, Any]:
+    """The whole report and its verdicts, for JSON."""
+    found: dict[str, Any] = msgspec.to_builtins(report)
+    return {
+        **found,
+        "absent": report.absent,
+        "slow": sorted(list(way) for way in report.slow),
+        "verdicts": msgspec.to_builtins(verdicts),
+        "exit_code": exit_code(verdicts),
+    }
+
+
+def _lead(leader: Leader, as_json: bool, into: Path | None) -> int:
+    name = leader.facts.task
+    code, words = 1, f"{name} could not finish the report"
+    try:
+        report = leader.examine()
+        code = _finish(report, as_json, into)
+        words = f"{tables.closing(report, judge(report))}; {name} shows the whole"
+        if into is not None and code != EXIT_TASK_LOST:
+            code = 0  # who reads the file decides; only a lost task must end the others at once
+        return code
+    finally:
+        leader.dismiss(code, words)
+
+
+def _finish(report: Report, as_json: bool, into: Path | None) -> int:
+    """Show ``report``; answers the exit code."""
+    verdicts = judge(report)
+    if into is not None:
+        part = into.with_suffix(".part")
+        part.write_bytes(msgspec.json.encode(report))
+        part.replace(into)
+    elif as_json:
+        print(msgspec.json.encode(as_object(report, verdicts)).decode(), flush=True)
+    else:
+        tables.show(report, verdicts)
+        sys.stdout.flush()
+    return exit_code(verdicts)
+
+
+def _facts(
+    spec: ClusterSpec,
+    env: Mapping[str, str],
+    limit: float,
+    own: Port | None = None,
+) -> Facts:
+    seconds = FACTS * limit
+    addresses = [a for tasks in spec.addresses.values() for a in tasks if a]
+    names = network.resolve_names(
+        (split_address(address)[0] for address in addresses), time.monotonic() + seconds
+    )
+    facts = local_facts.collect(spec, env, seconds)
+    mine = bool(spec.address_of(spec.task))
+    return msgspec.structs.replace(
+        facts,
+        names=names,
+        routes=network.routes(names),
+        port=own if mine else None,
+    )
+
+
+def _candidates(spec: ClusterSpec, lead: str) -> list[Target]:
+    """Where the doctor of the task ``lead`` may listen: at its port, or just after it."""
+    addresses = addresses_of(spec.addresses)
+    address = addresses[lead] or spec.rendezvous
+    if not address:
+        raise UserError(
+            f"{spec.source} gives {lead} no address, so that its tasks cannot meet",
+            f"Give {lead} an address, as host:29500.",
+        )
+    host, port = split_address(address)
+    taken = {split_address(other)[1] for other in addresses.values() if other}
+    after = [p for p in range(port + 1, min(port + 100, 65536)) if p not in taken][:OTHER_PORTS]
+    return [Target(lead, host, each) for each in (port, *after)]
+
+
+def _open(
+    spec: ClusterSpec, candidates: list[Target], env: Mapping[str, str]
+) -> tuple[Station, Port]:
+    """Listen where the cluster says, or where the way to the leader begins."""
+    name = str(spec.task)
+    if name == candidates[0].task:
+        agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return open_station(name, candidates[0].host, [c.port for c in candidates], agent)
+    address = spec.address_of(spec.task)
+    if address:
+        host, port = split_address(address)
+        return open_station(name, host, [port])
+    found = network.resolve_names([candidates[0].host], time.monotonic() + 2.0)[0]
+    source = network.source_address(found.addresses[0]) if found.addresses else ""
+    return open_station(name, source or "0.0.0.0", [])
+
+
+def _checked(seconds: float) -> float:
+    if not 0 < seconds < inf:
+        raise UserError(f"--timeout {seconds:g} is not a number of seconds above 0")
+    return seconds
+
+
+def _since(began: float) -> float:
+    return time.monotonic() - began
+
+
+def _main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=TIMEOUT)
+    parser.add_argument("--into", type=Path)
+    given = parser.parse_args()
+    try:
+        return examine(given.seconds, into=given.into)
+    except SpartitoError as error:
+        return show(error)
+
+
+if __name__ == "__main__":
+    sys.exit(_main())

@@ -1,0 +1,189 @@
+"""Follows the containers of a job: what they print, how they end, and what that means."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from spartito.errors import EXIT_TASK_LOST
+from spartito.launch.engine import Engine, JobFile, TaskState
+from spartito.launch.output import Sink
+
+LOOK_SECONDS = 2.0
+"""How often we look how the containers go, when none of them has ended."""
+
+PAUSE_SECONDS = 0.1
+"""Between two looks at least, whatever ends meanwhile."""
+
+CAUSE_SECONDS = 3.0
+"""For the task that failed first, once another says that it lost a peer."""
+
+REST_SECONDS = 15.0
+"""For the servers and workers, once the leader has ended well."""
+
+LOST = frozenset(128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP))
+"""Exit codes of a container whose task was killed from outside."""
+
+
+def verdict(job: JobFile, states: Sequence[TaskState]) -> tuple[int, str] | None:
+    """The job's exit code and who decided it; None while it goes on.
+
+    The first task decides when it ends. Before that, so does one that failed for good, unless
+    the engine starts it again and the others can do without it: only a lost worker beside
+    parameter servers, and an evaluator, are such. When all ended well the code is 0.
+    """
+    first = next(iter(job.services))
+    servers = any(name.startswith("ps-") for name in job.services)
+    failed = [
+        state
+        for state in states
+        if state.ended
+        and state.code
+        and (state.service == first or not _is_dispensable(job, state.service, servers))
+    ]
+    if failed:
+        # Who lost a peer did not fail first, whatever the clock says.
+        culprit = min(failed, key=lambda s: (s.code == EXIT_TASK_LOST, s.finished_at))
+        return (EXIT_TASK_LOST if culprit.code in LOST else culprit.code), culprit.name
+    by_name = {state.service: state for state in states}
+    missing = [name for name in job.services if name not in by_name]
+    if missing:
+        return EXIT_TASK_LOST, missing[0].replace("-", " ")
+    waited = [state for state in states if not servers or state.service in (first, "evaluator")]
+    return (0, by_name[first].name) if all(state.ended for state in waited) else None
+
+
+def _is_dispensable(job: JobFile, service: str, servers: bool) -> bool:
+    if not job.goes_on_without(service):
+        return False
+    return service == "evaluator" or (servers and not service.startswith("ps-"))
+
+
+@dataclass
+class Watch:
+    """Follows the containers of a job: what they print, and how they end."""
+
+    engine: Engine
+    job: JobFile
+    only_now: bool = False
+    sink: Sink = field(default_factory=lambda: Sink.of(sys.stdout.buffer))
+    _pen: threading.Lock = field(default_factory=threading.Lock)
+    _news: threading.Event = field(default_factory=threading.Event)
+    _readers: dict[str, threading.Thread] = field(default_factory=dict)
+    _popens: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
+    _last: dict[str, str] = field(default_factory=dict)
+    _restarted: dict[str, int] = field(default_factory=dict)
+
+    def follow(self) -> int:
+        """Pass on what the tasks print until the job has ended; answers its exit code."""
+        try:
+            while True:
+                self._news.clear()
+                states = self.engine.states(self.job)
+                self._tell_restarts(states)
+                found = verdict(self.job, states)
+                if found is not None:
+                    return self._end(found)
+                self.read(states)
+                self._news.wait(LOOK_SECONDS)
+                time.sleep(PAUSE_SECONDS)
+        finally:
+            self.stop()
+
+    def read(self, states: Sequence[TaskState]) -> None:
+        """Follow the output of each container that nobody follows, from where we stopped."""
+        for place, state in enumerate(states):
+            reader = self._readers.get(state.service)
+            if reader is not None and (reader.is_alive() or state.status != "running"):
+                continue
+            self._start(state, place)
+
+    def finish(self, limit: float | None) -> None:
+        """Wait until all output has been read, at most ``limit`` seconds."""
+        end = None if limit is None else time.monotonic() + limit
+        for reader in list(self._readers.values()):
+            reader.join(None if end is None else max(0.0, end - time.monotonic()))
+
+    def stop(self) -> None:
+        """Follow nobody any more."""
+        for popen in self._popens.values():
+            popen.terminate()
+            popen.wait()
+        self.finish(LOOK_SECONDS)
+
+    def _end(self, found: tuple[int, str]) -> int:
+        """Wait for what belongs to the end: the first cause, the others' last words."""
+        end = time.monotonic() + (REST_SECONDS if found[0] == 0 else CAUSE_SECONDS)
+        while time.monotonic() < end:
+            states = self.engine.states(self.job)
+            self.read(states)
+            found = verdict(self.job, states) or found
+            if all(state.ended for state in states) or found[0] not in (0, EXIT_TASK_LOST):
+                break
+            self._news.clear()
+            self._news.wait(5 * PAUSE_SECONDS)
+        self.finish(LOOK_SECONDS)
+        code, name = found
+        lost = next((s for s in self.engine.states(self.job) if s.name == name), None)
+        if lost is not None and lost.code:
+            why = "ran out of memory" if lost.out_of_memory else _how(lost.code)
+            say(f"{name} {why}")
+        elif code:
+            say(f"{name} is gone")
+        return code
+
+    def _tell_restarts(self, states: Sequence[TaskState]) -> None:
+        for state in states:
+            if state.starts > self._restarted.get(state.service, 1):
+                self._restarted[state.service] = state.starts
+                say(f"{state.name} ended and is started again")
+
+    def _start(self, state: TaskState, place: int) -> None:
+        words = [self.engine.docker, "logs", "--timestamps"]
+        words += [] if self.only_now else ["--follow"]
+        since = self._last.get(state.service)
+        words += ["--since", since] if since else []
+        popen = subprocess.Popen(
+            [*words, state.id],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is ours
+        )
+        self._popens[state.service] = popen
+        prefix = self.sink.prefix(state.name, place)
+        what = (state.service, popen, prefix, since or "")
+        reader = threading.Thread(target=self._pass_on, args=what)
+        reader.daemon = True
+        self._readers[state.service] = reader
+        reader.start()
+
+    def _pass_on(
+        self, service: str, popen: subprocess.Popen[bytes], prefix: bytes, since: str
+    ) -> None:
+        assert popen.stdout is not None
+        with popen.stdout as lines:
+            for line in lines:
+                stamp, _, text = line.partition(b" ")
+                at = stamp.decode(errors="replace")
+                if at <= since:
+                    continue  # read before the container was started again
+                self._last[service] = at
+                with self._pen:
+                    self.sink.write([prefix + (text or b"\n")])
+        popen.wait()
+        self._news.set()
+
+
+def _how(code: int) -> str:
+    return f"was killed by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
+
+
+def say(text: str) -> None:
+    """Print a line of ours beside those of the tasks."""
+    print(f"spartito: {text}", file=sys.stderr, flush=True)

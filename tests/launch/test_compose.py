@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spartito.cluster import resolve
+from spartito.errors import UserError
+from spartito.launch.compose import compose_file, machine_files
+from spartito.launch.containers import (
+    Containers,
+    Limits,
+    Network,
+    memory_bytes,
+    plan_containers,
+    service,
+)
+from spartito.launch.roles import RESTARTS, Roles
+
+DOCUMENTED = Path(__file__).parents[2] / "docs" / "containers.md"
+CASTS = st.builds(Roles, st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans())
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "photos").mkdir()
+    (tmp_path / "train.py").write_text("")
+    monkeypatch.chdir(tmp_path)
+
+
+def job(cast: Roles, **options: Any) -> Containers:
+    strategy = "parameter_server" if cast.ps else "multi_worker_mirrored"
+    what = ("python", "-m", "spartito.recipes.mnist", "--out=/runs")
+    return Containers("digits", "mnist", what, strategy, cast, "./runs/digits", **options)
+
+
+def parsed(text: str) -> dict[str, Any]:
+    """The document as the composer sees it, ``$$`` undone."""
+    document: dict[str, Any] = yaml.safe_load(text.replace("$$", "$"))
+    return document
+
+
+def read(job: Containers) -> dict[str, Any]:
+    return parsed(compose_file(job))
+
+
+@settings(max_examples=25, deadline=None)
+@given(CASTS, st.builds(Network, st.booleans(), st.booleans()))
+def test_each_task_reads_who_it_is_and_where_the_others_are(cast: Roles, network: Network) -> None:
+    services = read(job(cast, network=network))["services"]
+    specs = {name: resolve(one["environment"]) for name, one in services.items()}
+    assert [spec.task for spec in specs.values()] == list(cast.tasks)
+    assert [spec.is_chief for spec in specs.values()] == [True] + [False] * (len(specs) - 1)
+    addresses = [a for tasks in specs[next(iter(specs))].addresses.values() for a in tasks]
+    assert len(set(addresses)) == len(cast.tasks)
+    for name, spec in specs.items():
+        host, _, port = spec.address_of(spec.task).partition(":")
+        assert host == ("127.0.0.1" if network.host else name)
+        assert network.host or (port == "29500" and services[name]["hostname"] == name)
+
+
+@settings(max_examples=25, deadline=None)
+@given(CASTS)
+def test_no_task_has_more_rights_than_it_needs(cast: Roles) -> None:
+    for one in read(job(cast, data="./photos"))["services"].values():
+        assert one["read_only"] is True
+        assert one["tmpfs"] == ["/tmp"]
+        assert one["cap_drop"] == ["ALL"]
+        assert one["security_opt"] == ["no-new-privileges:true"]
+        assert one["user"] == "1000:1000"
+        assert one["init"] is True
+        assert one["stop_grace_period"] == "30s"
+        assert one["shm_size"] == "1g"
+        assert not one.keys() & {"ports", "privileged", "network_mode", "ipc"}
+        assert one["networks"] == ["job"]
+        mounts = {volume["target"]: volume for volume in one["volumes"]}
+        assert mounts["/data"]["read_only"] is True
+        assert mounts["/runs"] == {"type": "bind", "source": "./runs/digits", "target": "/runs"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(CASTS)
+def test_who_is_started_again_and_after_whom(cast: Roles) -> None:
+    services = read(job(cast))["services"]
+    first = next(iter(services))
+    for task in cast.tasks:
+        one = services[service(task)]
+        again = task.type == "evaluator" or (cast.ps > 0 and service(task) != first)
+        assert one["restart"] == (f"on-failure:{RESTARTS}" if again else "no")
+        after = one.get("depends_on", {})
+        assert after == (
+            {} if service(task) == first else {first: {"condition": "service_started"}}
+        )
+
+
+def test_health_is_whether_a_task_reaches_where_the_job_meets() -> None:
+    services = read(job(Roles(2, ps=1)))["services"]
+    for name, reached in {"worker-0": "worker-0", "worker-1": "worker-0", "ps-0": "ps-0"}.items():
+        *words, look = services[name]["healthcheck"]["test"]
+        assert words == ["CMD", "python", "-c"]
+        assert f'create_connection(("{reached}", 29500)' in look
+        compile(look, name, "exec")
+    assert "healthcheck" not in read(job(Roles(1, evaluator=True)))["services"]["worker-0"]
+
+
+def test_servers_keep_their_snapshots_on_a_volume_and_see_no_gpu() -> None:
+    document = read(job(Roles(2, ps=1), limits=Limits(gpus=True), data="./photos"))
+    assert list(document["volumes"]) == ["snapshots"]
+    server = document["services"]["ps-0"]
+    assert [v["target"] for v in server["volumes"]] == ["/runs", "/data", "/snapshots"]
+    assert server["environment"]["SPARTITO_SNAPSHOT_DIR"] == "/snapshots"
+    assert server["environment"]["CUDA_VISIBLE_DEVICES"] == ""
+    assert "deploy" not in server
+    assert "volumes" not in read(job(Roles(2)))
+
+
+def test_limits_and_gpus_are_each_workers_own() -> None:
+    limits = Limits((0.25, 2.5), "2048m", gpus=True)
+    services = read(job(Roles(2, ps=1), limits=limits, cores=8))["services"]
+    assert [one.get("cpus") for one in services.values()] == [0.25, 2.5, None]
+    assert [one["mem_limit"] for one in services.values()] == ["2048m"] * 3
+    assert [one["environment"]["OMP_NUM_THREADS"] for one in services.values()] == ["1", "3", "1"]
+    for number in (0, 1):
+        reserved = services[f"worker-{number}"]["deploy"]["resources"]["reservations"]
+        assert reserved["devices"] == [
+            {"driver": "nvidia", "device_ids": [str(number)], "capabilities": ["gpu"]}
+        ]
+
+
+def test_workers_without_a_limit_share_the_cores() -> None:
+    services = read(job(Roles(2), cores=5))["services"]
+    assert [one["environment"]["OMP_NUM_THREADS"] for one in services.values()] == ["2", "2"]
+
+
+def test_shared_memory_belongs_to_the_first_and_the_others_use_it() -> None:
+    services = read(job(Roles(3), network=Network(ipc=True)))["services"]
+    assert [one["ipc"] for one in services.values()] == ["shareable", *["service:worker-0"] * 2]
+    assert [one.get("shm_size") for one in services.values()] == ["1g", None, None]
+
+
+def test_the_machines_own_network_is_used_on_request_only() -> None:
+    assert read(job(Roles(2)))["networks"] == {"job": {"driver": "bridge"}}
+    document = read(job(Roles(2), network=Network(host=True)))
+    assert "networks" not in document
+    for one in document["services"].values():
+        assert one["network_mode"] == "host"
+        assert not one.keys() & {"networks", "hostname"}
+
+
+@settings(max_examples=25, deadline=None)
+@given(CASTS, st.integers(1, 4))
+def test_several_machines_get_a_file_each(cast: Roles, count: int) -> None:
+    machines = tuple("abcd"[: min(count, max(cast.workers, cast.ps))])
+    plan = job(cast, network=Network(True, False, machines))
+    files = {name: parsed(text) for name, text in machine_files(plan).items()}
+    assert tuple(files) == machines
+    placed = [name for document in files.values() for name in document["services"]]
+    assert sorted(placed) == sorted(map(service, cast.tasks))
+    told = {}
+    for machine, document in files.items():
+        assert document["services"], machine
+        for name, one in document["services"].items():
+            spec = resolve(one["environment"])
+            assert spec.address_of(spec.task).partition(":")[0] == machine
+            told[name] = one["environment"]["TF_CONFIG"]
+            assert one.get("depends_on", {}).keys() <= document["services"].keys()
+    assert len({json.dumps(json.loads(text)["cluster"]) for text in told.values()}) == 1
+    assert not cast.evaluator or "evaluator" in files[machines[0]]["services"]
+
+
+@settings(deadline=None)
+@given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=30))
+def test_any_words_of_the_user_arrive_as_they_are(word: str) -> None:
+    plan = job(Roles(1), strategy_options=json.dumps({"a": word}), scripts=f"/x/{word}")
+    document = yaml.safe_load(compose_file(plan))
+    undone = document["services"]["worker-0"]
+    assert re.sub(r"\$\$", "$", undone["volumes"][1]["source"]) == f"/x/{word}"
+    options = re.sub(r"\$\$", "$", undone["environment"]["SPARTITO_STRATEGY_OPTIONS"])
+    assert json.loads(options) == {"a": word}
+    lone = re.sub(r"\$\$", "", compose_file(plan))
+    assert "$" not in lone  # the composer would read a variable
+
+
+def test_the_file_begins_with_what_it_is_and_the_commands() -> None:
+    text = compose_file(job(Roles(2, ps=1, evaluator=True)))
+    first, _, *commands = text.splitlines()[:5]
+    assert first == "# mnist under parameter_server: 2 workers, 1 parameter server, 1 evaluator."
+    assert [re.split(r"\s{2,}", line[4:])[0] for line in commands] == [
+        "spartito cluster up compose.yaml",
+        "spartito cluster status compose.yaml",
+        "spartito cluster down compose.yaml",
+    ]
+    assert not re.search(r"&id\d|\*id\d", text)
+    assert "\t" not in text
+    assert all(line == line.rstrip() for line in text.splitlines())
+
+
+def test_the_documented_file_is_the_one_that_is_written() -> None:
+    (shown,) = re.findall(r"```yaml\n(.*?)```", DOCUMENTED.read_text(), re.DOTALL)
+    what = ("python", "-m", "spartito.recipes.mnist", "--out=/runs", "--epochs=3")
+    plan = Containers(
+        "mnist", "mnist", what, "multi_worker_mirrored", Roles(2), "./runs/mnist", cores=2
+    )
+    assert shown == compose_file(plan)
+
+
+def test_a_recipe_gets_its_folders() -> None:
+    plan = plan_containers("mnist", ["--epochs=1"], workers=2, data=Path("photos"))
+    assert plan.command[3:] == ("--out=/runs", "--data=/data", "--epochs=1")
+    assert (plan.strategy, plan.data, plan.out, plan.name) == (
+        "multi_worker_mirrored",
+        "./photos",
+        "./runs/mnist",
+        "mnist",
+    )
+
+
+def test_a_script_is_mounted_from_its_folder(tmp_path: Path) -> None:
+    plan = plan_containers("train.py", ["--x", "1"], ps=1)
+    assert plan.command == ("python", "/scripts/train.py", "--x", "1")
+    assert (plan.scripts, plan.name, plan.strategy) == (".", "train", "parameter_server")
+    far = plan_containers("train.py", workers=2, hosts="a,b")
+    assert (far.scripts, far.out) == (str(tmp_path), str(tmp_path / "runs/train"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "mirored"}, r"'mirored' is not a strategy\n  Did you mean 'mirrored'"),
+        ({"strategy": "mirrored", "workers": 2}, "each container is a machine of its own"),
+        (
+            {"strategy": "central_storage", "workers": 2, "host_network": True},
+            "--host-network --share-ipc",
+        ),
+        (
+            {"strategy": "mirrored", "workers": 2, "host_network": True, "hosts": "a,b"},
+            "for one machine",
+        ),
+        ({"strategy": "one_device", "workers": 2}, "--workers 2 asks for more"),
+        ({"strategy": "parameter_server"}, "Add --ps 1"),
+        ({"strategy": "mirrored", "ps": 1}, "has no parameter servers"),
+        ({"chief": True}, "--chief without --ps"),
+        ({"strategy_options": "[1]"}, "is not a JSON object"),
+        ({"strategy_options": "{"}, "is not JSON"),
+        ({"data": Path("nowhere")}, "--data nowhere is no folder"),
+        ({"name": "Big Job"}, "cannot name containers"),
+        ({"cpus": "1,2,3", "workers": 2}, "3 numbers for 2 workers"),
+        ({"cpus": "much"}, "no list of numbers"),
+        ({"cpus": "0"}, "0.01 CPUs or more"),
+        ({"cpus": "nan"}, "0.01 CPUs or more"),
+        ({"memory": "lots"}, "no amount of memory"),
+        ({"memory": "100m"}, "too small: Python and torch alone take 300m"),
+        ({"hosts": "a,,b", "workers": 3}, "'' is no name of a machine"),
+        ({"hosts": "a:1,b", "workers": 2}, "without ports"),
+        ({"hosts": "a,localhost", "workers": 2}, "localhost is each machine itself"),
+        ({"hosts": "a,A", "workers": 2}, "names a machine twice"),
+        ({"hosts": "a,b,c", "workers": 2}, "too many for the job"),
+    ],
+)
+def test_what_cannot_run_is_refused_at_once(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan_containers("mnist", **options)
+
+
+@pytest.mark.parametrize("words", [["--out=/x"], ["--data", "/x"]])
+def test_a_recipes_folders_are_options_of_the_command(words: list[str]) -> None:
+    with pytest.raises(UserError, match="is a path of the container"):
+        plan_containers("mnist", words)
+
+
+def test_a_target_that_is_nothing() -> None:
+    with pytest.raises(UserError, match="Did you mean 'mnist'"):
+        plan_containers("mnits")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("300m", 300 << 20), ("2g", 2 << 30), ("1.5GiB", 3 << 29), ("4096", 4096), ("1kb", 1024)],
+)
+def test_amounts_of_memory(text: str, expected: int) -> None:
+    assert memory_bytes(text) == expected
