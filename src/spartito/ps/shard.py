@@ -22,6 +22,7 @@ from torch.optim import (
     Rprop,
 )
 
+from spartito.ps import fused
 from spartito.ps.layout import BUFFER, Layout, Part, Run, Span, runs
 from spartito.ps.vector import allocate, apart, dtype_of, flat, is_summed
 
@@ -102,7 +103,7 @@ class Shard:
         rates = [group["lr"] for group in self.optimizer.param_groups] if rate != 1.0 else []
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own * rate
-        self.optimizer.step()
+        fused.step(self.optimizer)
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own
         for tensor, old in kept:

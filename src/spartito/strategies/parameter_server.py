@@ -322,6 +322,9 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     # Inside: one step
 
+    def _unit(self, batch: Batch) -> float:
+        return float(batch.size or 1)  # a push is the mean over its own examples
+
     def _is_due(self, pair: Pair) -> bool:
         place = self.pusher.place if self.pusher else None
         return super()._is_due(pair) or (place is not None and place.is_last)

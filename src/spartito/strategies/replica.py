@@ -207,9 +207,13 @@ class ReplicaStrategy(Strategy):
                 answer = evaluate_loss(loss, output, batch)
             self._backward([pair], answer, batch)
         else:
-            pair.gradients.begin(float(batch.global_size))
+            pair.gradients.begin(self._unit(batch))
         pair.passes += 1
         return output
+
+    def _unit(self, batch: Batch) -> float:
+        """What a backward pass over ``batch`` divides by: the planned size of an update's batch."""
+        return float(batch.global_size)
 
     def _is_due(self, pair: Pair) -> bool:
         """Whether the batches so far make an update."""
@@ -223,7 +227,7 @@ class ReplicaStrategy(Strategy):
                 "Compute it from the model's output by differentiable functions of torch, "
                 "and leave requires_grad on where it is to learn.",
             )
-        units = [pair.gradients.begin(float(batch.global_size)) for pair in pairs]
+        units = [pair.gradients.begin(self._unit(batch)) for pair in pairs]
         if len(set(units)) != 1:
             raise UserError(
                 f"one backward pass for optimizers in the middle of batches of {units}",
