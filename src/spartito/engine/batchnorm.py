@@ -124,6 +124,11 @@ def synchronize_batchnorm(model: nn.Module) -> None:
             module.__class__ = synchronized
 
 
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether ``model`` normalizes over batches at all."""
+    return any(isinstance(module, _BatchNorm) for module in model.modules())
+
+
 def has_synchronized(model: nn.Module) -> bool:
     """Whether a forward pass of ``model`` waits for the other replicas."""
     return any(isinstance(module, _SyncForward) for module in model.modules())

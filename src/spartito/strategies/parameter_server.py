@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
@@ -21,6 +20,7 @@ from spartito.data.batch import Batch
 from spartito.data.chain import Chain
 from spartito.data.dataset import as_dataset
 from spartito.data.loader import Loader
+from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.context import enter
 from spartito.engine.gradients import Gradients, LocalGradients
 from spartito.engine.loss import LossFunction
@@ -164,7 +164,7 @@ class ParameterServerStrategy(ReplicaStrategy):
                 "Workers that do not wait for each other never run twice alike: "
                 "use max_staleness=0, or a synchronous strategy.",
             )
-        if deterministic and _has_batchnorm(model):
+        if deterministic and has_batchnorm(model):
             raise UserError(
                 "deterministic training of a model with BatchNorm under parameter_server",
                 "Its replicas do not meet in the forward pass: leave deterministic out, "
@@ -415,7 +415,3 @@ def _check_options(
         )
     if min_shard_bytes < 1:
         raise UserError(f"min_shard_bytes={min_shard_bytes}", "A part has at least one byte.")
-
-
-def _has_batchnorm(model: nn.Module) -> bool:
-    return any(isinstance(module, _BatchNorm) for module in model.modules())
