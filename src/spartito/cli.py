@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -10,11 +10,10 @@ from typing import Annotated
 import typer
 
 from spartito.cli_cluster import cluster_app
+from spartito.cli_compare import compare
+from spartito.cli_doctor import doctor
+from spartito.cli_run import PASS_ON, run, train
 from spartito.errors import EXIT_INTERRUPTED, SpartitoError, UserError, show
-from spartito.names import PRECISIONS, RECIPES, STRATEGIES, nearest
-
-PASS_ON = {"allow_interspersed_args": False}
-"""Everything after the script belongs to the script, options too."""
 
 app = typer.Typer(
     help="Train any PyTorch model under any distribution strategy.\n\n"
@@ -28,64 +27,11 @@ app = typer.Typer(
 data_app = typer.Typer(help="Look after data sets.", no_args_is_help=True)
 app.add_typer(data_app, name="data")
 app.add_typer(cluster_app, name="cluster")
+app.command(context_settings=PASS_ON)(run)
+app.command()(train)
+app.command()(compare)
+app.command()(doctor)
 
-
-def _whole(option: str, least: int | None = None) -> Callable[[str], int]:
-    """Reads the whole number of ``option``; its error names what came."""
-
-    def read(text: str) -> int:
-        try:
-            number = int(text)
-        except ValueError:
-            raise UserError(f"{option} {text} is not a whole number") from None
-        if least is not None and number < least:
-            raise UserError(f"{option} {number} is less than {least}")
-        return number
-
-    return read
-
-
-def _precision(text: str) -> str:
-    if text not in PRECISIONS:
-        raise UserError(f"--precision {text} is unknown", nearest(text, PRECISIONS))
-    return text
-
-
-Strategy = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}.", metavar="NAME")
-]
-Options = Annotated[
-    str | None,
-    typer.Option(help="The strategy's keyword arguments, a JSON object.", metavar="JSON"),
-]
-Workers = Annotated[
-    int | None,
-    typer.Option(
-        help="Processes on this machine; one per GPU, or one, by default.",
-        parser=_whole("--workers", 1),
-        metavar="N",
-    ),
-]
-Servers = Annotated[
-    int | None,
-    typer.Option(
-        "--ps",
-        help="Parameter servers on this machine; the strategy is then parameter_server.",
-        parser=_whole("--ps", 1),
-        metavar="N",
-    ),
-]
-Evaluator = Annotated[
-    bool,
-    typer.Option("--evaluator", help="A task of its own that evaluates each checkpoint."),
-]
-Chief = Annotated[
-    bool,
-    typer.Option(
-        "--chief",
-        help="With --ps: a task of its own that hands out the work, not worker 0.",
-    ),
-]
 Json = Annotated[bool, typer.Option("--json", help="Print one last line of JSON.")]
 
 
@@ -118,244 +64,6 @@ def _spartito(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command(context_settings=PASS_ON)
-def run(
-    script: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
-    arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS...", help="Its own arguments.")
-    ] = None,
-    strategy: Strategy = None,
-    strategy_options: Options = None,
-    workers: Workers = None,
-    ps: Servers = None,
-    evaluator: Evaluator = False,
-    chief: Chief = False,
-    module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m.")] = False,
-    nnodes: Annotated[
-        int, typer.Option(help="Machines in the job.", parser=_whole("--nnodes", 1), metavar="N")
-    ] = 1,
-    node_rank: Annotated[
-        int,
-        typer.Option(
-            help="Which of them this is, from 0.", parser=_whole("--node-rank", 0), metavar="N"
-        ),
-    ] = 0,
-    master_addr: Annotated[
-        str | None, typer.Option(help="Where they meet: the first machine.", metavar="HOST:PORT")
-    ] = None,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Let a task run a share of the time only, as worker:1=0.25; for trials.",
-            metavar="TASK=SHARE",
-        ),
-    ] = None,
-) -> None:
-    """Run your script in several processes.
-
-    Example: spartito run --strategy mirrored --workers 2 train.py --epochs 3
-    """
-    from spartito.launch import launch, slow_tasks
-
-    code = launch(
-        [script, *(arguments or [])],
-        module=module,
-        workers=workers,
-        ps=ps or 0,
-        evaluator=evaluator,
-        chief=chief,
-        strategy=strategy,
-        strategy_options=strategy_options,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        slow=slow_tasks(slow or []),
-    )
-    raise typer.Exit(code)
-
-
-@app.command()
-def train(
-    recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(RECIPES)}.")],
-    strategy: Strategy = None,
-    workers: Workers = None,
-    ps: Servers = None,
-    evaluator: Evaluator = False,
-    chief: Chief = False,
-    out: Annotated[Path | None, typer.Option(help="The run folder to write.")] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Passes over the data.", parser=_whole("--epochs", 1), metavar="N"),
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="The folder with the data.")] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="Examples per step, over all workers.",
-            parser=_whole("--batch-size", 1),
-            metavar="N",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(help="Where all randomness begins.", parser=_whole("--seed"), metavar="N"),
-    ] = None,
-    precision: Annotated[
-        str | None,
-        typer.Option(
-            help=f"What the forward pass computes in: {' or '.join(PRECISIONS)}.",
-            parser=_precision,
-            metavar="NAME",
-        ),
-    ] = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the run folder's newest checkpoint.")
-    ] = False,
-    json: Json = False,
-) -> None:
-    """Train a built-in recipe; it ends with the paths of the model and the report.
-
-    Example: spartito train mnist --strategy mirrored --workers 2 --epochs 3
-    """
-    from spartito.launch import launch
-
-    if recipe not in RECIPES:
-        raise UserError(f"{recipe!r} is not a recipe", nearest(recipe, RECIPES))
-    given = {
-        "--out": out,
-        "--epochs": epochs,
-        "--data": data,
-        "--batch-size": batch_size,
-        "--seed": seed,
-        "--precision": precision,
-    }
-    arguments = [f"{name}={value}" for name, value in given.items() if value is not None]
-    switches = {"--resume": resume, "--json": json}
-    arguments += [name for name, on in switches.items() if on]
-    code = launch(
-        [f"spartito.recipes.{recipe}", *arguments],
-        module=True,
-        workers=workers,
-        ps=ps or 0,
-        evaluator=evaluator,
-        chief=chief,
-        strategy=strategy,
-        result=json,
-    )
-    raise typer.Exit(code)
-
-
-@app.command()
-def compare(
-    target: Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- ARGS...", help="The script's own arguments."),
-    ] = None,
-    strategies: Annotated[
-        str, typer.Option(help="Which to compare: all, or some with commas.", metavar="NAMES")
-    ] = "all",
-    workers: Workers = None,
-    ps: Annotated[
-        int | None,
-        typer.Option(
-            "--ps",
-            help="Parameter servers, for the strategy that has them; 1 by default.",
-            parser=_whole("--ps", 1),
-            metavar="N",
-        ),
-    ] = None,
-    epochs: Annotated[
-        int | None,
-        typer.Option(help="Passes over the data.", parser=_whole("--epochs", 1), metavar="N"),
-    ] = None,
-    goal: Annotated[
-        str | None, typer.Option(help="What to reach, as val_accuracy=0.95.", metavar="NAME=VALUE")
-    ] = None,
-    sweep: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="More runs: workers=1,2,4, or for recipes batch_size=32,512,8192.",
-            metavar="NAME=VALUES",
-        ),
-    ] = None,
-    slow: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Let a task run a share of the time only, as worker:1=0.25.",
-            metavar="TASK=SHARE",
-        ),
-    ] = None,
-    data: Annotated[Path | None, typer.Option(help="The folder with a recipe's data.")] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            help="A recipe's examples per step, over all workers.",
-            parser=_whole("--batch-size", 1),
-            metavar="N",
-        ),
-    ] = None,
-    seed: Annotated[
-        int | None,
-        typer.Option(
-            help="Where a recipe's randomness begins.", parser=_whole("--seed"), metavar="N"
-        ),
-    ] = None,
-    out: Annotated[Path | None, typer.Option(help="The folder to write.", metavar="DIR")] = None,
-) -> None:
-    """Train under several strategies, and lay them side by side on one page.
-
-    Example: spartito compare mnist --workers 2 --ps 1 --epochs 5 --goal val_accuracy=0.95
-    """
-    from spartito.launch.compare import compare_strategies
-    from spartito.launch.compare_plan import make_plan
-
-    plan = make_plan(
-        target,
-        arguments or [],
-        strategies=strategies,
-        workers=2 if workers is None else workers,
-        ps=ps,
-        epochs=epochs,
-        goal=goal,
-        sweeps=sweep or [],
-        slow=slow or [],
-        data=data,
-        batch_size=batch_size,
-        seed=seed,
-        out=out,
-    )
-    raise typer.Exit(compare_strategies(plan))
-
-
-@app.command()
-def doctor(
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Examine so many processes started here, not the cluster we are in.",
-            parser=_whole("--workers", 1),
-            metavar="N",
-        ),
-    ] = None,
-    timeout: Annotated[
-        float, typer.Option(help="Seconds until it ends, whoever is there.", metavar="SECONDS")
-    ] = 10.0,
-    json: Annotated[
-        bool, typer.Option("--json", help="Print the report as one line of JSON instead.")
-    ] = False,
-) -> None:
-    """Say whether the tasks of a cluster reach each other; run it on every one of them.
-
-    Example: spartito doctor --workers 2
-    """
-    from spartito.launch.doctor.examination import examine, examine_here
-
-    if workers is None:
-        raise typer.Exit(examine(timeout, as_json=json))
-    raise typer.Exit(examine_here(workers, timeout, as_json=json))
 
 
 @app.command()

@@ -1,4 +1,4 @@
-"""The commands ``spartito cluster``: the same job in containers."""
+"""The commands ``spartito cluster``: the same job in containers, and under Slurm."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from spartito.names import RECIPES, STRATEGIES
 IMAGE = "spartito"
 
 cluster_app = typer.Typer(
-    help="Run a job in containers.\n\n"
+    help="Run a job in containers, or under Slurm.\n\n"
     "Example: spartito cluster compose mnist --workers 2 > compose.yaml",
     no_args_is_help=True,
 )
@@ -150,6 +150,89 @@ def compose(
         path = into / f"{machine}.yaml"
         path.write_text(text)
         typer.echo(f"{machine:<12} {path}")
+
+
+@cluster_app.command()
+def slurm(
+    target: Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe."),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}.", metavar="NAME")
+    ] = None,
+    strategy_options: Annotated[
+        str | None,
+        typer.Option(help="The strategy's keyword arguments, a JSON object.", metavar="JSON"),
+    ] = None,
+    nodes: Annotated[str, typer.Option(help="Machines that Slurm gives.", metavar="N")] = "1",
+    workers: Annotated[
+        str, typer.Option(help="Tasks that compute, over all nodes.", metavar="N")
+    ] = "1",
+    ps: Annotated[str, typer.Option("--ps", help="Parameter servers.", metavar="N")] = "0",
+    evaluator: Annotated[
+        bool, typer.Option("--evaluator", help="A task of its own that evaluates each checkpoint.")
+    ] = False,
+    partition: Annotated[
+        str | None, typer.Option(help="The partition of the nodes.", metavar="NAME")
+    ] = None,
+    account: Annotated[str | None, typer.Option(help="Who pays.", metavar="NAME")] = None,
+    time: Annotated[
+        str | None, typer.Option(help="The time limit, as 01:00:00.", metavar="TIME")
+    ] = None,
+    gres: Annotated[
+        str | None, typer.Option(help="What each node must have, as gpu:1.", metavar="LIST")
+    ] = None,
+    signal: Annotated[
+        str | None,
+        typer.Option(
+            help="A signal for each task before the time is over, as USR1@120.", metavar="SIGNAL"
+        ),
+    ] = None,
+    cpus_per_task: Annotated[str, typer.Option(help="CPUs of each task.", metavar="N")] = "1",
+    memory: Annotated[
+        str | None, typer.Option(help="Memory of each node, as 8g.", metavar="SIZE")
+    ] = None,
+    name: Annotated[
+        str | None, typer.Option(help="What the job is called; by its script.", metavar="JOB")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="The run folder; runs/NAME-NUMBER by default.")
+    ] = None,
+    data: Annotated[Path | None, typer.Option(help="The folder with the recipe's data.")] = None,
+    python: Annotated[
+        str | None, typer.Option(help="The nodes' Python; this one by default.", metavar="PATH")
+    ] = None,
+) -> None:
+    """Write the batch file of a Slurm job; redirect it into a file.
+
+    Example: spartito cluster slurm mnist --nodes 2 --workers 4 -- --epochs 3 > job.sbatch
+    """
+    from spartito.launch.slurm import batch_file, plan_batch
+
+    job = plan_batch(
+        target,
+        arguments or [],
+        strategy=strategy,
+        strategy_options=strategy_options,
+        nodes=_whole("--nodes", nodes, 1),
+        workers=_whole("--workers", workers, 1),
+        ps=_whole("--ps", ps, 0),
+        evaluator=evaluator,
+        partition=partition,
+        account=account,
+        time=time,
+        gres=gres,
+        signal=signal,
+        cpus_per_task=_whole("--cpus-per-task", cpus_per_task, 1),
+        memory=memory,
+        name=name,
+        out=out,
+        data=data,
+        python=python,
+    )
+    typer.echo(batch_file(job), nl=False)
 
 
 @cluster_app.command()

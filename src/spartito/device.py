@@ -1,4 +1,4 @@
-"""What this machine lends to one process: cores, and the device that computes."""
+"""What this machine lends to one process: cores and memory."""
 
 from __future__ import annotations
 
@@ -8,6 +8,11 @@ from pathlib import Path
 
 _CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
+_CGROUPS = Path("/sys/fs/cgroup")
+_OWN_CGROUP = Path("/proc/self/cgroup")
+_STATUS = Path("/proc/self/status")
+_NO_LIMIT = 1 << 60
+"""More than this is how a cgroup of version 1 says that there is no limit of memory."""
 
 
 def available_cores() -> int:
@@ -27,3 +32,53 @@ def cgroup_quota() -> float:
         return math.inf if int(quota) <= 0 else int(quota) / int(period)
     except (OSError, ValueError):
         return math.inf  # no cgroup, or one that we may not read: nobody limits us
+
+
+def memory_limit() -> float:
+    """Bytes that this process may use: the smaller of the machine's and its cgroups' limits."""
+    try:
+        machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    except (AttributeError, OSError, ValueError):
+        machine = math.inf  # a system that does not tell
+    return min([machine, *(limit for limit, _ in cgroup_memory())])
+
+
+def anonymous_memory() -> int:
+    """Bytes that this process has in use and the system cannot take back; 0 if it is not told."""
+    for line in _text(_STATUS).splitlines():
+        if line.startswith("RssAnon:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def cgroup_memory(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> list[tuple[int, int]]:
+    """(limit, bytes in use that cannot be dropped) of each cgroup with a limit above us."""
+    found = []
+    for line in _text(own).splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers == "memory":
+            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
+            cache = "total_inactive_file"
+        elif not controllers:
+            root, names, cache = cgroups, ("memory.max", "memory.current"), "inactive_file"
+        else:
+            continue
+        # Inside of a container its own cgroup is the root, whatever the path says.
+        for folder in {root, root / path.lstrip("/")}:
+            limit, used = (_text(folder / name).strip() for name in names)
+            if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
+                stat = dict(
+                    words
+                    for text in _text(folder / "memory.stat").splitlines()
+                    if len(words := text.split()) == 2
+                )
+                found.append((int(limit), int(used) - int(stat.get(cache, "0"))))
+    return found
+
+
+def _text(path: Path) -> str:
+    """What the system says there, "" where it says nothing."""
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

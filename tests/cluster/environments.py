@@ -1,98 +1,217 @@
-"""What the environment of one task looks like under each launcher, after its manual."""
+"""What the environment of one task looks like under each launcher.
+
+Those of Slurm were recorded under Slurm 22.05, those of Open MPI under 4.1; numbers, paths and
+addresses were made neutral. The others are after their manuals.
+"""
 
 from __future__ import annotations
 
+NTASKS_PER_NODE, CPUS_PER_TASK = "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"
+"""What is there only where the job was asked for it."""
+
 ALLOCATION = {
-    "SLURM_CLUSTER_NAME": "cluster",
-    "SLURM_CONF": "/etc/slurm/slurm.conf",
+    "SLURM_CLUSTER_NAME": "test",
     "SLURM_JOBID": "4711",
+    "SLURM_JOB_CPUS_PER_NODE": "2(x2)",
     "SLURM_JOB_ID": "4711",
-    "SLURM_JOB_NAME": "train.sbatch",
-    "SLURM_JOB_NODELIST": "node[01-02]",
+    "SLURM_JOB_NAME": "train",
+    "SLURM_JOB_NODELIST": "node[1-2]",
     "SLURM_JOB_NUM_NODES": "2",
     "SLURM_JOB_PARTITION": "batch",
     "SLURM_NNODES": "2",
-    "SLURM_NODELIST": "node[01-02]",
+    "SLURM_NODELIST": "node[1-2]",
+    "SLURM_NODE_ALIASES": "(null)",
     "SLURM_NPROCS": "4",
     "SLURM_NTASKS": "4",
     "SLURM_NTASKS_PER_NODE": "2",
     "SLURM_SUBMIT_DIR": "/home/user",
+    "SLURM_SUBMIT_HOST": "login1",
     "SLURM_TASKS_PER_NODE": "2(x2)",
 }
+"""What a job of two nodes with two tasks each says to all."""
 
-SBATCH_SHELL = ALLOCATION | {
-    "ENVIRONMENT": "BATCH",
-    "SLURMD_NODENAME": "node01",
-    "SLURM_GTIDS": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_TASK_PID": "812",
+ON_A_NODE = {
+    "SLURM_CPUS_ON_NODE": "2",
+    "SLURM_JOB_GID": "1000",
+    "SLURM_JOB_UID": "1000",
+    "SLURM_JOB_USER": "user",
+    "SLURM_PRIO_PROCESS": "0",
+    "SLURM_TOPOLOGY_ADDR_PATTERN": "node",
+    "SLURM_WORKING_CLUSTER": "test:node1:6817:9728:109",
 }
-"""The batch script itself: it has a rank, but is no step."""
 
-SALLOC = ALLOCATION | {"SLURM_JOB_NAME": "interactive", "SLURM_SUBMIT_HOST": "login1"}
+SBATCH_SHELL = (
+    ALLOCATION
+    | ON_A_NODE
+    | {
+        "ENVIRONMENT": "BATCH",
+        "SLURMD_NODENAME": "node1",
+        "SLURM_CPUS_PER_TASK": "1",
+        "SLURM_GTIDS": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_TASK_PID": "120",
+        "SLURM_TOPOLOGY_ADDR": "node1",
+    }
+)
+"""The batch script itself: it has a rank, but no step."""
+
+SALLOC = ALLOCATION | {"SLURM_JOB_NAME": "interactive"}
 """The shell that salloc opens where it was called."""
 
-SALLOC_ON_NODE = SALLOC | {
-    "SLURM_GTIDS": "0",
-    "SLURM_LOCALID": "0",
-    "SLURM_NODEID": "0",
-    "SLURM_PROCID": "0",
-    "SLURM_PTY_PORT": "38113",
-    "SLURM_PTY_WIN_COL": "204",
-    "SLURM_PTY_WIN_ROW": "51",
-    "SLURM_STEPID": "4294967290",
-    "SLURM_STEP_ID": "4294967290",
-    "SLURM_STEP_NODELIST": "node01",
-    "SLURM_STEP_NUM_NODES": "1",
-    "SLURM_STEP_NUM_TASKS": "1",
-    "SLURM_STEP_TASKS_PER_NODE": "1",
+STEP = ON_A_NODE | {
+    "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0": "2(x2)",
+    "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+    "SLURM_SRUN_COMM_HOST": "10.0.0.1",
+    "SLURM_SRUN_COMM_PORT": "34259",
+    "SLURM_STEP_LAUNCHER_PORT": "34259",
+    "SRUN_DEBUG": "3",
 }
+
+SALLOC_ON_NODE = (
+    SALLOC
+    | STEP
+    | {
+        "SLURMD_NODENAME": "node1",
+        "SLURM_GTIDS": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_MPI_TYPE": "none",
+        "SLURM_NODEID": "0",
+        "SLURM_PROCID": "0",
+        "SLURM_PTY_PORT": "43491",
+        "SLURM_STEPID": "4294967290",
+        "SLURM_STEP_ID": "4294967290",
+        "SLURM_STEP_NODELIST": "node1",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURM_TASK_PID": "222",
+        "SLURM_TOPOLOGY_ADDR": "node1",
+    }
+)
 """The shell that salloc opens on the first node (LaunchParameters=use_interactive_step)."""
 
 
+def without(env: dict[str, str], *names: str) -> dict[str, str]:
+    """``env`` where ``names`` are not set."""
+    return {name: value for name, value in env.items() if name not in names}
+
+
 def srun(rank: int, **changes: str) -> dict[str, str]:
-    """Task ``rank`` of ``srun`` in a job of two nodes with two tasks each."""
+    """Task ``rank`` of ``srun`` in a batch job of two nodes with two tasks each."""
+    node = rank // 2 + 1
     return (
         ALLOCATION
+        | STEP
         | {
-            "SLURMD_NODENAME": f"node0{rank // 2 + 1}",
-            "SLURM_CPU_BIND": "quiet,mask_cpu:0x1,0x2",
+            "ENVIRONMENT": "BATCH",
+            "SLURMD_NODENAME": f"node{node}",
+            "SLURM_CPUS_PER_TASK": "1",
             "SLURM_DISTRIBUTION": "block",
-            "SLURM_GTIDS": "0,1" if rank < 2 else "2,3",
-            "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1",
+            "SLURM_GTIDS": "0,1" if node == 1 else "2,3",
             "SLURM_LOCALID": str(rank % 2),
-            "SLURM_NODEID": str(rank // 2),
+            "SLURM_NODEID": str(node - 1),
             "SLURM_PROCID": str(rank),
-            "SLURM_SRUN_COMM_HOST": "10.0.0.1",
             "SLURM_STEPID": "0",
             "SLURM_STEP_ID": "0",
-            "SLURM_STEP_NODELIST": "node[01-02]",
+            "SLURM_STEP_NODELIST": "node[1-2]",
             "SLURM_STEP_NUM_NODES": "2",
             "SLURM_STEP_NUM_TASKS": "4",
             "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-            "SLURM_TASK_PID": str(900 + rank),
+            "SLURM_TASK_PID": str(140 + rank),
+            "SLURM_TOPOLOGY_ADDR": f"node{node}",
+            "SLURM_UMASK": "0022",
         }
         | changes
     )
 
 
+def cyclic(rank: int) -> dict[str, str]:
+    """The same under ``srun --distribution=cyclic``."""
+    node, local = rank % 2, rank // 2
+    return srun(
+        rank,
+        SLURMD_NODENAME=f"node{node + 1}",
+        SLURM_DISTRIBUTION="cyclic",
+        SLURM_GTIDS="0,2" if node == 0 else "1,3",
+        SLURM_LOCALID=str(local),
+        SLURM_NODEID=str(node),
+        SLURM_STEPID="3",
+        SLURM_STEP_ID="3",
+        SLURM_TOPOLOGY_ADDR=f"node{node + 1}",
+    )
+
+
 def one_node(rank: int) -> dict[str, str]:
-    """Task ``rank`` of ``srun -N1 -n2``."""
-    changes = {"LOCALID": str(rank), "NODEID": "0", "JOB_NODELIST": "gpu5", "NODELIST": "gpu5"}
-    step = {"NODELIST": "gpu5", "NUM_NODES": "1", "NUM_TASKS": "2", "TASKS_PER_NODE": "2"}
-    own = {f"SLURM_{name}": value for name, value in changes.items()}
-    return srun(rank) | own | {f"SLURM_STEP_{name}": value for name, value in step.items()}
+    """Task ``rank`` of ``srun`` in a batch job of one node with two tasks."""
+    job = ("JOB_NODELIST", "NODELIST", "STEP_NODELIST", "TOPOLOGY_ADDR")
+    ones = ("JOB_NUM_NODES", "NNODES", "STEP_NUM_NODES")
+    counts = ("NPROCS", "NTASKS", "STEP_NUM_TASKS", "STEP_TASKS_PER_NODE", "TASKS_PER_NODE")
+    twos = (*counts, "JOB_CPUS_PER_NODE", "JOB_CPUS_PER_NODE_PACK_GROUP_0")
+    values = dict.fromkeys(job, "node1") | dict.fromkeys(ones, "1") | dict.fromkeys(twos, "2")
+    here = values | {"GTIDS": "0,1", "LOCALID": str(rank), "NODEID": "0"}
+    own = {f"SLURM_{name}": value for name, value in here.items()}
+    return without(srun(rank, SLURMD_NODENAME="node1") | own, NTASKS_PER_NODE, CPUS_PER_TASK)
 
 
-SRUN_SHELL = srun(0) | {
-    "SLURM_JOB_NAME": "bash",
-    "SLURM_PTY_PORT": "38113",
-    "SLURM_PTY_WIN_COL": "204",
-    "SLURM_PTY_WIN_ROW": "51",
-}
-"""``srun -N2 -n4 --pty bash``: a person types here."""
+def uneven(rank: int) -> dict[str, str]:
+    """Task ``rank`` of ``srun`` in a batch job of two nodes with three tasks, two and one."""
+    threes = dict.fromkeys(("SLURM_NPROCS", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS"), "3")
+    per_node = ("JOB_CPUS_PER_NODE", "STEP_TASKS_PER_NODE", "TASKS_PER_NODE")
+    split = {f"SLURM_{name}": "2,1" for name in per_node}
+    gtids = {"SLURM_GTIDS": "0,1" if rank < 2 else "2", "SLURM_CPUS_ON_NODE": str(2 - rank // 2)}
+    return without(srun(rank) | threes | split | gtids, NTASKS_PER_NODE, CPUS_PER_TASK)
+
+
+def srun_alone(rank: int) -> dict[str, str]:
+    """The same as `srun`, started by hand and outside of any allocation."""
+    allocated = ("SLURM_DISTRIBUTION", "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0", "SLURM_NODE_ALIASES")
+    batch = ("ENVIRONMENT", CPUS_PER_TASK)
+    return without(srun(rank, SLURM_JOB_NAME="python"), *allocated, *batch)
+
+
+def srun_in_salloc(rank: int) -> dict[str, str]:
+    """Task ``rank`` of ``srun`` from the shell that salloc opened on the first node.
+
+    ``srun --pty bash`` from a shell that salloc opened where it was called says the same.
+    """
+    terminal = {"SLURM_JOB_NAME": "interactive", "SLURM_PTY_PORT": "43491"}
+    return without(srun(rank) | terminal, "ENVIRONMENT", CPUS_PER_TASK)
+
+
+SRUN_SHELL = srun_alone(0) | {"SLURM_JOB_NAME": "bash", "SLURM_PTY_PORT": "41227"}
+"""``srun -N2 --ntasks-per-node=2 --pty bash``: a person types here."""
+
+MPI_ON_SECOND_NODE = (
+    ALLOCATION
+    | STEP
+    | {
+        "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+        "OMPI_COMM_WORLD_NODE_RANK": "0",
+        "OMPI_COMM_WORLD_RANK": "2",
+        "OMPI_COMM_WORLD_SIZE": "3",
+        "SLURMD_NODENAME": "node2",
+        "SLURM_DISTRIBUTION": "cyclic",
+        "SLURM_GTIDS": "0",
+        "SLURM_LOCALID": "0",
+        "SLURM_NNODES": "1",
+        "SLURM_NODEID": "0",
+        "SLURM_NPROCS": "1",
+        "SLURM_NTASKS": "1",
+        "SLURM_NTASKS_PER_NODE": "1",
+        "SLURM_PROCID": "0",
+        "SLURM_STEPID": "1",
+        "SLURM_STEP_ID": "1",
+        "SLURM_STEP_NODELIST": "node2",
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NUM_TASKS": "1",
+        "SLURM_STEP_TASKS_PER_NODE": "1",
+        "SLURM_TASKS_PER_NODE": "1",
+    }
+)
+"""The last process of ``mpirun -n 3`` in a batch job: mpirun's daemon is in a step of its own."""
 
 
 def open_mpi(rank: int, machines: int = 1) -> dict[str, str]:
@@ -106,7 +225,7 @@ def open_mpi(rank: int, machines: int = 1) -> dict[str, str]:
         "OMPI_COMM_WORLD_RANK": str(rank),
         "OMPI_COMM_WORLD_SIZE": "4",
         "OMPI_UNIVERSE_SIZE": "4",
-        "PMIX_NAMESPACE": "prterun-node01-1@1",
+        "PMIX_NAMESPACE": "1243217921",
         "PMIX_RANK": str(rank),
     }
 

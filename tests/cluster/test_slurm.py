@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import pytest
 from hypothesis import given
@@ -12,13 +12,18 @@ from spartito.cluster.spec import split_address
 from spartito.errors import UserError
 from tests.cluster.environments import (
     ALLOCATION,
+    MPI_ON_SECOND_NODE,
     SALLOC,
     SALLOC_ON_NODE,
     SBATCH_SHELL,
     SRUN_SHELL,
+    cyclic,
     one_node,
     open_mpi,
     srun,
+    srun_alone,
+    srun_in_salloc,
+    uneven,
 )
 
 
@@ -33,10 +38,10 @@ def test_two_nodes_of_two_tasks() -> None:
     assert read(srun(3)) == ClusterSpec(
         addresses={
             "worker": (
-                f"node01:{port}",
-                f"node01:{port + 1}",
-                f"node02:{port}",
-                f"node02:{port + 1}",
+                f"node1:{port}",
+                f"node1:{port + 1}",
+                f"node2:{port}",
+                f"node2:{port + 1}",
             )
         },
         task=Task("worker", 3),
@@ -44,7 +49,7 @@ def test_two_nodes_of_two_tasks() -> None:
         num_replicas=4,
         local_rank=1,
         local_size=2,
-        rendezvous=f"node01:{port}",
+        rendezvous=f"node1:{port}",
         source="Slurm",
     )
 
@@ -69,8 +74,15 @@ def test_a_shell_in_an_allocation_is_alone_and_is_told_so(env: dict[str, str]) -
     assert "srun" in said
 
 
-def test_srun_inside_of_an_interactive_allocation_is_a_job() -> None:
-    assert read(srun(1, SLURM_JOB_NAME="interactive")).num_replicas == 4
+@pytest.mark.parametrize("started", [srun_alone, srun_in_salloc])
+def test_srun_by_hand_is_a_job_wherever_it_is_typed(
+    started: Callable[[int], dict[str, str]],
+) -> None:
+    assert [read(started(rank)) for rank in range(4)] == [read(srun(rank)) for rank in range(4)]
+    assert remark(started(0)) is None
+
+
+def test_srun_inside_of_a_shell_of_srun_is_a_job() -> None:
     assert read({**SRUN_SHELL, **srun(1, SLURM_STEP_ID="1", SLURM_JOB_NAME="bash")}).rank == 1
 
 
@@ -89,17 +101,30 @@ def test_who_has_no_others_is_alone_and_needs_no_remark() -> None:
 def test_mpirun_in_a_job_speaks_for_itself() -> None:
     # On a further node mpirun's daemon, and so its children, stand in a step of their own.
     assert from_slurm(srun(0) | open_mpi(2)) is None
+    assert from_slurm(MPI_ON_SECOND_NODE) is None
     assert remark(SBATCH_SHELL | open_mpi(2)) is None
+    assert remark(MPI_ON_SECOND_NODE) is None
+
+
+def hosts(spec: ClusterSpec) -> list[str]:
+    return [split_address(address)[0] for address in spec.addresses["worker"]]
 
 
 def test_uneven_nodes_are_filled_in_turn() -> None:
-    uneven = {
+    for rank, local in enumerate(((0, 2), (1, 2), (0, 1))):
+        spec = read(uneven(rank))
+        assert hosts(spec) == ["node1", "node1", "node2"]
+        assert (spec.rank, spec.local_rank, spec.local_size) == (rank, *local)
+
+
+def test_many_nodes_have_one_port_for_each_of_their_tasks() -> None:
+    many = {
         "SLURM_STEP_NODELIST": "a[1-2],b",
         "SLURM_STEP_NUM_TASKS": "6",
         "SLURM_STEP_TASKS_PER_NODE": "1,3,2",
         "MASTER_PORT": "20000",
     }
-    spec = read(srun(3) | uneven | {"SLURM_NODEID": "1", "SLURM_LOCALID": "2"})
+    spec = read(srun(3) | many | {"SLURM_NODEID": "1", "SLURM_LOCALID": "2"})
     assert spec.addresses["worker"] == (
         "a1:20000",
         "a2:20000",
@@ -112,10 +137,8 @@ def test_uneven_nodes_are_filled_in_turn() -> None:
 
 
 def test_cyclic_tasks_alternate() -> None:
-    cyclic = {"SLURM_DISTRIBUTION": "cyclic", "SLURM_NODEID": "0", "SLURM_LOCALID": "1"}
-    spec = read(srun(2) | cyclic | {"MASTER_PORT": "20000"})
-    hosts = [split_address(address)[0] for address in spec.addresses["worker"]]
-    assert hosts == ["node01", "node02", "node01", "node02"]
+    spec = read(cyclic(2))
+    assert hosts(spec) == ["node1", "node2", "node1", "node2"]
     assert (spec.local_rank, spec.local_size) == (1, 2)
 
 
@@ -132,8 +155,17 @@ def test_the_last_tasks_are_the_servers() -> None:
     assert [str(spec.task) for spec in specs] == ["worker 0", "worker 1", "worker 2", "ps 0"]
     assert [spec.rank for spec in specs] == [0, 1, 2, -1]
     assert {spec.num_replicas for spec in specs} == {3}
-    assert specs[3].addresses["ps"] == ("node02:20001",)
-    assert {spec.rendezvous for spec in specs} == {"node01:20000"}
+    assert specs[3].addresses["ps"] == ("node2:20001",)
+    assert {spec.rendezvous for spec in specs} == {"node1:20000"}
+
+
+def test_an_evaluator_comes_after_the_servers() -> None:
+    told = {"SPARTITO_PS": "1", "SPARTITO_EVALUATOR": "1", "MASTER_PORT": "20000"}
+    specs = [read(srun(rank) | told) for rank in range(4)]
+    assert [str(spec.task) for spec in specs] == ["worker 0", "worker 1", "ps 0", "evaluator 0"]
+    assert [spec.rank for spec in specs] == [0, 1, -1, -1]
+    assert all(spec.has_evaluator for spec in specs)
+    assert specs[0].addresses["evaluator"] == ("node2:20001",)
 
 
 def test_an_address_to_meet_can_be_given() -> None:
@@ -145,7 +177,7 @@ def test_an_address_to_meet_can_be_given() -> None:
     ("changes", "words"),
     [
         ({"SLURM_STEP_NODELIST": "node[01-"}, ["SLURM_STEP_NODELIST", "'node[01-'"]),
-        ({"SLURM_STEP_NODELIST": "node01"}, ["1 nodes (node01)", "2,2 tasks"]),
+        ({"SLURM_STEP_NODELIST": "node1"}, ["1 nodes (node1)", "2,2 tasks"]),
         ({"SLURM_STEP_NUM_TASKS": "5"}, ["of 5"]),
         ({"SLURM_STEP_NUM_TASKS": "many"}, ["'many'"]),
         ({"SLURM_STEP_TASKS_PER_NODE": "2(y2)"}, ["'2(y2)'"]),
@@ -153,9 +185,11 @@ def test_an_address_to_meet_can_be_given() -> None:
         ({"SLURM_DISTRIBUTION": "plane=3", "SLURM_LOCALID": "1"}, ["plane=3", "block"]),
         ({"SPARTITO_PS": "4"}, ["SPARTITO_PS=4", "no worker"]),
         ({"SPARTITO_PS": "one"}, ["'one'"]),
+        ({"SPARTITO_PS": "3", "SPARTITO_EVALUATOR": "1"}, ["SPARTITO_PS=3", "no worker"]),
+        ({"SPARTITO_EVALUATOR": "2"}, ["SPARTITO_EVALUATOR=2", "at most one"]),
         ({"MASTER_PORT": "65535"}, ["65536"]),
         ({"MASTER_ADDR": "localhost"}, ["localhost", "2 nodes"]),
-        ({"SLURM_STEP_NODELIST": "node01,node01"}, ["one address"]),
+        ({"SLURM_STEP_NODELIST": "node1,node1"}, ["one address"]),
     ],
 )
 def test_what_does_not_fit_together_is_named(changes: dict[str, str], words: list[str]) -> None:

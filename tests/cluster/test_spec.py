@@ -37,6 +37,16 @@ def test_the_chief_comes_first_in_rank_order_and_servers_have_no_rank() -> None:
     assert TWO.task_of(2) == Task("worker", 1)
 
 
+def test_whether_it_spans_hosts_is_told_by_addresses_or_local_ranks() -> None:
+    assert TWO.spans_hosts
+    here = replace(TWO, addresses={"chief": ("a:1",), "worker": ("a:2", "a:4"), "ps": ("a:3",)})
+    assert not here.spans_hosts
+    untold = replace(here, addresses={"chief": ("a:1",), "worker": ("", "")})
+    assert untold.spans_hosts
+    assert not replace(untold, local_rank=1, local_size=3).spans_hosts
+    assert not ClusterSpec.alone().spans_hosts
+
+
 def test_a_rank_is_named_with_its_address_where_it_is_known() -> None:
     assert TWO.name_of(1) == "worker 0 (b:2)"
     assert TWO.name_of(2) == "worker 1"

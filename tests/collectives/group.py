@@ -33,9 +33,16 @@ def spec(rank: int, world_size: int, port: int) -> ClusterSpec:
     return ClusterSpec(workers, task, rank, world_size, rank, world_size, address, "the test")
 
 
-def join(rank: int, world_size: int, port: int, limit: float, communication: str) -> Collective:
-    """The collective of a group on this machine."""
-    return connect(spec(rank, world_size, port), torch.device("cpu"), limit, communication)
+def join(rank: int, world_size: int, port: int, limit: float, way: str) -> Collective:
+    """The collective of a group on this machine.
+
+    ``way`` is a communication, or says which ranks take themselves to be on one machine, by a
+    letter each: "on aab" puts the third on a machine of its own.
+    """
+    kind, _, letters = way.partition(" ")
+    host = f"machine {letters[rank]}" if kind == "on" else None
+    communication = "auto" if host else way
+    return connect(spec(rank, world_size, port), torch.device("cpu"), limit, communication, host)
 
 
 def run(job: Job, world_size: int, *args: Any, communication: str = "auto") -> list[Any]:
@@ -93,6 +100,10 @@ class Group:
         process = self._running[rank][0]
         process.join(30)
         assert process.exitcode is not None
+
+    def stays(self, rank: int, seconds: float) -> bool:
+        """Whether ``rank`` neither answers nor ends for so long."""
+        return not self._running[rank][1].poll(seconds)
 
     def close(self) -> None:
         """End what still runs."""

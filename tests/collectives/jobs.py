@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -15,8 +16,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
+from spartito.collectives.hierarchical import HierarchicalCollective
+from spartito.collectives.placement import Placement
 from spartito.collectives.shared_memory import SLOT, SharedMemoryCollective
 from spartito.collectives.store import absentees
+from spartito.errors import TaskLostError
 from tests.collectives.group import join
 
 DTYPES = {
@@ -52,17 +56,18 @@ def shaped(kind: str, rank: int, dtype: torch.dtype) -> Tensor:
 KINDS = ["empty", "one", "odd", "slot", "over", "transposed", "strided", "channels_last", "scalar"]
 
 
-def same_answers(_: Connection, rank: int, world_size: int, ports: Sequence[int]) -> list[str]:
-    """What shared memory and gloo answer differently from each other or from plain torch."""
+def same_answers(
+    _: Connection, rank: int, world_size: int, ways: Sequence[tuple[str, int]]
+) -> list[str]:
+    """What the groups (ways and ports) answer differently from each other or from plain torch."""
     wrong: list[str] = []
-    groups = [join(rank, world_size, ports[0], 60, "auto")]
-    groups.append(join(rank, world_size, ports[1], 60, "process_group"))
 
     def check(what: str, got: Tensor, expected: Tensor) -> None:
         if got.dtype != expected.dtype or not torch.equal(got, expected):
             wrong.append(what)
 
-    for group in groups:
+    for way, port in ways:
+        group = join(rank, world_size, port, 60, way)
         name = type(group).__name__
         for dtype in DTYPES["all"]:
             for kind in (
@@ -77,9 +82,10 @@ def same_answers(_: Connection, rank: int, world_size: int, ports: Sequence[int]
                     wrong.append(f"not in place {case}")
                 for part, other in zip(group.all_gather(everyone[rank]), everyone, strict=True):
                     check(f"all_gather {case}", part, other)
-                source = world_size - 1
-                mine = everyone[rank].clone(memory_format=torch.preserve_format)
-                check(f"broadcast {case}", group.broadcast(mine, source), everyone[source])
+                for source in {0, world_size // 2, world_size - 1}:
+                    mine = everyone[rank].clone(memory_format=torch.preserve_format)
+                    answer = group.broadcast(mine, source)
+                    check(f"broadcast {source} {case}", answer, everyone[source])
         _rows_and_bytes(group, check)
         _reducers(group, check)
         group.barrier()
@@ -136,21 +142,89 @@ def random_sums(
 
 
 def wait_for_others(
-    pipe: Connection, rank: int, world_size: int, port: int, limit: float, communication: str
+    pipe: Connection,
+    rank: int,
+    world_size: int,
+    port: int,
+    limit: float,
+    communication: str,
+    by: str = "all_reduce",
 ) -> Any:
-    """Ranks but the last two meet the others at once; those come when the test tells them."""
+    """All meet once; then each meets the others again when the test tells it."""
     group = join(rank, world_size, port, limit, communication)
-    group.all_reduce(torch.ones(3))
+    reducer = group.reducer(3, torch.float32, torch.device("cpu"))
+    calls: dict[str, Callable[[], object]] = {
+        "all_reduce": lambda: group.all_reduce(torch.ones(3)),
+        "all_gather": lambda: group.all_gather(torch.ones(3)),
+        "broadcast": lambda: group.broadcast(torch.ones(3), world_size - 1),
+        "barrier": group.barrier,
+        "reducer": lambda: reducer.reduce((1.0,), 1.0),
+    }
+    calls[by]()
     pipe.send("together")
     pipe.recv()
     start = time.monotonic()
     try:
-        group.all_reduce(torch.ones(3))
+        calls[by]()
     except Exception as error:
         return type(error).__name__, str(error), time.monotonic() - start
     finally:
         group.close()
     return "met"
+
+
+def freeze_halfway(
+    pipe: Connection, rank: int, world_size: int, port: int, limit: float, way: str
+) -> Any:
+    """The last rank joins its part with those of its machine, and freezes before the result."""
+    group = join(rank, world_size, port, limit, way)
+    assert isinstance(group, HierarchicalCollective)
+    pipe.send("together")
+    if rank == world_size - 1:
+        group.inside.all_reduce(torch.ones(3))
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        for _ in range(2):  # whose machine does not wait for its result misses it in the next
+            group.all_reduce(torch.ones(3))
+    except Exception as error:
+        return type(error).__name__, str(error)
+    finally:
+        group.close()
+    return "met"
+
+
+def kind_of_group(_: Connection, rank: int, world_size: int, port: int, way: str) -> str:
+    """Which collective the ranks have found."""
+    group = join(rank, world_size, port, 20, way)
+    group.close()
+    return type(group).__name__
+
+
+def traffic_of_a_step(
+    _: Connection, rank: int, world_size: int, port: int, way: str, numel: int
+) -> int:
+    """The bytes that a rank sends for one reduction with two riders."""
+    group = join(rank, world_size, port, 20, way)
+    reducer = group.reducer(numel, torch.float32, torch.device("cpu"))
+    before = group.traffic.sent
+    reducer.reduce((1.0, 0.0), float(world_size))
+    sent = group.traffic.sent - before
+    assert group.traffic.received >= sent
+    group.close()
+    return sent
+
+
+def leaders_do_not_meet(_: Connection, rank: int, world_size: int, port: int) -> Any:
+    """One machine of several, whose leader does not find the others."""
+    names, store = [f"worker {r}" for r in range(world_size)], store_at(rank, port)
+    assert absentees(dist.PrefixStore("here", store), rank, names, 20) == []
+    inside = SharedMemoryCollective(rank, names, store, 20)
+
+    def refuse() -> Collective:
+        raise TaskLostError("worker 9 did not come", "Start it.")
+
+    placement = Placement((tuple(range(world_size)), (world_size,)))
+    HierarchicalCollective(rank, placement, inside, refuse)
 
 
 def make_reducer(pipe: Connection, rank: int, world_size: int, port: int) -> Any:
@@ -178,18 +252,20 @@ def only_join(_: Connection, rank: int, world_size: int, port: int, limit: float
     return "joined"
 
 
+def store_at(rank: int, port: int) -> dist.Store:
+    """The store of a group on this machine."""
+    limit = timedelta(seconds=20)
+    return dist.TCPStore(
+        "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=limit
+    )
+
+
 def join_in(
     _: Connection, rank: int, world_size: int, port: int, directories: list[str], reducer: int
 ) -> Any:
     """Shared memory in given directories, then a reducer of so many bytes."""
     names = [f"worker {r}" for r in range(world_size)]
-    store = dist.TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=rank == 0,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=20),
-    )
+    store = store_at(rank, port)
     assert absentees(dist.PrefixStore("here", store), rank, names, 20) == []
     group = SharedMemoryCollective(rank, names, store, 20, [Path(d) for d in directories])
     where = Path(os.readlink("/proc/self/fd/" + str(group._lives[0][1])).split(" ")[0]).parent

@@ -15,10 +15,10 @@ from tests.replicas import free_port
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_shared_memory_and_process_group_agree(world_size: int) -> None:
-    ports = [free_port(), free_port()]
+    ways = [(way, free_port()) for way in ("auto", "process_group")]
     with running() as group:
         for rank in range(world_size):
-            group.start(rank, jobs.same_answers, world_size, ports)
+            group.start(rank, jobs.same_answers, world_size, ways)
         for rank in range(world_size):
             assert group.answer(rank, 90) == []
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.cluster.listed import (
+    ENV_EVALUATOR,
     ENV_PS,
     ENV_TASK,
     ENV_WORKERS,
@@ -41,7 +42,7 @@ COUNTS = {
     "chief": "SPARTITO_CHIEF",
     "worker": ENV_WORKERS,
     "ps": ENV_PS,
-    "evaluator": "SPARTITO_EVALUATOR",
+    "evaluator": ENV_EVALUATOR,
 }
 """Which variable says how many tasks of a role there will be."""
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spartito.cluster import mpi
 from spartito.cluster.listed import (
+    ENV_EVALUATOR,
     address,
     check_addresses,
     count,
@@ -16,13 +17,14 @@ from spartito.cluster.listed import (
     with_servers,
 )
 from spartito.cluster.nodelist import expand, expand_counts
-from spartito.cluster.spec import ClusterSpec, is_loopback
+from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task, is_loopback
 from spartito.errors import UserError
 
 SOURCE = "Slurm"
 
-SHELLS = ("bash", "csh", "dash", "fish", "interactive", "ksh", "sh", "tcsh", "zsh")
-"""Names of jobs in which a person types."""
+SHELLS = ("bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
+"""Names of jobs in which a person types. Not ``interactive``, salloc's name: where its shell is
+on a node, all that ``srun`` starts from it looks like a shell of ``srun --pty``."""
 
 FIRST_PORT, PORT_STRIDE, PORT_SLOTS = 12_000, 64, 312
 """Ports from 12000 to 31967, below those that Linux gives to outgoing connections. A job has 64
@@ -49,7 +51,8 @@ def speaks(env: Mapping[str, str]) -> bool:
 def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
     """The cluster of the step's tasks by ``SLURM_PROCID``; None outside of `speaks`.
 
-    The last ``SPARTITO_PS`` tasks are parameter servers, the others workers. A task listens at
+    The last ``SPARTITO_PS`` tasks are parameter servers, the others workers; after the servers
+    comes an evaluator where ``SPARTITO_EVALUATOR`` is 1. A task listens at
     its node's name, on a port that follows from the job's number, or from ``MASTER_PORT``, and
     its place on the node. ``MASTER_ADDR`` is the name of the first task's node, where Slurm's
     own name for it does not serve.
@@ -70,11 +73,10 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
     base = _first_port(env)
     # Within one node a name that nobody can resolve does no harm.
     hosts = nodes if len(nodes) > 1 else (LOOPBACK,)
-    found = with_servers(
-        [address(hosts[node], base + local) for node, local in places], servers(env, tasks)
-    )
+    everyone = [address(hosts[node], base + local) for node, local in places]
+    found = _roles(env, everyone)
     check_addresses(found, SOURCE)
-    spec = spec_of(found, task_of(rank, found), SOURCE)
+    spec = spec_of(found, _task(rank, found), SOURCE)
     return _meeting(spec, env.get("MASTER_ADDR", "").strip(), base, len(nodes))
 
 
@@ -86,6 +88,21 @@ def remark(env: Mapping[str, str]) -> str | None:
     if _in_step(env) and not _is_typed(env):
         return None
     return f"this Slurm job has {tasks} tasks, but this process is none: start them with srun"
+
+
+def _roles(env: Mapping[str, str], everyone: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Who listens at which address: workers, then servers, then the evaluator."""
+    evaluators = count(env, ENV_EVALUATOR, 0)
+    if evaluators > 1:
+        raise UserError(f"{ENV_EVALUATOR}={evaluators}, but a job has at most one evaluator")
+    training = len(everyone) - evaluators
+    found = with_servers(everyone[:training], servers(env, training))
+    return found | ({EVALUATOR: tuple(everyone[training:])} if evaluators else {})
+
+
+def _task(rank: int, cluster: Mapping[str, tuple[str, ...]]) -> Task:
+    last = rank == sum(map(len, cluster.values())) - 1
+    return Task(EVALUATOR, 0) if EVALUATOR in cluster and last else task_of(rank, cluster)
 
 
 def _in_step(env: Mapping[str, str]) -> bool:

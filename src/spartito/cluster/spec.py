@@ -73,6 +73,14 @@ class ClusterSpec:
         return self.rank == 0 and self.task.type in REPLICA_ROLES
 
     @property
+    def spans_hosts(self) -> bool:
+        """Whether tasks run on several hosts, as far as addresses or local ranks tell."""
+        addresses = [address for tasks in self.addresses.values() for address in tasks]
+        if all(addresses):
+            return len({split_address(address)[0] for address in addresses}) > 1
+        return self.local_size < self.num_replicas
+
+    @property
     def has_evaluator(self) -> bool:
         """Whether a task of its own evaluates the checkpoints."""
         return bool(self.addresses.get(EVALUATOR))

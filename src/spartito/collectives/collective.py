@@ -10,6 +10,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spartito.errors import TaskLostError
+
 Riders = tuple[float, ...]
 
 
@@ -79,6 +81,15 @@ class Collective(ABC):
     def close(self) -> None:
         """Leave the group. Calling it again changes nothing."""
 
+    def reduce_all(self, *tensors: Tensor) -> None:
+        """Sum several tensors of one block each, in place: as `all_reduce`, at once if possible."""
+        for tensor in tensors:
+            self.all_reduce(tensor)
+
+    def give_up(self, error: TaskLostError) -> None:
+        """Leave because of ``error``: who waits for us raises it too, where we can tell them."""
+        self.close()
+
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
         """As `all_gather` for tensors ``(rows, ...)`` whose numbers of rows differ."""
         counts = [int(n) for n in self.all_gather(torch.tensor([tensor.shape[0]]))]
@@ -112,6 +123,7 @@ class IdentityCollective(Collective):
 
     rank = 0
     world_size = 1
+    timeout = 0.0  # it waits for nobody
 
     def __init__(self) -> None:
         self.traffic = Traffic()

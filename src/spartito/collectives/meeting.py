@@ -12,6 +12,8 @@ import torch.distributed as dist
 
 from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.collectives.hierarchical import HierarchicalCollective, Inside
+from spartito.collectives.placement import Placement
 from spartito.collectives.process_group import ProcessGroupCollective, own_address
 from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
 from spartito.collectives.sockets import dial, listen
@@ -27,11 +29,14 @@ def connect(
     device: torch.device,
     timeout: float | None = None,
     communication: str = "auto",
+    host: str | None = None,
 ) -> Collective:
     """The fastest collective that all replicas of ``cluster`` can share; all call this together.
 
-    Alone: the identity. On one machine and CPU: shared memory. Else, or if ``communication``
-    is another than "auto": gloo, for GPUs NCCL.
+    Alone: the identity. On CPUs of one machine: shared memory; of several machines with several
+    replicas on some: shared memory inside, gloo between. Else, or if ``communication`` is
+    another than "auto": gloo, for GPUs NCCL. Processes with equal texts ``host`` share memory;
+    None finds out.
     Raises `TaskLostError` that names the replicas which did not come within ``timeout`` seconds.
     """
     if communication not in COMMUNICATION:
@@ -43,13 +48,36 @@ def connect(
         return IdentityCollective()
     names = [cluster.name_of(rank) for rank in range(cluster.num_replicas)]
     store = _meet(cluster, names, limit)
-    host = host_key() if supported() else f"rank {cluster.rank}"
-    hosts = ask(lambda: _tell_all(store, cluster, host), limit, names[0])
-    if device.type == "cpu" and len(set(hosts)) == 1 and communication == "auto":
+    here = (host or host_key()) if supported() else f"rank {cluster.rank}"
+    hosts = ask(lambda: _tell_all(store, cluster, here), limit, names[0])
+    placement = Placement.of(hosts)
+    share = device.type == "cpu" and communication == "auto"
+    if share and len(placement.machines) == 1:
         return SharedMemoryCollective(cluster.rank, names, store, limit)
-    backend = "nccl" if device.type == "cuda" else "gloo"
     address = own_address(*_rendezvous(cluster))
+    if share and placement.is_layered:
+        return _hierarchical(cluster.rank, names, store, limit, placement, address)
+    backend = "nccl" if device.type == "cuda" else "gloo"
     return ProcessGroupCollective(cluster.rank, names, store, limit, backend, address)
+
+
+def _hierarchical(
+    rank: int, names: list[str], store: dist.Store, limit: float, placement: Placement, address: str
+) -> Collective:
+    """Shared memory among the replicas of this machine, gloo among the leaders."""
+    machine, members = placement.machine_of(rank), placement.members(rank)
+    inside: Inside = IdentityCollective()
+    if len(members) > 1:
+        own = dist.PrefixStore(f"machine/{machine}", store)
+        neighbours = [names[member] for member in members]
+        place = members.index(rank)
+        inside = SharedMemoryCollective(place, neighbours, own, limit, keeper=names[0])
+
+    def meet_leaders() -> Collective:
+        leaders = [names[leader] for leader in placement.leaders]
+        return ProcessGroupCollective(machine, leaders, store, limit, "gloo", address)
+
+    return HierarchicalCollective(rank, placement, inside, meet_leaders)
 
 
 def time_limit() -> float:

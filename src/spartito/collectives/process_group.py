@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -17,11 +18,35 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
+from spartito.cluster.spec import is_loopback
 from spartito.collectives.collective import Collective, Reducer, Riders, Traffic
-from spartito.collectives.store import absentees, ask
+from spartito.collectives.store import ask, retold, roll_call
 from spartito.errors import TaskLostError, install_excepthook
 
 GRACE = 3.0  # seconds in which the living answer after an error
+LINGER = 10.0  # seconds that the keeper of the store stays for those who have not heard its reason
+ELSEWHERE = "192.0.2.1"  # an address for documentation: the default route leads there
+
+
+GLOO_AT_ADDRESS = "gloo_at_address"
+"""gloo as a backend that takes options: torch drops those that are given to its own "gloo", which
+then guesses an address by the machine's name, a loopback one on Debian."""
+
+
+def gloo_options(address: str, limit: timedelta) -> Any:
+    """Options by which gloo listens at ``address`` of this machine; waits end after ``limit``."""
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
+    options._timeout = limit
+    return options
+
+
+def _gloo(group: Any, options: Any) -> Any:
+    """The backend, from what torch says of the group and from `gloo_options`."""
+    return dist.ProcessGroupGloo(group.store, group.group_rank, group.group_size, options)
+
+
+dist.Backend.register_backend(GLOO_AT_ADDRESS, _gloo, extended_api=True, devices="cpu")
 
 
 class ProcessGroupCollective(Collective):
@@ -51,9 +76,7 @@ class ProcessGroupCollective(Collective):
         limit = timedelta(seconds=timeout)
         options: Any = None
         if backend == "gloo" and address:
-            options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-            options._devices = [dist.ProcessGroupGloo.create_device(hostname=address)]
-            options._timeout = limit
+            backend, options = GLOO_AT_ADDRESS, gloo_options(address, limit)
 
         def join() -> None:
             with self._named():
@@ -99,6 +122,15 @@ class ProcessGroupCollective(Collective):
         if dist.is_initialized():
             dist.destroy_process_group()
 
+    def give_up(self, error: TaskLostError) -> None:
+        word = str(error)
+        # A store that is gone cannot be told; the others then name its keeper.
+        with suppress(TaskLostError):
+            ask(lambda: self._store.set(str(self.rank), word), GRACE, self._names[0])
+        self.close()  # ends the others' waits, and they look into the store
+        if self.rank == 0:  # which goes with us
+            roll_call(self._store, self.rank, self._names, LINGER, word)
+
     def _here(self, tensor: Tensor) -> Tensor:
         """The values as one block on the device that the backend can reach."""
         return tensor.detach().to(self._device).contiguous()
@@ -114,9 +146,17 @@ class ProcessGroupCollective(Collective):
     def _named(self) -> _Named:
         return _Named(self)
 
-    def missing(self) -> list[str]:
-        """Who does not sign in within a few seconds after an error."""
-        return absentees(self._store, self.rank, self._names, GRACE)
+    def lost(self, error: BaseException) -> TaskLostError:
+        """What the backend's ``error`` means, once the living had a few seconds to sign in."""
+        absent, reasons = roll_call(self._store, self.rank, self._names, GRACE)
+        if reasons:  # somebody left because of another loss
+            return retold(reasons[0])
+        return TaskLostError(
+            f"{' and '.join(absent)} is gone or did not come within {self._timeout:g} s"
+            if absent
+            else f"the network between the tasks failed: {error}",
+            "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
+        )
 
 
 class _Named:
@@ -131,14 +171,7 @@ class _Named:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._collective.traffic.waited += time.perf_counter() - self._began
         if isinstance(error, RuntimeError):
-            lost = self._collective.missing()
-            limit = self._collective._timeout
-            raise TaskLostError(
-                f"{' and '.join(lost)} is gone or did not come within {limit:g} s"
-                if lost
-                else f"the network between the tasks failed: {error}",
-                "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
-            ) from error
+            raise self._collective.lost(error) from error
 
 
 class ProcessGroupReducer:
@@ -161,6 +194,15 @@ class ProcessGroupReducer:
 def own_address(host: str, port: int) -> str:
     """The address of this machine that routes to ``host``: the interface the others can reach."""
     family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    found = _source(family, host, port)
+    if is_loopback(found) and not is_loopback(host):
+        # Debian gives a machine's own name a loopback address: then, the way to anywhere else.
+        with suppress(OSError):  # there is none: all others are on this machine
+            return _source(socket.AF_INET, ELSEWHERE, port)
+    return found
+
+
+def _source(family: int, host: str, port: int) -> str:
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # a datagram socket sends nothing: it only picks a route
         return str(probe.getsockname()[0])

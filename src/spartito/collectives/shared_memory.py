@@ -118,8 +118,9 @@ class Segment:
 class SharedMemoryCollective(Collective):
     """The group of all replicas on one machine.
 
-    ``store`` brings them together once; ``names`` are the tasks' names in rank order, for
-    errors; no wait lasts longer than ``timeout`` seconds.
+    ``store``, which the task ``keeper`` (rank 0 if nothing is said) keeps, brings them together
+    once; ``names`` are the tasks' names in rank order, for errors; no wait lasts longer than
+    ``timeout`` seconds.
     """
 
     def __init__(
@@ -129,12 +130,14 @@ class SharedMemoryCollective(Collective):
         store: Store,
         timeout: float,
         directories: Sequence[Path] = (Path("/dev/shm"), Path(tempfile.gettempdir())),
+        keeper: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = len(names)
         self.traffic = Traffic()
+        self.timeout = timeout
         self._names = names
-        self._timeout = timeout
+        self._keeper = keeper or names[0]
         self._directories = [path for path in directories if path.is_dir()]
         self._spins = SPINS if self.world_size <= available_cores() else 0
         self._sequence = 0
@@ -268,9 +271,9 @@ class SharedMemoryCollective(Collective):
                 f"{self._names[self.rank]} waited for it",
                 f"Look at the last lines of {self._names[rank]}.",
             )
-        if waited > self._timeout:
+        if waited > self.timeout:
             raise TaskLostError(
-                f"{self._names[rank]} did not come within {self._timeout:g} s; its process lives",
+                f"{self._names[rank]} did not come within {self.timeout:g} s; its process lives",
                 "It may be stopped, busy elsewhere, or at another call than the others. "
                 "SPARTITO_TIMEOUT sets the limit in seconds.",
             )
@@ -321,7 +324,7 @@ class SharedMemoryCollective(Collective):
             if self.rank == 0:
                 store.set("segment", text)
                 return text
-            return ask(lambda: store.get("segment").decode(), self._timeout, self._names[0])
+            return ask(lambda: store.get("segment").decode(), self.timeout, self._keeper)
 
         return tell
 
@@ -331,9 +334,9 @@ class SharedMemoryCollective(Collective):
         self._lives.append((self.rank, own))
         fcntl.flock(own, fcntl.LOCK_EX)
         lives = PrefixStore("life", store)
-        absent = absentees(lives, self.rank, self._names, self._timeout)
+        absent = absentees(lives, self.rank, self._names, self.timeout, self._keeper)
         if absent:
-            raise TaskLostError(f"{' and '.join(absent)} did not come within {self._timeout:g} s")
+            raise TaskLostError(f"{' and '.join(absent)} did not come within {self.timeout:g} s")
         for rank, _ in self._others:
             self._lives.append((rank, os.open(self._life_path(rank), os.O_RDWR)))
 

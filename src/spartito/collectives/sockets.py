@@ -6,6 +6,7 @@ import errno
 import socket
 import time
 
+from spartito.cluster.spec import is_loopback
 from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
 
@@ -13,8 +14,13 @@ RETRY_SECONDS = 0.02  # between two looks for a task that does not listen yet
 BACKLOG = 1024
 
 
-def listen(host: str, port: int, name: str, *, anywhere: bool) -> socket.socket:
+def listen(
+    host: str, port: int, name: str, *, anywhere: bool, others: bool = True
+) -> socket.socket:
     """A socket on which task ``name`` listens at ``host:port``, on that interface alone.
+
+    Debian gives a machine's own name a loopback address. Where ``others``, on other hosts, are
+    to come by such a name, the task listens on all interfaces, and warns.
 
     Behind a service name or a translated address no interface of this machine has the address:
     with ``anywhere`` it then listens on all of them and warns; else that is a `UserError`, as
@@ -27,14 +33,17 @@ def listen(host: str, port: int, name: str, *, anywhere: bool) -> socket.socket:
             f"{name} cannot resolve its own address {host!r}: {error.strerror}",
             "Give an address or a name that this machine knows.",
         ) from error
+    means = str(address[0])
+    everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    if others and is_loopback(means) and not is_loopback(host):
+        warn("%s means %s here: %s listens on all interfaces", host, means, name)
+        return listen(everywhere, port, name, anywhere=False)
     try:
         return _bound(family, kind, address)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL and anywhere:
             warn("%s is no address of this machine: %s listens on all of them", host, name)
-            return listen(
-                "::" if family == socket.AF_INET6 else "0.0.0.0", port, name, anywhere=False
-            )
+            return listen(everywhere, port, name, anywhere=False)
         if error.errno == errno.EADDRNOTAVAIL:
             raise UserError(
                 f"{name} cannot listen on {host}:{port}: {host} is no address of this machine",

@@ -46,26 +46,47 @@ def ask(call: Callable[[], T], limit: float, keeper: str) -> T:
     ) from error
 
 
-def absentees(store: Store, rank: int, names: Sequence[str], limit: float) -> list[str]:
+def absentees(
+    store: Store, rank: int, names: Sequence[str], limit: float, keeper: str = ""
+) -> list[str]:
     """Sign in as ``rank`` and answer the names of those who do not within ``limit`` seconds.
 
-    Rank 0 keeps the store: it is absent too if the store is gone or frozen from the start.
+    ``keeper`` keeps the store, rank 0 if nothing is said: it is absent too if the store is gone
+    or frozen from the start.
     """
+    return roll_call(store, rank, names, limit, keeper=keeper)[0]
+
+
+def roll_call(
+    store: Store, rank: int, names: Sequence[str], limit: float, word: str = "", keeper: str = ""
+) -> tuple[list[str], list[str]]:
+    """As `absentees`, and what those who came have said: ``word`` is what we say, "" is nothing."""
     absent = set(range(len(names)))
+    words: dict[int, str] = {}
     end = time.monotonic() + limit
 
     def look() -> None:
-        nonlocal absent
-        store.set(str(rank), "")
-        while absent := {other for other in absent if not store.check([str(other)])}:
-            if time.monotonic() > end:
+        store.set(str(rank), word)
+        while True:
+            for other in sorted(absent):
+                if store.check([str(other)]):
+                    words[other] = store.get(str(other)).decode()
+                    absent.discard(other)
+            if not absent or time.monotonic() > end:
                 return
             time.sleep(0.005)
 
+    keeper = keeper or names[0]
     try:
-        ask(look, limit, names[0])
+        ask(look, limit, keeper)
     except TaskLostError:
-        # Often the store went with rank 0 just because somebody else did not come in time.
-        if len(absent) == len(names):
-            absent = {0}
-    return [names[rank] for rank in sorted(absent)]
+        # Often the store went with its keeper just because somebody else did not come in time.
+        if not words:
+            return [keeper], []
+    return [names[rank] for rank in sorted(absent)], [words[r] for r in sorted(words) if words[r]]
+
+
+def retold(text: str) -> TaskLostError:
+    """The error that says ``text``, as another task has raised it."""
+    what, _, do = text.partition("\n  ")
+    return TaskLostError(what, do)

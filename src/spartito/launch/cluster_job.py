@@ -31,7 +31,7 @@ def up(path: Path, detach: bool = False) -> int:
     job = read_job(path)
     check_folders(job)
     engine = Engine.find()
-    _check_images(engine, job)
+    check_images(engine, job)
     present = engine.states(job)
     if present:
         running = sum(not state.ended for state in present)
@@ -40,12 +40,12 @@ def up(path: Path, detach: bool = False) -> int:
             f"End it with 'spartito cluster down {path}', or choose another --name.",
         )
     check_ports(job)
-    _make_folders(job)
+    make_folders(job)
     say(f"{job.name}: {len(job.services)} containers")
     try:
-        with _interrupts():
+        with interrupts():
             return _run(engine, job, detach)
-    except _Interrupted as stop:
+    except Interrupted as stop:
         say(f"stopped by {stop.signal.name}")
         return 128 + stop.signal
 
@@ -56,7 +56,7 @@ def _run(engine: Engine, job: JobFile, detach: bool) -> int:
         engine.tell(job, "up", "--detach", "--no-build")
         stays = detach
         return 0 if detach else Watch(engine, job).follow()
-    except _Interrupted:
+    except Interrupted:
         patience = STOP_SECONDS
         raise
     finally:
@@ -141,19 +141,24 @@ def check_ports(job: JobFile) -> None:
                 ) from error
 
 
-def _make_folders(job: JobFile) -> None:
-    """Folders to write are made, for the user of the containers."""
+def make_folders(job: JobFile) -> list[Path]:
+    """Make the folders to write, for the user of the containers; answers the new ones."""
+    made: list[Path] = []
     for folder in job.folders:
         if folder.written and not folder.path.exists():
+            above = [path for path in folder.path.parents if not path.exists()]
             try:
                 folder.path.mkdir(parents=True)
                 if os.getuid() == 0 and folder.owner is not None:
                     os.chown(folder.path, *folder.owner)
             except OSError as error:
                 raise UserError(f"the run folder {folder.path} cannot be made: {error}") from error
+            made += [folder.path, *above]
+    return made
 
 
-def _check_images(engine: Engine, job: JobFile) -> None:
+def check_images(engine: Engine, job: JobFile) -> None:
+    """Raise `UserError` for an image that is missing; note one with another Spartito."""
     for image in job.images:
         built = engine.label(image, VERSION_LABEL)
         if built is None:
@@ -174,7 +179,7 @@ def _row(service: str, state: TaskState | None, width: int) -> str:
     ).rstrip()
 
 
-class _Interrupted(BaseException):
+class Interrupted(BaseException):
     """Somebody wants the job to end."""
 
     def __init__(self, number: int) -> None:
@@ -183,13 +188,13 @@ class _Interrupted(BaseException):
 
 
 @contextmanager
-def _interrupts() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the job, not us before we have cleaned up."""
+def interrupts() -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the job, not us before we have cleaned up: `Interrupted`."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for one in old:
             signal.signal(one, signal.SIG_IGN)
-        raise _Interrupted(number)
+        raise Interrupted(number)
 
     old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in old:

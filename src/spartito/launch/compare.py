@@ -15,11 +15,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, Protocol
 
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch.compare_plan import Plan, Planned
+from spartito.launch.compare_containers import InContainers
+from spartito.launch.compare_plan import Launch, Plan, Planned
 from spartito.launch.guard import Guard
 from spartito.launch.output import LineCutter
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
@@ -41,16 +42,51 @@ NO_HISTORY = (
 )
 
 
+class Place(Protocol):
+    """Where runs take place: processes here, or containers."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the runs had, beside the machine."""
+
+    def prepare(self, planned: Planned) -> Launch:
+        """Make ready what the run needs, and say how it is started."""
+
+
+@dataclass(frozen=True, slots=True)
+class InProcesses:
+    """Starts runs as processes of this machine."""
+
+    plan: Plan
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Nothing: they have the machine."""
+        return {}
+
+    def prepare(self, planned: Planned) -> Launch:
+        """As `Place.prepare`: ``spartito run``."""
+        plan = self.plan
+        own = {ENV_RUN_DIR: str((plan.out / planned.folder).resolve())}
+        if plan.epochs is not None and not plan.target.is_recipe:
+            own[ENV_EPOCHS] = str(plan.epochs)
+        return Launch(command(plan, planned), own)
+
+
 def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
     """Run all of ``plan`` in its order; answers the exit code.
 
     ``compare.json`` is written after every run, ``compare.html`` at the end. 0 when all went
     well, 1 when a run failed (the others are run all the same), 128 + n when signal n stopped
     us. Raises `UserError` when the goal names a figure that no run reports: after the first
-    run, whose results are kept. Must be called from the main thread.
+    run, whose results are kept; and before the first one for containers that cannot be. Must be
+    called from the main thread.
     """
     base = {k: v for k, v in (os.environ if env is None else env).items() if k not in NOT_INHERITED}
-    board = _Board(plan)
+    place = InContainers.of(plan, plan.containers) if plan.containers else InProcesses(plan)
+    board = _Board(plan, place)
+    for why in plan.left_out:
+        _say(why)
     guard = Guard()
     try:
         with _Stop().handled() as stop:
@@ -58,7 +94,7 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
                 if stop.number is not None:
                     break
                 _say(f"run {number} of {len(plan.runs)}: {planned}")
-                board.add(planned, _run(plan, planned, base, guard, stop))
+                board.add(planned, _run(place, planned, base, guard, stop))
                 board.check_goal()
             board.show()
     finally:
@@ -108,6 +144,7 @@ class _Board:
     """The results so far, written out with each that comes."""
 
     plan: Plan
+    place: Place
     runs: list[dict[str, Any]] = field(default_factory=list)
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
 
@@ -127,7 +164,7 @@ class _Board:
             "started": self.started,
             "planned": len(plan.runs),
             "goal": goal,
-            "machine": machine_facts(),
+            "machine": machine_facts() | dict(self.place.facts),
             "runs": self.runs,
         }
 
@@ -216,16 +253,14 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _run(
-    plan: Plan, planned: Planned, base: Mapping[str, str], guard: Guard, stop: _Stop
+    place: Place, planned: Planned, base: Mapping[str, str], guard: Guard, stop: _Stop
 ) -> dict[str, Any]:
     """One run from its start to its end: seconds, exit code, and its error if it failed."""
-    own = {ENV_RUN_DIR: str((plan.out / planned.folder).resolve())}
-    if plan.epochs is not None and not plan.target.is_recipe:
-        own[ENV_EPOCHS] = str(plan.epochs)
+    launch = place.prepare(planned)
     began = time.monotonic()
     popen = subprocess.Popen(
-        command(plan, planned),
-        env={**base, **own},
+        launch.command,
+        env={**base, **launch.environment},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -238,7 +273,7 @@ def _run(
     readers = [
         threading.Thread(target=_pass_on, args=(source, ours, kept), daemon=True)
         for source, ours, kept in (
-            (popen.stdout, sys.stdout.buffer, deque(maxlen=0)),
+            (popen.stdout, sys.stdout.buffer, last if launch.mixed else deque(maxlen=0)),
             (popen.stderr, sys.stderr.buffer, last),
         )
     ]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.launch.containers import IMAGE
 from spartito.launch.pace import FULL, slow_tasks
 from spartito.names import RECIPES, STRATEGIES, nearest
 
@@ -20,6 +21,9 @@ ORDER = (ONE_DEVICE, "mirrored", "multi_worker_mirrored", "central_storage", PAR
 """From the simplest to the most involved: the order of the runs, the table and the colours."""
 
 SWEEPS = ("workers", "batch_size")
+PROCESSES, COMPOSE = "processes", "compose"
+PLACES = (PROCESSES, COMPOSE)
+"""Where the runs of a comparison take place: --on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +68,40 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
+class ContainerOptions:
+    """What the containers of every run get, in the user's words: see `plan_containers`."""
+
+    cpus: str | None = None
+    memory: str | None = None
+    image: str = IMAGE
+    host_network: bool = False
+    share_ipc: bool = False
+
+    def reason_against(self, strategy: str) -> str | None:
+        """Why ``strategy`` cannot have several workers here; None where it can."""
+        need = {
+            "mirrored": {"--host-network": self.host_network},
+            "central_storage": {
+                "--host-network": self.host_network,
+                "--share-ipc": self.share_ipc,
+            },
+        }.get(strategy, {})
+        lacking = [option for option, given in need.items() if not given]
+        if not lacking:
+            return None
+        return (
+            f"{strategy} is left out: it is for one machine, and each container is a machine of "
+            f"its own; {' '.join(lacking)} would make them one"
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A whole comparison: what is trained, how, and in which runs."""
+    """A whole comparison: what is trained, how, and in which runs.
+
+    The runs are jobs in ``containers``, or of processes here where that is None. ``left_out``
+    says of each strategy that has no run why it has none.
+    """
 
     target: Target
     runs: Sequence[Planned]
@@ -74,6 +110,50 @@ class Plan:
     epochs: int | None = None
     data: Path | None = None
     seed: int | None = None
+    containers: ContainerOptions | None = None
+    left_out: Sequence[str] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """What a run is started with: a command from its start to its end, and its own variables.
+
+    ``mixed``: what went wrong may be on stdout too, as in the log of containers.
+    """
+
+    command: Sequence[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+    mixed: bool = False
+
+
+def containers_for(
+    on: str,
+    *,
+    cpus: str | None = None,
+    memory: str | None = None,
+    image: str | None = None,
+    host_network: bool = False,
+    share_ipc: bool = False,
+) -> ContainerOptions | None:
+    """What ``--on`` and its options mean: containers, or None for processes.
+
+    Raises `UserError` for another place, and for options of containers without containers.
+    """
+    if on not in PLACES:
+        raise UserError(f"--on {on} is no place for a job", nearest(on, PLACES))
+    if on == COMPOSE:
+        return ContainerOptions(cpus, memory, image or IMAGE, host_network, share_ipc)
+    given = {
+        "--cpus": cpus,
+        "--memory": memory,
+        "--image": image,
+        "--host-network": host_network,
+        "--share-ipc": share_ipc,
+    }
+    for option, value in given.items():
+        if value:
+            raise UserError(f"{option} is for containers", f"Add --on {COMPOSE}, or leave it out.")
+    return None
 
 
 def make_plan(
@@ -91,14 +171,20 @@ def make_plan(
     batch_size: int | None = None,
     seed: int | None = None,
     out: Path | None = None,
+    containers: ContainerOptions | None = None,
     known: Sequence[str] = STRATEGIES,
 ) -> Plan:
     """The runs for what the user typed; raises `UserError` for what cannot be.
 
-    The table's runs come first, one per strategy; each sweep adds its other values.
+    The table's runs come first, one per strategy; each sweep adds its other values. Of ``all``
+    strategies those that ``containers`` do not allow are left out.
     """
     what = _target(target, arguments)
     chosen = _strategies(strategies, known)
+    apart = containers if workers > 1 else None
+    against = {name: apart and apart.reason_against(name) for name in chosen}
+    left_out = [why for why in against.values() if why] if strategies == ALL else []
+    chosen = [name for name in chosen if not (left_out and against[name])]
     if ps is not None and ps < 1:
         raise UserError(f"--ps {ps} is less than 1")
     if ps is not None and strategies != ALL and PARAMETER_SERVER not in chosen:
@@ -107,7 +193,9 @@ def make_plan(
             "Leave --ps out, or compare that strategy too.",
         )
     wanted = _sweeps(sweeps)
-    given: dict[str, object] = {"--data": data, "--batch-size": batch_size, "--seed": seed}
+    given: dict[str, object] = {"--batch-size": batch_size, "--seed": seed}
+    if containers is None:
+        given = {"--data": data, **given}
     given["--sweep batch_size"] = wanted.get("batch_size")
     for option, value in given.items():
         if value is not None and not what.is_recipe:
@@ -125,10 +213,26 @@ def make_plan(
         for strategy in chosen
     ]
     runs = table + [run for sweep in wanted for run in _added(table, sweep, wanted[sweep])]
+    slow = list(slow)
+    if containers is not None and slow:
+        raise UserError(
+            f"--slow {slow[0]} stops and continues a process; a container has CPUs",
+            "Give them one by one, as --cpus 1,0.25.",
+        )
     folder = out or Path("runs") / f"compare-{Path(target).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--out {folder} is not empty", "Name a new folder; nothing is replaced.")
-    return Plan(what, _slowed(runs, slow), folder, _goal(goal), epochs, data, seed)
+    return Plan(
+        what,
+        _slowed(runs, slow),
+        folder,
+        _goal(goal),
+        epochs,
+        data,
+        seed,
+        containers,
+        left_out,
+    )
 
 
 def _target(name: str, arguments: Sequence[str]) -> Target:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -13,8 +12,8 @@ from pathlib import Path
 from spartito.cluster.spec import Task, is_loopback
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch.roles import PARAMETER_SERVER, Roles
-from spartito.names import RECIPES, STRATEGIES, nearest
+from spartito.launch.roles import Roles
+from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here
 
 IMAGE = "spartito"
 PORT = 29500
@@ -94,17 +93,9 @@ class Containers:
         return sum(task.type != "evaluator" for task in self.roles.tasks) > 1
 
     def machine_of(self, task: Task) -> str:
-        """The machine that ``task`` runs on, ``""`` for this one.
-
-        Workers in blocks, servers one by one. The chief writes and the evaluator reads the run
-        folder: both are on the first.
-        """
+        """The machine that ``task`` runs on, ``""`` for this one; see `Roles.machine_of`."""
         machines = self.network.machines or ("",)
-        if task.type == "worker":
-            return machines[task.index * len(machines) // self.roles.workers]
-        if task.type == "ps":
-            return machines[task.index % len(machines)]
-        return machines[0]
+        return machines[self.roles.machine_of(task, len(machines))]
 
     def together(self, task: Task) -> list[Task]:
         """The tasks on the machine of ``task``, in order."""
@@ -168,8 +159,7 @@ def plan_containers(
             f"--name {job!r} cannot name containers",
             "Use small letters, digits, - and _, with a letter or a digit first.",
         )
-    if data is not None and not data.is_dir():
-        raise UserError(f"--data {data} is no folder", f"The folder we are in is {Path.cwd()}.")
+    check_folder("--data", data)
 
     def named(path: Path | None) -> str | None:
         return None if path is None else _named(path, whole=bool(machines))
@@ -209,16 +199,7 @@ def _check_strategy(
     share_ipc: bool,
     hosts: str | None,
 ) -> str:
-    if strategy is not None and strategy not in STRATEGIES:
-        raise UserError(f"{strategy!r} is not a strategy", nearest(strategy, STRATEGIES))
-    roles.check(strategy, in_task=False, machines=1)
-    several = "multi_worker_mirrored" if roles.workers > 1 else "one_device"
-    chosen = strategy or (PARAMETER_SERVER if roles.ps else several)
-    if chosen == "one_device" and roles.workers > 1:
-        raise UserError(
-            f"one_device trains in one container, but --workers {roles.workers} asks for more",
-            "Use --strategy multi_worker_mirrored, or --workers 1.",
-        )
+    chosen = choose_strategy(strategy, options, roles)
     alone = {"mirrored": host_network, "central_storage": host_network and share_ipc}
     if roles.workers > 1 and chosen in alone and (hosts or not alone[chosen]):
         need = "--host-network" + (" --share-ipc" if chosen == "central_storage" else "")
@@ -227,21 +208,7 @@ def _check_strategy(
             "Use --strategy multi_worker_mirrored (with --share-ipc it talks by shared memory "
             f"too), or on a single machine {need}.",
         )
-    if options is not None:
-        _check_options(options)
     return chosen
-
-
-def _check_options(options: str) -> None:
-    try:
-        value = json.loads(options)
-    except json.JSONDecodeError as error:
-        raise UserError(f"--strategy-options {options!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(
-            f"--strategy-options {options!r} is not a JSON object",
-            "Write the keyword arguments as '{\"name\": value}'.",
-        )
 
 
 def _program(
@@ -249,7 +216,8 @@ def _program(
 ) -> tuple[str, tuple[str, ...], Path | None]:
     """What the job is called, what a task runs, and the folder of the script."""
     ours = [word for word in arguments if word.partition("=")[0] in ("--out", "--data")]
-    if target in RECIPES:
+    script = find_script(target)
+    if script is None:
         if ours:
             raise UserError(
                 f"{ours[0]} after -- is a path of the container",
@@ -257,19 +225,14 @@ def _program(
             )
         folders = ["--out=/runs", *(["--data=/data"] if has_data else [])]
         return target, ("python", "-m", f"spartito.recipes.{target}", *folders, *arguments), None
-    script = Path(target)
-    if not script.is_file():
-        raise UserError(f"{target!r} is neither a script nor a recipe", nearest(target, RECIPES))
     return script.name, ("python", f"/scripts/{script.name}", *arguments), script.parent
 
 
 def _named(path: Path, whole: bool) -> str:
     """``path`` as a file in the present folder names it: ``./data``, or whole if it is outside."""
-    found = path.resolve()
-    here = Path.cwd()
-    if whole or not found.is_relative_to(here):
-        return str(found)
-    inside = found.relative_to(here)
+    inside = None if whole else inside_here(path)
+    if inside is None:
+        return str(path.resolve())
     return f"./{inside}" if inside.parts else "."
 
 

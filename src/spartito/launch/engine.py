@@ -35,7 +35,7 @@ COMPLAINTS = (
     (
         ("cannot connect to the docker daemon", "connection refused", "error during connect"),
         "the container engine does not run",
-        "Start it: sudo systemctl start docker, or dockerd as root.",
+        "Start it: sudo systemctl start docker, or dockerd as root; or mend DOCKER_HOST, if set.",
     ),
     (
         ("port is already allocated", "address already in use"),
@@ -45,7 +45,8 @@ COMPLAINTS = (
     (
         "is already in use by container",
         "a container of this name is there already",
-        "End that job: spartito cluster down FILE; or choose another --name.",
+        "End that job: spartito cluster down FILE; remove it: docker rm NAME; or choose another "
+        "--name.",
     ),
     (
         ("could not select device driver", "nvidia-container"),
@@ -121,11 +122,12 @@ class Folder:
 
 @dataclass(frozen=True, slots=True)
 class JobFile:
-    """A compose file as `read_job` found it."""
+    """A compose file as `read_job` found it; ``text`` is what it says, word for word."""
 
     path: Path
     name: str
     services: Mapping[str, Mapping[str, Any]]
+    text: str
 
     @property
     def images(self) -> list[str]:
@@ -156,7 +158,8 @@ def read_job(path: Path) -> JobFile:
     """The job that the file describes; `UserError` when it is none."""
     advice = "Write one with: spartito cluster compose mnist --workers 2 > compose.yaml"
     try:
-        document = yaml.safe_load(path.read_text())
+        text = path.read_text()
+        document = yaml.safe_load(text)
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}", advice) from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -173,7 +176,7 @@ def read_job(path: Path) -> JobFile:
             f"{path} has {f'the name {name!r}' if name else 'no name'}",
             "Add a line 'name: digits', for example: small letters, digits, - and _.",
         )
-    return JobFile(path, name, services)
+    return JobFile(path, name, services, text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,12 +212,12 @@ class Engine:
 
     def tell(self, job: JobFile, *words: str, limit: float = START_SECONDS) -> str:
         """Have the composer do ``words`` with the job."""
-        # The composer of old does not know the key "name": it gets the name, and no such key.
-        where = ["--project-name", job.name, "--project-directory", str(job.path.parent.resolve())]
-        text = "\n".join(
-            line for line in job.path.read_text().splitlines() if not line.startswith("name:")
-        )
-        return call([*self.compose, *where, "--file", "-", *words], limit, text)
+        # The composer of old does not know the key "name": it gets the name, and no such key. It
+        # reads from its input, so that paths begin where it is.
+        folder = job.path.parent.resolve()
+        where = ["--project-name", job.name]
+        text = "\n".join(line for line in job.text.splitlines() if not line.startswith("name:"))
+        return call([*self.compose, *where, "--file", "-", *words], limit, text, folder)
 
     def label(self, image: str, label: str) -> str | None:
         """A label of ``image``, empty without; None where the image is not on this machine."""
@@ -225,12 +228,18 @@ class Engine:
 
     def states(self, job: JobFile) -> list[TaskState]:
         """How each container of the job goes, in the order of the file."""
-        listed = self.ask(
-            "ps", "--all", "--quiet", "--no-trunc", "--filter", f"label={PROJECT}={job.name}"
-        ).split()
-        if not listed:
-            return []
-        found = [state_of(one) for one in json.loads(self.ask("inspect", *listed))]
+        mine = f"label={PROJECT}={job.name}"
+        while True:
+            listed = self.ask("ps", "--all", "--quiet", "--no-trunc", "--filter", mine).split()
+            if not listed:
+                return []
+            try:
+                found = [state_of(one) for one in json.loads(self.ask("inspect", *listed))]
+                break
+            except SpartitoError as error:
+                if "no such object" not in str(error).lower():
+                    raise
+                # One was removed since we asked: who is left?
         order = list(job.services)
         known = [state for state in found if state.service in order]
         return sorted(known, key=lambda state: order.index(state.service))
@@ -285,10 +294,14 @@ def build_image(
     return subprocess.run([*words, str(context)]).returncode
 
 
-def call(words: Sequence[str], limit: float, given: str | None = None) -> str:
-    """What a command prints; its failure as the error that its reader needs."""
+def call(
+    words: Sequence[str], limit: float, given: str | None = None, folder: Path | None = None
+) -> str:
+    """What a command prints in ``folder``; its failure as the error that its reader needs."""
     try:
-        done = subprocess.run(words, input=given, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(
+            words, input=given, capture_output=True, text=True, timeout=limit, cwd=folder
+        )
     except subprocess.TimeoutExpired:
         raise SpartitoError(
             f"{' '.join(words[:3])} gave no answer within {limit:g} s",
@@ -305,11 +318,14 @@ def complaint(text: str) -> SpartitoError:
     """The error that the engine's words ``text`` mean."""
     low = text.lower()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    said = lines[-1] if lines else "it said nothing"
+    # The composer of old ends with a line that only says that there were errors.
+    causes = [line for line in lines if line.startswith("ERROR: ")] or lines
+    said = causes[-1].removeprefix("ERROR: ") if causes else "it said nothing"
     for signs, what, do in COMPLAINTS:
         for sign in (signs,) if isinstance(signs, str) else signs:
             if sign in low:
-                said = next(line for line in lines if sign in line.lower())
+                # The engine warns of its own settings before it says what went wrong.
+                said = [line for line in lines if sign in line.lower()][-1]
                 return UserError(f"{what}: {said}", do)
     return SpartitoError(f"the container engine failed: {said}")
 

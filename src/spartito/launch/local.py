@@ -73,25 +73,25 @@ def launch(
     Answers the job's exit code; raises `UserError` before anything starts.
     """
     variables = dict(os.environ if env is None else env)
-    _check_program(argv, module)
+    check_program(argv, module)
     cast = Roles(_count_workers(workers, variables), ps, evaluator, chief)
     if cast.asked and (nnodes > 1 or master_addr is not None):
         raise UserError(f"{cast.asked} starts on one machine only", SEVERAL_MACHINES)
     place = _place(variables, nnodes, node_rank, master_addr)
-    _check_strategy(strategy, strategy_options, place, cast.workers)
+    check_strategy(strategy, strategy_options, place, cast.workers)
     cast.check(strategy or variables.get(ENV_STRATEGY), place.task is not None, nnodes)
     for note in _notes(place, cast.workers):
         print(f"spartito: note: {note}", file=sys.stderr, flush=True)
     chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
     variables |= {name: value for name, value in chosen.items() if value is not None}
     command = [sys.executable, *(["-m"] if module else []), *argv]
-    with _snapshots(cast, variables) as (folder, variables):
+    with snapshots(cast, variables) as (folder, variables):
         processes = _processes(command, variables, place, cast, slow or {})
         return supervise(processes, result_of=0 if result else None, private=folder)
 
 
 @contextmanager
-def _snapshots(cast: Roles, env: dict[str, str]) -> Iterator[tuple[str | None, dict[str, str]]]:
+def snapshots(cast: Roles, env: dict[str, str]) -> Iterator[tuple[str | None, dict[str, str]]]:
     """A folder of the job for its servers' snapshots, and ``env`` that names it.
 
     None where there are no servers, or ``env`` names one that is the user's.
@@ -170,7 +170,7 @@ def environments(
     """
     here = place.locals * workers
     cores = available_cores() if usable is None else usable
-    base = _defaults(max(1, cores // here)) | dict(env)
+    base = defaults(max(1, cores // here)) | dict(env)
     if not place.trains:
         return [base]  # such a task has no rank: its TF_CONFIG says all, and it is one process
     if place.task is None or workers > 1:
@@ -200,12 +200,12 @@ def role_environments(
     cores = available_cores() if usable is None else usable
     told = roles.environments(env, cast, machine.free_ports(len(cast.tasks)))
     return [
-        _defaults(cast.threads(task, cores)) | own
+        defaults(cast.threads(task, cores)) | own
         for task, own in zip(cast.tasks, told, strict=True)
     ]
 
 
-def _defaults(threads: int) -> dict[str, str]:
+def defaults(threads: int) -> dict[str, str]:
     """What each process gets unless the user's environment says otherwise."""
     return MALLOC | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 
@@ -243,7 +243,11 @@ def _count_workers(workers: int | None, env: Mapping[str, str]) -> int:
     return workers
 
 
-def _check_strategy(strategy: str | None, options: str | None, place: Place, workers: int) -> None:
+def check_strategy(strategy: str | None, options: str | None, place: Place, workers: int) -> None:
+    """Raise `UserError` for a strategy that cannot be, or options that are no JSON object.
+
+    ``workers`` are those of each launcher.
+    """
     replicas, here = place.nodes * workers, place.locals * workers
     if strategy is not None and strategy not in STRATEGIES:
         raise UserError(f"{strategy!r} is not a strategy", nearest(strategy, STRATEGIES))
@@ -270,7 +274,8 @@ def _check_strategy(strategy: str | None, options: str | None, place: Place, wor
         )
 
 
-def _check_program(argv: Sequence[str], module: bool) -> None:
+def check_program(argv: Sequence[str], module: bool) -> None:
+    """Raise `UserError` where the script, or with ``module`` the module, is not there."""
     name = argv[0]
     if module:
         top = name.partition(".")[0]

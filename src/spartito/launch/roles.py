@@ -1,4 +1,4 @@
-"""A job on this machine whose tasks have roles: who is in it, and how much each one matters."""
+"""A job whose tasks have roles: who is in it, and how much each one matters."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from spartito.errors import UserError
 HOST = "127.0.0.1"
 PARAMETER_SERVER = "parameter_server"
 SEVERAL_MACHINES = (
-    "Start one 'spartito run' per task, each with a TF_CONFIG that lists the addresses of all."
+    "Start them all from one shell with --hosts a,b,c, or one 'spartito run' per task, each with "
+    "a TF_CONFIG that lists the addresses of all."
 )
 
 RESTARTS = 3
@@ -62,6 +63,16 @@ class Roles:
         """Whether the job fails when ``task`` is lost for good."""
         return task.type == "ps" or not self.restarts(task)
 
+    def machine_of(self, task: Task, machines: int) -> int:
+        """Which of so many ``machines`` the task runs on, from 0.
+
+        Workers in blocks, servers one by one. The chief writes and the evaluator reads the run
+        folder: both are on the first.
+        """
+        if task.type == "worker":
+            return task.index * machines // self.workers
+        return task.index % machines if task.type == "ps" else 0
+
     def threads(self, task: Task, cores: int) -> int:
         """The threads of ``task`` when the workers, who compute, share ``cores``."""
         return max(1, cores // self.workers) if task.type == "worker" else 1
@@ -99,22 +110,29 @@ class Roles:
 def environments(
     env: Mapping[str, str], roles: Roles, ports: Sequence[int]
 ) -> list[dict[str, str]]:
-    """The environment of each task of ``roles``: ``env``, and a `TF_CONFIG` that says who it is.
+    """The environment of each task of ``roles`` on this machine; see `environment`.
 
-    ``ports`` are those where the tasks listen, in order. Variables of torchrun are dropped; a
+    ``ports`` are those where the tasks listen, in order.
+    """
+    addresses = [f"{HOST}:{port}" for port in ports]
+    return [environment(env, roles, addresses, task) for task in roles.tasks]
+
+
+def environment(
+    env: Mapping[str, str], roles: Roles, addresses: Sequence[str], task: Task
+) -> dict[str, str]:
+    """The environment of ``task``: ``env``, and a `TF_CONFIG` that says who it is.
+
+    ``addresses`` are those of all tasks, in order. Variables of torchrun are dropped; a
     parameter server sees no GPU, so that it takes no memory of one.
     """
     base = {name: value for name, value in env.items() if name not in torchrun.VARIABLES}
     cluster: dict[str, list[str]] = {}
-    for task, port in zip(roles.tasks, ports, strict=True):
-        cluster.setdefault(task.type, []).append(f"{HOST}:{port}")
-    hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    return [
-        base
-        | {tf_config.VARIABLE: json.dumps({"cluster": cluster, "task": _named(task)})}
-        | (hidden if task.type == "ps" else {})
-        for task in roles.tasks
-    ]
+    for other, address in zip(roles.tasks, addresses, strict=True):
+        cluster.setdefault(other.type, []).append(address)
+    told = {tf_config.VARIABLE: json.dumps({"cluster": cluster, "task": _named(task)})}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.type == "ps" else {}
+    return base | told | hidden
 
 
 def _named(task: Task) -> dict[str, str | int]:

@@ -131,8 +131,7 @@ class Watch:
         code, name = found
         lost = next((s for s in self.engine.states(self.job) if s.name == name), None)
         if lost is not None and lost.code:
-            why = "ran out of memory" if lost.out_of_memory else _how(lost.code)
-            say(f"{name} {why}")
+            say(f"{name} {_how(self.job, lost)}")
         elif code:
             say(f"{name} is gone")
         return code
@@ -180,8 +179,15 @@ class Watch:
         self._news.set()
 
 
-def _how(code: int) -> str:
-    return f"was killed by signal {code - 128}" if code > 128 else f"failed with exit code {code}"
+def _how(job: JobFile, state: TaskState) -> str:
+    """How a container that failed has ended."""
+    if state.out_of_memory:
+        limit = job.services[state.service].get("mem_limit")
+        bound = f", its limit is {limit}: give it more by --memory" if limit else ""
+        return f"ran out of memory{bound}"
+    if state.code > 128:
+        return f"was killed by signal {state.code - 128}"
+    return f"failed with exit code {state.code}"
 
 
 def say(text: str) -> None:

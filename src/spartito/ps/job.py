@@ -91,7 +91,7 @@ class Job:
         shard = Shard(layout, span, self._optimizer, self.vector.tensors)
         server = Server(
             Store(shard, self.rules, gates=number == 0, log=log),
-            listen(host, port, str(cluster.task), anywhere=False),
+            listen(host, port, str(cluster.task), anywhere=False, others=cluster.spans_hosts),
             name=f"{cluster.task} ({host}:{port})",
             chief=cluster.name_of(0),
             wire_dtype=options.wire_dtype,
@@ -106,7 +106,8 @@ class Job:
     def begin(self) -> Chief:
         """As the chief: give the servers our values, and let the workers come."""
         host, port = split_address(self.cluster.rendezvous or "")
-        listener = listen(host, port, str(self.cluster.task), anywhere=False)
+        others = self.cluster.spans_hosts
+        listener = listen(host, port, str(self.cluster.task), anywhere=False, others=others)
         name = secrets.token_hex(8)
         links = [self._link(number, name, control=True) for number in range(len(self._spans))]
         chief = Chief(self._coordinator, Control(links), name, len(self.workers))

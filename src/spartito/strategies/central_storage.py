@@ -116,6 +116,10 @@ class CentralStorageStrategy(SynchronousStrategy):
         _give_back_memory()
         self._collective.barrier()
 
+    @property
+    def _state_share(self) -> float:
+        return 1 / self.num_replicas_in_sync
+
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
         names = {id(parameter): name for name, parameter in plain(model).named_parameters()}
         parameters = optimizer_parameters(optimizer)

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from spartito.cluster.spec import ClusterSpec
+from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
 from spartito.engine.batchnorm import has_synchronized, synchronize_batchnorm
@@ -20,6 +20,7 @@ from spartito.engine.context import StepContext, enter
 from spartito.engine.dropout import globalize_dropout
 from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction, evaluate_loss, forward, in_dtype, weigh
+from spartito.engine.memory import check_memory
 from spartito.engine.optimizers import (
     NoOptimizer,
     OptimizerLike,
@@ -28,6 +29,7 @@ from spartito.engine.optimizers import (
     load_named_state,
     make_optimizer,
     named_state,
+    optimizer_parameters,
     plain,
 )
 from spartito.engine.precision import autocast, choose_precision
@@ -93,6 +95,8 @@ class ReplicaStrategy(Strategy):
         made = make_optimizer(optimizer, model)
         check_optimizer(made, model, self.cluster.num_replicas)
         fuse(made)
+        if self.device.type == "cpu" and self.cluster.rank != NO_RANK:
+            check_memory(optimizer_parameters(made), made, self._state_share)
         synchronized = deterministic if self._sync_batchnorm is None else self._sync_batchnorm
         if synchronized:
             synchronize_batchnorm(model)
@@ -183,6 +187,11 @@ class ReplicaStrategy(Strategy):
         if self._needs_context:
             step = batch.epoch << 32 | batch.step
             enter(StepContext(self._collective, self._seed, step, batch.global_size, batch.places))
+
+    @property
+    def _state_share(self) -> float:
+        """The part of the optimizer's state that this process holds."""
+        return 0.0
 
     @abstractmethod
     def _share(self, model: nn.Module) -> None:

@@ -99,6 +99,10 @@ class SynchronousStrategy(ReplicaStrategy):
     def share_rates(self, optimizer: Optimizer) -> None:
         """Every replica has chosen the same."""
 
+    @property
+    def _state_share(self) -> float:
+        return 1.0
+
     def _share(self, model: nn.Module) -> None:
         """The chief's values to all, as one message per dtype."""
         if self.num_replicas_in_sync == 1:

@@ -61,7 +61,7 @@ def examine(
     """
     began = time.monotonic()
     variables = os.environ if env is None else env
-    limit = _checked(seconds)
+    limit = checked(seconds)
     spec = resolve(variables)
     addresses = addresses_of(spec.addresses)
     lead = str(spec.replica_tasks[0])
@@ -71,7 +71,7 @@ def examine(
         report = Report([name], addresses, name, {name: facts}, limit=limit)
         return _finish(msgspec.structs.replace(report, seconds=_since(began)), as_json, into)
     candidates = _candidates(spec, lead)
-    station, own = _open(spec, candidates, variables)
+    station, own = _open(spec, candidates, variables, began + FACTS * limit)
     try:
         facts = _facts(spec, variables, limit, own)
         if name == lead:
@@ -89,7 +89,7 @@ def examine(
 
 def examine_here(workers: int, seconds: float = TIMEOUT, *, as_json: bool = False) -> int:
     """Examine ``workers`` tasks started on this machine as `spartito run` would start them."""
-    limit = _checked(seconds)
+    limit = checked(seconds)
     if workers < 1:
         raise UserError(f"--workers {workers} is less than 1")
     base = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
@@ -189,23 +189,27 @@ def _candidates(spec: ClusterSpec, lead: str) -> list[Target]:
 
 
 def _open(
-    spec: ClusterSpec, candidates: list[Target], env: Mapping[str, str]
+    spec: ClusterSpec, candidates: list[Target], env: Mapping[str, str], end: float
 ) -> tuple[Station, Port]:
-    """Listen where the cluster says, or where the way to the leader begins."""
+    """Listen where the cluster says, or where the way to the leader begins.
+
+    The name service is waited for until ``end``.
+    """
     name = str(spec.task)
     if name == candidates[0].task:
         agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return open_station(name, candidates[0].host, [c.port for c in candidates], agent)
+        return open_station(name, candidates[0].host, [c.port for c in candidates], end, agent)
     address = spec.address_of(spec.task)
     if address:
         host, port = split_address(address)
-        return open_station(name, host, [port])
-    found = network.resolve_names([candidates[0].host], time.monotonic() + 2.0)[0]
+        return open_station(name, host, [port], end)
+    found = network.resolve_names([candidates[0].host], end)[0]
     source = network.source_address(found.addresses[0]) if found.addresses else ""
-    return open_station(name, source or "0.0.0.0", [])
+    return open_station(name, source or "0.0.0.0", [], end)
 
 
-def _checked(seconds: float) -> float:
+def checked(seconds: float) -> float:
+    """``seconds`` if they can be a time limit; else `UserError`."""
     if not 0 < seconds < inf:
         raise UserError(f"--timeout {seconds:g} is not a number of seconds above 0")
     return seconds

@@ -16,19 +16,18 @@ from pathlib import Path
 
 from spartito.cluster.resolver import remarks
 from spartito.cluster.spec import NO_RANK, ClusterSpec
-from spartito.device import available_cores, cgroup_quota
+from spartito.device import available_cores, cgroup_memory, cgroup_quota
 from spartito.launch.doctor.messages import Facts, Memory, Space
 from spartito.names import ENV_STRATEGY
 
 PACKAGES = ("spartito", "torch")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
 NETWORK = Path("/proc/self/ns/net")
+CGROUP_SPACE = Path("/proc/self/ns/cgroup")
 CGROUP = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
 CGROUPS = Path("/sys/fs/cgroup")
 SHM = Path("/dev/shm")
-NO_LIMIT = 1 << 60
-"""More than this is how a cgroup of version 1 says that there is no limit."""
 
 
 def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
@@ -41,7 +40,8 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
         host=socket.gethostname(),
         machine=machine,
         network=f"{machine}/{_link(NETWORK)}",
-        shares=_digest(machine, _text(CGROUP), _affinity(), str(quota)),
+        shares=_shares(machine, quota),
+        ipc=f"{machine}/{SHM.stat().st_dev if SHM.is_dir() else 0}",
         source=spec.source,
         would=would_do(spec, env, len(gpus)),
         remarks=list(remarks(spec, env)),
@@ -75,7 +75,7 @@ def memory(meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = CGROUP)
     figures = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
     total = figures.get("MemTotal", 0)
     available = figures.get("MemAvailable", total)
-    limits = _limits(cgroups, _text(own))
+    limits = cgroup_memory(cgroups, own)
     if not limits:
         return Memory(total, available)
     for limit, used in limits:
@@ -111,29 +111,13 @@ def _strategy_of(spec: ClusterSpec) -> str:
     return "multi_worker_mirrored" if spec.num_replicas > 1 else "one_device"
 
 
-def _limits(cgroups: Path, own: str) -> list[tuple[int, int]]:
-    """(limit, bytes in use that cannot be dropped) of each cgroup with a limit above us."""
-    found = []
-    for line in own.splitlines():
-        _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            cache = "total_inactive_file"
-        elif not controllers:
-            root, names, cache = cgroups, ("memory.max", "memory.current"), "inactive_file"
-        else:
-            continue
-        # Inside of a container its own cgroup is the root, whatever the path says.
-        for folder in {root, root / path.lstrip("/")}:
-            limit, used = (_text(folder / name).strip() for name in names)
-            if limit.isdigit() and used.isdigit() and int(limit) < NO_LIMIT:
-                stat = dict(
-                    words
-                    for text in _text(folder / "memory.stat").splitlines()
-                    if len(words := text.split()) == 2
-                )
-                found.append((int(limit), int(used) - int(stat.get(cache, "0"))))
-    return found
+def _shares(machine: str, quota: float) -> str:
+    """Tasks share a quota with their own cgroup, and cores without one with all who have them."""
+    if math.isinf(quota):
+        return _digest(machine, _affinity())
+    # Inside of containers the cgroup's path may be the same for all.
+    own = _text(CGROUP) + _link(CGROUP_SPACE)
+    return _digest(machine, _affinity(), str(quota), own)
 
 
 def _version(package: str) -> str:

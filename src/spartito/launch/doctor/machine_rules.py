@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
+from spartito.cluster.spec import EVALUATOR
+from spartito.launch.containers import LEAST_MEMORY
 from spartito.launch.doctor.messages import Facts
 from spartito.launch.doctor.report import Report
 from spartito.launch.doctor.verdict import Verdict
@@ -13,9 +15,11 @@ CLOCK_SECONDS = 1.0
 """Clocks may differ by so much."""
 
 LEAST_SHM = 128 << 20
-LEAST_MEMORY = 512 << 20
 LEAST_DISK = 1 << 30
 """Free bytes below which a job is likely to fail."""
+
+LITTLE_MEMORY = 512 << 20
+"""Free bytes that a small model still fits into; under `LEAST_MEMORY` not even torch does."""
 
 
 def versions(report: Report) -> Iterator[Verdict]:
@@ -77,7 +81,7 @@ def clocks(report: Report) -> Iterator[Verdict]:
 
 def shared_memory(report: Report) -> Iterator[Verdict]:
     """A /dev/shm that is too small for the tasks that meet in it."""
-    for tasks in _by(report, lambda facts: facts.machine).values():
+    for tasks in _by(report, lambda facts: facts.ipc).values():
         for task in tasks:
             shm = report.facts[task].shm
             if len(tasks) > 1 and shm is not None and shm.free < LEAST_SHM:
@@ -85,7 +89,7 @@ def shared_memory(report: Report) -> Iterator[Verdict]:
                     "shared memory",
                     "wrong",
                     f"{shm.path} of {task} has {amount(shm.free)} free of {amount(shm.size)}: "
-                    "tasks on one machine exchange gradients there",
+                    f"{joined(tasks)} exchange gradients there",
                     "Start the container with --shm-size 1g (shm_size in a compose file), or "
                     "free some.",
                     [task],
@@ -93,9 +97,13 @@ def shared_memory(report: Report) -> Iterator[Verdict]:
 
 
 def threads(report: Report) -> Iterator[Verdict]:
-    """More threads than cores among the tasks that share cores."""
-    for tasks in _by(report, lambda facts: facts.shares).values():
+    """More threads than cores among the tasks that compute and share cores."""
+    idle = {"ps", EVALUATOR, *(["chief"] if "ps 0" in report.addresses else [])}
+    for together in _by(report, lambda facts: facts.shares).values():
+        tasks = [task for task in together if task.split()[0] not in idle]
         facts = [report.facts[task] for task in tasks]
+        if not facts:
+            continue
         wanted = sum(_threads(each) for each in facts)
         cores = facts[0].cores
         # One thread each is the least there is; more tasks than cores is what was asked for.
@@ -116,13 +124,15 @@ def threads(report: Report) -> Iterator[Verdict]:
 def space(report: Report) -> Iterator[Verdict]:
     """Memory and disks that are nearly full."""
     for task, facts in report.facts.items():
-        if facts.memory.total > 0 and facts.memory.available < LEAST_MEMORY:
+        if facts.memory.total > 0 and facts.memory.available < LITTLE_MEMORY:
+            too_little = facts.memory.available < LEAST_MEMORY
             limit = facts.memory.limit
             bound = f", its container may have {amount(limit)}" if limit is not None else ""
             yield Verdict(
                 "memory",
-                "wrong",
-                f"{task} has {amount(facts.memory.available)} of memory left{bound}",
+                "wrong" if too_little else "warning",
+                f"{task} has {amount(facts.memory.available)} of memory left{bound}; Python and "
+                f"torch alone take {amount(LEAST_MEMORY)}",
                 "End other programs there, or raise the container's limit.",
                 [task],
             )

@@ -21,7 +21,7 @@ from spartito.launch.doctor.messages import (
     Target,
     Welcome,
 )
-from spartito.launch.doctor.probe import knock, knock_all, measure
+from spartito.launch.doctor.probe import knock_all, measure
 from spartito.launch.doctor.report import Report, addresses_of
 from spartito.launch.doctor.station import Station
 from spartito.launch.doctor.talk import GarbageError, Talk, call
@@ -43,7 +43,8 @@ def follow(facts: Facts, station: Station, leader: Sequence[Target], end: float)
     while talk is None:
         why = OK
         for target in leader:
-            found = knock(facts.task, target, min(end, time.monotonic() + KNOCK_SECONDS))
+            limit = min(KNOCK_SECONDS, end - time.monotonic())
+            (found,) = knock_all(facts.task, [target], limit)
             if found.how == OK:
                 talk = _join(facts, station, target, end)
                 break

@@ -64,6 +64,8 @@ class Facts(msgspec.Struct, frozen=True):
     """Equal for the tasks that share a loopback."""
     shares: str
     """Equal for the tasks that share their cores."""
+    ipc: str
+    """Equal for the tasks that can share memory."""
     source: str
     """Where the task read who it is."""
     would: str

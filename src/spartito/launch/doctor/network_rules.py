@@ -104,9 +104,9 @@ def loopbacks(report: Report) -> Iterator[Verdict]:
         if several and host and not is_loopback(host) and means and is_loopback(means[0]):
             yield Verdict(
                 "loopback",
-                "wrong",
-                f"on {task} its own name {host} means {means[0]}, a loopback address: it "
-                "listens where no other host reaches it",
+                "warning",
+                f"on {task} its own name {host} means {means[0]}, a loopback address, as Debian "
+                "has it: so that others reach it, it listens on all interfaces",
                 f"Take {host} off the line of {means[0]} in its /etc/hosts.",
                 [task],
             )

@@ -12,9 +12,9 @@ from typing import TypeVar
 from spartito.launch.doctor.messages import OK, Knocked, Ping, Pong, Push, Speed, Target
 from spartito.launch.doctor.talk import ClosedError, GarbageError, Talk, call
 
-PINGS = 20
+PINGS, LEAST_PINGS = 20, 4
 PING_SECONDS = 0.02
-"""Small messages of a pair: so many, or for so long."""
+"""Small messages of a pair: so many, or for so long; one may meet a task whose quota is spent."""
 
 PUSHES = tuple(size << 10 for size in (64, 256, 1024, 2048))
 PUSH_SECONDS = 0.05
@@ -91,14 +91,14 @@ def _latency(talk: Talk, end: float) -> tuple[float, float]:
     """The fastest round trip, and by how much the other clock is ahead, as NTP finds it."""
     best: tuple[float, float] | None = None
     until = time.monotonic() + PING_SECONDS
-    for _ in range(PINGS):
+    for count in range(PINGS):
         asked, began = time.time(), time.perf_counter()
         talk.say(Ping(), end)
         answer: Pong = talk.hear(Pong, end)
         took = time.perf_counter() - began
         if best is None or took < best[0]:
             best = took, answer.clock - (asked + took / 2)
-        if time.monotonic() > until:
+        if time.monotonic() > until and count + 1 >= LEAST_PINGS:
             break
     if best is None:
         raise ClosedError("no ping")
@@ -113,8 +113,8 @@ def _bandwidth(talk: Talk, latency: float, end: float) -> float:
         talk.say(Push(size), end, ZEROS[:size])
         talk.hear(Pong, end)
         took = time.perf_counter() - began
-        # The last answer's way back is no part of it; a clock's tick is the least.
-        speed = max(speed, size / max(took - latency / 2, 1e-6))
+        # The answer's way back is no part of it, and never most of it.
+        speed = max(speed, size / max(took - latency / 2, took / 2))
         if took > PUSH_SECONDS:
             break
     return speed

@@ -11,8 +11,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from spartito.cluster.spec import is_loopback
 from spartito.launch.doctor.messages import Join, Pong, Port, Push, Question
-from spartito.launch.doctor.network import holder_of
+from spartito.launch.doctor.network import holder_of, resolve_names
 from spartito.launch.doctor.probe import PUSHES
 from spartito.launch.doctor.talk import GarbageError, Talk
 
@@ -78,14 +79,15 @@ class Station:
 
 
 def open_station(
-    name: str, host: str, ports: Sequence[int], agent: bool = False
+    name: str, host: str, ports: Sequence[int], end: float, agent: bool = False
 ) -> tuple[Station, Port]:
     """Listen at ``host`` on the first free one of ``ports``, else on any free port.
 
     The second answer is about the first of ``ports``. On all interfaces where ``host`` is no
-    address of this machine.
+    address of this machine, or a name for its loopback, as training would; or where the name
+    service does not answer until ``end``.
     """
-    family, address, foreign = _own_address(host)
+    family, address, foreign = _own_address(host, end)
     for port in ports:
         listener = _bound(family, address, port)
         if listener is not None:
@@ -101,18 +103,21 @@ def open_station(
     return station, Port(first, free, holder, agent and not free, foreign)
 
 
-def _own_address(host: str) -> tuple[int, str, bool]:
+def _own_address(host: str, end: float) -> tuple[int, str, bool]:
     """The family and address to listen at for ``host``, and whether that is not ``host``."""
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
-    except OSError:
+    (name,) = resolve_names([host], end)
+    if name.error:
         return socket.AF_INET, "0.0.0.0", True
-    probe = _bound(family, str(address[0]), 0)
+    own = name.addresses[0]
+    family = socket.AF_INET6 if ":" in own else socket.AF_INET
+    wildcard = "::" if family == socket.AF_INET6 else "0.0.0.0"
+    if is_loopback(own) and not is_loopback(host):
+        return family, wildcard, False
+    probe = _bound(family, own, 0)
     if probe is None:
-        wildcard = "::" if family == socket.AF_INET6 else "0.0.0.0"
         return family, wildcard, True
     probe.close()
-    return family, str(address[0]), False
+    return family, own, False
 
 
 def _bound(family: int, address: str, port: int) -> socket.socket | None:

@@ -1,0 +1,133 @@
+"""The command ``spartito compare``: one job under several strategies, on one page."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spartito.cli_options import whole
+from spartito.names import RECIPES
+
+
+def compare(
+    target: Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")],
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="-- ARGS...", help="The script's own arguments."),
+    ] = None,
+    strategies: Annotated[
+        str, typer.Option(help="Which to compare: all, or some with commas.", metavar="NAMES")
+    ] = "all",
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes or containers that compute.", parser=whole("--workers", 1), metavar="N"
+        ),
+    ] = 2,
+    ps: Annotated[
+        int | None,
+        typer.Option(
+            "--ps",
+            help="Parameter servers, for the strategy that has them; 1 by default.",
+            parser=whole("--ps", 1),
+            metavar="N",
+        ),
+    ] = None,
+    epochs: Annotated[
+        int | None,
+        typer.Option(help="Passes over the data.", parser=whole("--epochs", 1), metavar="N"),
+    ] = None,
+    goal: Annotated[
+        str | None, typer.Option(help="What to reach, as val_accuracy=0.95.", metavar="NAME=VALUE")
+    ] = None,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="More runs: workers=1,2,4, or for recipes batch_size=32,512,8192.",
+            metavar="NAME=VALUES",
+        ),
+    ] = None,
+    slow: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Let a process run a share of the time only, as worker:1=0.25.",
+            metavar="TASK=SHARE",
+        ),
+    ] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="The folder with a recipe's data; in containers /data."),
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(
+            help="A recipe's examples per step, over all workers.",
+            parser=whole("--batch-size", 1),
+            metavar="N",
+        ),
+    ] = None,
+    seed: Annotated[
+        int | None,
+        typer.Option(
+            help="Where a recipe's randomness begins.", parser=whole("--seed"), metavar="N"
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="The folder to write.", metavar="DIR")] = None,
+    on: Annotated[
+        str,
+        typer.Option(help="Where the tasks run: processes, or compose for containers."),
+    ] = "processes",
+    cpus: Annotated[
+        str | None,
+        typer.Option(
+            help="Containers: CPUs of each worker, 0.5, or 1,0.25 one by one.", metavar="LIST"
+        ),
+    ] = None,
+    memory: Annotated[
+        str | None, typer.Option(help="Containers: memory of each task, as 2g.", metavar="SIZE")
+    ] = None,
+    image: Annotated[
+        str | None,
+        typer.Option(help="Containers: the image that all run; spartito.", metavar="NAME"),
+    ] = None,
+    host_network: Annotated[
+        bool,
+        typer.Option("--host-network", help="Containers: the machine's network, not a bridge."),
+    ] = False,
+    share_ipc: Annotated[
+        bool, typer.Option("--share-ipc", help="Containers: one /dev/shm for all.")
+    ] = False,
+) -> None:
+    """Train under several strategies, and lay them side by side on one page.
+
+    Example: spartito compare mnist --workers 2 --ps 1 --epochs 5 --goal val_accuracy=0.95
+    """
+    from spartito.launch.compare import compare_strategies
+    from spartito.launch.compare_plan import containers_for, make_plan
+
+    plan = make_plan(
+        target,
+        arguments or [],
+        strategies=strategies,
+        workers=workers,
+        ps=ps,
+        epochs=epochs,
+        goal=goal,
+        sweeps=sweep or [],
+        slow=slow or [],
+        data=data,
+        batch_size=batch_size,
+        seed=seed,
+        out=out,
+        containers=containers_for(
+            on,
+            cpus=cpus,
+            memory=memory,
+            image=image,
+            host_network=host_network,
+            share_ipc=share_ipc,
+        ),
+    )
+    raise typer.Exit(compare_strategies(plan))

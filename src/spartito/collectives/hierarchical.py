@@ -1,0 +1,176 @@
+"""Replicas on several machines, several on some: by memory inside one, by its leader outside.
+
+Every call has three parts: the replicas of a machine join what they have; the leaders, one per
+machine, do the same with each other; each leader gives its machine the result. The last part
+brings a verdict along: a leader that lost another machine says so to its own, who would blame
+the leader otherwise. A leader that lost one of its own tells the other leaders.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from spartito.collectives.collective import (
+    Collective,
+    IdentityCollective,
+    Reducer,
+    Riders,
+    Traffic,
+)
+from spartito.collectives.placement import Placement
+from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.store import retold
+from spartito.errors import TaskLostError
+
+T = TypeVar("T")
+
+PATIENCE = 10.0  # seconds beyond the limit in which a leader finds out whom it lost
+
+Inside = SharedMemoryCollective | IdentityCollective
+"""What joins the replicas of one machine: the output of its reducers is one memory for all."""
+
+
+class HierarchicalCollective(Collective):
+    """The group of all replicas, of which those on one machine are joined first.
+
+    ``inside`` is the group of this machine, in the order of ``placement``. ``meet_leaders`` joins
+    the group of all leaders, in the order of the machines; only leaders call it.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        placement: Placement,
+        inside: Inside,
+        meet_leaders: Callable[[], Collective],
+    ) -> None:
+        self.rank = rank
+        self.world_size = placement.world_size
+        self.traffic = Traffic()
+        self.inside = inside
+        self.between: Collective = IdentityCollective()
+        self._placement = placement
+        self._machine = placement.machine_of(rank)
+        self._leads = rank in placement.leaders
+
+        def meet() -> None:
+            self.between = meet_leaders()
+
+        try:
+            self.across(meet)
+        except BaseException:
+            self.close()
+            raise
+        self.inside.traffic = self.between.traffic = self.traffic
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        self.within(lambda: self.inside.all_reduce(tensor))
+        self.across(lambda: self.between.all_reduce(tensor))
+        return self.within(lambda: self.inside.broadcast(tensor))
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        own = self.within(lambda: self.inside.all_gather(tensor))
+        everyone = tensor.detach().new_empty((self.world_size, *tensor.shape))
+
+        def gather() -> None:
+            most = max(map(len, self._placement.machines))
+            padded = everyone.new_zeros((most, *tensor.shape))
+            padded[: len(own)] = torch.stack(own)
+            parts = self.between.all_gather(padded)
+            for part, members in zip(parts, self._placement.machines, strict=True):
+                everyone[list(members)] = part[: len(members)]
+
+        self.across(gather)
+        self.within(lambda: self.inside.broadcast(everyone))
+        return list(everyone)
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        origin = self._placement.machine_of(source)
+        is_here = origin == self._machine
+        if is_here:
+            place = self._placement.members(source).index(source)
+            self.within(lambda: self.inside.broadcast(tensor, place))
+        self.across(lambda: self.between.broadcast(tensor, origin))
+        return tensor if is_here else self.within(lambda: self.inside.broadcast(tensor))
+
+    def barrier(self) -> None:
+        self.within(self.inside.barrier)
+        self.across(self.between.barrier)
+
+    def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+        return HierarchicalReducer(
+            self, self.within(lambda: self.inside.reducer(numel, dtype, device))
+        )
+
+    def give_up(self, error: TaskLostError) -> None:
+        self.between.give_up(error)
+
+    def close(self) -> None:
+        self.between.close()
+        self.inside.close()
+
+    def within(self, call: Callable[[], T]) -> T:
+        """What ``call`` to the replicas of this machine answers; all leaders hear of a loss."""
+        try:
+            return call()
+        except TaskLostError as error:
+            self.give_up(error)
+            raise
+
+    def across(self, work: Callable[[], object], numbers: Tensor | None = None) -> None:
+        """Let the leader do ``work`` with the others; then all of its machine know how it went.
+
+        ``numbers`` (double precision, the first is 0) come to all as they are after ``work``.
+        Raises on all the `TaskLostError` that the leader got.
+        """
+        verdict = torch.zeros(1, dtype=torch.float64) if numbers is None else numbers
+        reason = b""
+        if self._leads:
+            try:
+                work()
+            except TaskLostError as error:
+                reason = str(error).encode()
+                verdict[0] = len(reason)
+                self.between.close()  # so that no other leader waits for us
+        self._hear(verdict)
+        if length := int(verdict[0]):
+            text = torch.frombuffer(bytearray(reason or length), dtype=torch.uint8)
+            self._hear(text)
+            raise retold(text.numpy().tobytes().decode())
+
+    def _hear(self, verdict: Tensor) -> None:
+        """Get the leader's words, which itself may wait for another up to the limit."""
+        limit = self.inside.timeout
+        self.inside.timeout += 0 if self._leads else PATIENCE
+        try:
+            self.within(lambda: self.inside.broadcast(verdict))
+        finally:
+            self.inside.timeout = limit
+
+
+class HierarchicalReducer:
+    """The sum inside a machine, which its leader then adds up with the others where it lies."""
+
+    def __init__(self, group: HierarchicalCollective, inside: Reducer) -> None:
+        self._group = group
+        self._inside = inside
+        self.input, self.output = inside.input, inside.output
+
+    def reduce(self, riders: Riders, unit: float) -> Riders:
+        """As `Reducer.reduce`; what the machines weigh together scales, once."""
+        # The weight 0 in front leaves the machine's sum unscaled, and becomes the verdict.
+        own = self._group.within(lambda: self._inside.reduce((0.0, *riders), unit))
+        numbers = torch.tensor(own, dtype=torch.float64)
+
+        def add() -> None:
+            self._group.between.reduce_all(self.output, numbers[1:])
+            weight = numbers[1].item()
+            if weight and weight != unit:
+                self.output.mul_(unit / weight)
+
+        self._group.across(add, numbers)
+        return tuple(numbers[1:].tolist())

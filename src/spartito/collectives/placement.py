@@ -1,0 +1,48 @@
+"""Which replicas are on which machine, and who speaks for the others there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Self
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The ranks on each machine in rising order; the machines in the order of their first rank.
+
+    The first rank of a machine is its leader, so rank 0 leads the first machine.
+    """
+
+    machines: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, hosts: Sequence[str]) -> Self:
+        """The placement where rank ``r`` is on the machine that ``hosts[r]`` names."""
+        ranks: dict[str, list[int]] = {}
+        for rank, host in enumerate(hosts):
+            ranks.setdefault(host, []).append(rank)
+        return cls(tuple(tuple(members) for members in ranks.values()))
+
+    @property
+    def world_size(self) -> int:
+        """The number of replicas on all machines."""
+        return sum(map(len, self.machines))
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        """The first rank of each machine."""
+        return tuple(members[0] for members in self.machines)
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether there are several machines, and one of them has several replicas."""
+        return 1 < len(self.machines) < self.world_size
+
+    def machine_of(self, rank: int) -> int:
+        """The number of the machine that ``rank`` is on."""
+        return next(number for number, members in enumerate(self.machines) if rank in members)
+
+    def members(self, rank: int) -> tuple[int, ...]:
+        """The ranks on the machine of ``rank``, itself included."""
+        return self.machines[self.machine_of(rank)]

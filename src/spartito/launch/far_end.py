@@ -1,0 +1,97 @@
+"""A task's keeper on another machine: ``python -m spartito.launch.far_end``.
+
+Its stdin is the connection to the launcher. A line there is the number of a signal for the task,
+0 means that all is well. When the connection closes, or is silent for too long, nobody is there
+any more who could end the task: it ends at once, with all that it started.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+from spartito.cluster import tf_config, torchrun
+from spartito.launch.guard import Guard, die_with_parent
+
+BEATS = 5.0
+"""Seconds between two lines from the launcher's machine."""
+SILENCE = 60.0
+"""Seconds without a line after which the launcher counts as gone."""
+
+OF_SSH = 255
+"""The exit code that ssh keeps for itself."""
+
+
+def command(
+    env: Mapping[str, str], argv: Sequence[str], python: str, silence: float = SILENCE
+) -> list[str]:
+    """What runs ``argv`` with ``env`` beside the environment of the other machine."""
+    told = [f"{name}={value}" for name, value in env.items()]
+    return [python, "-m", "spartito.launch.far_end", f"{silence:g}", *told, "--", *argv]
+
+
+def parse(argv: Sequence[str]) -> tuple[float, dict[str, str], Sequence[str]]:
+    """``SECONDS NAME=VALUE... -- ARGV...``: the silence, the environment, what to run."""
+    end = argv.index("--")
+    return float(argv[0]), dict(word.split("=", 1) for word in argv[1:end]), argv[end + 1 :]
+
+
+def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
+    """Run ``argv`` as long as stdin speaks; answers its exit code, 128 + n after signal n.
+
+    As ssh keeps 255 for itself, a task that ends with it is noted and counts as 1.
+    """
+    guard = Guard()
+    try:
+        task = subprocess.Popen(
+            list(argv),
+            env=dict(env),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),  # safe: we have one thread
+        )
+        guard.watch([task.pid])
+        threading.Thread(target=_listen, args=(task, silence), daemon=True).start()
+        code = task.wait()
+        _kill(task)  # what it left behind
+    finally:
+        guard.close()
+    if code == OF_SSH:
+        print("spartito: exit code 255 is told as 1: ssh has 255 for itself", file=sys.stderr)
+        return 1
+    return code if code >= 0 else 128 - code
+
+
+def main(argv: Sequence[str]) -> int:
+    """Do what `command` says, in the environment of this machine."""
+    silence, told, words = parse(argv)
+    silent = {tf_config.VARIABLE, *torchrun.VARIABLES}
+    own = {name: value for name, value in os.environ.items() if name not in silent}
+    return keep(silence, own | told, words)
+
+
+def _listen(task: subprocess.Popen[bytes], silence: float) -> None:
+    """Pass signals on until the connection ends; then end the task."""
+    text = b""
+    while select.select([0], [], [], silence)[0] and (data := os.read(0, 4096)):
+        *lines, text = (text + data).split(b"\n")
+        for number in map(int, lines):
+            if number:
+                task.send_signal(number)
+                task.send_signal(signal.SIGCONT)  # one that is frozen would not hear it
+    _kill(task)
+
+
+def _kill(task: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(task.pid, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

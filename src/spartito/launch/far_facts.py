@@ -1,0 +1,92 @@
+"""What each machine is asked before anything starts: ``python -m spartito.launch.far_facts``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+
+from spartito.device import available_cores
+from spartito.errors import UserError
+from spartito.launch import machine
+from spartito.launch.hosts import addresses_of
+from spartito.launch.local import check_program
+
+MARK = "spartito-facts "
+"""Where the answer begins: a machine's login may print something of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to look for: the script (or module) to run, and names to look up."""
+
+    program: str
+    module: bool
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """One machine's answer. ``missing`` says why the program is not there, empty where it is."""
+
+    spartito: str
+    python: str
+    torch: str
+    cores: int
+    gpus: int
+    missing: str
+    names: dict[str, list[str]]
+
+
+def facts(question: Question) -> Facts:
+    """The answer of this machine."""
+    try:
+        check_program([question.program], question.module)
+        missing = ""
+    except UserError as error:
+        missing = str(error)
+    return Facts(
+        spartito=version("spartito"),
+        python=platform.python_version(),
+        torch=_version("torch"),
+        cores=available_cores(),
+        gpus=machine.gpus(os.environ),
+        missing=missing,
+        names={name: addresses_of(name) for name in question.names},
+    )
+
+
+def ask(question: Question) -> list[str]:
+    """The words after ``python`` that have another machine answer ``question``."""
+    return ["-m", "spartito.launch.far_facts", json.dumps(asdict(question))]
+
+
+def parse(printed: str) -> Facts | None:
+    """The facts in what another machine printed; None where there are none."""
+    for line in printed.splitlines():
+        if line.startswith(MARK):
+            return Facts(**json.loads(line.removeprefix(MARK)))
+    return None
+
+
+def main(argv: Sequence[str]) -> None:
+    """Print the answer to the question in ``argv``."""
+    question = json.loads(argv[0])
+    names = tuple(question["names"])
+    answer = facts(Question(question["program"], question["module"], names))
+    print(MARK + json.dumps(asdict(answer)), flush=True)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,93 @@
+"""Find the machines of a job and ask them, all at once and before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.metadata import version
+
+from spartito.cluster.spec import is_loopback
+from spartito.errors import UserError
+from spartito.launch.far_facts import Facts, Question, ask, facts, parse
+from spartito.launch.hosts import Host, check_names, check_reachable, is_here, parse_hosts
+from spartito.launch.ssh import Ssh, address_of, ask_all, refusal
+
+
+def find_hosts(text: str, ssh: Ssh) -> tuple[Host, ...]:
+    """The machines of a list: where ssh's config says they are, and whether that is here."""
+    names = parse_hosts(text)
+    hosts: list[Host] = []
+    for name in names:
+        where = address_of(ssh.words, name)
+        check_reachable(text, where, len(names))
+        # Another user, or an own name for a port of localhost (a virtual machine), means ssh.
+        meant = "@" not in name and (where == name or not is_loopback(where))
+        hosts.append(Host(name, where, here=meant and is_here(where)))
+        twin = next(host for host in hosts if host.address.lower() == where.lower())
+        if twin.name != name:
+            raise UserError(
+                f"--hosts {text}: {twin.name} and {name} are both {where}",
+                "Name each machine once.",
+            )
+    return tuple(hosts)
+
+
+def ask_hosts(hosts: Sequence[Host], ssh: Ssh, question: Question) -> list[Facts]:
+    """What each machine says about itself; one `UserError` for all that cannot take part."""
+    commands = {
+        host.name: ssh.python_command(host.name, [ssh.python, *ask(question)])
+        for host in hosts
+        if not host.here
+    }
+    answers = dict(zip(commands, ask_all(commands), strict=True))
+    troubles: list[tuple[str, str]] = []
+    found: list[Facts] = []
+    for host in hosts:
+        if host.here:
+            told: Facts | None = facts(question)
+        else:
+            answer = answers[host.name]
+            told = parse(answer.out) if answer.code == 0 else None
+            if wrong := refusal(host.name, ssh, answer):
+                troubles.append(wrong)
+                continue
+        if told is None:
+            troubles.append((f"{host.name} answered what we do not understand", ""))
+        elif wrong := _unfit(host, told):
+            troubles.append(wrong)
+        else:
+            found.append(told)
+    if len(troubles) == 1:
+        raise UserError(*troubles[0])
+    if troubles:
+        told_all = "\n".join(f"  {what}\n    {do}".rstrip() for what, do in troubles)
+        raise UserError(f"{len(troubles)} of {len(hosts)} machines cannot take part:\n{told_all}")
+    check_names(hosts, [one.names for one in found])
+    return found
+
+
+def _unfit(host: Host, told: Facts) -> tuple[str, str] | None:
+    if told.spartito != (own := version("spartito")):
+        return (
+            f"{host.name} has Spartito {told.spartito}, here is {own}",
+            "Install the same version on all machines.",
+        )
+    if told.missing:
+        what, _, do = told.missing.partition("\n")
+        return f"on {host.name} {what}", do.strip()
+    return None
+
+
+def notes(hosts: Sequence[Host], found: Sequence[Facts], workers: int) -> list[str]:
+    """What may be so, but is worth a line: versions that differ, more workers than cores."""
+    first, pairs = found[0], list(zip(hosts, found, strict=True))
+    crowded = [
+        f"{workers} workers share {told.cores} cores of {host.name}"
+        for host, told in pairs
+        if workers > told.cores
+    ]
+    return crowded + [
+        f"{host.name} has {what} {theirs}, {hosts[0].name} has {ours}"
+        for what, ours in (("Python", first.python), ("torch", first.torch))
+        for host, told in pairs
+        if (theirs := told.python if what == "Python" else told.torch) != ours
+    ]

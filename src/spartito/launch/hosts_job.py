@@ -1,0 +1,111 @@
+"""Start a job on several machines from one shell."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spartito.cluster import tf_config
+from spartito.errors import UserError
+from spartito.launch.far_facts import Facts, Question
+from spartito.launch.hosts import Host
+from spartito.launch.hosts_check import ask_hosts, find_hosts, notes
+from spartito.launch.hosts_plan import PORT, Plan
+from spartito.launch.local import Place, check_strategy, snapshots
+from spartito.launch.roles import Roles
+from spartito.launch.ssh import Ssh, parse_ssh
+from spartito.launch.supervisor import supervise
+from spartito.names import ENV_SNAPSHOT_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """Which machines take part, as typed, and how the others are reached.
+
+    ``ssh`` is the command, ``port`` the first where tasks listen. ``folder`` and ``python`` are
+    those of the other machines: by default the same as here.
+    """
+
+    hosts: str
+    ssh: str | None = None
+    port: int | None = None
+    folder: str | None = None
+    python: str | None = None
+
+
+def launch_on_hosts(
+    argv: Sequence[str],
+    reach: Reach,
+    *,
+    module: bool = False,
+    workers: int | None = None,
+    ps: int = 0,
+    evaluator: bool = False,
+    chief: bool = False,
+    strategy: str | None = None,
+    strategy_options: str | None = None,
+    result: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> int:
+    """Run ``argv`` on the machines of ``reach``, ``workers`` processes on each; see `launch`.
+
+    Every task is a process of its own to the supervisor, a remote one behind ssh. Answers the
+    job's exit code; raises `UserError` before anything starts, after all machines were asked.
+    """
+    variables = dict(os.environ if env is None else env)
+    if variables.get(tf_config.VARIABLE):
+        raise UserError(
+            f"--hosts, but {tf_config.VARIABLE} says already who is in the job",
+            f"Leave --hosts out, or unset {tf_config.VARIABLE}.",
+        )
+    ssh = Ssh(
+        parse_ssh(reach.ssh or "ssh"), reach.folder or os.getcwd(), reach.python or sys.executable
+    )
+    hosts, port = find_hosts(reach.hosts, ssh), reach.port or PORT
+    count = len(hosts)
+    listening = {hosts[place].address for place in {0, *(index % count for index in range(ps))}}
+    names = tuple(sorted(listening)) if count > 1 else ()
+    found = ask_hosts(hosts, ssh, Question(argv[0], module, names))
+    each = _workers(hosts, found, workers)
+    cast = Roles(each * count, ps, evaluator, chief)
+    place = Place(0, count, hosts[0].address, port)
+    check_strategy(strategy, strategy_options, place, each)
+    cast.check(strategy or variables.get(ENV_STRATEGY), in_task=False, machines=1)
+    chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
+    variables |= {name: value for name, value in chosen.items() if value is not None}
+    words = (*(("-m",) if module else ()), *argv)
+    plan = Plan(hosts, tuple(f.cores for f in found), cast, words, ssh, port)
+    for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
+        _say(line)
+    with snapshots(cast, variables) as (folder, _):
+        own = {} if folder is None else {ENV_SNAPSHOT_DIR: folder}  # other machines have theirs
+        processes = [
+            plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
+            for task in cast.tasks
+        ]
+        code = supervise(processes, result_of=0 if result else None, private=folder)
+    if code == 0 and not hosts[0].here:
+        _say(f"what {cast.tasks[0]} wrote is on {hosts[0].name}, in {ssh.folder}")
+    return code
+
+
+def _workers(hosts: Sequence[Host], found: Sequence[Facts], workers: int | None) -> int:
+    """Workers of each machine: as asked, else one per GPU, or one."""
+    if workers is not None and workers < 1:
+        raise UserError(f"--workers {workers} is less than 1")
+    if workers is not None:
+        return workers
+    counts = {max(1, told.gpus) for told in found}
+    if len(counts) > 1:
+        told_each = ", ".join(f"{h.name} {f.gpus}" for h, f in zip(hosts, found, strict=True))
+        raise UserError(
+            f"the machines have different numbers of GPUs: {told_each}",
+            "Say how many processes each gets: --workers N.",
+        )
+    return counts.pop()
+
+
+def _say(text: str) -> None:
+    print(f"spartito: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,125 @@
+"""A job on several machines as one checked value: which task runs where, and by which command."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from spartito.cluster.listed import address
+from spartito.cluster.spec import Task
+from spartito.launch import far_end, near_end, roles
+from spartito.launch.hosts import Host
+from spartito.launch.local import MALLOC, Place, defaults, environments
+from spartito.launch.process import Process
+from spartito.launch.roles import Roles
+from spartito.launch.ssh import Ssh
+
+PORT = 29500
+"""Where the tasks of a machine listen: the first one; the others follow."""
+
+OF_A_PLACE = frozenset(
+    {
+        "SPARTITO_ADDRESS",
+        "SPARTITO_CHIEF",
+        "SPARTITO_CLUSTER",
+        "SPARTITO_CLUSTER_DIR",
+        "SPARTITO_EVALUATOR",
+        "SPARTITO_PODS",
+        "SPARTITO_PS",
+        "SPARTITO_TASK",
+        "SPARTITO_WORKERS",
+    }
+)
+"""Variables that say who is in the job, which we say ourselves."""
+
+TRAVEL = frozenset({"OMP_NUM_THREADS", *MALLOC})
+"""What goes to the other machines beside our own variables."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A job on ``hosts``: ``argv`` (after ``python``) for each task, ``workers`` on each machine.
+
+    ``cores`` are those of each machine. Pure: all that it answers follows from these.
+    """
+
+    hosts: tuple[Host, ...]
+    cores: tuple[int, ...]
+    cast: Roles
+    argv: tuple[str, ...]
+    ssh: Ssh
+    port: int = PORT
+
+    @property
+    def workers(self) -> int:
+        """How many workers each machine has."""
+        return self.cast.workers // len(self.hosts)
+
+    def machine_of(self, task: Task) -> int:
+        """The place of the task's machine among ``hosts``."""
+        return self.cast.machine_of(task, len(self.hosts))
+
+    def together(self, task: Task) -> list[Task]:
+        """The tasks on the machine of ``task``, in order."""
+        return [t for t in self.cast.tasks if self.machine_of(t) == self.machine_of(task)]
+
+    def address(self, task: Task) -> str:
+        """Where ``task`` listens if it does: its machine's first port, and those that follow."""
+        host = self.hosts[self.machine_of(task)]
+        return address(host.address, self.port + self.together(task).index(task))
+
+    def environment(self, task: Task, env: Mapping[str, str]) -> dict[str, str]:
+        """``env``, and what ``task`` must know: who it is, and its share of the cores."""
+        place = self.machine_of(task)
+        if self.cast.asked:
+            addresses = [self.address(other) for other in self.cast.tasks]
+            share = self.cores[place] // self.workers if task.type == "worker" else 1
+            told = roles.environment(env, self.cast, addresses, task)
+            return defaults(max(1, share)) | told
+        here = Place(place, len(self.hosts), self.hosts[0].address, self.port)
+        every = environments(env, here, self.workers, self.cores[place])
+        return every[task.index % self.workers]
+
+    def process(self, task: Task, env: Mapping[str, str]) -> Process:
+        """What to start for ``task`` here, by ssh if its machine is another one."""
+        host = self.hosts[self.machine_of(task)]
+        if host.here:
+            argv, own = [sys.executable, *self.argv], self.environment(task, env)
+        else:
+            told = self.environment(task, travelling(env))
+            remote = [self.ssh.python, *self.argv]
+            keeper = far_end.command(told, remote, self.ssh.python)
+            words = self.ssh.python_command(host.name, keeper)
+            argv = near_end.command(host.name, words, self.together(task).index(task))
+            own = dict(env)
+        return Process(
+            str(task),
+            argv,
+            own,
+            self.cast.restarts(task) if self.cast.asked else 0,
+            self.cast.is_vital(task) if self.cast.asked else True,
+            outlives=task.type == "evaluator",
+        )
+
+    def lines(self) -> list[str]:
+        """Which tasks each machine has, with the ports where they listen."""
+        by_machine: list[list[str]] = [[] for _ in self.hosts]
+        for task in self.cast.tasks:
+            listens = task == self.cast.tasks[0] or task.type == "ps"
+            port = f" ({self.address(task).rpartition(':')[2]})" if listens else ""
+            by_machine[self.machine_of(task)].append(f"{task}{port}")
+        width = max(len(host.name) for host in self.hosts)
+        return [
+            f"{host.name:<{width}}  {', '.join(tasks)}"
+            for host, tasks in zip(self.hosts, by_machine, strict=True)
+        ]
+
+
+def travelling(env: Mapping[str, str]) -> dict[str, str]:
+    """What of ``env`` goes to other machines: Spartito's own settings, and how to compute."""
+    return {
+        name: value
+        for name, value in env.items()
+        if name in TRAVEL or (name.startswith("SPARTITO_") and name not in OF_A_PLACE)
+    }

@@ -1,0 +1,175 @@
+"""Two machines, as network namespaces with memory of their own, train as one device does."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import SPARTITO, Commands, Program, commands_in
+from tests.netns import Machine, NoNamespacesError, network
+
+EXACT = 1e-12
+LONG = 60.0  # a limit that no passing test comes near
+PORT = 29511
+SCRIPT = """
+import json, sys
+import torch
+from torch import nn
+import spartito as sp
+
+out, epochs = sys.argv[1], int(sys.argv[2])
+strategy = sp.strategy()
+torch.manual_seed(3)
+net = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)).double()
+x = torch.randn(50, 6, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+
+
+class Tell(sp.Callback):
+    def on_epoch_end(self, epoch, logs):
+        if epoch == 1:
+            print("under way", flush=True)
+
+
+trainer = sp.Trainer(
+    net,
+    optimizer=torch.optim.Adam(net.parameters(), 0.02),
+    loss=nn.CrossEntropyLoss(),
+    strategy=strategy,
+    deterministic=True,
+)
+train = sp.data.arrays(x, (x[:, 0] > 0).long()).shuffle().batch(8)
+history = trainer.fit(train, epochs=epochs, callbacks=[Tell()], verbose=0)
+answer = {
+    "loss": history.history["loss"],
+    "weights": [parameter.detach().flatten().tolist() for parameter in net.parameters()],
+    "collective": type(getattr(strategy, "_collective", None)).__name__,
+}
+with open(f"{out}-{strategy.cluster.rank}.json", "w") as file:
+    json.dump(answer, file)
+"""
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    """Programs that start in the test's directory."""
+    with commands_in(tmp_path) as started:
+        started.write("train.py", SCRIPT)
+        yield started
+
+
+@pytest.fixture
+def machines() -> Iterator[list[Machine]]:
+    """Two of them."""
+    try:
+        with network(2, "machines") as made:
+            yield made
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+
+
+def start(commands: Commands, machines: list[Machine], workers: int, out: str) -> list[Program]:
+    """So many replicas on each machine, which train three epochs."""
+    there = f"{machines[0].address}:{PORT}"
+    job = ["run", "--strategy", "multi_worker_mirrored", "--nnodes", str(len(machines))]
+    return [
+        commands.start(
+            *machine.words, *SPARTITO, *job, "--master-addr", there, "--node-rank", str(number),
+            "--workers", str(workers), "train.py", out, "3",
+            env={"SPARTITO_TIMEOUT": "60"},
+        )
+        for number, machine in enumerate(machines)
+    ]  # fmt: skip
+
+
+def start_each(commands: Commands, machines: list[Machine], limit: float) -> list[Program]:
+    """The same by hand, without a launcher that would end the others of a machine at once.
+
+    Returns when all are under way; they would go on for hours.
+    """
+    programs = [
+        commands.start(
+            *machines[rank // 2].words, sys.executable, "train.py", "never", "1000000",
+            env={
+                "RANK": str(rank), "WORLD_SIZE": "4",
+                "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
+                "MASTER_ADDR": machines[0].address, "MASTER_PORT": str(PORT),
+                "SPARTITO_STRATEGY": "multi_worker_mirrored",
+                "SPARTITO_TIMEOUT": str(limit),
+            },
+        )
+        for rank in range(4)
+    ]  # fmt: skip
+    for program in programs:
+        program.wait_for("under way")
+    return programs
+
+
+def answer(commands: Commands, out: str, rank: int) -> dict[str, object]:
+    found: dict[str, object] = json.loads((commands.directory / f"{out}-{rank}.json").read_text())
+    return found
+
+
+def numbers(found: dict[str, object]) -> list[float]:
+    """All losses and weights in a row."""
+    losses, weights = found["loss"], found["weights"]
+    assert isinstance(losses, list)
+    assert isinstance(weights, list)
+    return [*losses, *(value for row in weights for value in row)]
+
+
+@pytest.mark.parametrize(
+    ("workers", "collective"), [(1, "ProcessGroupCollective"), (2, "HierarchicalCollective")]
+)
+def test_two_machines_equal_one_device(
+    commands: Commands, machines: list[Machine], workers: int, collective: str
+) -> None:
+    alone = commands.python("train.py", "alone", "3")
+    assert alone.code == 0, alone.text
+    for ended in [program.end() for program in start(commands, machines, workers, "machines")]:
+        assert ended.code == 0, ended.text
+    expected = numbers(answer(commands, "alone", 0))
+    for rank in range(2 * workers):
+        found = answer(commands, "machines", rank)
+        assert found["collective"] == collective
+        assert numbers(found) == pytest.approx(expected, rel=0, abs=EXACT)
+
+
+@pytest.mark.parametrize("victim", [1, 3])
+def test_all_machines_name_the_one_that_was_killed(
+    commands: Commands, machines: list[Machine], victim: int
+) -> None:
+    programs = start_each(commands, machines, LONG)
+    programs[victim].popen.kill()
+    for rank, program in enumerate(programs):
+        ended = program.end()
+        if rank != victim:
+            assert ended.code == 69
+            assert f"spartito: error: worker {victim} is gone" in ended.err
+
+
+def test_all_machines_name_the_one_that_is_frozen(
+    commands: Commands, machines: list[Machine]
+) -> None:
+    programs = start_each(commands, machines, 5)
+    frozen = programs[3]
+    frozen.popen.send_signal(signal.SIGSTOP)
+    for program in programs[:3]:
+        ended = program.end()
+        assert ended.code == 69
+        assert "spartito: error: worker 3 did not come within 5 s; its process lives" in ended.err
+
+
+def test_each_machine_names_the_other_one_when_the_network_is_cut(
+    commands: Commands, machines: list[Machine]
+) -> None:
+    programs = start_each(commands, machines, 5)
+    machines[1].cut()
+    for rank, program in enumerate(programs):
+        ended = program.end()
+        assert ended.code == 69
+        assert f"spartito: error: worker {0 if rank > 1 else 2} " in ended.err

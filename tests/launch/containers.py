@@ -1,0 +1,166 @@
+"""Jobs in real containers, of an image that holds the sources as they are now."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+IMAGE = "spartito-test"
+BASE = "spartito-base"
+"""What ``scripts/engine`` makes where no image can be fetched."""
+
+LIMIT = 240.0
+SPARTITO = (sys.executable, "-m", "spartito")
+ROOT = Path(__file__).parents[2]
+
+
+def docker(*words: str) -> str:
+    """What the engine prints."""
+    done = subprocess.run(["docker", *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, f"docker {' '.join(words)}: {done.stderr}"
+    return done.stdout
+
+
+def need_image() -> str:
+    """The image for tests, built when this is called; skips where there is no engine."""
+    if shutil.which("docker") is None:
+        pytest.skip("there is no docker command here")
+    asked = subprocess.run(["docker", "version"], capture_output=True, text=True, timeout=60)
+    if asked.returncode:
+        pytest.skip(f"no container engine answers: {asked.stderr.strip().splitlines()[-1]}")
+    if not docker("image", "ls", "--quiet", "spartito").strip():
+        pytest.skip("there is no image 'spartito' to begin with; build it: spartito cluster image")
+    base = ["--base", BASE] if docker("image", "ls", "--quiet", BASE).strip() else []
+    words = [*SPARTITO, "cluster", "image", str(ROOT), "--tag", IMAGE, "--network", "host", *base]
+    built = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT)
+    assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
+    return IMAGE
+
+
+class Job:
+    """A job in containers, in a folder of its own; ``words`` are those of `cluster compose`."""
+
+    def __init__(self, folder: Path, *words: str) -> None:
+        self.folder = folder
+        self.name = f"test-{secrets.token_hex(4)}"
+        self.file = folder / "compose.yaml"
+        self._started: list[subprocess.Popen[str]] = []
+        made = subprocess.run(
+            [
+                *SPARTITO,
+                "cluster",
+                "compose",
+                "mnist",
+                f"--name={self.name}",
+                f"--image={IMAGE}",
+                *words,
+            ],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=folder,
+            check=True,
+        )
+        self.file.write_text(made.stdout)
+
+    @property
+    def run_folder(self) -> Path:
+        return self.folder / "runs" / self.name
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """A row per epoch."""
+        return [json.loads(x) for x in (self.run_folder / "history.jsonl").read_text().splitlines()]
+
+    def start(self, *words: str) -> Following:
+        popen = subprocess.Popen(
+            [*SPARTITO, "cluster", *words, str(self.file)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self._started.append(popen)
+        return Following(popen)
+
+    def does(self, *words: str) -> tuple[int, str]:
+        """The exit code of a command, and what it printed."""
+        return self.start(*words).end()
+
+    def container(self, service: str) -> str:
+        mine = ["--filter", f"label=com.docker.compose.project={self.name}"]
+        that = ["--filter", f"label=com.docker.compose.service={service}"]
+        return docker("ps", "-aq", *mine, *that).strip()
+
+    def crash(self, service: str) -> None:
+        """Kill what runs in the container, as a fault of its own would."""
+        # The first process is the init; the oldest other one is the task.
+        docker("exec", self.container(service), "python", "-c", KILL)
+
+    def cut(self, service: str) -> None:
+        """Take the container off the network."""
+        docker("network", "disconnect", f"{self.name}_job", self.container(service))
+
+    def rejoin(self, service: str) -> None:
+        """Put it back."""
+        network = f"{self.name}_job"
+        docker("network", "connect", "--alias", service, network, self.container(service))
+
+    @property
+    def remains(self) -> list[str]:
+        """What of the job the engine still has."""
+        mine = f"label=com.docker.compose.project={self.name}"
+        found = [
+            docker(*words, "--filter", mine)
+            for words in (("ps", "-aq"), ("network", "ls", "-q"), ("volume", "ls", "-q"))
+        ]
+        return "".join(found).split()
+
+    def close(self) -> None:
+        """End all of it, whatever state it is in."""
+        self.does("down")
+        for popen in self._started:
+            if popen.poll() is None:
+                popen.kill()
+            popen.wait()
+            assert popen.stdout is not None
+            popen.stdout.close()
+
+
+KILL = """
+import os, pathlib
+for one in sorted(int(p.name) for p in pathlib.Path("/proc").iterdir() if p.name.isdigit()):
+    words = pathlib.Path(f"/proc/{one}/cmdline").read_bytes()
+    if one != os.getpid() and words.startswith(b"python"):
+        os.kill(one, 9)
+        break
+"""
+
+
+class Following:
+    """A running command, and all that it has printed so far."""
+
+    def __init__(self, popen: subprocess.Popen[str]) -> None:
+        self.popen = popen
+        self.seen: list[str] = []
+
+    def until(self, sign: str) -> str:
+        """The next line with ``sign``; the test's time limit ends the wait."""
+        assert self.popen.stdout is not None
+        for line in self.popen.stdout:
+            self.seen.append(line)
+            if sign in line:
+                return line
+        raise AssertionError(f"it ended without {sign!r}:\n{''.join(self.seen)}")
+
+    def end(self) -> tuple[int, str]:
+        """Its exit code, and all that it printed; the test's time limit ends the wait."""
+        assert self.popen.stdout is not None
+        self.seen.extend(self.popen.stdout)
+        return self.popen.wait(), "".join(self.seen)

@@ -1,0 +1,207 @@
+"""Jobs that cannot run: a clear error from the real engine, and nothing of them is left."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.commands import eventually
+from tests.launch.containers import IMAGE, SPARTITO, Job, docker
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+
+Make = Callable[..., Job]
+ENDLESS = ("--workers", "2", "--", "--epochs=1000")
+NOBODY = 65534
+
+
+def up(job: Job, *before: str, **environment: str) -> tuple[int, str]:
+    """`cluster up` in another environment, or with words ``before`` it."""
+    done = subprocess.run(
+        [*before, *SPARTITO, "cluster", "up", str(job.file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=120,
+        env={**os.environ, **environment},
+    )
+    assert "Traceback" not in done.stdout
+    return done.returncode, done.stdout
+
+
+def script_job(make: Make, text: str, *words: str) -> Job:
+    """A job whose tasks run a script of this text."""
+    job = make("--workers", "2", *words)
+    (job.folder / "train.py").write_text(text)
+    document = yaml.safe_load(job.file.read_text())
+    for service in document["services"].values():
+        service["command"] = ["python", "/scripts/train.py"]
+        mount = {"type": "bind", "source": str(job.folder), "target": "/scripts", "read_only": True}
+        service["volumes"] = [*service["volumes"], mount]
+    job.file.write_text(yaml.safe_dump(document))
+    job.folder.chmod(0o755)
+    return job
+
+
+@contextmanager
+def container_named(name: str) -> Iterator[None]:
+    docker("create", "--name", name, IMAGE, "true")
+    try:
+        yield
+    finally:
+        docker("rm", name)
+
+
+@pytest.mark.parametrize("place", ["unix:///run/no-engine.sock", "tcp://127.0.0.1:9"])
+def test_an_engine_that_does_not_run(container_job: Make, place: str) -> None:
+    code, text = up(container_job("--workers", "2"), DOCKER_HOST=place)
+    assert code == 2
+    assert "the container engine does not run" in text
+    assert place in text
+
+
+def test_no_right_to_the_engine(container_job: Make) -> None:
+    if os.getuid() != 0 or shutil.which("setpriv") is None:
+        pytest.skip("only root can be somebody else, by setpriv")
+    job = container_job("--workers", "2")
+    for folder in (job.folder, *job.folder.parents[:2]):
+        folder.chmod(0o755)
+    somebody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
+    looks = subprocess.run([*somebody, "cat", str(job.file)], capture_output=True, timeout=60)
+    if looks.returncode or subprocess.run([*somebody, sys.executable, "-c", ""]).returncode:
+        pytest.skip("nobody cannot read the folder of tests, or start this Python")
+    code, text = up(job, *somebody)
+    assert code == 2
+    assert "no right to use the container engine" in text
+    assert "connect to the Docker daemon" in text
+
+
+def test_docker_without_a_composer(container_job: Make, tmp_path: Path) -> None:
+    found = shutil.which("docker")
+    assert found is not None
+    alone = tmp_path / "bin"
+    alone.mkdir()
+    (alone / "docker").symlink_to(found)
+    if not subprocess.run([found, "compose", "version"], capture_output=True).returncode:
+        pytest.skip("this docker has compose built in")
+    code, text = up(container_job("--workers", "2"), PATH=str(alone))
+    assert code == 2
+    assert "this docker has no compose" in text
+
+
+def test_a_container_of_another_that_has_the_name(container_job: Make) -> None:
+    job = container_job(*ENDLESS)
+    with container_named(f"{job.name}_worker-1_1"), container_named(f"{job.name}-worker-1-1"):
+        code, text = job.does("up")
+    assert code == 2
+    assert "a container of this name is there already" in text
+    assert job.remains == []
+
+
+def test_a_port_that_is_taken_on_the_machines_network(container_job: Make) -> None:
+    job = container_job("--workers", "2", "--host-network")
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        job.file.write_text(job.file.read_text().replace(":29500", f":{port}"))
+        code, text = job.does("up")
+    assert code == 2
+    assert f"worker-0 cannot listen on port {port}" in text
+    assert job.remains == []
+
+
+def test_a_data_folder_that_went_away(container_job: Make, tmp_path: Path) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    job = container_job("--workers", "2", "--data", str(data))
+    data.rmdir()
+    code, text = job.does("up")
+    assert code == 2
+    assert f"mounts {data}, which is no folder" in text
+    assert job.remains == []
+
+
+def test_a_limit_that_the_engine_cannot_keep(container_job: Make) -> None:
+    code, text = (job := container_job("--workers", "2", "--cpus", "4096")).does("up")
+    assert code == 2
+    assert "a limit that the engine cannot keep" in text
+    assert job.remains == []
+
+
+LARGE_MODEL = """
+import torch
+import spartito as sp
+net = torch.nn.Linear(4096, 5120, bias=False)
+sp.Trainer(net, optimizer=torch.optim.Adam(net.parameters()), loss=torch.nn.MSELoss())
+"""
+
+
+def test_a_model_that_the_memory_limit_does_not_hold(container_job: Make) -> None:
+    job = script_job(container_job, LARGE_MODEL, "--memory", "400m")
+    code, text = job.does("up")
+    assert code == 2, text
+    assert "the model is too large for the memory: 20,971,520 parameters" in text
+    assert "240 MiB more for gradients and Adam" in text
+    assert "of 400 MiB are in use" in text
+    assert job.remains == []
+
+
+HUNGRY = """
+import json, os, subprocess, sys, time
+eat = "x = []\\nwhile True: x.append(bytearray(b'x' * (16 << 20)))"
+if json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1:
+    OUT
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize(
+    ("way", "code"),
+    [("exec(eat)", 69), ("sys.exit(7 if subprocess.run([sys.executable, '-c', eat]) else 8)", 7)],
+)
+def test_a_task_or_its_child_that_runs_out_of_memory_is_named(
+    container_job: Make, way: str, code: int
+) -> None:
+    job = script_job(container_job, HUNGRY.replace("OUT", way), "--memory", "400m")
+    found, text = job.does("up")
+    assert found == code, text
+    assert "worker 1 ran out of memory, its limit is 400m" in text
+    assert job.remains == []
+
+
+def test_down_removes_what_a_killed_up_has_left(container_job: Make) -> None:
+    job = container_job("--ps", "1", *ENDLESS)
+    following = job.start("up")
+    following.until("epoch 1/")
+    following.popen.kill()
+    following.popen.wait()
+    assert job.remains
+    code, text = job.does("up")
+    assert code == 2
+    assert f"there is a job {job.name} already: 3 containers, 3 running" in text
+    assert job.does("down")[0] == 0
+    assert job.remains == []
+    assert (job.run_folder / "history.jsonl").is_file()
+
+
+def test_down_removes_what_an_up_has_left_that_was_killed_at_its_start(container_job: Make) -> None:
+    job = container_job(*ENDLESS)
+    following = job.start("up")
+    assert eventually(lambda: bool(job.remains), 60.0)
+    following.popen.kill()
+    following.popen.wait()
+    # The composer may go on for a moment without us.
+    composing = ["pgrep", "--full", f"project-name {job.name}"]
+    over = lambda: subprocess.run(composing, capture_output=True).returncode == 1  # noqa: E731
+    assert eventually(over, 60.0)
+    assert job.does("down")[0] == 0
+    assert job.remains == []
+    assert job.run_folder.is_dir()

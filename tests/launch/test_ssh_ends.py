@@ -1,0 +1,144 @@
+"""Both ends of a connection to another machine, with a pipe in the place of ssh."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spartito.launch import far_end, near_end
+from tests.commands import Commands, Program, commands_in
+from tests.launch.supervised import GRANDCHILD, SLEEPS, is_alive
+
+SAVES = (
+    """
+import os, signal, sys, time
+def end(number, frame):
+    print("saved", flush=True)
+    sys.exit(7)
+signal.signal(signal.SIGTERM, end)
+"""
+    + SLEEPS
+)
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with commands_in(tmp_path) as found:
+        yield found
+
+
+@pytest.fixture
+def start(commands: Commands) -> Callable[[str], Program]:
+    """Starts a script behind both ends."""
+
+    def starter(script: str) -> Program:
+        python = [sys.executable, "-S", commands.write("task.py", script)]
+        far = far_end.command({"TOLD": "it's so"}, list(map(str, python)), sys.executable)
+        return commands.start(*near_end.command("b", far))
+
+    return starter
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("import os; print(os.environ['TOLD'])", 0),
+        ("raise SystemExit(3)", 3),
+        ("raise SystemExit(69)", 69),
+        ("raise SystemExit(200)", 200),
+        ("raise SystemExit(128 + 19)", 147),
+        ("raise SystemExit(255)", 1),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGKILL)", -signal.SIGKILL),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGTERM)", -signal.SIGTERM),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", -signal.SIGSEGV),
+    ],
+)
+def test_it_ends_here_as_it_ended_there(
+    start: Callable[[str], Program], script: str, code: int
+) -> None:
+    ended = start(script).end()
+    assert ended.code == code, ended.text
+    assert ended.out == ("it's so\n" if code == 0 else "")
+    assert ("exit code 255 is told as 1" in ended.err) == ("255" in script)
+
+
+def test_a_killed_keeper_is_a_lost_connection(start: Callable[[str], Program]) -> None:
+    ended = start("import os, signal; os.kill(os.getppid(), signal.SIGKILL); " + SLEEPS).end()
+    assert ended.code == -signal.SIGHUP
+    assert "the connection to b is lost" in ended.err
+
+
+@pytest.mark.parametrize("words", [["sh", "-c", "exit 255"], ["sh", "-c", "kill -9 $$"]])
+def test_a_lost_connection_is_a_hang_up(commands: Commands, words: list[str]) -> None:
+    ended = commands.start(*near_end.command("b", words)).end()
+    assert ended.code == -signal.SIGHUP
+    assert ended.err == "spartito: the connection to b is lost\n"
+
+
+def test_a_signal_reaches_the_task_which_may_save(start: Callable[[str], Program]) -> None:
+    program = start(SAVES)
+    program.wait_for("pid")
+    program.send(signal.SIGTERM)
+    ended = program.end()
+    assert (ended.code, ended.out.splitlines()[-1]) == (7, "saved")
+
+
+def test_ctrl_c_reaches_the_task(start: Callable[[str], Program]) -> None:
+    program = start(SLEEPS)
+    program.wait_for("pid")
+    program.send(signal.SIGINT)
+    ended = program.end()
+    assert ended.code == -signal.SIGINT
+    assert ended.err.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_a_frozen_task_hears_it(start: Callable[[str], Program]) -> None:
+    program = start(SAVES)
+    os.kill(int(program.wait_for(r"pid (\d+)")[1]), signal.SIGSTOP)
+    program.send(signal.SIGTERM)
+    assert program.end().code == 7
+
+
+def test_what_the_task_left_behind_ends_with_it(start: Callable[[str], Program]) -> None:
+    program = start(GRANDCHILD.replace("time.sleep(300)", "pass") + "\nraise SystemExit(5)")
+    program.wait_for("pid")
+    assert program.end().code == 5  # `end` sees that nothing is left
+
+
+@pytest.mark.parametrize("script", [SLEEPS, SAVES, GRANDCHILD])
+def test_all_ends_when_the_near_end_is_gone(start: Callable[[str], Program], script: str) -> None:
+    program = start(script)
+    program.wait_for("pid")
+    program.send(signal.SIGKILL)
+    assert program.end().code == -signal.SIGKILL
+
+
+def test_silence_ends_the_task() -> None:
+    python = [sys.executable, "-S", "-c", SLEEPS]
+    far = subprocess.Popen(
+        far_end.command({}, python, sys.executable, silence=5.0),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with far:
+        assert far.stdout is not None
+        pid = int(far.stdout.readline().split()[1])
+        assert far.wait(60) == 128 + signal.SIGKILL
+    assert not is_alive(pid)
+
+
+def test_the_near_end_keeps_speaking(commands: Commands) -> None:
+    reads = "import os; [os.read(0, 2) for _ in range(3)]; print('three', flush=True)"
+    quick = (
+        "import sys\nfrom spartito.launch import near_end\n"
+        "near_end.BEATS = 0.1\nsys.exit(near_end.main(sys.argv[1:]))"
+    )
+    ended = commands.python("-c", quick, "b", "0", sys.executable, "-S", "-c", reads)
+    assert (ended.code, ended.out) == (0, "three\n")

@@ -1,0 +1,327 @@
+"""Jobs on several machines by a real ssh: network namespaces with a real sshd in each."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from tests.commands import SPARTITO, Commands, Ended, Program, commands_in, eventually, running
+from tests.launch.ssh_hosts import Site, machines, why_not
+
+pytestmark = pytest.mark.skipif(bool(why := why_not()), reason=why)
+
+SHOWS = """
+import json, os, sys
+print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))
+"""
+SLEEPS = "import os, sys, time; print('pid', os.getpid(), flush=True); time.sleep(300)"
+SAVES = """
+import os, signal, sys, time
+def end(number, frame):
+    print("saved", flush=True)
+    sys.exit(0)
+signal.signal(signal.SIGTERM, end)
+signal.signal(signal.SIGINT, end)
+print("pid", os.getpid(), flush=True)
+time.sleep(300)
+"""
+FAILS = """
+import os, time
+if os.environ["RANK"] == "1":
+    raise ValueError("the first cause")
+time.sleep(300)
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    with machines(tmp_path_factory.mktemp("site")) as found:
+        yield found
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with commands_in(tmp_path) as found:
+        yield found
+
+
+def pids(program: Program, count: int) -> dict[str, int]:
+    """The pids that the tasks print, by task."""
+    found = [program.wait_for(r"\[(.*)\] pid (\d+)") for _ in range(count)]
+    return {one[1]: int(one[2]) for one in found}
+
+
+def keepers(program: Program) -> list[str]:
+    """The far ends that run for ``program``; their words tell its mark."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if program.mark in words:
+            found.append(words)
+    return found
+
+
+def ended(program: Program) -> Ended:
+    """How it ended, once nothing of it is left on any machine."""
+    got = program.end()
+    assert eventually(lambda: not keepers(program))
+    return got
+
+
+def test_every_task_learns_who_it_is(site: Site, commands: Commands) -> None:
+    commands.write("show it.py", SHOWS)
+    secret = {"SPARTITO_TIMEOUT": "77", "PASSWORD": "hunter2", "SPARTITO_CLUSTER_DIR": "/x"}
+    words = ["run", "--hosts", "node[1-2]", "--workers", "2", "show it.py", "it's", '"a b" $HOME']
+    program = site.start(commands, *words, env=secret)
+    got = ended(program)
+    assert got.code == 0, got.err
+    rows = sorted(re.findall(r"^\[(.*?)\] (.*)$", got.out, re.MULTILINE))
+    assert [name for name, _ in rows] == [f"worker {rank}" for rank in range(4)]
+    for rank, (_, row) in enumerate(rows):
+        arguments, folder, env = json.loads(row)
+        assert arguments == ["it's", '"a b" $HOME']
+        assert folder == str(commands.directory)
+        expected = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2)}
+        expected |= {"MASTER_ADDR": "node1", "MASTER_PORT": "29500", "SPARTITO_TIMEOUT": "77"}
+        assert expected.items() <= env.items()
+        assert env.keys().isdisjoint({"PASSWORD", "SPARTITO_CLUSTER_DIR", "TF_CONFIG"})
+    assert "node1  worker 0 (29500), worker 1" in got.err
+    assert f"what worker 0 wrote is on node1, in {commands.directory}" in got.err
+
+
+def test_one_machine_is_where_we_are(site: Site, commands: Commands) -> None:
+    commands.write("show.py", SHOWS)
+    words = ["run", "--hosts", "near,root@node2", "--ps", "1", "--port", "29600", "show.py"]
+    got = ended(site.start(commands, *words, env={"PASSWORD": "hunter2"}))
+    assert got.code == 0, got.err
+    rows = {name: json.loads(row)[2] for name, row in re.findall(r"\[(.*?)\] (.*)", got.out)}
+    cluster = {"worker": ["near:29600", "node2:29600"], "ps": ["near:29601"]}
+    for name, env in rows.items():
+        told = json.loads(env["TF_CONFIG"])
+        assert told["cluster"] == cluster
+        assert f"{told['task']['type']} {told['task']['index']}" == name
+        assert ("PASSWORD" in env) == (name != "worker 1")
+    assert sorted(rows) == ["ps 0", "worker 0", "worker 1"]
+    assert "wrote" not in got.err
+
+
+@pytest.mark.parametrize("roles", [[], ["--ps", "2"]], ids=["synchronous", "ps"])
+def test_digits_are_learned(site: Site, commands: Commands, roles: list[str]) -> None:
+    recipe = ["--epochs", "1", "--batch-size", "100", "--out", "run", "--json"]
+    words = ["train", "mnist", "--hosts", "node1,node2", *roles, *recipe]
+    program = site.start(commands, *words, env={"SPARTITO_TIMEOUT": "60"})
+    got = ended(program)
+    assert got.code == 0, got.text
+    result = json.loads(got.out.splitlines()[-1])
+    assert (commands.directory / result["model"]).exists()
+
+
+def test_a_killed_worker_ends_the_job(site: Site, commands: Commands) -> None:
+    commands.write("sleep.py", SLEEPS)
+    program = site.start(commands, "run", "--hosts", "node1,node2", "sleep.py")
+    os.kill(pids(program, 2)["worker 1"], signal.SIGKILL)
+    got = ended(program)
+    assert got.code == 69
+    assert "worker 0 was stopped because worker 1 was killed by SIGKILL" in got.err
+
+
+def test_a_lost_connection_ends_the_job(site: Site, commands: Commands) -> None:
+    commands.write("sleep.py", SLEEPS)
+    program = site.start(commands, "run", "--hosts", "near,node2", "sleep.py")
+    pids(program, 2)
+    (ssh,) = ssh_of(program)
+    os.kill(ssh, signal.SIGKILL)
+    got = ended(program)
+    assert got.code == 69
+    assert "[worker 1] spartito: the connection to node2 is lost" in got.err
+
+
+def ssh_of(program: Program) -> list[int]:
+    """The ssh processes of ``program``."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if words[0] == b"ssh" and program.mark.encode() in b" ".join(words):
+            found.append(int(process.name))
+    return found
+
+
+def test_a_signal_while_the_machines_are_asked(site: Site, commands: Commands) -> None:
+    commands.write("never.py", "print('it ran')")
+    script = '#!/bin/sh\n[ "$1" = -G ] || { echo asked >&2; exec sleep 300; }\n'
+    slow = commands.write("slow-ssh", script)
+    slow.chmod(0o755)
+    words = ["run", "--ssh", slow, "--hosts", "node1,node2", "never.py"]
+    program = commands.start(*site.near.enters, *SPARTITO, *words)
+    assert eventually(lambda: len(sleepers(program)) == 2)
+    program.send(signal.SIGINT)
+    assert ended(program).code == 130
+
+
+def sleepers(program: Program) -> list[int]:
+    """The processes that stand for a machine which does not answer."""
+    found = []
+    for pid in running(program.mark):
+        with suppress(OSError):  # it ended meanwhile
+            if Path(f"/proc/{pid}/comm").read_text() == "sleep\n":
+                found.append(pid)
+    return found
+
+
+def test_a_killed_server_comes_back(site: Site, commands: Commands) -> None:
+    """A task that may be started again is, on its own machine."""
+    once = commands.directory / "once"
+    script = f"""
+import os, pathlib, signal, time
+once, done = pathlib.Path({str(once)!r}), pathlib.Path({str(once)!r} + "-done")
+if '"type": "ps"' in os.environ["TF_CONFIG"]:
+    if not once.exists():
+        once.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    done.touch()
+while not done.exists():
+    time.sleep(0.05)
+"""
+    commands.write("job.py", script)
+    words = ["run", "--hosts", "node1,node2", "--ps", "2", "job.py"]
+    got = ended(site.start(commands, *words))
+    assert got.code == 0, got.err
+    assert re.search(r"ps [01] was killed by SIGKILL; it is started again \(1 of 3\)", got.err)
+
+
+def test_the_first_cause_is_shown(site: Site, commands: Commands) -> None:
+    commands.write("fail.py", FAILS)
+    got = ended(site.start(commands, "run", "--hosts", "node1,node2", "fail.py"))
+    assert got.code == 1
+    assert got.err.count("Traceback") == 1
+    assert "worker 0 was stopped because worker 1 failed with exit code 1" in got.err
+    assert "ValueError: the first cause" in got.err
+
+
+@pytest.mark.parametrize(("code", "told"), [(5, 5), (255, 1)])
+def test_the_scripts_own_exit_code(site: Site, commands: Commands, code: int, told: int) -> None:
+    commands.write("exit.py", f"import sys; sys.exit({code})")
+    assert ended(site.start(commands, "run", "--hosts", "node1", "exit.py")).code == told
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("hosts", ["node1", "near,node2"])
+def test_a_signal_ends_all_machines(
+    site: Site, commands: Commands, hosts: str, number: signal.Signals, code: int
+) -> None:
+    commands.write("save.py", SAVES)
+    program = site.start(commands, "run", "--hosts", hosts, "save.py")
+    for _ in hosts.split(","):
+        program.wait_for("pid")
+    program.send(number)
+    got = ended(program)
+    assert got.code == code
+    assert got.out.count("saved") == len(hosts.split(","))
+
+
+def test_nothing_outlives_a_killed_launcher(site: Site, commands: Commands) -> None:
+    commands.write("sleep.py", SLEEPS)
+    program = site.start(commands, "run", "--hosts", "near,node[1-2]", "--workers", "1", "sleep.py")
+    assert len(pids(program, 3)) == 3
+    assert sum("far_end" in line and "near_end" not in line for line in keepers(program)) >= 2
+    program.send(signal.SIGKILL)
+    assert ended(program).code == -signal.SIGKILL
+
+
+UNREACHABLE = {
+    "nobodys-key": ["ssh to nobodys-key: it does not let us in", "ssh-copy-id nobodys-key"],
+    "unknown-key": ["its host key is not known here", "unknown-key true"],
+    "changed-key": ["another host key than before", "ssh-keygen -R changed-key"],
+    "gone": ["ssh to gone: ", "10.77.0.99"],
+    "nowhere.invalid": ["its name is not known here"],
+}
+
+
+def test_machines_that_cannot_be_reached(site: Site, commands: Commands) -> None:
+    commands.write("never.py", "print('it ran')")
+    got = ended(
+        site.start(commands, "run", "--hosts", ",".join(["node2", *UNREACHABLE]), "never.py")
+    )
+    assert got.code == 2, got.text
+    assert "5 of 6 machines cannot take part" in got.err
+    assert all(word in got.err for words in UNREACHABLE.values() for word in words), got.err
+    assert "Traceback" not in got.err
+    assert "it ran" not in got.text
+
+
+@pytest.mark.parametrize(
+    ("hosts", "told"),
+    [
+        ("node2,alias", "node2 and alias are both node2\n  Name each machine once"),
+        ("node2,loopback", "127.0.0.1 is each machine itself"),
+        ("node2,no-server", "ssh to no-server: nobody listens on its ssh port (ssh: connect to"),
+        ("node[2-", "does not parse"),
+    ],
+)
+def test_a_list_of_machines_that_cannot_be(
+    site: Site, commands: Commands, hosts: str, told: str
+) -> None:
+    commands.write("never.py", "print('it ran')")
+    got = ended(site.start(commands, "run", "--hosts", hosts, "never.py"))
+    assert (got.code, told in got.err, "it ran" in got.text) == (2, True, False), got.text
+
+
+def test_a_machine_where_something_is_missing(site: Site, commands: Commands) -> None:
+    commands.write("never.py", "print('it ran')")
+    bare = commands.write("bare", '#!/bin/sh\nexec /usr/bin/env -i python3 -S -I "$@"\n')
+    bare.chmod(0o755)
+    two = ("--hosts", "node1,node2")
+    for words, told in (
+        (["--remote-python", "/no/python"], "node1 has no Python at /no/python"),
+        (["--remote-dir", "/no/folder"], "node2 has no folder /no/folder"),
+        (["--remote-python", "/bin/true"], "node1 answered what we do not understand"),
+        (["--remote-python", bare], f"{bare} on node1 has no Spartito"),
+        (["--remote-dir", "/"], "on node2 there is no script 'never.py'"),
+    ):
+        got = ended(site.start(commands, "run", *two, *words, "never.py"))
+        assert got.code == 2, got.text
+        assert told in got.err
+        assert "2 of 2 machines cannot take part" in got.err
+        assert "it ran" not in got.text
+    got = ended(site.start(commands, "run", *two, "-m", "no_such_module"))
+    assert (got.code, "no module named 'no_such_module'" in got.err) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--nnodes", "2"], "--hosts and --nnodes exclude each other"),
+        (["--master-addr", "a:1", "--slow", "worker:0=0.5"], "--hosts and --master-addr --slow"),
+        (["--strategy", "parameter_server"], "Add --ps 1."),
+        (["--ps", "1", "--strategy", "mirrored"], "--ps 1 with mirrored"),
+        (["--port", "65535", "--ps", "2"], "'65536'"),
+    ],
+)
+def test_words_that_do_not_go_together(
+    site: Site, commands: Commands, words: list[str], told: str
+) -> None:
+    commands.write("never.py", "print('it ran')")
+    got = ended(site.start(commands, "run", "--hosts", "node1,node2", *words, "never.py"))
+    assert got.code == 2
+    assert told in got.err, got.err
+    assert "Traceback" not in got.err
+    assert "it ran" not in got.text
+
+
+def test_a_cluster_that_is_told_already(site: Site, commands: Commands) -> None:
+    commands.write("never.py", "print('it ran')")
+    got = ended(site.start(commands, "run", "--hosts", "near", "never.py", env={"TF_CONFIG": "{}"}))
+    assert (got.code, "--hosts, but TF_CONFIG says already" in got.err) == (2, True)
