@@ -121,7 +121,7 @@ def machines(folder: Path) -> Iterator[Site]:
 def server(host: Host, folder: Path) -> Iterator[None]:
     """An sshd on ``host`` that listens when the block begins."""
     log = folder / f"{host.name}.log"
-    words = [*host.enters, SSHD, "-D", "-E", log, "-f", f"{folder}/sshd_config"]
+    words = [*host.enters, SSHD, "-D", "-E", str(log), "-f", f"{folder}/sshd_config"]
     with subprocess.Popen(words, start_new_session=True) as sshd:
         try:
             assert eventually(lambda: log.exists() and "Server listening" in log.read_text())

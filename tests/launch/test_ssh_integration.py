@@ -164,7 +164,7 @@ def test_a_signal_while_the_machines_are_asked(site: Site, commands: Commands) -
     script = '#!/bin/sh\n[ "$1" = -G ] || { echo asked >&2; exec sleep 300; }\n'
     slow = commands.write("slow-ssh", script)
     slow.chmod(0o755)
-    words = ["run", "--ssh", slow, "--hosts", "node1,node2", "never.py"]
+    words = ["run", "--ssh", str(slow), "--hosts", "node1,node2", "never.py"]
     program = commands.start(*site.near.enters, *SPARTITO, *words)
     assert eventually(lambda: len(sleepers(program)) == 2)
     program.send(signal.SIGINT)

@@ -18,6 +18,8 @@ from spartito.launch.compose import STOP_SECONDS
 from spartito.launch.engine import VERSION_LABEL, Engine, JobFile, TaskState, read_job
 from spartito.launch.watch import Watch, say
 
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
 FALLEN_SECONDS = 5
 """From the request to stop to the kill, for the others once a task failed."""
 
@@ -189,14 +191,16 @@ class Interrupted(BaseException):
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the job, not us before we have cleaned up: `Interrupted`."""
+    """Ctrl-C, SIGTERM and a closed terminal end the job, not us before we have cleaned up."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
         for one in old:
             signal.signal(one, signal.SIG_IGN)
         raise Interrupted(number)
 
-    old = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    old = {number: signal.getsignal(number) for number in INTERRUPTS}
+    if old[signal.SIGHUP] == signal.SIG_IGN:  # nohup
+        del old[signal.SIGHUP]
     for number in old:
         signal.signal(number, interrupt)
     try:

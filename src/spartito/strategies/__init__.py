@@ -50,11 +50,13 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     _check_options(chosen, options)
     made = REGISTRY[chosen](cluster=cluster, **options)
     if made.is_chief:
+        served = bool(cluster.addresses.get("ps"))  # then a chief of its own computes nothing
+        replicas = sum(not served or t.type == "worker" for t in cluster.replica_tasks)
         note(
             "%s, %d replica%s (%s)",
             chosen,
-            cluster.num_replicas,
-            "s" if cluster.num_replicas > 1 else "",
+            replicas,
+            "s" if replicas > 1 else "",
             cluster.source,
         )
         for remark in remarks(cluster):

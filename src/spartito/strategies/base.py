@@ -50,6 +50,9 @@ class Distributed(Protocol):
     waited: float
     """Seconds that iterating took so far because of other tasks, not because of the data."""
 
+    goes_on: bool
+    """Whether other tasks take up the next epoch while this one still evaluates the last."""
+
     def __iter__(self) -> Iterator[Batch]:
         """From the present place to the end of the epoch; the next iteration is the next one."""
         ...

@@ -59,6 +59,8 @@ class Leased(Distributed):
     A tick is a batch without rows, by which the loop comes round to see how far the others are.
     """
 
+    goes_on = True
+
     def __init__(self, desk: Desk, chain: Chain, slices: int, seed: int) -> None:
         if isinstance(chain.source, PerWorker):
             raise UserError(
@@ -156,7 +158,12 @@ class Leased(Distributed):
     def _ticks(self, stream: int, epoch: int) -> Generator[Batch]:
         assert self._desk.chief is not None  # it is the chief that does not compute
         tick = Batch((), 0, 0, torch.empty(0, dtype=torch.int64), epoch, 0)
-        while not self._desk.chief.coordinator.poll(stream, epoch, TICK_SECONDS):
+        while True:
+            began = time.perf_counter()
+            ended = self._desk.chief.coordinator.poll(stream, epoch, TICK_SECONDS)
+            self.waited += time.perf_counter() - began
+            if ended:
+                return
             yield tick
 
     def _leases(

@@ -41,6 +41,8 @@ class Share(Protocol):
 class Placed(Distributed):
     """Batches on the strategy's device, each announced to the modules that want to know."""
 
+    goes_on = False
+
     def __init__(
         self,
         batches: Share,

@@ -27,16 +27,20 @@ class Clock:
     """Where the time of an epoch goes, and how many examples it saw.
 
     ``others`` answers the seconds so far in which other tasks kept this one from its next batch.
+    With ``goes_on`` they train while this one evaluates, so that this time counts for the rate.
     """
 
-    def __init__(self, others: Callable[[], float] = float) -> None:
+    def __init__(self, others: Callable[[], float] = float, goes_on: bool = False) -> None:
         self.total_seconds = self.total_waited = 0.0
         self._others = others
+        self._goes_on = goes_on
+        self._ended: float | None = None
         self.start()
 
     def start(self, examples: int = 0) -> None:
         """Begin an epoch of which ``examples`` were trained on before."""
         self.began = time.perf_counter()
+        self._working = self._ended if self._goes_on and self._ended else self.began
         self.waited = 0.0
         self.examples = examples
         self._before = examples
@@ -44,6 +48,7 @@ class Clock:
 
     def stop(self) -> None:
         """The epoch ends: add its time to that of all."""
+        self._ended = time.perf_counter()
         self.total_seconds += self.seconds
         self.total_waited += self.waited_for_data
 
@@ -55,7 +60,7 @@ class Clock:
     @property
     def rate(self) -> float:
         """Examples per second over all replicas."""
-        return (self.examples - self._before) / max(self.seconds, 1e-9)
+        return (self.examples - self._before) / max(time.perf_counter() - self._working, 1e-9)
 
     @property
     def waited_for_data(self) -> float:
@@ -97,7 +102,7 @@ class TrainingLoop:
         self._trainer = trainer
         self._strategy = trainer.strategy
         self._batches = trainer.strategy.distribute(chain, seed=trainer.seed)
-        self.clock = Clock(lambda: self._batches.waited)
+        self.clock = Clock(lambda: self._batches.waited, self._batches.goes_on)
         if before is not None:  # other data, but no order of passes that was seen already
             self._batches.load_state({"pass": before._batches.state()["pass"] + 1, "step": 0})
         self._metrics = [copy.copy(metric) for metric in trainer.metrics]
