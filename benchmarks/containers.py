@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.common import Figure, announce, conclude, parser, positive, progress
 from benchmarks.launching import ROOT, run_quietly
-from spartito.launch.containers import IMAGE
+from spartito.launch.containers.plan import IMAGE
 
 JOB = Path(__file__).parent / "jobs" / "in_containers.py"
 WORKERS, LOCAL_BATCH = 2, 32

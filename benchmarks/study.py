@@ -20,10 +20,10 @@ from typing import Any
 from benchmarks.common import announce
 from benchmarks.study_results import DOCS, write_docs, write_results
 from spartito.errors import EXIT_INTERRUPTED, SpartitoError, UserError, show
-from spartito.launch.cluster_job import up
-from spartito.launch.compare_containers import job_name
-from spartito.launch.compose import compose_file
-from spartito.launch.containers import IMAGE, Containers, plan_containers
+from spartito.launch.comparison.containers import job_name
+from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.job import up
+from spartito.launch.containers.plan import IMAGE, Containers, plan_containers
 from spartito.names import ENV_EPOCHS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "containers"

@@ -27,7 +27,7 @@ FLOORS = [
     {"report"},
     {"training"},
     {"launch", "models", "recipes"},
-    {"cli", "cli_cluster", "cli_compare", "cli_doctor", "cli_options", "cli_run", "__main__"},
+    {"cli", "__main__"},
 ]
 """A room imports from its own floor and from those below."""
 
@@ -37,13 +37,6 @@ NEIGHBOURS = {
     ("collectives", "cluster"),
     ("recipes", "models"),
     ("__main__", "cli"),
-    ("cli", "cli_cluster"),
-    ("cli", "cli_compare"),
-    ("cli", "cli_doctor"),
-    ("cli", "cli_options"),
-    ("cli", "cli_run"),
-    ("cli_run", "cli_options"),
-    ("cli_compare", "cli_options"),
 }
 """Rooms of one floor that may know each other, one way."""
 

@@ -17,9 +17,9 @@ from benchmarks.study import main as study_main
 from benchmarks.study_results import BEGIN, DOCS, END, write_docs, write_results
 from spartito.cli import main
 from spartito.errors import UserError
-from spartito.launch.compose import compose_file
-from spartito.launch.containers import CONTAINER_USER
-from spartito.launch.engine import read_job
+from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.engine import read_job
+from spartito.launch.containers.plan import CONTAINER_USER
 from tests.launch.containers import need_image
 
 NAMES = [study.name for study in STUDIES]

@@ -12,12 +12,20 @@ import pytest
 
 from spartito.cli import main
 from spartito.errors import SpartitoError, UserError
-from spartito.launch.cluster_job import check_folders, check_ports
-from spartito.launch.compose import compose_file
-from spartito.launch.containers import Containers, Network
-from spartito.launch.engine import Folder, JobFile, TaskState, call, complaint, read_job, state_of
+from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.engine import (
+    Folder,
+    JobFile,
+    TaskState,
+    call,
+    complaint,
+    read_job,
+    state_of,
+)
+from spartito.launch.containers.job import check_folders, check_ports
+from spartito.launch.containers.plan import Containers, Network
+from spartito.launch.containers.watch import verdict
 from spartito.launch.roles import Roles
-from spartito.launch.watch import verdict
 
 
 @pytest.fixture

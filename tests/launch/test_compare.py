@@ -12,8 +12,8 @@ import pytest
 
 from spartito.cli import main
 from spartito.errors import UserError
-from spartito.launch.compare import command
-from spartito.launch.compare_plan import Plan, make_plan
+from spartito.launch.comparison.job import command
+from spartito.launch.comparison.plan import Plan, make_plan
 from spartito.names import STRATEGIES
 from tests.commands import SPARTITO, Commands, commands_in
 
@@ -280,10 +280,10 @@ def test_an_earlier_comparison_is_not_replaced(tmp_path: Path) -> None:
         plan(out=tmp_path)
 
 
-@pytest.mark.parametrize("module", ["compare", "compare_plan"])
+@pytest.mark.parametrize("module", ["job", "plan"])
 def test_a_comparison_starts_without_torch(module: str) -> None:
     code = (
-        f"import sys, spartito.launch.{module}\n"
+        f"import sys, spartito.launch.comparison.{module}\n"
         "print([m for m in ('torch', 'numpy', 'matplotlib') if m in sys.modules])"
     )
     done = subprocess.run(

@@ -14,10 +14,10 @@ import yaml
 
 from spartito.cli import main
 from spartito.errors import UserError
-from spartito.launch.compare_containers import job_for
-from spartito.launch.compare_plan import ContainerOptions, Plan, containers_for, make_plan
-from spartito.launch.compose import compose_file
-from spartito.launch.containers import Containers
+from spartito.launch.comparison.containers import job_for
+from spartito.launch.comparison.plan import ContainerOptions, Plan, containers_for, make_plan
+from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.plan import Containers
 from spartito.names import STRATEGIES
 from tests.commands import SPARTITO, Commands, commands_in
 from tests.launch.containers import docker, need_image

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from spartito.cluster import resolve
 from spartito.errors import UserError
-from spartito.launch.compose import compose_file, machine_files
-from spartito.launch.containers import (
+from spartito.launch.containers.compose import compose_file, machine_files
+from spartito.launch.containers.plan import (
     Containers,
     Limits,
     Network,

@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 import yaml
 
-from spartito.launch.compose import compose_file
-from spartito.launch.containers import plan_containers
+from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.engine import read_job
+from spartito.launch.containers.plan import plan_containers
 from spartito.launch.doctor.containers import doctor_document, doctor_job
-from spartito.launch.engine import read_job
 from tests.launch.containers import LIMIT, SPARTITO, Job, docker
 
 Make = Callable[..., Job]

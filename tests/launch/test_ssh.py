@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from spartito.cluster import resolve
 from spartito.errors import UserError
-from spartito.launch import far_end
-from spartito.launch.far_facts import Facts, Question, facts, parse
-from spartito.launch.hosts import Host, check_names, is_here, parse_hosts
-from spartito.launch.hosts_check import ask_hosts, notes
-from spartito.launch.hosts_plan import OF_A_PLACE, Plan, travelling
+from spartito.launch.hosts import far_end
+from spartito.launch.hosts.check import ask_hosts, notes
+from spartito.launch.hosts.far_facts import Facts, Question, facts, parse
+from spartito.launch.hosts.names import Host, check_names, is_here, parse_hosts
+from spartito.launch.hosts.plan import OF_A_PLACE, Plan, travelling
+from spartito.launch.hosts.ssh import MOST, Answer, Ssh, address_of, ask_all, parse_ssh, refusal
 from spartito.launch.roles import Roles
-from spartito.launch.ssh import MOST, Answer, Ssh, address_of, ask_all, parse_ssh, refusal
 
 SSH = Ssh(("ssh", "-F", "my config"), "/home/me/job", "/opt/python")
 WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]), max_size=20)

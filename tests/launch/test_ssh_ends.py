@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.launch import far_end, near_end
+from spartito.launch.hosts import far_end, near_end
 from tests.commands import Commands, Program, commands_in
 from tests.launch.supervised import GRANDCHILD, SLEEPS, is_alive
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spartito.cluster.listed import ENV_EVALUATOR, ENV_PS
 from spartito.errors import EXIT_TASK_LOST, UserError
-from spartito.launch.containers import LEAST_MEMORY, memory_bytes
+from spartito.launch.containers.plan import LEAST_MEMORY, memory_bytes
 from spartito.launch.local import MALLOC
 from spartito.launch.roles import PARAMETER_SERVER, Roles
 from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here

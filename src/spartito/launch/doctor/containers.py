@@ -13,10 +13,10 @@ from typing import Any
 import yaml
 
 from spartito.errors import TaskLostError, UserError
-from spartito.launch import cluster_job
+from spartito.launch.containers import job as cluster_job
+from spartito.launch.containers.engine import ASK_SECONDS, Engine, JobFile, TaskState, read_job
+from spartito.launch.containers.watch import say
 from spartito.launch.doctor.examination import TIMEOUT, checked
-from spartito.launch.engine import ASK_SECONDS, Engine, JobFile, TaskState, read_job
-from spartito.launch.watch import say
 
 START_SECONDS = 30.0
 """How long after its time limit a doctor may end: a share of a CPU starts Python slowly."""

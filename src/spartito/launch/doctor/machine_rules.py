@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from spartito.cluster.spec import EVALUATOR
-from spartito.launch.containers import LEAST_MEMORY
+from spartito.launch.containers.plan import LEAST_MEMORY
 from spartito.launch.doctor.messages import Facts
 from spartito.launch.doctor.report import Report
 from spartito.launch.doctor.verdict import Verdict

@@ -7,9 +7,9 @@ from importlib.metadata import version
 
 from spartito.cluster.spec import is_loopback
 from spartito.errors import UserError
-from spartito.launch.far_facts import Facts, Question, ask, facts, parse
-from spartito.launch.hosts import Host, check_names, check_reachable, is_here, parse_hosts
-from spartito.launch.ssh import Ssh, address_of, ask_all, refusal
+from spartito.launch.hosts.far_facts import Facts, Question, ask, facts, parse
+from spartito.launch.hosts.names import Host, check_names, check_reachable, is_here, parse_hosts
+from spartito.launch.hosts.ssh import Ssh, address_of, ask_all, refusal
 
 
 def find_hosts(text: str, ssh: Ssh) -> tuple[Host, ...]:

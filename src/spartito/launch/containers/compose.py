@@ -10,7 +10,7 @@ import yaml
 
 from spartito.cluster.spec import Task
 from spartito.cluster.tf_config import VARIABLE
-from spartito.launch.containers import Containers, service
+from spartito.launch.containers.plan import Containers, service
 from spartito.launch.local import MALLOC
 from spartito.names import (
     ENV_RUN_DIR,

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
-from spartito.launch.containers import IMAGE
+from spartito.launch.containers.plan import IMAGE
 from spartito.launch.pace import FULL, slow_tasks
 from spartito.names import RECIPES, STRATEGIES, nearest
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.errors import UserError
-from spartito.launch.compare_plan import ContainerOptions, Launch, Plan, Planned
-from spartito.launch.compose import compose_file
-from spartito.launch.containers import Containers, plan_containers
-from spartito.launch.engine import VERSION_LABEL, Engine
+from spartito.launch.comparison.plan import ContainerOptions, Launch, Plan, Planned
+from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.engine import VERSION_LABEL, Engine
+from spartito.launch.containers.plan import Containers, plan_containers
 from spartito.names import ENV_EPOCHS
 
 

@@ -13,8 +13,8 @@ from typing import Any
 import yaml
 
 from spartito.errors import SpartitoError, UserError
-from spartito.launch.compose import STOP_SECONDS
-from spartito.launch.containers import JOB_NAME
+from spartito.launch.containers.compose import STOP_SECONDS
+from spartito.launch.containers.plan import JOB_NAME
 
 ASK_SECONDS = 30.0
 """How long the engine may take to answer a question."""

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 
 from spartito.cluster.listed import address
 from spartito.cluster.spec import Task
-from spartito.launch import far_end, near_end, roles
-from spartito.launch.hosts import Host
+from spartito.launch import roles
+from spartito.launch.hosts import far_end, near_end
+from spartito.launch.hosts.names import Host
+from spartito.launch.hosts.ssh import Ssh
 from spartito.launch.local import MALLOC, Place, defaults, environments
 from spartito.launch.process import Process
 from spartito.launch.roles import Roles
-from spartito.launch.ssh import Ssh
 
 PORT = 29500
 """Where the tasks of a machine listen: the first one; the others follow."""

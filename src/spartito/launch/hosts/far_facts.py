@@ -1,4 +1,4 @@
-"""What each machine is asked before anything starts: ``python -m spartito.launch.far_facts``."""
+"""What each machine is asked before a job: ``python -m spartito.launch.hosts.far_facts``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from importlib.metadata import PackageNotFoundError, version
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch import machine
-from spartito.launch.hosts import addresses_of
+from spartito.launch.hosts.names import addresses_of
 from spartito.launch.local import check_program
 
 MARK = "spartito-facts "
@@ -62,7 +62,7 @@ def facts(question: Question) -> Facts:
 
 def ask(question: Question) -> list[str]:
     """The words after ``python`` that have another machine answer ``question``."""
-    return ["-m", "spartito.launch.far_facts", json.dumps(asdict(question))]
+    return ["-m", "spartito.launch.hosts.far_facts", json.dumps(asdict(question))]
 
 
 def parse(printed: str) -> Facts | None:

@@ -1,4 +1,4 @@
-"""What stands here for a task on another machine: ``python -m spartito.launch.near_end``.
+"""What stands here for a task on another machine: ``python -m spartito.launch.hosts.near_end``.
 
 It runs ssh and ends as the task ended, so that the supervisor sees a task like any other: by the
 same exit code, or by the same signal. Signals go to the task as lines (see `far_end`), because
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from spartito.launch.far_end import BEATS, OF_SSH
 from spartito.launch.guard import die_with_parent
+from spartito.launch.hosts.far_end import BEATS, OF_SSH
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -43,7 +43,7 @@ AT_ONCE = 8
 def command(host: str, ssh: Sequence[str], place: int = 0) -> list[str]:
     """What runs the words ``ssh`` for a task on ``host``, the ``place``-th there."""
     seconds = str(place // AT_ONCE)
-    return [sys.executable, "-m", "spartito.launch.near_end", host, seconds, *ssh]
+    return [sys.executable, "-m", "spartito.launch.hosts.near_end", host, seconds, *ssh]
 
 
 def main(argv: Sequence[str]) -> int:

@@ -19,8 +19,8 @@ from typing import IO, Any, BinaryIO, Protocol
 
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch.compare_containers import InContainers
-from spartito.launch.compare_plan import Launch, Plan, Planned
+from spartito.launch.comparison.containers import InContainers
+from spartito.launch.comparison.plan import Launch, Plan, Planned
 from spartito.launch.guard import Guard
 from spartito.launch.output import LineCutter
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest

@@ -9,10 +9,10 @@ from typing import Annotated
 
 import typer
 
-from spartito.cli_cluster import cluster_app
-from spartito.cli_compare import compare
-from spartito.cli_doctor import doctor
-from spartito.cli_run import PASS_ON, run, train
+from spartito.cli.cluster import cluster_app
+from spartito.cli.compare import compare
+from spartito.cli.doctor import doctor
+from spartito.cli.run import PASS_ON, run, train
 from spartito.errors import EXIT_INTERRUPTED, SpartitoError, UserError, show
 
 app = typer.Typer(

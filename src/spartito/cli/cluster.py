@@ -45,7 +45,7 @@ def image(
     """
     from importlib.metadata import version
 
-    from spartito.launch.engine import build_image
+    from spartito.launch.containers.engine import build_image
 
     given = {"BASE": base, "TORCH_INDEX": torch_index}
     arguments = {name: value for name, value in given.items() if value is not None}
@@ -113,8 +113,8 @@ def compose(
 
     Example: spartito cluster compose mnist --workers 2 -- --epochs 3 > compose.yaml
     """
-    from spartito.launch.compose import compose_file, machine_files
-    from spartito.launch.containers import plan_containers
+    from spartito.launch.containers.compose import compose_file, machine_files
+    from spartito.launch.containers.plan import plan_containers
 
     if (hosts is None) != (into is None):
         raise UserError(
@@ -246,9 +246,9 @@ def up(
 
     Example: spartito cluster up compose.yaml
     """
-    from spartito.launch import cluster_job
+    from spartito.launch.containers import job
 
-    raise typer.Exit(cluster_job.up(file, detach))
+    raise typer.Exit(job.up(file, detach))
 
 
 @cluster_app.command()
@@ -257,9 +257,9 @@ def status(file: File) -> None:
 
     Example: spartito cluster status compose.yaml
     """
-    from spartito.launch import cluster_job
+    from spartito.launch.containers import job
 
-    raise typer.Exit(cluster_job.status(file))
+    raise typer.Exit(job.status(file))
 
 
 @cluster_app.command()
@@ -271,9 +271,9 @@ def logs(
 
     Example: spartito cluster logs compose.yaml --follow
     """
-    from spartito.launch import cluster_job
+    from spartito.launch.containers import job
 
-    raise typer.Exit(cluster_job.logs(file, follow))
+    raise typer.Exit(job.logs(file, follow))
 
 
 @cluster_app.command()
@@ -282,9 +282,9 @@ def down(file: File) -> None:
 
     Example: spartito cluster down compose.yaml
     """
-    from spartito.launch import cluster_job
+    from spartito.launch.containers import job
 
-    raise typer.Exit(cluster_job.down(file))
+    raise typer.Exit(job.down(file))
 
 
 def _whole(option: str, text: str, least: int) -> int:

@@ -14,9 +14,9 @@ from types import FrameType
 from spartito.cluster import resolve
 from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, UserError
-from spartito.launch.compose import STOP_SECONDS
-from spartito.launch.engine import VERSION_LABEL, Engine, JobFile, TaskState, read_job
-from spartito.launch.watch import Watch, say
+from spartito.launch.containers.compose import STOP_SECONDS
+from spartito.launch.containers.engine import VERSION_LABEL, Engine, JobFile, TaskState, read_job
+from spartito.launch.containers.watch import Watch, say
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

@@ -1,4 +1,4 @@
-"""A task's keeper on another machine: ``python -m spartito.launch.far_end``.
+"""A task's keeper on another machine: ``python -m spartito.launch.hosts.far_end``.
 
 Its stdin is the connection to the launcher. A line there is the number of a signal for the task,
 0 means that all is well. When the connection closes, or is silent for too long, nobody is there
@@ -33,7 +33,7 @@ def command(
 ) -> list[str]:
     """What runs ``argv`` with ``env`` beside the environment of the other machine."""
     told = [f"{name}={value}" for name, value in env.items()]
-    return [python, "-m", "spartito.launch.far_end", f"{silence:g}", *told, "--", *argv]
+    return [python, "-m", "spartito.launch.hosts.far_end", f"{silence:g}", *told, "--", *argv]
 
 
 def parse(argv: Sequence[str]) -> tuple[float, dict[str, str], Sequence[str]]:

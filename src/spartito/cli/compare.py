@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from spartito.cli_options import whole
+from spartito.cli.options import whole
 from spartito.names import RECIPES
 
 
@@ -104,8 +104,8 @@ def compare(
 
     Example: spartito compare mnist --workers 2 --ps 1 --epochs 5 --goal val_accuracy=0.95
     """
-    from spartito.launch.compare import compare_strategies
-    from spartito.launch.compare_plan import containers_for, make_plan
+    from spartito.launch.comparison.job import compare_strategies
+    from spartito.launch.comparison.plan import containers_for, make_plan
 
     plan = make_plan(
         target,

@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spartito.cli_options import whole
+from spartito.cli.options import whole
 from spartito.errors import UserError
 from spartito.names import PRECISIONS, RECIPES, STRATEGIES, nearest
 
 if TYPE_CHECKING:
-    from spartito.launch.hosts_job import Reach
+    from spartito.launch.hosts.job import Reach
 
 PASS_ON = {"allow_interspersed_args": False}
 """Everything after the script belongs to the script, options too."""
@@ -140,7 +140,7 @@ def run(
     Example: spartito run --strategy mirrored --workers 2 train.py --epochs 3
     """
     from spartito.launch import launch, slow_tasks
-    from spartito.launch.hosts_job import launch_on_hosts
+    from spartito.launch.hosts.job import launch_on_hosts
 
     words = [script, *(arguments or [])]
     reach = _reach(hosts, port, ssh, remote_dir, remote_python)
@@ -233,7 +233,7 @@ def train(
     Example: spartito train mnist --strategy mirrored --workers 2 --epochs 3
     """
     from spartito.launch import launch
-    from spartito.launch.hosts_job import launch_on_hosts
+    from spartito.launch.hosts.job import launch_on_hosts
 
     if recipe not in RECIPES:
         raise UserError(f"{recipe!r} is not a recipe", nearest(recipe, RECIPES))
@@ -284,7 +284,7 @@ def _reach(
     python: str | None,
 ) -> Reach | None:
     """Which machines take part, None for this one alone; `UserError` for options without any."""
-    from spartito.launch.hosts_job import Reach
+    from spartito.launch.hosts.job import Reach
 
     if hosts is not None:
         return Reach(hosts, ssh, port, folder, python)

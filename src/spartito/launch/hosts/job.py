@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from spartito.cluster import tf_config
 from spartito.errors import UserError
-from spartito.launch.far_facts import Facts, Question
-from spartito.launch.hosts import Host
-from spartito.launch.hosts_check import ask_hosts, find_hosts, notes
-from spartito.launch.hosts_plan import PORT, Plan
+from spartito.launch.hosts.check import ask_hosts, find_hosts, notes
+from spartito.launch.hosts.far_facts import Facts, Question
+from spartito.launch.hosts.names import Host
+from spartito.launch.hosts.plan import PORT, Plan
+from spartito.launch.hosts.ssh import Ssh, parse_ssh
 from spartito.launch.local import Place, check_strategy, snapshots
 from spartito.launch.roles import Roles
-from spartito.launch.ssh import Ssh, parse_ssh
 from spartito.launch.supervisor import supervise
 from spartito.names import ENV_SNAPSHOT_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 

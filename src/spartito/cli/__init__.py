@@ -1,0 +1,5 @@
+"""The command ``spartito``."""
+
+from spartito.cli.app import main
+
+__all__ = ["main"]
