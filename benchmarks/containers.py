@@ -50,6 +50,7 @@ def main() -> None:
     for number in range(given.rounds):
         for side in SIDES if number % 2 == 0 else reversed(SIDES):
             began = time.time()
+            print(f"{side} ...", flush=True)
             seen = turn(side, given)
             rate = WORKERS * LOCAL_BATCH / statistics.median(seen["windows"])
             speed[side].append(rate)
@@ -79,11 +80,11 @@ def turn(side: str, given: argparse.Namespace) -> dict[str, Any]:
         ours = ["run", "--strategy", "mirrored", "--workers", str(WORKERS)]
         return result(run_quietly([*SPARTITO, *ours, str(JOB), *words]))
     with tempfile.TemporaryDirectory() as folder:
-        file = ROOT / f"{Path(folder).name}.yaml"  # paths in it begin where it was written
+        file = Path(folder, "compose.yaml")  # paths in it begin where it was written
         made = ["cluster", "compose", str(JOB), "--name", f"benchmark-{secrets.token_hex(3)}"]
         made += ["--workers", str(WORKERS), "--cpus", "1", "--image", given.image]
         made += ["--out", f"{folder}/out", *options, "--", *words]
-        file.write_text(run_quietly([*SPARTITO, *made]))
+        file.write_text(run_quietly([*SPARTITO, *made], folder=file.parent))
         began = time.time()
         return result(run_quietly([*SPARTITO, "cluster", "up", str(file)])) | {"began": began}
 

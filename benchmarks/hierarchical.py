@@ -54,7 +54,7 @@ def measure(count: int) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "found.json")
         try:
-            with network(count, "bench") as machines:
+            with network(*(f"bench{number}" for number in range(count))) as machines:
                 run(machines, out)
         except NoNamespacesError as error:
             sys.exit(str(error))
@@ -71,7 +71,7 @@ def run(machines: list[Machine], out: Path) -> None:
     end = time.monotonic() + LIMIT
     try:
         for number, machine in enumerate(machines):
-            words = [*machine.words, *launch, "--node-rank", str(number), *job]
+            words = [*machine.enters, *launch, "--node-rank", str(number), *job]
             log = out.with_name(f"{number}.log")
             with log.open("wb") as file:
                 program = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file)

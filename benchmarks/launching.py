@@ -73,9 +73,13 @@ def run_roles(
 
 
 def run_quietly(
-    command: Sequence[str], *, env: Mapping[str, str] | None = None, limit: float = 300.0
+    command: Sequence[str],
+    *,
+    env: Mapping[str, str] | None = None,
+    limit: float = 300.0,
+    folder: Path = ROOT,
 ) -> str:
-    """Run ``python *command`` in a session of its own; answers its stdout.
+    """Run ``python *command`` in ``folder`` and a session of its own; answers its stdout.
 
     Ends the program with what it said if it fails or outlives ``limit`` seconds.
     """
@@ -83,7 +87,7 @@ def run_quietly(
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             [sys.executable, *command],
-            cwd=ROOT,
+            cwd=folder,
             env=_base(env),
             stdout=out,
             stderr=err,
@@ -105,7 +109,8 @@ def run_quietly(
             file.seek(0)
         if code != 0:
             ended = f"took {limit:g} s" if code is None else f"ended with {code}"
-            sys.exit(f"{' '.join(command)} {ended}\n{err.read()[-4000:]}")
+            said = f"{out.read()[-4000:]}{err.read()[-4000:]}"
+            sys.exit(f"{' '.join(command)} {ended}\n{said}")
         return out.read()
 
 

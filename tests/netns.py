@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
+import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
-LIMIT = 20.0
-SUBNET = "10.111.0"  # seen inside the namespaces only
+LIMIT = 30.0
+SUBNET = "10.77.0"  # seen inside the namespaces only
+FILES = Path("/etc/netns")
+"""`ip netns exec` puts what is in there over /etc."""
 
 MEMORY = "mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
 ENTER = 'exec nsenter --target {} --net --mount --ipc env --chdir="$PWD" "$@"'
@@ -22,14 +26,18 @@ class NoNamespacesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A network namespace with an address, and the process that holds its mounts and memory."""
+    """A network namespace with an address, and the process that holds its mounts and memory.
 
+    ``name`` is what the others call it.
+    """
+
+    name: str
     namespace: str
     address: str
     holder: int
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def enters(self) -> tuple[str, ...]:
         """What to put before a command so that it runs on this machine."""
         return ("sh", "-c", ENTER.format(self.holder), "sh")
 
@@ -41,42 +49,61 @@ class Machine:
         """Bring it back."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
+    def drop(self, source: Machine, port: int) -> None:
+        """Let packets of ``source`` to ``port`` here go lost."""
+        rule = ["-s", source.address, "-p", "tcp", "--dport", str(port), "-j", "DROP"]
+        _system(*self.enters, "iptables", "-A", "INPUT", *rule)
 
-@contextlib.contextmanager
-def network(count: int, name: str = "net") -> Iterator[list[Machine]]:
-    """So many machines on one switch, gone after the block.
+    def slow_down(self, rate: str) -> None:
+        """Let what leaves this machine leave at ``rate``, as 1mbit."""
+        shape = ["tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
+        _system("tc", "-n", self.namespace, "qdisc", "add", "dev", "eth0", "root", *shape)
 
+
+@contextmanager
+def network(*names: str, own_name: str = "") -> Iterator[list[Machine]]:
+    """Machines of these names on one switch, gone after the block; they know each other's names.
+
+    ``own_name``: what each calls itself instead of its address, as Debian's 127.0.1.1.
     The switch is in a namespace too, so that no rule of this machine's firewall meets it.
     Raises `NoNamespacesError` where this machine or our rights do not allow them.
     """
     if os.geteuid() != 0:
         raise NoNamespacesError("network namespaces need root")
-    mark = f"{name}-{secrets.token_hex(3)}"
-    with contextlib.ExitStack() as stack:
+    if missing := [word for word in ("ip", "tc", "iptables") if shutil.which(word) is None]:
+        raise NoNamespacesError(f"there is no {missing[0]} here (iproute2, iptables)")
+    mark = f"machine-{secrets.token_hex(3)}"
+    addresses = {name: f"{SUBNET}.{number}" for number, name in enumerate(names, start=1)}
+    with ExitStack() as stack:
         try:
             switch = stack.enter_context(_namespace(f"{mark}-switch"))
             _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
             _ip("-n", switch, "link", "set", "bridge", "up")
-            machines = [
-                stack.enter_context(_machine(switch, f"{mark}-{n}", n)) for n in range(count)
-            ]
+            machines = []
+            for name in names:
+                known = addresses | ({name: own_name} if own_name else {})
+                lines = ["127.0.0.1 localhost", *(f"{known[other]} {other}" for other in names)]
+                machine = _machine(switch, mark, name, addresses[name], lines)
+                machines.append(stack.enter_context(machine))
         except (OSError, subprocess.SubprocessError) as error:
             said = getattr(error, "stderr", None) or error
             raise NoNamespacesError(f"network namespaces cannot be made: {said}") from error
         yield machines
 
 
-@contextlib.contextmanager
-def _machine(switch: str, name: str, number: int) -> Iterator[Machine]:
-    """A machine in port ``number`` of the switch."""
-    with _namespace(name) as there:
-        port, address = f"port{number}", f"{SUBNET}.{number + 1}"
+@contextmanager
+def _machine(
+    switch: str, mark: str, name: str, address: str, hosts: Sequence[str]
+) -> Iterator[Machine]:
+    """A machine at the switch; ``hosts`` are the lines of its /etc/hosts."""
+    with _namespace(f"{mark}-{name}") as there, _files(there, hosts):
         _ip("-n", there, "link", "add", "eth0", "type", "veth",
-            "peer", "name", port, "netns", switch)  # fmt: skip
-        _ip("-n", switch, "link", "set", port, "master", "bridge", "up")
+            "peer", "name", name, "netns", switch)  # fmt: skip
+        _ip("-n", switch, "link", "set", name, "master", "bridge", "up")
         _ip("-n", there, "address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
             _ip("-n", there, "link", "set", device, "up")
+        _ip("-n", there, "route", "add", "default", "dev", "eth0")
         words = ["ip", "netns", "exec", there, "unshare", "--mount", "--ipc", "sh", "-c", MEMORY]
         # It ends when its input does, so not even our own violent end leaves it.
         holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -84,10 +111,23 @@ def _machine(switch: str, name: str, number: int) -> Iterator[Machine]:
             assert holder.stdout is not None
             if holder.stdout.readline() != b"ready\n":
                 raise OSError("no mounts and memory of its own for a namespace")
-            yield Machine(there, address, holder.pid)
+            yield Machine(name, there, address, holder.pid)
 
 
-@contextlib.contextmanager
+@contextmanager
+def _files(namespace: str, hosts: Sequence[str]) -> Iterator[None]:
+    folder = FILES / namespace
+    folder.mkdir(parents=True)
+    try:
+        (folder / "hosts").write_text("\n".join(hosts) + "\n")
+        # Without a server for names an unknown one is known to be so at once.
+        (folder / "resolv.conf").touch()
+        yield
+    finally:
+        shutil.rmtree(folder)
+
+
+@contextmanager
 def _namespace(name: str) -> Iterator[str]:
     _ip("netns", "add", name)
     try:
@@ -97,4 +137,9 @@ def _namespace(name: str) -> Iterator[str]:
 
 
 def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, text=True, timeout=LIMIT)
+    _system("ip", *words)
+
+
+def _system(*words: str) -> None:
+    """Have the system do it; what it says against it fails the test."""
+    subprocess.run(words, check=True, capture_output=True, text=True, timeout=LIMIT)

@@ -34,10 +34,11 @@ from benchmarks.jobs.bare_servers import (
 from benchmarks.jobs.steps import adam
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.sockets import listen
+from spartito.collectives.versions import Versions
 from spartito.ps.client import Address, Link
 from spartito.ps.layout import Span
 from spartito.ps.messages import End, Hello, Load, Push
-from spartito.ps.server import RELEASE, Server
+from spartito.ps.server import Server
 from spartito.ps.servers import Servers
 from spartito.ps.shard import Shard, settings
 from spartito.ps.store import Rules, Store
@@ -249,7 +250,7 @@ def _link(vector: Vector, port: int, worker: int, workers: int, way: str, chief:
         chief=chief,
         job=JOB,
         digest=vector.layout.digest,
-        release=RELEASE,
+        versions=Versions.own(),
         rules=str(Rules(workers)),
         host=host_key() if way == "shared memory" else "",
     )

@@ -10,6 +10,7 @@ _CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
+_CGROUP_NAMESPACE = Path("/proc/self/ns/cgroup")
 _STATUS = Path("/proc/self/status")
 _NO_LIMIT = 1 << 60
 """More than this is how a cgroup of version 1 says that there is no limit of memory."""
@@ -17,8 +18,22 @@ _NO_LIMIT = 1 << 60
 
 def available_cores() -> int:
     """How many cores this process may use: the smaller of its affinity and its cgroup's quota."""
-    affinity = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    return max(1, math.ceil(min(affinity or 1, cgroup_quota())))
+    return max(1, math.ceil(min(len(affinity()), cgroup_quota())))
+
+
+def affinity() -> frozenset[int]:
+    """The cores that the system may run this process on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def own_cgroup() -> str:
+    """What tells this process's cgroup from the others of the machine: who shares our quota."""
+    try:
+        return f"{os.readlink(_CGROUP_NAMESPACE)} {_text(_OWN_CGROUP)}"
+    except OSError:
+        return ""  # no cgroups: all are in the same
 
 
 def cgroup_quota() -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -10,14 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SPARTITO, Commands, Program, commands_in
+from tests.commands import SPARTITO, Commands, Program, commands_in, tf_config
 from tests.netns import Machine, NoNamespacesError, network
 
 EXACT = 1e-12
 LONG = 60.0  # a limit that no passing test comes near
 PORT = 29511
 SCRIPT = """
-import json, sys
+import json, os, sys
 import torch
 from torch import nn
 import spartito as sp
@@ -32,7 +33,7 @@ x = torch.randn(50, 6, generator=torch.Generator().manual_seed(7), dtype=torch.f
 class Tell(sp.Callback):
     def on_epoch_end(self, epoch, logs):
         if epoch == 1:
-            print("under way", flush=True)
+            print("under way", os.getpid(), flush=True)
 
 
 trainer = sp.Trainer(
@@ -66,20 +67,36 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 def machines() -> Iterator[list[Machine]]:
     """Two of them."""
     try:
-        with network(2, "machines") as made:
+        with network("alpha", "beta") as made:
             yield made
     except NoNamespacesError as error:
         pytest.skip(str(error))
 
 
-def start(commands: Commands, machines: list[Machine], workers: int, out: str) -> list[Program]:
-    """So many replicas on each machine, which train three epochs."""
+@pytest.fixture
+def debian(commands: Commands) -> Iterator[list[Machine]]:
+    """Two to which their own names mean the loopback, and without a way to anywhere else."""
+    try:
+        with network("alpha", "beta", own_name="127.0.1.1") as made:
+            for machine in made:
+                assert (
+                    commands.start(*machine.enters, "ip", "route", "del", "default").end().code == 0
+                )
+            yield made
+    except NoNamespacesError as error:
+        pytest.skip(str(error))
+
+
+def start(
+    commands: Commands, machines: list[Machine], workers: int, out: str, epochs: int = 3
+) -> list[Program]:
+    """A launcher on each machine for so many replicas."""
     there = f"{machines[0].address}:{PORT}"
     job = ["run", "--strategy", "multi_worker_mirrored", "--nnodes", str(len(machines))]
     return [
         commands.start(
-            *machine.words, *SPARTITO, *job, "--master-addr", there, "--node-rank", str(number),
-            "--workers", str(workers), "train.py", out, "3",
+            *machine.enters, *SPARTITO, *job, "--master-addr", there, "--node-rank", str(number),
+            "--workers", str(workers), "train.py", out, str(epochs),
             env={"SPARTITO_TIMEOUT": "60"},
         )
         for number, machine in enumerate(machines)
@@ -93,7 +110,7 @@ def start_each(commands: Commands, machines: list[Machine], limit: float) -> lis
     """
     programs = [
         commands.start(
-            *machines[rank // 2].words, sys.executable, "train.py", "never", "1000000",
+            *machines[rank // 2].enters, sys.executable, "train.py", "never", "1000000",
             env={
                 "RANK": str(rank), "WORLD_SIZE": "4",
                 "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
@@ -152,6 +169,18 @@ def test_all_machines_name_the_one_that_was_killed(
             assert f"spartito: error: worker {victim} is gone" in ended.err
 
 
+def test_launchers_give_time_to_name_the_one_that_was_killed(
+    commands: Commands, machines: list[Machine]
+) -> None:
+    programs = start(commands, machines, 2, "never", epochs=1_000_000)
+    pid = int(programs[1].wait_for(r"worker 3\] under way (\d+)")[1])
+    os.kill(pid, signal.SIGKILL)
+    here, there = (program.end() for program in programs)
+    assert (here.code, there.code) == (69, 69)
+    assert "spartito: error: worker 3 is gone" in here.err
+    assert "worker 3 was killed by SIGKILL" in there.err
+
+
 def test_all_machines_name_the_one_that_is_frozen(
     commands: Commands, machines: list[Machine]
 ) -> None:
@@ -173,3 +202,41 @@ def test_each_machine_names_the_other_one_when_the_network_is_cut(
         ended = program.end()
         assert ended.code == 69
         assert f"spartito: error: worker {0 if rank > 1 else 2} " in ended.err
+
+
+def test_the_own_address_is_on_the_way_to_another_task(
+    commands: Commands, debian: list[Machine]
+) -> None:
+    asks = (
+        "from spartito.collectives.process_group import own_address\n"
+        "print(own_address('alpha', 29500), own_address('alpha', 29500, ['alpha', 'beta']))"
+    )
+    ended = commands.start(*debian[0].enters, sys.executable, "-c", asks).end()
+    assert ended.out.split() == ["127.0.0.1", debian[0].address], ended.text
+
+
+def test_machines_meet_by_names_that_mean_the_loopback(
+    commands: Commands, debian: list[Machine]
+) -> None:
+    cluster = {"worker": [f"{machine.name}:{PORT}" for machine in debian]}
+    programs = [
+        commands.start(
+            *machine.enters, sys.executable, "train.py", "named", "2",
+            env={**tf_config(cluster, "worker", index), "SPARTITO_TIMEOUT": "30"},
+        )
+        for index, machine in enumerate(debian)
+    ]  # fmt: skip
+    for program in programs:
+        ended = program.end()
+        assert ended.code == 0, ended.text
+    assert answer(commands, "named", 1)["collective"] == "ProcessGroupCollective"
+
+
+def test_one_machine_alone_does_not_listen_everywhere(
+    commands: Commands, debian: list[Machine]
+) -> None:
+    there = f"{debian[0].name}:{PORT}"
+    job = ["run", "--workers", "2", "--master-addr", there, "train.py", "single", "2"]
+    ended = commands.start(*debian[0].enters, *SPARTITO, *job).end()
+    assert ended.code == 0, ended.text
+    assert "listens on all" not in ended.err

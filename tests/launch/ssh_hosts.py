@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.commands import SPARTITO, Commands, Program, eventually
-from tests.launch import netns_hosts
-from tests.launch.netns_hosts import FILES, Host, hosts_on_a_switch
+from tests.netns import Machine, network
 
 SSHD = "/usr/sbin/sshd"
 SEPARATION = Path("/run/sshd")
@@ -66,9 +65,9 @@ Host gone
 class Site:
     """``near``, where the commands are typed, and ``node1`` and ``node2``; keys in ``folder``."""
 
-    near: Host
-    one: Host
-    two: Host
+    near: Machine
+    one: Machine
+    two: Machine
     folder: Path
 
     @property
@@ -86,15 +85,17 @@ class Site:
 
 
 def why_not() -> str:
-    """Why there cannot be such machines here, "" where there can."""
-    if shutil.which("ssh") is None or not Path(SSHD).exists():
-        return "there is no OpenSSH client and server here"
-    return netns_hosts.why_not()
+    """Why ssh cannot reach any machine here, "" where it can."""
+    installed = shutil.which("ssh") is not None and Path(SSHD).exists()
+    return "" if installed else "there is no OpenSSH client and server here"
 
 
 @contextmanager
 def machines(folder: Path) -> Iterator[Site]:
-    """The machines, until the end of the block; files are written into ``folder``."""
+    """The machines, until the end of the block; files are written into ``folder``.
+
+    Raises `NoNamespacesError` where there cannot be any.
+    """
     for name in ("key", "host_key", "other_key"):
         words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
         subprocess.run(words, check=True, timeout=30)
@@ -106,10 +107,7 @@ def machines(folder: Path) -> Iterator[Site]:
     made = not SEPARATION.exists()
     SEPARATION.mkdir(exist_ok=True)
     with ExitStack() as stack:
-        near, one, two = stack.enter_context(hosts_on_a_switch("near", "node1", "node2"))
-        for host in (near, one, two):
-            # Without a server for names an unknown one is known to be so at once.
-            (FILES / host.namespace / "resolv.conf").touch()
+        near, one, two = stack.enter_context(network("near", "node1", "node2"))
         for host in (one, two):
             stack.enter_context(server(host, folder))
         yield Site(near, one, two, folder)
@@ -118,7 +116,7 @@ def machines(folder: Path) -> Iterator[Site]:
 
 
 @contextmanager
-def server(host: Host, folder: Path) -> Iterator[None]:
+def server(host: Machine, folder: Path) -> Iterator[None]:
     """An sshd on ``host`` that listens when the block begins."""
     log = folder / f"{host.name}.log"
     words = [*host.enters, SSHD, "-D", "-E", str(log), "-f", f"{folder}/sshd_config"]

@@ -9,21 +9,15 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SPARTITO, Commands, Ended, Program, commands_in, tf_config
-from tests.launch.netns_hosts import Host, hosts_on_a_switch, why_not
 from tests.launch.test_doctor import kinds, report, what
+from tests.netns import Machine, NoNamespacesError, network
 
 PORT = 21500
 TOLD = {"SPARTITO_TIMEOUT": "30"}
 PATIENT = 60.0
 """A limit that a loaded machine keeps; where all come it plays no part."""
 
-Hosts = Callable[..., list[Host]]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _can() -> None:
-    if why := why_not():
-        pytest.skip(why)
+Hosts = Callable[..., list[Machine]]
 
 
 @pytest.fixture
@@ -36,10 +30,17 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 def hosts() -> Iterator[Hosts]:
     """``hosts("a", "b")`` know each other by these names."""
     with ExitStack() as stack:
-        yield lambda *names, **given: stack.enter_context(hosts_on_a_switch(*names, **given))
+
+        def make(*names: str, own_name: str = "") -> list[Machine]:
+            try:
+                return stack.enter_context(network(*names, own_name=own_name))
+            except NoNamespacesError as error:
+                pytest.skip(str(error))
+
+        yield make
 
 
-def start(commands: Commands, hosts: Sequence[Host], limit: float) -> list[Program]:
+def start(commands: Commands, hosts: Sequence[Machine], limit: float) -> list[Program]:
     """A doctor on each host."""
     own = [f"{host.name}:{PORT}" for host in hosts]
     return [
@@ -55,7 +56,7 @@ def start(commands: Commands, hosts: Sequence[Host], limit: float) -> list[Progr
     ]
 
 
-def examine(commands: Commands, hosts: Sequence[Host], limit: float = PATIENT) -> Ended:
+def examine(commands: Commands, hosts: Sequence[Machine], limit: float = PATIENT) -> Ended:
     """What the first of them finds."""
     first, *others = start(commands, hosts, limit)
     ended = first.end()
@@ -123,14 +124,12 @@ def test_training_by_names_that_mean_the_loopback(
     alpha, beta = hosts("alpha", "beta", own_name="127.0.1.1")
     cluster = {"worker": [f"alpha:{PORT}", f"beta:{PORT}"], "ps": [f"beta:{PORT + 1}"] * servers}
     tasks = [(alpha, "worker", 0), (beta, "worker", 1), (beta, "ps", 0)][: 2 + servers]
-    # The hosts have /dev/shm in common, which hosts have not.
-    told = {} if servers else {"SPARTITO_STRATEGY_OPTIONS": '{"communication": "process_group"}'}
     programs = [
         commands.start(
             *host.enters,
             *SPARTITO,
             *("train", "mnist", "--epochs=1"),
-            env={**tf_config(cluster, role, index), **TOLD, **told},
+            env={**tf_config(cluster, role, index), **TOLD},
         )
         for host, role, index in tasks
     ]

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from tests.commands import eventually
-from tests.launch.containers import IMAGE, SPARTITO, Job, docker
+from tests.launch.containers import IMAGE, LIMIT, ROOT, SPARTITO, Job, docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
@@ -96,6 +96,14 @@ def test_docker_without_a_composer(container_job: Make, tmp_path: Path) -> None:
     code, text = up(container_job("--workers", "2"), PATH=str(alone))
     assert code == 2
     assert "this docker has no compose" in text
+
+
+def test_an_image_that_is_missing(container_job: Make) -> None:
+    job = container_job("--workers", "2", "--image", "spartito-nowhere:1")
+    code, text = job.does("up")
+    assert code == 2
+    assert "there is no image 'spartito-nowhere:1'" in text
+    assert job.remains == []
 
 
 def test_a_container_of_another_that_has_the_name(container_job: Make) -> None:
@@ -205,3 +213,10 @@ def test_down_removes_what_an_up_has_left_that_was_killed_at_its_start(container
     assert job.does("down")[0] == 0
     assert job.remains == []
     assert job.run_folder.is_dir()
+
+
+def test_a_base_image_that_cannot_be_fetched(image: str) -> None:
+    words = ["cluster", "image", str(ROOT), "--tag", "spartito-none", "--base", "localhost:9/none"]
+    done = subprocess.run([*SPARTITO, *words], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 2
+    assert "the base image localhost:9/none is not on this machine" in done.stderr

@@ -67,6 +67,36 @@ def test_the_first_traceback_is_shown_whole_and_the_others_stop(start: Start) ->
     assert err.count("Traceback") == 1
 
 
+TELLS = """
+import fcntl, os, signal, sys, time
+from pathlib import Path
+lock = os.open({lock!r}, os.O_RDWR | os.O_CREAT)
+signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
+while not os.path.exists({held!r}): pass
+Path({ready!r}).touch()
+fcntl.flock(lock, fcntl.LOCK_EX)  # once its holder is dead
+time.sleep(0.5)  # what telling takes
+print("told", flush=True)
+sys.exit(69)
+"""
+DIES = """
+import fcntl, os, signal
+lock = os.open({lock!r}, os.O_RDWR | os.O_CREAT)
+fcntl.flock(lock, fcntl.LOCK_EX)
+open({held!r}, "w").close()
+while not os.path.exists({ready!r}): pass
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_the_others_may_get_time_to_say_whom_they_lost(start: Start, tmp_path: Path) -> None:
+    files = {name: str(tmp_path / name) for name in ("lock", "held", "ready")}
+    code, out, err = start(TELLS.format(**files), DIES.format(**files), word=LIMIT).end()
+    assert code == 69
+    assert "[worker 0] told\n" in out
+    assert "worker 0 was stopped because worker 1 was killed by SIGKILL" in err
+
+
 def test_the_others_tracebacks_are_not_shown(start: Start, tmp_path: Path) -> None:
     falls = (
         f"import os, signal, time\nfrom pathlib import Path\n"

@@ -20,12 +20,13 @@ from torch.optim import SGD, Adam, Optimizer
 
 from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.sockets import listen
+from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.ps.client import BREAKS, Address, Link, Restarted
 from spartito.ps.connection import areas
 from spartito.ps.layout import LINE, Span, cut
 from spartito.ps.messages import Hello, Lost, Pull, Push, Status, Values, Welcome
-from spartito.ps.server import RELEASE, Server
+from spartito.ps.server import Server
 from spartito.ps.servers import Control, Servers
 from spartito.ps.shard import Shard, State, settings
 from spartito.ps.store import Rules, Store
@@ -113,7 +114,7 @@ class Job:
             chief=chief,
             job="job",
             digest=self.vector.layout.digest,
-            release=RELEASE,
+            versions=Versions.own(),
             rules=str(self.rules),
             host=host_key() if self.shares and not chief else "",
         )
@@ -387,7 +388,10 @@ def test_a_server_with_another_life_has_forgotten(job: Start) -> None:
     [
         ({"digest": "0123"}, "worker 0 has model 0123, ps 0 has [0-9a-f]{16}"),
         ({"rules": "{}"}, r"worker 0 has rules \{\}, ps 0 has"),
-        ({"release": "0.0.0"}, r"worker 0 has version 0.0.0, ps 0 has"),
+        (
+            {"versions": Versions("0.0.0", "1.0.0")},
+            r"different versions of Spartito: 0.0.0 on worker 0, .* on ps 0",
+        ),
         ({"job": "another"}, "is of job another, ps 0 serves job"),
         ({"worker": 7, "task": "worker 7"}, "worker 7 of 2"),
     ],
@@ -440,7 +444,7 @@ def unmet(address: Address, timeout: float = SHORT) -> Link:
     model = net()
     vector = Vector(model, make(model))
     (span,) = cut(vector.layout, 1, 1, False)
-    hello = Hello("worker 0", 0, False, "job", vector.layout.digest, RELEASE, "{}", "")
+    hello = Hello("worker 0", 0, False, "job", vector.layout.digest, Versions.own(), "{}", "")
     return Link(address, hello, span, vector, None, timeout)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, UserError
 from spartito.ps.coordinator import Coordinator
 from spartito.ps.lease import Lease
@@ -22,12 +23,15 @@ from spartito.ps.work import (
     Complete,
     Hello,
     Pause,
+    Refused,
     Report,
     Take,
     Totals,
     ToWorker,
 )
 from tests.ps import coordination as co
+
+HELLO = Hello(1, Versions.own())
 
 
 @pytest.fixture
@@ -187,7 +191,7 @@ def test_strangers_are_shown_out_and_the_next_is_served(data: bytes) -> None:
         link.close()
 
 
-@pytest.mark.parametrize("messages", [[Beat()], [Hello(1), Hello(1)], [Take(0, 0, None, True)]])
+@pytest.mark.parametrize("messages", [[Beat()], [HELLO, HELLO], [Take(0, 0, None, True)]])
 def test_messages_out_of_turn_end_the_connection(messages: list[Any]) -> None:
     with co.serving(2) as (coordinator, port):
         wire = Wire(socket.create_connection((co.HOST, port)), ToWorker, timeout=co.LIMIT)
@@ -200,6 +204,50 @@ def test_messages_out_of_turn_end_the_connection(messages: list[Any]) -> None:
         coordinator.open(0, co.plan())
         link = co.link(port, 1)
         assert isinstance(link.take(0, 0, None), Lease)
+        link.close()
+
+
+def turned_away(port: int) -> str:
+    """What worker 1 is told that has another Spartito."""
+    wire = Wire(socket.create_connection((co.HOST, port)), ToWorker, timeout=co.LIMIT)
+    wire.send(Hello(1, Versions("0.0.1", Versions.own().torch)))
+    answer = wire.receive()
+    wire.close()
+    assert isinstance(answer, Refused)
+    return answer.what
+
+
+def test_a_worker_with_another_version_ends_a_job_that_has_not_begun() -> None:
+    with co.serving(2) as (coordinator, port):
+        assert "0.0.1 on worker 1" in turned_away(port)
+        with pytest.raises(UserError, match=r"0\.0\.1 on worker 1"):
+            coordinator.gather(co.LIMIT)
+        with pytest.raises(UserError, match=r"0\.0\.1 on worker 1"):
+            coordinator.open(0, co.plan())
+
+
+def test_a_worker_with_another_version_is_refused_alone_once_there_is_work(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with co.serving(2) as (coordinator, port), caplog.at_level(logging.WARNING):
+        coordinator.open(0, co.plan())
+        assert "0.0.1 on worker 1" in turned_away(port)
+        link = co.link(port, 0)
+        assert isinstance(link.take(0, 0, None), Lease)
+        link.close()
+        co.eventually(lambda: "0.0.1 on worker 1" in caplog.text)
+        coordinator.check()
+
+
+def test_workers_hear_why_a_job_ended_that_was_not_begun() -> None:
+    with co.serving(2) as (coordinator, port):
+        link = co.link(port, 0)
+        turned_away(port)
+        with pytest.raises(UserError):
+            coordinator.gather(co.LIMIT)
+        coordinator.end()
+        with pytest.raises(UserError, match=r"0\.0\.1 on worker 1"):
+            link.take(0, 0, None)
         link.close()
 
 

@@ -20,6 +20,7 @@ from msgspec.structs import replace
 from torch import nn
 
 from spartito.collectives.sockets import listen
+from spartito.collectives.versions import Versions
 from spartito.ps.keys import MOST
 from spartito.ps.layout import cut
 from spartito.ps.messages import (
@@ -41,7 +42,7 @@ from spartito.ps.messages import (
     Values,
     Welcome,
 )
-from spartito.ps.server import RELEASE, Server
+from spartito.ps.server import Server
 from spartito.ps.shard import Shard
 from spartito.ps.store import Rules, Store
 from spartito.ps.vector import Vector, allocate
@@ -66,7 +67,9 @@ class Live:
             self.store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=60,
             snapshots=folder / "ps-0.safetensors", seconds=1000,
         )  # fmt: skip
-        self.hello = Hello("worker 1", 1, False, JOB, vector.layout.digest, RELEASE, str(rules), "")
+        self.hello = Hello(
+            "worker 1", 1, False, JOB, vector.layout.digest, Versions.own(), str(rules), ""
+        )
         self.thread = threading.Thread(target=self.server.serve)
         self.thread.start()
         self.chief = self.wire(replace(self.hello, task="worker 0", worker=0, chief=True))
@@ -209,7 +212,7 @@ def test_what_comes_before_a_hello(live: Live, steps: None, first: msgspec.Struc
 @pytest.mark.parametrize(
     ("facts", "why"),
     [
-        ({"release": "0.0.1"}, "has version 0.0.1"),
+        ({"versions": Versions("0.0.1", "1.0.0")}, "0.0.1 on worker 1"),
         ({"digest": "other"}, "has model other"),
         ({"rules": "{}"}, "has rules {}"),
         ({"job": "another"}, "is of job another"),
@@ -359,7 +362,7 @@ def test_an_optimizer_that_fails_ends_the_server_and_is_told(tmp_path: Path) -> 
     thread = threading.Thread(target=serve)
     thread.start()
     wire = Wire(socket.create_connection((HOST, port), LIMIT), Answer, timeout=LIMIT)
-    wire.send(Hello("worker 0", 0, True, JOB, vector.layout.digest, RELEASE, str(rules), ""))
+    wire.send(Hello("worker 0", 0, True, JOB, vector.layout.digest, Versions.own(), str(rules), ""))
     assert isinstance(wire.receive(), Welcome)
     wire.send(Load(JOB, [{}], 0), allocate(span).numpy().data)
     assert isinstance(wire.receive(), Done)

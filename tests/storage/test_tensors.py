@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import stat
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -230,3 +232,15 @@ def test_what_cannot_be_saved_is_named_by_its_path(state: Any, why: str) -> None
 def test_a_tree_that_does_not_fit_is_refused(tree: Any) -> None:
     with pytest.raises(UserError, match="does not fit together"):
         unpack_state(tree, {})
+
+
+@pytest.mark.parametrize(("mask", "mode"), [(0o022, 0o644), (0o077, 0o600), (0o002, 0o664)])
+def test_who_may_read_a_file_is_what_the_umask_says(tmp_path: Path, mask: int, mode: int) -> None:
+    file = tmp_path / "a.safetensors"
+    before = os.umask(mask)
+    try:
+        save_tensors(ARRAYS, file)
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE(file.stat().st_mode) == mode
+    assert list(tmp_path.iterdir()) == [file]

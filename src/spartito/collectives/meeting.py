@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Sequence
 from datetime import timedelta
 from math import inf
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -18,10 +20,19 @@ from spartito.collectives.process_group import ProcessGroupCollective, own_addre
 from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
 from spartito.collectives.sockets import dial, listen
 from spartito.collectives.store import absentees, ask
+from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import TaskLostError, UserError
 from spartito.names import ENV_TIMEOUT, nearest
 
 COMMUNICATION = ("auto", "ddp", "process_group")
+FAREWELL = 10.0  # seconds that the keeper of the store stays for those who are refused with it
+
+
+class Arrival(msgspec.Struct, frozen=True):
+    """What each replica tells all when it comes; equal texts ``host`` share memory."""
+
+    host: str
+    versions: Versions
 
 
 def connect(
@@ -37,7 +48,8 @@ def connect(
     replicas on some: shared memory inside, gloo between. Else, or if ``communication`` is
     another than "auto": gloo, for GPUs NCCL. Processes with equal texts ``host`` share memory;
     None finds out.
-    Raises `TaskLostError` that names the replicas which did not come within ``timeout`` seconds.
+    Raises `TaskLostError` that names the replicas which did not come within ``timeout`` seconds,
+    and on all of them `UserError` if their versions of Spartito or torch do not fit together.
     """
     if communication not in COMMUNICATION:
         raise UserError(
@@ -49,12 +61,13 @@ def connect(
     names = [cluster.name_of(rank) for rank in range(cluster.num_replicas)]
     store = _meet(cluster, names, limit)
     here = (host or host_key()) if supported() else f"rank {cluster.rank}"
-    hosts = ask(lambda: _tell_all(store, cluster, here), limit, names[0])
-    placement = Placement.of(hosts)
+    came = ask(lambda: _tell_all(store, cluster, here), limit, names[0])
+    _check_versions(came, cluster.rank, names, store)
+    placement = Placement.of([arrival.host for arrival in came])
     share = device.type == "cpu" and communication == "auto"
     if share and len(placement.machines) == 1:
         return SharedMemoryCollective(cluster.rank, names, store, limit)
-    address = own_address(*_rendezvous(cluster))
+    address = own_address(*_rendezvous(cluster), others=_hosts(cluster))
     if share and placement.is_layered:
         return _hierarchical(cluster.rank, names, store, limit, placement, address)
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -112,7 +125,8 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
     serves = cluster.rank == 0 and not agent
     end = time.monotonic() + limit
     if serves:
-        listener = listen(host, port, names[0], anywhere=True).detach()
+        others = cluster.spans_hosts
+        listener = listen(host, port, names[0], anywhere=True, others=others).detach()
     else:
         listener = None
         dial(host, port, names[0], limit).close()  # torch's store would wait, but noisily
@@ -140,6 +154,27 @@ def _store(host: str, port: int, limit: float, listener: int | None) -> dist.TCP
     )
 
 
-def _tell_all(store: dist.Store, cluster: ClusterSpec, text: str) -> list[str]:
-    store.set(f"host/{cluster.rank}", text)
-    return [store.get(f"host/{rank}").decode() for rank in range(cluster.num_replicas)]
+def _tell_all(store: dist.Store, cluster: ClusterSpec, host: str) -> list[Arrival]:
+    """What all replicas tell, by rank."""
+    own = Arrival(host, Versions.own())
+    store.set(f"came as/{cluster.rank}", msgspec.json.encode(own).decode())
+    told = [store.get(f"came as/{rank}") for rank in range(cluster.num_replicas)]
+    return [msgspec.json.decode(text, type=Arrival) for text in told]
+
+
+def _check_versions(
+    came: Sequence[Arrival], rank: int, names: Sequence[str], store: dist.Store
+) -> None:
+    """Raise on all replicas if their versions do not fit together."""
+    try:
+        check_versions({name: one.versions for name, one in zip(names, came, strict=True)})
+    except UserError:
+        # The store goes with its keeper: that one leaves when all have read it.
+        absentees(dist.PrefixStore("refused", store), rank, names, FAREWELL)
+        raise
+
+
+def _hosts(cluster: ClusterSpec) -> list[str]:
+    """Where tasks are, as far as the cluster tells."""
+    addresses = [address for tasks in cluster.addresses.values() for address in tasks if address]
+    return list(dict.fromkeys(split_address(address)[0] for address in addresses))

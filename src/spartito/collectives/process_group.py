@@ -191,18 +191,23 @@ class ProcessGroupReducer:
         return total
 
 
-def own_address(host: str, port: int) -> str:
-    """The address of this machine that routes to ``host``: the interface the others can reach."""
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    found = _source(family, host, port)
+def own_address(host: str, port: int, others: Sequence[str] = ()) -> str:
+    """The address of this machine that routes to ``host``: the interface the others can reach.
+
+    Debian gives a machine's own name a loopback address. If ``host`` is such a name, it is the
+    way to the first of the hosts ``others`` that is elsewhere, else the way to anywhere.
+    """
+    found = _source(host, port)
     if is_loopback(found) and not is_loopback(host):
-        # Debian gives a machine's own name a loopback address: then, the way to anywhere else.
-        with suppress(OSError):  # there is none: all others are on this machine
-            return _source(socket.AF_INET, ELSEWHERE, port)
+        for other in (*others, ELSEWHERE):
+            with suppress(OSError):  # no way leads there; if none does, all are on this machine
+                if not is_loopback(way := _source(other, port)):
+                    return way
     return found
 
 
-def _source(family: int, host: str, port: int) -> str:
+def _source(host: str, port: int) -> str:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, port))  # a datagram socket sends nothing: it only picks a route
         return str(probe.getsockname()[0])

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ from torch.distributed import PrefixStore, Store
 
 from spartito.collectives.collective import Collective, Reducer, Riders, Traffic, add_riders
 from spartito.collectives.store import absentees, ask
-from spartito.device import available_cores
+from spartito.device import affinity, cgroup_quota, own_cgroup
 from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
 
@@ -139,7 +140,7 @@ class SharedMemoryCollective(Collective):
         self._names = names
         self._keeper = keeper or names[0]
         self._directories = [path for path in directories if path.is_dir()]
-        self._spins = SPINS if self.world_size <= available_cores() else 0
+        self._spins = 0
         self._sequence = 0
         self._parity = 0
         head = 2 * LINE * self.world_size
@@ -158,12 +159,20 @@ class SharedMemoryCollective(Collective):
         try:
             self._exchange_lives(store)
             self.barrier()
+            self._spins = SPINS if self._has_room() else 0
         except BaseException:
             self.close()
             raise
         finally:
             self._unlink(segment)
             self._life_path(rank).unlink(missing_ok=True)
+
+    def _has_room(self) -> bool:
+        """Whether every rank has a core: containers of one machine share cores, not quotas."""
+        cores = affinity()
+        own = torch.tensor([crc32(str(sorted(cores)).encode()), crc32(own_cgroup().encode())])
+        beside = (torch.stack(self.all_gather(own)) == own).sum(0)
+        return bool(beside[0] <= len(cores) and beside[1] <= cgroup_quota())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         def add(parts: list[Tensor], into: Tensor) -> None:

@@ -21,7 +21,7 @@ from spartito.launch import machine, roles
 from spartito.launch.pace import shares_of
 from spartito.launch.process import Process
 from spartito.launch.roles import SEVERAL_MACHINES, Roles
-from spartito.launch.supervisor import supervise
+from spartito.launch.supervisor import Patience, supervise
 from spartito.names import (
     ENV_SNAPSHOT_DIR,
     ENV_STRATEGY,
@@ -38,6 +38,9 @@ Measured on one thread against glibc's defaults: 1.15 times the steps of a convo
 the same of an MLP, the same peak of memory. With 65536 for both, which gives freed memory back
 at once (sharded parameters then weigh what they should), both fall to 0.55 times.
 """
+
+WORD = 2.0
+"""Seconds in which tasks may tell those on other machines whom they lost."""
 
 
 def launch(
@@ -87,7 +90,11 @@ def launch(
     command = [sys.executable, *(["-m"] if module else []), *argv]
     with snapshots(cast, variables) as (folder, variables):
         processes = _processes(command, variables, place, cast, slow or {})
-        return supervise(processes, result_of=0 if result else None, private=folder)
+        # Elsewhere nobody sees what fails here unless one of our tasks says it.
+        patience = Patience(word=WORD) if place.nodes > place.locals else Patience()
+        return supervise(
+            processes, patience=patience, result_of=0 if result else None, private=folder
+        )
 
 
 @contextmanager

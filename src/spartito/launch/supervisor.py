@@ -37,6 +37,8 @@ class Patience:
     """From Ctrl-C or SIGTERM to SIGKILL: a script may write a last checkpoint."""
     cause: float = 2.0
     """For the task that failed first, once another reports that it lost a peer."""
+    word: float = 0.0
+    """From a failure to SIGTERM for the others, while they may tell other machines of it."""
     hold: float = 5.0
     """Until a traceback whose task lives on counts as ordinary output."""
 
@@ -213,7 +215,8 @@ class _Supervisor:
 
     def _deadline(self) -> float:
         times = [time.monotonic() + TICK, self.kill_at]
-        times += [task.ended_at + self.patience.cause for task in self.tasks if task.code]
+        limits = self.patience.cause, self.patience.word
+        times += [task.ended_at + limit for task in self.tasks if task.code for limit in limits]
         times += [since + self.patience.hold for since, _ in self._held()]
         now = time.monotonic()
         return min((at for at in times if at > now), default=now)
@@ -313,6 +316,8 @@ class _Supervisor:
             for since, _ in self._held()  # its traceback came first
         )
         if another and now < first.ended_at + self.patience.cause:
+            return
+        if self._groups() and now < first.ended_at + self.patience.word:
             return
         self.cause = first
         self.kill_at = now + self.patience.stop

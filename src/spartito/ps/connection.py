@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.shared_memory import Segment, host_key
-from spartito.errors import SpartitoError, TaskLostError
+from spartito.collectives.versions import Versions, check_versions
+from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import warn
 from spartito.ps.codec import Codec, make_codec
 from spartito.ps.layout import ITEM_SIZES, Span
@@ -166,6 +167,8 @@ class Connection(threading.Thread):
         hello = self._wire.receive()
         if not isinstance(hello, Hello):
             raise ProtocolError(f"hello was expected, {type(hello).__name__.lower()} came")
+        if not self._fits(hello):
+            return None
         refusal = self._server.greet(hello)
         if refusal is not None:
             self._wire.send(refusal)
@@ -181,6 +184,17 @@ class Connection(threading.Thread):
         self._wire.timeout = None
         self._wire.limit = STATE_ROOM * self._span.size + (1 << 20)
         return hello
+
+    def _fits(self, hello: Hello) -> bool:
+        """Whether the task runs what we run; else it is refused."""
+        try:
+            check_versions({hello.task: hello.versions, self._server.name: Versions.own()})
+        except UserError as error:
+            self._refuse(error)
+            if hello.chief and not self._store.ready:  # nobody else has values for us
+                self._server.fail(error)
+            return False
+        return True
 
     def _share(self) -> None:
         """Map a segment with the task, and go on by a socket of this machine alone."""

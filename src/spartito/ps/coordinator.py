@@ -15,7 +15,7 @@ from math import inf
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note, warn
 from spartito.ps.lease import Lease, Piece, Plan, WorkQueue
-from spartito.ps.members import Member, absence
+from spartito.ps.members import Member, absence, absent
 from spartito.ps.work import MAX_PUBLISHED, Complete, Pause, Report, Totals, Work
 
 LOOK_SECONDS = 0.25
@@ -173,13 +173,15 @@ class Coordinator:
     def gather(self, seconds: float, told: float = NOTE_SECONDS) -> list[str]:
         """Wait until all workers have come, ``seconds`` at most; answers who has not.
 
-        After ``told`` seconds it says for whom it waits.
+        After ``told`` seconds it says for whom it waits. Raises what ended the job meanwhile.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: not self._absent(), min(told, seconds)):
-                note("waiting for %s", " and ".join(self._absent()))
-                self._changed.wait_for(lambda: not self._absent(), seconds - told)
-            return self._absent()
+            settled = lambda: self._failure is not None or not absent(self._members)  # noqa: E731
+            if not self._changed.wait_for(settled, min(told, seconds)):
+                note("waiting for %s", " and ".join(absent(self._members)))
+                self._changed.wait_for(settled, seconds - told)
+            self._check()
+            return absent(self._members)
 
     def poll(self, stream: int, epoch: int, seconds: float) -> bool:
         """Whether all of ``epoch`` is done or the stream was ended; waits so long at most.
@@ -263,15 +265,19 @@ class Coordinator:
 
     def published(self, key: int, patience: float = inf) -> bytes | None:
         """What was published under ``key``, once it is; None after ``patience`` seconds."""
+        limit = min(patience, self.timeout)
         with self._changed:
-            self._changed.wait_for(
-                lambda: key in self._published or self._ended, min(patience, self.timeout)
-            )
+            self._changed.wait_for(lambda: key in self._published or self._ended, limit)
             return self._published.get(key)
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Have ``action`` done at the end."""
         self._closing.append(action)
+
+    @property
+    def begun(self) -> bool:
+        """Whether there was any work to give out so far."""
+        return bool(self._queues)
 
     @property
     def ended(self) -> bool:
@@ -300,6 +306,8 @@ class Coordinator:
     # Inside; all but the last two with the lock held
 
     def _look(self, worker: int, stream: int, epoch: int) -> Work:
+        if self._ended and isinstance(self._failure, UserError):
+            raise self._failure
         if self._ended or stream in self._stopped:
             return Complete(epoch, stop=True)
         queue = self._queues.get(stream)
@@ -346,9 +354,6 @@ class Coordinator:
                     )
                 )
         self._changed.notify_all()
-
-    def _absent(self) -> list[str]:
-        return [member.name for member in self._members if not member.came]
 
     def _check(self, began: float | None = None) -> None:
         if self._failure is not None:

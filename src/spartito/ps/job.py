@@ -17,6 +17,8 @@ from torch.optim import Optimizer
 from spartito.cluster.spec import ClusterSpec, Task, split_address
 from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.sockets import listen
+from spartito.collectives.versions import Versions
+from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_SNAPSHOT_DIR
 from spartito.ps.chief import JOB, Chief, OnLost
@@ -27,7 +29,7 @@ from spartito.ps.link import LocalLink, WorkerLink
 from spartito.ps.log import PushLog
 from spartito.ps.messages import Hello
 from spartito.ps.reception import Reception
-from spartito.ps.server import RELEASE, Server
+from spartito.ps.server import Server
 from spartito.ps.servers import Control, Servers
 from spartito.ps.shard import Shard, is_elementwise, merge_state, settings, slots, split_state
 from spartito.ps.store import Rules, Store
@@ -109,7 +111,13 @@ class Job:
         others = self.cluster.spans_hosts
         listener = listen(host, port, str(self.cluster.task), anywhere=False, others=others)
         name = secrets.token_hex(8)
-        links = [self._link(number, name, control=True) for number in range(len(self._spans))]
+        links: list[Link] = []
+        try:
+            for number in range(len(self._spans)):
+                links.append(self._link(number, name, control=True))
+        except UserError:
+            Control(links).end()  # the others would wait for us
+            raise
         chief = Chief(self._coordinator, Control(links), name, len(self.workers))
         self.give(chief)
         chief.begin()
@@ -184,7 +192,7 @@ class Job:
             chief=control,
             job=job,
             digest=self.vector.layout.digest,
-            release=RELEASE,
+            versions=Versions.own(),
             rules=str(self.rules),
             host=host_key() if options.shared_memory and supported() and not control else "",
         )

@@ -10,6 +10,7 @@ from typing import TypeVar
 import msgspec
 
 from spartito.collectives.sockets import dial
+from spartito.collectives.versions import Versions
 from spartito.errors import TaskLostError, UserError
 from spartito.ps.coordinator import LOOK_SECONDS, Coordinator
 from spartito.ps.wire import Gone, ProtocolError, Wire
@@ -85,7 +86,7 @@ class WorkerLink(WorkSource):
             dial(host, port, chief, timeout), ToWorker, limit=MAX_PUBLISHED, timeout=timeout
         )
         try:
-            welcome = self._ask(Hello(worker), Welcome)[0]
+            welcome = self._ask(Hello(worker, Versions.own()), Welcome)[0]
         except BaseException:
             self._wire.close()
             raise

@@ -21,12 +21,16 @@ class Member:
     bad: int = 0
 
 
+def absent(members: Sequence[Member]) -> list[str]:
+    """The names of those who never came."""
+    return [member.name for member in members if not member.came]
+
+
 def absence(members: Sequence[Member], all_expected: bool, seconds: float) -> TaskLostError:
     """The error of a wait of so many ``seconds`` without progress: names who is missing."""
     if all_expected:
-        missing = [member.name for member in members if not member.came]
         return TaskLostError(
-            f"{' and '.join(missing)} did not come within {seconds:g} s",
+            f"{' and '.join(absent(members))} did not come within {seconds:g} s",
             "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
     missing = [member.name for member in members if not member.live]

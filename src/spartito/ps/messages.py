@@ -6,6 +6,7 @@ from typing import Any
 
 import msgspec
 
+from spartito.collectives.versions import Versions
 from spartito.ps.keys import Key
 
 
@@ -22,7 +23,7 @@ class Hello(Message, frozen=True, tag="hello"):
     chief: bool
     job: str
     digest: str
-    release: str
+    versions: Versions
     rules: str
     """What must be equal on all tasks beside the schema, as text."""
     host: str

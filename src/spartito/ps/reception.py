@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 
+from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.ps.coordinator import ANSWER_SECONDS, Coordinator
@@ -89,7 +90,8 @@ class Reception:
             hello = wire.receive()
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"Hello was expected, {type(hello).__name__} came")
-            self._admit(wire, hello.worker)
+            if self._fits(wire, hello):
+                self._admit(wire, hello.worker)
         except UserError as error:
             self._refuse(wire, error)
         except ProtocolError as error:
@@ -100,6 +102,19 @@ class Reception:
             with self._lock:
                 self._talks.pop(wire)
             wire.close()
+
+    def _fits(self, wire: Wire, hello: Hello) -> bool:
+        """Whether the worker runs what we run; else it is refused, and a new job ends."""
+        try:
+            check_versions({"the chief": Versions.own(), f"worker {hello.worker}": hello.versions})
+        except UserError as error:
+            self._refuse(wire, error)
+            if self._coordinator.begun:
+                warn("a worker was refused: %s", error)
+            else:
+                self._coordinator.fail(error)
+            return False
+        return True
 
     def _admit(self, wire: Wire, worker: int) -> None:
         session = self._coordinator.enter(worker)

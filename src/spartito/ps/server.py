@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +25,6 @@ from spartito.storage import load_tensors, save_tensors
 LINGER_SECONDS = 30.0  # for tasks that still look at values when the job has ended
 LOOK_SECONDS = 0.5
 AWAY = 0.5  # of the time limit: who waits here is told of a lost chief before it gives us up
-RELEASE = version("spartito")
 
 
 class Server:
@@ -121,14 +119,14 @@ class Server:
     def greet(self, hello: Hello) -> Refused | None:
         """Whether a task may come in."""
         store = self.store
-        mine = {"version": RELEASE, "model": store.shard.layout.digest, "rules": str(store.rules)}
-        its = {"version": hello.release, "model": hello.digest, "rules": hello.rules}
+        mine = {"model": store.shard.layout.digest, "rules": str(store.rules)}
+        its = {"model": hello.digest, "rules": hello.rules}
         for what, value in mine.items():
             if its[what] != value:
                 return Refused(
                     f"{hello.task} has {what} {its[what]}, {self.name} has {value}",
-                    "All tasks must run the same script with the same Spartito: the model, "
-                    "the optimizer's groups and the strategy's options must be equal.",
+                    "All tasks must run the same script: the model, the optimizer's groups and "
+                    "the strategy's options must be equal.",
                 )
         if not -1 <= hello.worker < store.rules.workers:
             return Refused(f"{hello.task} is worker {hello.worker} of {store.rules.workers}", "")

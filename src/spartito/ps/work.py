@@ -7,6 +7,7 @@ from typing import Protocol
 
 import msgspec
 
+from spartito.collectives.versions import Versions
 from spartito.ps.lease import Lease
 
 MAX_PUBLISHED = 64 << 20  # bytes
@@ -77,9 +78,10 @@ class Totals:
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a connection: which worker it is."""
+    """The first message of a connection: which worker it is, and what it runs."""
 
     worker: int
+    versions: Versions
 
 
 class Beat(msgspec.Struct, frozen=True, tag="beat"):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
@@ -53,7 +55,9 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[st
         storages.add(storage)
     metadata = {"format": "pt"} | ({_ALIASES: json.dumps(aliases)} if aliases else {})
     try:
+        mode = _mode_of_new(file)
         save_file(stored, os.fspath(file), metadata=metadata)
+        os.chmod(file, mode)  # it comes with 0600
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{file} cannot be written: {error}",
@@ -76,6 +80,20 @@ def load_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         raise UserError(f"{file} does not exist") from None
     except (OSError, SafetensorError, ValueError, KeyError, AttributeError) as error:
         raise UserError(f"{file} is not a safetensors file that can be read: {error}") from error
+
+
+def _mode_of_new(file: str | os.PathLike[str]) -> int:
+    """The mode of a file that is made beside ``file`` as any other: the umask's, or the folder's.
+
+    To ask for the umask means to change it for a moment, for all threads.
+    """
+    probe = f"{os.fspath(file)}.{secrets.token_hex(4)}"
+    fd = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+    try:
+        return stat.S_IMODE(os.fstat(fd).st_mode)
+    finally:
+        os.close(fd)
+        os.unlink(probe)
 
 
 def _check(name: str, tensor: torch.Tensor) -> None:

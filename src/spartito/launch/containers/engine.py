@@ -24,6 +24,9 @@ START_SECONDS = 300.0
 
 PROJECT = "com.docker.compose.project"
 SERVICE = "com.docker.compose.service"
+BASE = "python:3.11-slim"
+"""What the Dockerfile begins with if nothing is said."""
+
 VERSION_LABEL = "spartito.version"
 
 COMPLAINTS = (
@@ -291,7 +294,14 @@ def build_image(
         words += ["--build-arg", f"{name}={value}"]
     if network is not None:
         words += ["--network", network]
-    return subprocess.run([*words, str(context)]).returncode
+    code = subprocess.run([*words, str(context)]).returncode
+    base = arguments.get("BASE", BASE)
+    if code and not engine.ask("image", "ls", "--quiet", base).strip():
+        raise UserError(
+            f"the base image {base} is not on this machine, and could not be fetched",
+            "Name one that is here: --base IMAGE. On Debian, scripts/engine makes one as root.",
+        )
+    return code
 
 
 def call(

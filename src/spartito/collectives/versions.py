@@ -1,0 +1,61 @@
+"""Which Spartito and torch a task runs, and whether tasks with these may work together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Self
+
+from spartito.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Versions:
+    """What is installed, as ``0.1.0`` and ``2.5.1+cpu``.
+
+    Tasks tell it in their first words. These fields stay in every release, so that one release
+    can refuse another by its name.
+    """
+
+    spartito: str
+    torch: str
+
+    @classmethod
+    def own(cls) -> Self:
+        """Those of this process."""
+        return cls(version("spartito"), version("torch"))
+
+    @property
+    def torch_series(self) -> str:
+        """torch's major and minor version: patches and builds compute the same."""
+        return ".".join(self.torch.partition("+")[0].split(".")[:2])
+
+
+def check_versions(versions: Mapping[str, Versions]) -> None:
+    """Raise `UserError` unless the tasks of these names have versions that fit together.
+
+    Spartito must be the same: what tasks say to each other changes with it. Of torch, whose
+    kernels change between minor versions, major and minor version must be.
+    """
+    if len({one.spartito for one in versions.values()}) > 1:
+        raise UserError(
+            f"the tasks have different versions of Spartito: "
+            f"{_who_has({name: one.spartito for name, one in versions.items()})}",
+            "Install the same one on all machines; spartito doctor shows who has which.",
+        )
+    if len({one.torch_series for one in versions.values()}) > 1:
+        raise UserError(
+            f"the tasks have different versions of torch: "
+            f"{_who_has({name: one.torch for name, one in versions.items()})}",
+            "The same model may come to other numbers there: install torch with the same two "
+            "first numbers on all machines; spartito doctor shows who has which.",
+        )
+
+
+def _who_has(versions: Mapping[str, str]) -> str:
+    """As ``0.1.0 on worker 0 and worker 2, 0.2.0 on worker 1``."""
+    having: dict[str, list[str]] = {}
+    for name, text in versions.items():
+        having.setdefault(text, []).append(name)
+    return ", ".join(f"{text} on {' and '.join(names)}" for text, names in having.items())
