@@ -76,22 +76,25 @@ class Clock:
 class StepLogs(Mapping[str, float]):
     """The figures of the epoch so far, computed when they are looked at.
 
-    ``loss`` is the last step's and exact over all replicas; a metric is this replica's mean.
+    ``loss`` is the last step's and exact over all replicas; a metric is this replica's mean. What
+    a task that computes nothing has not seen is NaN, and not among the names.
     """
 
     def __init__(self, metrics: Sequence[MeanMetric]) -> None:
         self._metrics = {metric.name: metric for metric in metrics}
         self.last = float("nan")
+        self.seen = False
 
     def __getitem__(self, name: str) -> float:
         return self.last if name == "loss" else self._metrics[name].value
 
     def __iter__(self) -> Iterator[str]:
-        yield "loss"
-        yield from self._metrics
+        if self.seen:
+            yield "loss"
+        yield from (name for name, metric in self._metrics.items() if metric.count)
 
     def __len__(self) -> int:
-        return 1 + len(self._metrics)
+        return len(list(iter(self)))
 
 
 class TrainingLoop:
@@ -245,7 +248,7 @@ class TrainingLoop:
         self._loss += result.loss
         self._weight += result.weight
         if result.weight:
-            self._logs.last = result.loss / result.weight
+            self._logs.last, self._logs.seen = result.loss / result.weight, True
         trainer = self._trainer
         for _ in range(result.updates):
             trainer.step += 1
