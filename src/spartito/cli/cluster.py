@@ -7,8 +7,16 @@ from typing import Annotated
 
 import typer
 
+from spartito.cli.options import (
+    Arguments,
+    Chief,
+    Evaluator,
+    Strategy,
+    StrategyOptions,
+    Target,
+    whole,
+)
 from spartito.errors import UserError
-from spartito.names import RECIPES, STRATEGIES
 
 IMAGE = "spartito"
 
@@ -54,26 +62,19 @@ def image(
 
 @cluster_app.command()
 def compose(
-    target: Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe."),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}.", metavar="NAME")
-    ] = None,
-    strategy_options: Annotated[
-        str | None,
-        typer.Option(help="The strategy's keyword arguments, a JSON object.", metavar="JSON"),
-    ] = None,
-    workers: Annotated[str, typer.Option(help="Containers that compute.", metavar="N")] = "1",
-    ps: Annotated[str, typer.Option("--ps", help="Parameter servers.", metavar="N")] = "0",
-    chief: Annotated[
-        bool, typer.Option("--chief", help="With --ps: a task of its own that hands out the work.")
-    ] = False,
-    evaluator: Annotated[
-        bool, typer.Option("--evaluator", help="A task of its own that evaluates each checkpoint.")
-    ] = False,
+    target: Target,
+    arguments: Arguments = None,
+    strategy: Strategy = None,
+    strategy_options: StrategyOptions = None,
+    workers: Annotated[
+        int,
+        typer.Option(help="Containers that compute.", parser=whole("--workers", 1), metavar="N"),
+    ] = 1,
+    ps: Annotated[
+        int, typer.Option("--ps", help="Parameter servers.", parser=whole("--ps", 0), metavar="N")
+    ] = 0,
+    chief: Chief = False,
+    evaluator: Evaluator = False,
     data: Annotated[
         Path | None, typer.Option(help="The data; /data in the containers, read-only.")
     ] = None,
@@ -106,8 +107,11 @@ def compose(
         Path | None, typer.Option(help="With --hosts: the folder for the files.", metavar="DIR")
     ] = None,
     timeout: Annotated[
-        str, typer.Option(help="Seconds that a task waits for another.", metavar="N")
-    ] = "300",
+        int,
+        typer.Option(
+            help="Seconds that a task waits for another.", parser=whole("--timeout", 1), metavar="N"
+        ),
+    ] = 300,
 ) -> None:
     """Write the compose file of a job; redirect it into a file.
 
@@ -126,8 +130,8 @@ def compose(
         arguments or [],
         strategy=strategy,
         strategy_options=strategy_options,
-        workers=_whole("--workers", workers, 1),
-        ps=_whole("--ps", ps, 0),
+        workers=workers,
+        ps=ps,
         chief=chief,
         evaluator=evaluator,
         data=data,
@@ -140,7 +144,7 @@ def compose(
         host_network=host_network,
         share_ipc=share_ipc,
         hosts=hosts,
-        timeout=_whole("--timeout", timeout, 1),
+        timeout=timeout,
     )
     if into is None:
         typer.echo(compose_file(job), nl=False)
@@ -154,26 +158,24 @@ def compose(
 
 @cluster_app.command()
 def slurm(
-    target: Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")],
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe."),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}.", metavar="NAME")
-    ] = None,
-    strategy_options: Annotated[
-        str | None,
-        typer.Option(help="The strategy's keyword arguments, a JSON object.", metavar="JSON"),
-    ] = None,
-    nodes: Annotated[str, typer.Option(help="Machines that Slurm gives.", metavar="N")] = "1",
+    target: Target,
+    arguments: Arguments = None,
+    strategy: Strategy = None,
+    strategy_options: StrategyOptions = None,
+    nodes: Annotated[
+        int,
+        typer.Option(help="Machines that Slurm gives.", parser=whole("--nodes", 1), metavar="N"),
+    ] = 1,
     workers: Annotated[
-        str, typer.Option(help="Tasks that compute, over all nodes.", metavar="N")
-    ] = "1",
-    ps: Annotated[str, typer.Option("--ps", help="Parameter servers.", metavar="N")] = "0",
-    evaluator: Annotated[
-        bool, typer.Option("--evaluator", help="A task of its own that evaluates each checkpoint.")
-    ] = False,
+        int,
+        typer.Option(
+            help="Tasks that compute, over all nodes.", parser=whole("--workers", 1), metavar="N"
+        ),
+    ] = 1,
+    ps: Annotated[
+        int, typer.Option("--ps", help="Parameter servers.", parser=whole("--ps", 0), metavar="N")
+    ] = 0,
+    evaluator: Evaluator = False,
     partition: Annotated[
         str | None, typer.Option(help="The partition of the nodes.", metavar="NAME")
     ] = None,
@@ -190,7 +192,10 @@ def slurm(
             help="A signal for each task before the time is over, as USR1@120.", metavar="SIGNAL"
         ),
     ] = None,
-    cpus_per_task: Annotated[str, typer.Option(help="CPUs of each task.", metavar="N")] = "1",
+    cpus_per_task: Annotated[
+        int,
+        typer.Option(help="CPUs of each task.", parser=whole("--cpus-per-task", 1), metavar="N"),
+    ] = 1,
     memory: Annotated[
         str | None, typer.Option(help="Memory of each node, as 8g.", metavar="SIZE")
     ] = None,
@@ -216,16 +221,16 @@ def slurm(
         arguments or [],
         strategy=strategy,
         strategy_options=strategy_options,
-        nodes=_whole("--nodes", nodes, 1),
-        workers=_whole("--workers", workers, 1),
-        ps=_whole("--ps", ps, 0),
+        nodes=nodes,
+        workers=workers,
+        ps=ps,
         evaluator=evaluator,
         partition=partition,
         account=account,
         time=time,
         gres=gres,
         signal=signal,
-        cpus_per_task=_whole("--cpus-per-task", cpus_per_task, 1),
+        cpus_per_task=cpus_per_task,
         memory=memory,
         name=name,
         out=out,
@@ -285,13 +290,3 @@ def down(file: File) -> None:
     from spartito.launch.containers import job
 
     raise typer.Exit(job.down(file))
-
-
-def _whole(option: str, text: str, least: int) -> int:
-    try:
-        number = int(text)
-    except ValueError:
-        raise UserError(f"{option} {text} is not a whole number") from None
-    if number < least:
-        raise UserError(f"{option} {number} is less than {least}")
-    return number

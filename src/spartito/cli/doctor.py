@@ -7,14 +7,8 @@ from typing import Annotated
 
 import typer
 
+from spartito.cli.options import whole
 from spartito.errors import UserError
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text)
-    except ValueError:
-        raise UserError(f"--workers {text} is not a whole number") from None
 
 
 def doctor(
@@ -22,7 +16,7 @@ def doctor(
         int | None,
         typer.Option(
             help="Examine so many processes started here, not the cluster we are in.",
-            parser=_number,
+            parser=whole("--workers"),
             metavar="N",
         ),
     ] = None,

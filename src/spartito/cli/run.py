@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from spartito.cli.options import whole
+from spartito.cli.options import Chief, Evaluator, Strategy, StrategyOptions, whole
 from spartito.errors import UserError
-from spartito.names import PRECISIONS, RECIPES, STRATEGIES, nearest
+from spartito.names import PRECISIONS, RECIPES, nearest
 
 if TYPE_CHECKING:
     from spartito.launch.hosts.job import Reach
@@ -24,13 +25,6 @@ def _precision(text: str) -> str:
     return text
 
 
-Strategy = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}.", metavar="NAME")
-]
-Options = Annotated[
-    str | None,
-    typer.Option(help="The strategy's keyword arguments, a JSON object.", metavar="JSON"),
-]
 Workers = Annotated[
     int | None,
     typer.Option(
@@ -46,17 +40,6 @@ Servers = Annotated[
         help="Parameter servers of the job; the strategy is then parameter_server.",
         parser=whole("--ps", 1),
         metavar="N",
-    ),
-]
-Evaluator = Annotated[
-    bool,
-    typer.Option("--evaluator", help="A task of its own that evaluates each checkpoint."),
-]
-Chief = Annotated[
-    bool,
-    typer.Option(
-        "--chief",
-        help="With --ps: a task of its own that hands out the work, not worker 0.",
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one last line of JSON.")]
@@ -104,7 +87,7 @@ def run(
         list[str] | None, typer.Argument(metavar="ARGS...", help="Its own arguments.")
     ] = None,
     strategy: Strategy = None,
-    strategy_options: Options = None,
+    strategy_options: StrategyOptions = None,
     workers: Workers = None,
     ps: Servers = None,
     evaluator: Evaluator = False,
@@ -156,20 +139,17 @@ def run(
                 f"--hosts and {' '.join(typed)} exclude each other",
                 "--hosts starts all machines from here; --nnodes starts one of them, by hand.",
             )
-        code = launch_on_hosts(
+        start = partial(launch_on_hosts, words, reach)
+    else:
+        start = partial(
+            launch,
             words,
-            reach,
-            module=module,
-            workers=workers,
-            ps=ps or 0,
-            evaluator=evaluator,
-            chief=chief,
-            strategy=strategy,
-            strategy_options=strategy_options,
+            nnodes=nnodes,
+            node_rank=node_rank,
+            master_addr=master_addr,
+            slow=slow_tasks(slow or []),
         )
-        raise typer.Exit(code)
-    code = launch(
-        words,
+    code = start(
         module=module,
         workers=workers,
         ps=ps or 0,
@@ -177,10 +157,6 @@ def run(
         chief=chief,
         strategy=strategy,
         strategy_options=strategy_options,
-        nnodes=nnodes,
-        node_rank=node_rank,
-        master_addr=master_addr,
-        slow=slow_tasks(slow or []),
     )
     raise typer.Exit(code)
 
@@ -250,21 +226,8 @@ def train(
     arguments += [name for name, on in switches.items() if on]
     words = [f"spartito.recipes.{recipe}", *arguments]
     reach = _reach(hosts, port, ssh, remote_dir, remote_python)
-    if reach is not None:
-        code = launch_on_hosts(
-            words,
-            reach,
-            module=True,
-            workers=workers,
-            ps=ps or 0,
-            evaluator=evaluator,
-            chief=chief,
-            strategy=strategy,
-            result=json,
-        )
-        raise typer.Exit(code)
-    code = launch(
-        words,
+    start = partial(launch, words) if reach is None else partial(launch_on_hosts, words, reach)
+    code = start(
         module=True,
         workers=workers,
         ps=ps or 0,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from spartito.launch.pace import shares_of
 from spartito.launch.process import Process
 from spartito.launch.roles import SEVERAL_MACHINES, Roles
 from spartito.launch.supervisor import Patience, supervise
+from spartito.launch.target import check_options
 from spartito.names import (
     ENV_SNAPSHOT_DIR,
     ENV_STRATEGY,
@@ -268,17 +268,8 @@ def check_strategy(strategy: str | None, options: str | None, place: Place, work
             f"central_storage with {here} of {replicas} replicas on this machine",
             "Choose multi_worker_mirrored for replicas on several machines.",
         )
-    if options is None:
-        return
-    try:
-        value = json.loads(options)
-    except json.JSONDecodeError as error:
-        raise UserError(f"--strategy-options {options!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(
-            f"--strategy-options {options!r} is not a JSON object",
-            "Write the keyword arguments as '{\"name\": value}'.",
-        )
+    if options is not None:
+        check_options(options)
 
 
 def check_program(argv: Sequence[str], module: bool) -> None:

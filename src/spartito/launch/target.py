@@ -26,7 +26,7 @@ def choose_strategy(strategy: str | None, options: str | None, roles: Roles) -> 
             "Use --strategy multi_worker_mirrored, or --workers 1.",
         )
     if options is not None:
-        _check_options(options)
+        check_options(options)
     return chosen
 
 
@@ -53,7 +53,8 @@ def inside_here(path: Path) -> Path | None:
     return found.relative_to(here) if found.is_relative_to(here) else None
 
 
-def _check_options(options: str) -> None:
+def check_options(options: str) -> None:
+    """Raise `UserError` unless ``options`` are keyword arguments as JSON."""
     try:
         value = json.loads(options)
     except json.JSONDecodeError as error:
