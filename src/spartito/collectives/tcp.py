@@ -44,7 +44,7 @@ def rest(views: Views, count: int) -> Views:
     """What is left of ``views`` once their first ``count`` bytes are done."""
     for number, view in enumerate(views):
         if count < len(view):
-            return [view[count:], *views[number + 1 :]] if count else views[number:]
+            return [view[count:], *views[number + 1 :]]
         count -= len(view)
     return []
 
