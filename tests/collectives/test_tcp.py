@@ -67,7 +67,7 @@ def odd_sums(_: Connection, rank: int, world_size: int, port: int) -> Any:
     sums: list[torch.Tensor] = []
     noise = torch.Generator().manual_seed(rank)
     for dtype in (torch.float64, torch.bfloat16, torch.int16):
-        edge = SMALL // dtype.itemsize
+        edge = SMALL // (world_size - 1) // dtype.itemsize
         for numel in (0, 1, 2, edge - 1, edge, edge + 1, edge + 2, 3 * edge + 1):
             mine, beside = values(rank, numel, dtype), torch.full((2,), float(rank))
             group.reduce_all(mine, beside)

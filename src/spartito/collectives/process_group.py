@@ -1,4 +1,4 @@
-"""Replicas on several machines meet through torch's process groups: gloo, or NCCL for GPUs."""
+"""Replicas meet through torch's process groups: NCCL for GPUs, or gloo where it is asked for."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ import errno
 import select
 import socket
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,7 +26,7 @@ from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.roll import Roll
 from spartito.errors import TaskLostError, UserError
 
-SMALL = 16 << 10  # bytes up to which a tensor goes to all as a whole
+SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
 MAX_BUFFERS = 512  # of one system call; the system takes 1024
 MAX_WAIT = 1e6  # seconds of one poll
 ALIGNED = 64  # bytes: where a part of the scratch memory may begin
@@ -135,9 +135,7 @@ class SocketCollective(Collective):
         return self._in_place(tensor, send)
 
     def barrier(self) -> None:
-        came = torch.zeros(self.world_size, dtype=torch.uint8)
-        mine = came[self.rank :][:1]
-        self.exchange(self.swaps(lambda _: [mine], lambda peer: [came[peer : peer + 1]]))
+        self.all_gather(torch.zeros(1, dtype=torch.uint8))
 
     def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         if device.type != "cpu":
@@ -146,7 +144,10 @@ class SocketCollective(Collective):
 
     def reduce_all(self, *tensors: Tensor) -> None:
         """Sum several tensors at once, in place."""
-        Sum(self, [tensor.detach().view(-1) for tensor in tensors]).run()
+        self.summing(*tensors)()
+
+    def summing(self, *tensors: Tensor) -> Callable[[], None]:
+        return Sum(self, [tensor.detach().view(-1) for tensor in tensors]).run
 
     def close(self) -> None:
         close_all(self._connections)
@@ -162,7 +163,7 @@ class SocketCollective(Collective):
         """A swap with each peer, of flat tensors that functions of its rank answer."""
         return [Swap(peer, _views(out(peer)), _views(into(peer))) for peer in self.peers]
 
-    def exchange(self, swaps: Iterable[Swap]) -> None:
+    def exchange(self, swaps: Sequence[Swap]) -> None:
         """Make all ``swaps`` at the same time.
 
         Raises `TaskLostError` that names a peer which hangs up, or with which nothing moves
@@ -172,6 +173,7 @@ class SocketCollective(Collective):
         flows = {
             self._connections[swap.peer].fileno(): Flow(swap, self._connections[swap.peer])
             for swap in swaps
+            if swap.out or swap.into
         }
         waiter = select.poll()
         for number in flows:
@@ -226,28 +228,26 @@ class Sum:
 
     def __init__(self, group: SocketCollective, tensors: Sequence[Tensor]) -> None:
         self._group = group
-        mine, peers = group.rank, group.peers
-        cuts = [
-            shares(tensor.numel(), group.world_size)
-            if tensor.nbytes > SMALL
-            else [slice(0, tensor.numel())] * group.world_size
-            for tensor in tensors
-        ]
-        cut = list(zip(tensors, cuts, strict=True))
-        large = [(tensor, of) for tensor, of in cut if tensor.nbytes > SMALL]
-        self._sums = [tensor[of[mine]] for tensor, of in cut]
+        mine, peers, world_size = group.rank, group.peers, group.world_size
+        cut = [tensor.nbytes * len(peers) > SMALL for tensor in tensors]
+
+        def owned(rank: int, large: bool = False) -> list[Tensor]:
+            """What ``rank`` adds up; ``large``: what nobody else does."""
+            return [
+                tensor[shares(tensor.numel(), world_size)[rank]] if is_cut else tensor
+                for tensor, is_cut in zip(tensors, cut, strict=True)
+                if is_cut or not large
+            ]
+
+        self._sums = owned(mine)
         memory = iter(group.scratch([own.nbytes for _ in peers for own in self._sums]))
         come = {peer: [next(memory).view(own.dtype) for own in self._sums] for peer in peers}
         come[mine] = self._sums
-        self._parts = list(zip(*(come[rank] for rank in range(group.world_size)), strict=True))
-        self._scatter = group.swaps(
-            lambda peer: [tensor[of[peer]] for tensor, of in cut], lambda peer: come[peer]
-        )
+        self._parts = list(zip(*(come[rank] for rank in range(world_size)), strict=True))
+        self._scatter = group.swaps(owned, lambda peer: come[peer])
         self._gather = group.swaps(
-            lambda _: [tensor[of[mine]] for tensor, of in large],
-            lambda peer: [tensor[of[peer]] for tensor, of in large],
+            lambda _: owned(mine, large=True), lambda peer: owned(peer, large=True)
         )
-        self._is_cut = bool(large)
 
     def run(self) -> None:
         """Replace what is in the tensors by the sums."""
@@ -256,8 +256,7 @@ class Sum:
             for part in others:  # one of the parts is our own, which is read before it is written
                 first.add_(part)
             torch.add(first, last, out=own)
-        if self._is_cut:
-            self._group.exchange(self._gather)
+        self._group.exchange(self._gather)
 
 
 class SocketReducer:
@@ -267,15 +266,15 @@ class SocketReducer:
         self._group = group
         self.input = self.output = flat
         self._beside = torch.empty(0, dtype=torch.float64)
-        self._sum = Sum(group, [])
+        self._add = group.summing()
 
     def reduce(self, riders: Riders, unit: float) -> Riders:
         """As `Reducer.reduce`; the riders go along in the same messages."""
         if len(riders) != len(self._beside):
             self._beside = torch.empty(len(riders), dtype=torch.float64)
-            self._sum = Sum(self._group, [self.input, self._beside])
+            self._add = self._group.summing(self.input, self._beside)
         self._beside.copy_(torch.tensor(riders, dtype=torch.float64))
-        self._sum.run()
+        self._add()
         total = tuple(self._beside.tolist())
         if total[0] and total[0] != unit:
             self.output.mul_(unit / total[0])
