@@ -19,6 +19,7 @@ class Roll:
 
     def __init__(self, store: dist.Store, rank: int, names: Sequence[str], timeout: float) -> None:
         self._store = dist.PrefixStore("alive", store)
+        self._heard = dist.PrefixStore("heard", store)
         self._rank = rank
         self._names = names
         self._timeout = timeout
@@ -33,6 +34,7 @@ class Roll:
         """
         absent, reasons = roll_call(self._store, self._rank, self._names, GRACE)
         if reasons:  # somebody left because of another loss
+            roll_call(self._heard, self._rank, self._names, 0.0)  # the keeper waits for this
             return retold(reasons[0])
         seen = [name for name in absent if name in suspects]
         if not seen:
@@ -52,4 +54,4 @@ class Roll:
             ask(lambda: self._store.set(str(self._rank), word), GRACE, self._names[0])
         close()
         if self._rank == 0:  # the store goes with us
-            roll_call(self._store, self._rank, self._names, LINGER, word)
+            roll_call(self._heard, self._rank, self._names, LINGER)
