@@ -1,4 +1,4 @@
-"""Times all-reduces through shared memory and through gloo, in turns, and prints the windows."""
+"""Times all-reduces by shared memory, sockets and gloo, in turns, and prints the windows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from spartito.collectives.collective import Collective
 from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.tcp import SocketCollective
 
 TIMEOUT = 60.0
 REPEATS = {64: 500, 1 << 18: 100, 11 << 18: 15}
@@ -41,9 +43,11 @@ def main() -> None:
     )
     names = [f"worker {other}" for other in range(world_size)]
     shared = SharedMemoryCollective(rank, names, dist.PrefixStore("shared", store), TIMEOUT)
+    beside = dist.PrefixStore("beside", store)
+    sockets = SocketCollective(rank, names, beside, TIMEOUT, os.environ["MASTER_ADDR"])
     found: dict[int, dict[str, list[float]]] = {}
     for floats, repeats in REPEATS.items():
-        calls = sides(shared, floats)
+        calls = sides(shared, sockets, floats)
         found[floats] = {side: [] for side in calls}
         for _ in range(windows + 1):  # the first warms up
             for side, call in calls.items():
@@ -52,25 +56,35 @@ def main() -> None:
             del values[0]
     shared.barrier()
     shared.close()
+    sockets.close()
     dist.destroy_process_group()
     if rank == 0:
         print(json.dumps(found), flush=True)
 
 
-def sides(shared: SharedMemoryCollective, floats: int) -> dict[str, Callable[[], object]]:
+def sides(
+    shared: SharedMemoryCollective, sockets: SocketCollective, floats: int
+) -> dict[str, Callable[[], object]]:
     """The ways to sum a tensor: gradients are copied in first where a step would do so."""
     gradient = torch.zeros(floats)
-    reducer = shared.reducer(floats, torch.float32, torch.device("cpu"))
+    return {
+        "shared memory, as in a step": step(shared, gradient),
+        "shared memory, all_reduce": lambda: shared.all_reduce(gradient),
+        "sockets, as in a step": step(sockets, gradient),
+        "sockets, all_reduce": lambda: sockets.all_reduce(gradient),
+        "gloo": lambda: dist.all_reduce(gradient),
+    }
 
-    def step() -> None:
+
+def step(group: Collective, gradient: torch.Tensor) -> Callable[[], object]:
+    """The reduction of a step, with two riders."""
+    reducer = group.reducer(gradient.numel(), torch.float32, torch.device("cpu"))
+
+    def call() -> None:
         reducer.input.copy_(gradient)
         reducer.reduce((1.0, 0.0), 2.0)
 
-    return {
-        "shared memory, as in a step": step,
-        "shared memory, all_reduce": lambda: shared.all_reduce(gradient),
-        "gloo": lambda: dist.all_reduce(gradient),
-    }
+    return call
 
 
 def seconds(call: Callable[[], object], repeats: int, meet: Callable[[], None]) -> float:

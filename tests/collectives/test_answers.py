@@ -14,8 +14,8 @@ from tests.replicas import free_port
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
-def test_shared_memory_and_process_group_agree(world_size: int) -> None:
-    ways = [(way, free_port()) for way in ("auto", "process_group")]
+def test_all_collectives_agree(world_size: int) -> None:
+    ways = [(way, free_port()) for way in ("auto", "process_group", "sockets")]
     with running() as group:
         for rank in range(world_size):
             group.start(rank, jobs.same_answers, world_size, ways)
@@ -23,8 +23,8 @@ def test_shared_memory_and_process_group_agree(world_size: int) -> None:
             assert group.answer(rank, 90) == []
 
 
-@pytest.mark.parametrize("communication", ["auto", "process_group"])
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("communication", ["auto", "process_group", "sockets"])
+@pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_ranks_get_the_same_bits(communication: str, world_size: int) -> None:
     port = free_port()
     with running() as group:

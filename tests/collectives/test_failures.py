@@ -46,7 +46,7 @@ def clean() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("communication", ["auto", "process_group"])
+@pytest.mark.parametrize("communication", ["auto", "process_group", "sockets"])
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (2, 1), (3, 2)])
 def test_a_killed_rank_is_named_at_once(communication: str, world_size: int, victim: int) -> None:
     with running() as group:
@@ -63,7 +63,7 @@ def test_a_killed_rank_is_named_at_once(communication: str, world_size: int, vic
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("communication", ["auto", "process_group"])
+@pytest.mark.parametrize("communication", ["auto", "process_group", "sockets"])
 @pytest.mark.parametrize("victim", [0, 1])
 def test_a_frozen_rank_is_named_at_the_limit(communication: str, victim: int) -> None:
     with running() as group:
@@ -81,7 +81,7 @@ def test_a_frozen_rank_is_named_at_the_limit(communication: str, victim: int) ->
 
 
 @pytest.mark.usefixtures("clean")
-@pytest.mark.parametrize("communication", ["auto", "process_group"])
+@pytest.mark.parametrize("communication", ["auto", "process_group", "sockets"])
 def test_everyone_comes_after_a_pause(communication: str) -> None:
     with running() as group:
         together(group, 2, LONG, communication)
@@ -92,7 +92,7 @@ def test_everyone_comes_after_a_pause(communication: str) -> None:
         assert [group.answer(rank) for rank in range(2)] == ["met", "met"]
 
 
-@pytest.mark.parametrize("communication", ["auto", "process_group"])
+@pytest.mark.parametrize("communication", ["auto", "process_group", "sockets"])
 def test_who_never_comes_is_named_by_all(communication: str) -> None:
     port = free_port()
     with running() as group:

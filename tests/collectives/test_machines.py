@@ -140,7 +140,7 @@ def numbers(found: dict[str, object]) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("workers", "collective"), [(1, "ProcessGroupCollective"), (2, "HierarchicalCollective")]
+    ("workers", "collective"), [(1, "SocketCollective"), (2, "HierarchicalCollective")]
 )
 def test_two_machines_equal_one_device(
     commands: Commands, machines: list[Machine], workers: int, collective: str
@@ -229,7 +229,7 @@ def test_machines_meet_by_names_that_mean_the_loopback(
     for program in programs:
         ended = program.end()
         assert ended.code == 0, ended.text
-    assert answer(commands, "named", 1)["collective"] == "ProcessGroupCollective"
+    assert answer(commands, "named", 1)["collective"] == "SocketCollective"
 
 
 def test_one_machine_alone_does_not_listen_everywhere(

@@ -21,6 +21,8 @@ CASES: list[Case] = [
     ("mirrored", 3, {}),
     ("multi_worker_mirrored", 2, {}),
     ("multi_worker_mirrored", 3, {"communication": "process_group"}),
+    ("multi_worker_mirrored", 2, {"communication": "sockets"}),
+    ("multi_worker_mirrored", 3, {"communication": "sockets"}),
     ("mirrored", 2, {"communication": "ddp"}),  # the engine of GPUs, here on gloo
     ("central_storage", 2, {}),
     ("central_storage", 3, {}),

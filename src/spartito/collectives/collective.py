@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -85,6 +85,10 @@ class Collective(ABC):
         """Sum several tensors of one block each, in place: as `all_reduce`, at once if possible."""
         for tensor in tensors:
             self.all_reduce(tensor)
+
+    def summing(self, *tensors: Tensor) -> Callable[[], None]:
+        """A standing `reduce_all` of these tensors, to be called as often as they are filled."""
+        return lambda: self.reduce_all(*tensors)
 
     def give_up(self, error: TaskLostError) -> None:
         """Leave because of ``error``: who waits for us raises it too, where we can tell them."""

@@ -159,15 +159,20 @@ class HierarchicalReducer:
         self._group = group
         self._inside = inside
         self.input, self.output = inside.input, inside.output
+        self._numbers = torch.empty(0, dtype=torch.float64)
+        self._add = group.between.summing()
 
     def reduce(self, riders: Riders, unit: float) -> Riders:
         """As `Reducer.reduce`; what the machines weigh together scales, once."""
         # The weight 0 in front leaves the machine's sum unscaled, and becomes the verdict.
         own = self._group.within(lambda: self._inside.reduce((0.0, *riders), unit))
-        numbers = torch.tensor(own, dtype=torch.float64)
+        if len(own) != len(self._numbers):
+            self._numbers = torch.empty(len(own), dtype=torch.float64)
+            self._add = self._group.between.summing(self.output, self._numbers[1:])
+        numbers = self._numbers.copy_(torch.tensor(own, dtype=torch.float64))
 
         def add() -> None:
-            self._group.between.reduce_all(self.output, numbers[1:])
+            self._add()
             weight = numbers[1].item()
             if weight and weight != unit:
                 self.output.mul_(unit / weight)

@@ -20,11 +20,12 @@ from spartito.collectives.process_group import ProcessGroupCollective, own_addre
 from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
 from spartito.collectives.sockets import dial, listen
 from spartito.collectives.store import absentees, ask
+from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import TaskLostError, UserError
 from spartito.names import ENV_TIMEOUT, nearest
 
-COMMUNICATION = ("auto", "ddp", "process_group")
+COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
 FAREWELL = 10.0  # seconds that the keeper of the store stays for those who are refused with it
 
 
@@ -44,10 +45,10 @@ def connect(
 ) -> Collective:
     """The fastest collective that all replicas of ``cluster`` can share; all call this together.
 
-    Alone: the identity. On CPUs of one machine: shared memory; of several machines with several
-    replicas on some: shared memory inside, gloo between. Else, or if ``communication`` is
-    another than "auto": gloo, for GPUs NCCL. Processes with equal texts ``host`` share memory;
-    None finds out.
+    Alone: the identity. On CPUs of one machine: shared memory; of several machines: sockets, and
+    shared memory inside a machine with several replicas. "sockets" leaves shared memory out.
+    "process_group" and "ddp" are gloo on CPUs; GPUs have NCCL. Processes with equal texts
+    ``host`` share memory; None finds out.
     Raises `TaskLostError` that names the replicas which did not come within ``timeout`` seconds,
     and on all of them `UserError` if their versions of Spartito or torch do not fit together.
     """
@@ -55,6 +56,8 @@ def connect(
         raise UserError(
             f"unknown communication {communication!r}", nearest(communication, COMMUNICATION)
         )
+    if communication == "sockets" and device.type != "cpu":
+        raise UserError(f"communication='sockets' on {device}", "Sockets are for CPUs: take auto.")
     limit = time_limit() if timeout is None else _checked(timeout)
     if cluster.num_replicas == 1:
         return IdentityCollective()
@@ -70,6 +73,8 @@ def connect(
     address = own_address(*_rendezvous(cluster), others=_hosts(cluster))
     if share and placement.is_layered:
         return _hierarchical(cluster.rank, names, store, limit, placement, address)
+    if share or communication == "sockets":
+        return SocketCollective(cluster.rank, names, store, limit, address)
     backend = "nccl" if device.type == "cuda" else "gloo"
     return ProcessGroupCollective(cluster.rank, names, store, limit, backend, address)
 
@@ -77,7 +82,7 @@ def connect(
 def _hierarchical(
     rank: int, names: list[str], store: dist.Store, limit: float, placement: Placement, address: str
 ) -> Collective:
-    """Shared memory among the replicas of this machine, gloo among the leaders."""
+    """Shared memory among the replicas of this machine, sockets among the leaders."""
     machine, members = placement.machine_of(rank), placement.members(rank)
     inside: Inside = IdentityCollective()
     if len(members) > 1:
@@ -88,7 +93,7 @@ def _hierarchical(
 
     def meet_leaders() -> Collective:
         leaders = [names[leader] for leader in placement.leaders]
-        return ProcessGroupCollective(machine, leaders, store, limit, "gloo", address)
+        return SocketCollective(machine, leaders, store, limit, address)
 
     return HierarchicalCollective(rank, placement, inside, meet_leaders)
 

@@ -1,4 +1,4 @@
-"""Replicas on several machines meet through torch's process groups: gloo, or NCCL for GPUs."""
+"""Replicas meet through torch's process groups: NCCL for GPUs, or gloo where it is asked for."""
 
 from __future__ import annotations
 
@@ -20,11 +20,10 @@ from torch import Tensor
 
 from spartito.cluster.spec import is_loopback
 from spartito.collectives.collective import Collective, Reducer, Riders, Traffic
-from spartito.collectives.store import ask, retold, roll_call
+from spartito.collectives.roll import GRACE, Roll
+from spartito.collectives.store import ask
 from spartito.errors import TaskLostError, install_excepthook
 
-GRACE = 3.0  # seconds in which the living answer after an error
-LINGER = 10.0  # seconds that the keeper of the store stays for those who have not heard its reason
 ELSEWHERE = "192.0.2.1"  # an address for documentation: the default route leads there
 
 
@@ -69,9 +68,7 @@ class ProcessGroupCollective(Collective):
         self.rank = rank
         self.world_size = len(names)
         self.traffic = Traffic()
-        self._names = names
-        self._store = dist.PrefixStore("alive", store)
-        self._timeout = timeout
+        self._roll = Roll(store, rank, names, timeout)
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         limit = timedelta(seconds=timeout)
         options: Any = None
@@ -123,13 +120,7 @@ class ProcessGroupCollective(Collective):
             dist.destroy_process_group()
 
     def give_up(self, error: TaskLostError) -> None:
-        word = str(error)
-        # A store that is gone cannot be told; the others then name its keeper.
-        with suppress(TaskLostError):
-            ask(lambda: self._store.set(str(self.rank), word), GRACE, self._names[0])
-        self.close()  # ends the others' waits, and they look into the store
-        if self.rank == 0:  # which goes with us
-            roll_call(self._store, self.rank, self._names, LINGER, word)
+        self._roll.leave(error, self.close)
 
     def _here(self, tensor: Tensor) -> Tensor:
         """The values as one block on the device that the backend can reach."""
@@ -144,34 +135,23 @@ class ProcessGroupCollective(Collective):
         return tensor
 
     def _named(self) -> _Named:
-        return _Named(self)
-
-    def lost(self, error: BaseException) -> TaskLostError:
-        """What the backend's ``error`` means, once the living had a few seconds to sign in."""
-        absent, reasons = roll_call(self._store, self.rank, self._names, GRACE)
-        if reasons:  # somebody left because of another loss
-            return retold(reasons[0])
-        return TaskLostError(
-            f"{' and '.join(absent)} is gone or did not come within {self._timeout:g} s"
-            if absent
-            else f"the network between the tasks failed: {error}",
-            "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
-        )
+        return _Named(self._roll, self.traffic)
 
 
 class _Named:
     """Turns the backend's error into one that names the task, and counts the time."""
 
-    def __init__(self, collective: ProcessGroupCollective) -> None:
-        self._collective = collective
+    def __init__(self, roll: Roll, traffic: Traffic) -> None:
+        self._roll = roll
+        self._traffic = traffic
 
     def __enter__(self) -> None:
         self._began = time.perf_counter()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._collective.traffic.waited += time.perf_counter() - self._began
+        self._traffic.waited += time.perf_counter() - self._began
         if isinstance(error, RuntimeError):
-            raise self._collective.lost(error) from error
+            raise self._roll.lost(error) from error
 
 
 class ProcessGroupReducer:

@@ -8,7 +8,7 @@ from spartito.strategies.synchronous import SynchronousStrategy
 
 
 class MultiWorkerMirroredStrategy(SynchronousStrategy):
-    """One replica per process, on any machines: shared memory inside a machine, gloo between."""
+    """One replica per process, on any machines: shared memory inside a machine, sockets between."""
 
     name = "multi_worker_mirrored"
 

@@ -35,8 +35,10 @@ class SynchronousStrategy(ReplicaStrategy):
     ``cluster`` None asks the environment who takes part; ``device`` None takes this process's
     own GPU, else the CPU. ``sync_batchnorm`` makes BatchNorm one over the global batch; None
     does so when training is deterministic. ``timeout`` limits every wait, in seconds.
-    ``communication`` "auto" takes the fastest way that all replicas share. "process_group" goes
-    by gloo or NCCL in any case; "ddp" does too, and reduces while backward runs, as GPUs do.
+    ``communication`` "auto" takes the fastest way that all replicas share: on CPUs shared memory
+    inside a machine and sockets between machines, on GPUs NCCL. "sockets" leaves shared memory
+    out. "process_group" goes by gloo or NCCL in any case; "ddp" does too, and reduces while
+    backward runs, as GPUs do.
     """
 
     def __init__(

@@ -1,0 +1,57 @@
+"""Who of a group is lost: the living sign in at the job's store, with what they know."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from spartito.collectives.store import ask, retold, roll_call
+from spartito.errors import TaskLostError
+
+GRACE = 3.0  # seconds in which the living answer after an error
+LINGER = 10.0  # seconds that the keeper of the store stays for those who have not heard its reason
+
+
+class Roll:
+    """The group's list at ``store``, which its first task keeps; ``names`` are in rank order."""
+
+    def __init__(self, store: dist.Store, rank: int, names: Sequence[str], timeout: float) -> None:
+        self._store = dist.PrefixStore("alive", store)
+        self._heard = dist.PrefixStore("heard", store)
+        self._rank = rank
+        self._names = names
+        self._timeout = timeout
+
+    def lost(
+        self, error: BaseException, suspects: Collection[str] = (), what: str = ""
+    ) -> TaskLostError:
+        """What ``error`` means, once the living had a few seconds to sign in.
+
+        Of those who do not, the ``suspects`` are named, with ``what`` was seen of them, else
+        all: others may just be busy. A reason that somebody left at the store comes first.
+        """
+        absent, reasons = roll_call(self._store, self._rank, self._names, GRACE)
+        if reasons:  # somebody left because of another loss
+            roll_call(self._heard, self._rank, self._names, 0.0)  # the keeper waits for this
+            return retold(reasons[0])
+        seen = [name for name in absent if name in suspects]
+        if not seen:
+            what = f"is gone or did not come within {self._timeout:g} s"
+        return TaskLostError(
+            f"{' and '.join(seen or absent)} {what}"
+            if absent
+            else f"the network between the tasks failed: {error}",
+            "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
+        )
+
+    def leave(self, error: TaskLostError, close: Callable[[], None]) -> None:
+        """Leave ``error`` to the others, then ``close`` what they wait at: they look here."""
+        word = str(error)
+        # A store that is gone cannot be told; the others then name its keeper.
+        with suppress(TaskLostError):
+            ask(lambda: self._store.set(str(self._rank), word), GRACE, self._names[0])
+        close()
+        if self._rank == 0:  # the store goes with us
+            roll_call(self._heard, self._rank, self._names, LINGER)

@@ -1,0 +1,291 @@
+"""Replicas on CPUs of several machines meet through TCP sockets of our own, each with each.
+
+A sum has two parts: every rank owns a slice, gets that slice of all others and adds it up in rank
+order; then it sends the result to all. A small tensor goes to all as a whole, and everyone adds it
+up in the same order. Either way all have the same bits. The bytes go straight from tensor to
+tensor, in both directions at once, and nothing is encrypted.
+"""
+
+from __future__ import annotations
+
+import errno
+import select
+import socket
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from spartito.collectives.collective import Collective, Reducer, Riders, Traffic
+from spartito.collectives.peers import close_all, connect_all
+from spartito.collectives.roll import Roll
+from spartito.errors import TaskLostError, UserError
+
+SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
+MAX_BUFFERS = 512  # of one system call; the system takes 1024
+MAX_WAIT = 1e6  # seconds of one poll
+ALIGNED = 64  # bytes: where a part of the scratch memory may begin
+
+Views = list[memoryview]
+
+
+def shares(numel: int, world_size: int) -> list[slice]:
+    """The elements that each rank adds up: in order, without gaps, and nearly equal in number."""
+    bounds = [numel * rank // world_size for rank in range(world_size + 1)]
+    return [slice(start, stop) for start, stop in pairwise(bounds)]
+
+
+def rest(views: Views, count: int) -> Views:
+    """What is left of ``views`` once their first ``count`` bytes are done."""
+    for number, view in enumerate(views):
+        if count < len(view):
+            return [view[count:], *views[number + 1 :]]
+        count -= len(view)
+    return []
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """What goes to a peer, and where that which it sends is to lie."""
+
+    peer: int
+    out: Views
+    into: Views
+
+
+class Flow:
+    """What is left of a swap, on its way."""
+
+    __slots__ = ("_connection", "_into", "_out", "peer")
+
+    def __init__(self, swap: Swap, connection: socket.socket) -> None:
+        self.peer = swap.peer
+        self._connection = connection
+        self._out, self._into = swap.out, swap.into
+
+    def move(self) -> int:
+        """Move what goes without waiting, and answer the events to wait for: 0 when all is done.
+
+        Raises `OSError` if the peer hung up.
+        """
+        with suppress(BlockingIOError):
+            while self._out:
+                self._out = rest(self._out, self._connection.sendmsg(self._out[:MAX_BUFFERS]))
+        with suppress(BlockingIOError):
+            while self._into:
+                count = self._connection.recvmsg_into(self._into[:MAX_BUFFERS])[0]
+                if not count:
+                    raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
+                self._into = rest(self._into, count)
+        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
+
+
+class SocketCollective(Collective):
+    """The group of all replicas, with a TCP connection between each two.
+
+    ``store``, which the first task keeps, brings them together; ``names`` are the tasks' names in
+    rank order, for errors; ``address`` is this machine's as the others see it. No wait in which
+    nothing moves lasts longer than ``timeout`` seconds. A peer that hangs up is noticed at once.
+    """
+
+    def __init__(
+        self, rank: int, names: Sequence[str], store: dist.Store, timeout: float, address: str
+    ) -> None:
+        self.rank = rank
+        self.world_size = len(names)
+        self.traffic = Traffic()
+        self._names = names
+        self._timeout = timeout
+        self._roll = Roll(store, rank, names, timeout)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self.peers = [other for other in range(self.world_size) if other != rank]
+        cards = dist.PrefixStore("sockets", store)
+        self._connections = connect_all(rank, names, cards, timeout, address)
+        try:
+            self.barrier()
+        except BaseException:
+            self.close()
+            raise
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return self._in_place(tensor, self.reduce_all)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        flat = _flat(tensor)
+        answers = [torch.empty_like(flat) for _ in range(self.world_size)]
+        answers[self.rank].copy_(flat)
+        self.exchange(self.swaps(lambda _: [flat], lambda peer: [answers[peer]]))
+        return [answer.view(tensor.shape) for answer in answers]
+
+    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+        def send(flat: Tensor) -> None:
+            mine = self.rank == source
+            self.exchange(
+                self.swaps(
+                    lambda _: [flat] if mine else [],
+                    lambda peer: [flat] if peer == source else [],
+                )
+            )
+
+        return self._in_place(tensor, send)
+
+    def barrier(self) -> None:
+        self.all_gather(torch.zeros(1, dtype=torch.uint8))
+
+    def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+        if device.type != "cpu":
+            raise UserError(f"sockets cannot reduce tensors on {device}", "Use the CPU.")
+        return SocketReducer(self, torch.zeros(numel, dtype=dtype))
+
+    def reduce_all(self, *tensors: Tensor) -> None:
+        """Sum several tensors at once, in place."""
+        self.summing(*tensors)()
+
+    def summing(self, *tensors: Tensor) -> Callable[[], None]:
+        return Sum(self, [tensor.detach().view(-1) for tensor in tensors]).run
+
+    def close(self) -> None:
+        close_all(self._connections)
+
+    def give_up(self, error: TaskLostError) -> None:
+        self._roll.leave(error, self.close)
+
+    def swaps(
+        self,
+        out: Callable[[int], Sequence[Tensor]],
+        into: Callable[[int], Sequence[Tensor]],
+    ) -> list[Swap]:
+        """A swap with each peer, of flat tensors that functions of its rank answer."""
+        return [Swap(peer, _views(out(peer)), _views(into(peer))) for peer in self.peers]
+
+    def exchange(self, swaps: Sequence[Swap]) -> None:
+        """Make all ``swaps`` at the same time.
+
+        Raises `TaskLostError` that names a peer which hangs up, or with which nothing moves
+        within the limit while nothing else does.
+        """
+        began = time.perf_counter()
+        flows = {
+            self._connections[swap.peer].fileno(): Flow(swap, self._connections[swap.peer])
+            for swap in swaps
+            if swap.out or swap.into
+        }
+        waiter = select.poll()
+        for number in flows:
+            waiter.register(number)
+        ready = list(flows)
+        while ready:
+            for number in ready:
+                if events := self._move(flows[number]):
+                    waiter.register(number, events)
+                else:
+                    waiter.unregister(number)
+                    del flows[number]
+            ready = [number for number, _ in self._wait(waiter)] if flows else []
+            if flows and not ready:
+                late = [self._names[flow.peer] for flow in flows.values()]
+                what = f"did not come within {self._timeout:g} s"
+                raise self._roll.lost(TimeoutError(what), late, what)
+        for swap in swaps:
+            self.traffic.sent += sum(map(len, swap.out))
+            self.traffic.received += sum(map(len, swap.into))
+        self.traffic.waited += time.perf_counter() - began
+
+    def scratch(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Memory of so many bytes each, which the next call gets too."""
+        starts = [0]
+        for size in sizes:
+            starts.append(starts[-1] + -(-size // ALIGNED) * ALIGNED)
+        if starts[-1] > len(self._scratch):
+            self._scratch = torch.empty(starts[-1], dtype=torch.uint8)
+        return [self._scratch[start:][:size] for start, size in zip(starts, sizes, strict=False)]
+
+    def _move(self, flow: Flow) -> int:
+        try:
+            return flow.move()
+        except OSError as error:
+            what = f"is gone: {error.strerror}"
+            raise self._roll.lost(error, [self._names[flow.peer]], what) from error
+
+    def _wait(self, waiter: select.poll) -> list[tuple[int, int]]:
+        return waiter.poll(min(self._timeout, MAX_WAIT) * 1000)
+
+    def _in_place(self, tensor: Tensor, call: Callable[[Tensor], object]) -> Tensor:
+        flat = _flat(tensor)
+        call(flat)
+        if flat.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(flat.view(tensor.shape))
+        return tensor
+
+
+class Sum:
+    """The sum of flat tensors over the group, in place, as often as it is run."""
+
+    def __init__(self, group: SocketCollective, tensors: Sequence[Tensor]) -> None:
+        self._group = group
+        mine, peers, world_size = group.rank, group.peers, group.world_size
+        cut = [tensor.nbytes * len(peers) > SMALL for tensor in tensors]
+
+        def owned(rank: int, large: bool = False) -> list[Tensor]:
+            """What ``rank`` adds up; ``large``: what nobody else does."""
+            return [
+                tensor[shares(tensor.numel(), world_size)[rank]] if is_cut else tensor
+                for tensor, is_cut in zip(tensors, cut, strict=True)
+                if is_cut or not large
+            ]
+
+        self._sums = owned(mine)
+        memory = iter(group.scratch([own.nbytes for _ in peers for own in self._sums]))
+        come = {peer: [next(memory).view(own.dtype) for own in self._sums] for peer in peers}
+        come[mine] = self._sums
+        self._parts = list(zip(*(come[rank] for rank in range(world_size)), strict=True))
+        self._scatter = group.swaps(owned, lambda peer: come[peer])
+        self._gather = group.swaps(
+            lambda _: owned(mine, large=True), lambda peer: owned(peer, large=True)
+        )
+
+    def run(self) -> None:
+        """Replace what is in the tensors by the sums."""
+        self._group.exchange(self._scatter)
+        for (first, *others, last), own in zip(self._parts, self._sums, strict=True):
+            for part in others:  # one of the parts is our own, which is read before it is written
+                first.add_(part)
+            torch.add(first, last, out=own)
+        self._group.exchange(self._gather)
+
+
+class SocketReducer:
+    """The sum of a flat tensor, with the riders in double precision at its side."""
+
+    def __init__(self, group: SocketCollective, flat: Tensor) -> None:
+        self._group = group
+        self.input = self.output = flat
+        self._beside = torch.empty(0, dtype=torch.float64)
+        self._add = group.summing()
+
+    def reduce(self, riders: Riders, unit: float) -> Riders:
+        """As `Reducer.reduce`; the riders go along in the same messages."""
+        if len(riders) != len(self._beside):
+            self._beside = torch.empty(len(riders), dtype=torch.float64)
+            self._add = self._group.summing(self.input, self._beside)
+        self._beside.copy_(torch.tensor(riders, dtype=torch.float64))
+        self._add()
+        total = tuple(self._beside.tolist())
+        if total[0] and total[0] != unit:
+            self.output.mul_(unit / total[0])
+        return total
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    """The values in a row: where they lie if they are one block, else a copy."""
+    return tensor.detach().contiguous().view(-1)
+
+
+def _views(tensors: Sequence[Tensor]) -> Views:
+    """The bytes of flat tensors where they lie."""
+    return [tensor.view(torch.uint8).numpy().data for tensor in tensors if tensor.numel()]

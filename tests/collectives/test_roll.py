@@ -1,0 +1,42 @@
+"""Who is lost is named by those who sign in, and a reason is read before its store goes."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from torch.distributed import HashStore, PrefixStore
+
+from spartito.collectives.roll import Roll
+from spartito.errors import TaskLostError
+
+LONG = 60.0
+NAMES = ["worker 0", "worker 1", "worker 2"]
+
+
+def test_a_suspect_is_named_and_not_who_is_busy() -> None:
+    """Neither worker 1 nor worker 2 signs in; the connection to worker 1 is closed."""
+    lost = Roll(HashStore(), 0, NAMES, 7).lost(OSError("cut"), ["worker 1"], "is gone: cut")
+    assert str(lost).startswith("worker 1 is gone: cut\n")
+
+
+def test_a_suspect_that_lives_is_not_named() -> None:
+    """It left because worker 2 is lost."""
+    store = HashStore()
+    PrefixStore("alive", store).set("1", "")
+    lost = Roll(store, 0, NAMES, 7).lost(OSError("cut"), ["worker 1"], "is gone: cut")
+    assert str(lost).startswith("worker 2 is gone or did not come within 7 s\n")
+
+
+def test_the_keeper_of_the_store_stays_until_its_reason_is_read() -> None:
+    store, closed = HashStore(), threading.Event()
+    reason = TaskLostError("worker 7 is gone", "Look.")
+    with ThreadPoolExecutor() as pool:
+        leaving = pool.submit(Roll(store, 0, NAMES[:2], LONG).leave, reason, closed.set)
+        assert closed.wait(LONG)
+        PrefixStore("alive", store).set("1", "")  # worker 1 signs in, and has not looked yet
+        with pytest.raises(TimeoutError):
+            leaving.result(0.5)
+        assert str(Roll(store, 1, NAMES[:2], LONG).lost(OSError("cut"))) == str(reason)
+        leaving.result(LONG)

@@ -1,0 +1,180 @@
+"""Sockets between tasks: what is cut and sent, who is let in, and what a broken transfer says."""
+
+from __future__ import annotations
+
+import os
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.distributed import HashStore
+
+from spartito.collectives.meeting import connect
+from spartito.collectives.peers import HELLO, connect_all
+from spartito.collectives.tcp import SMALL, SocketCollective, rest, shares
+from spartito.errors import TaskLostError, UserError
+from tests.collectives.group import join, running, spec
+from tests.collectives.jobs import values
+from tests.replicas import free_port
+
+LONG = 60.0  # a limit that no passing test comes near
+NAMES = ["worker 0", "worker 1"]
+
+
+@given(st.integers(0, 10**9), st.integers(1, 99))
+def test_shares_cover_everything_once_and_are_nearly_equal(numel: int, world_size: int) -> None:
+    cut = shares(numel, world_size)
+    assert len(cut) == world_size
+    assert cut[0].start == 0
+    assert cut[-1].stop == numel
+    assert all(one.stop == other.start for one, other in pairwise(cut))
+    sizes = [part.stop - part.start for part in cut]
+    assert max(sizes) - min(sizes) <= 1
+
+
+@given(st.lists(st.binary(min_size=1, max_size=9), max_size=6), st.data())
+def test_the_rest_is_all_behind_what_is_done(parts: list[bytes], data: st.DataObject) -> None:
+    whole = b"".join(parts)
+    count = data.draw(st.integers(0, len(whole)))
+    left = rest([memoryview(part) for part in parts], count)
+    assert b"".join(left) == whole[count:]
+    assert all(left)  # nothing empty, for which a system call would wait
+
+
+def test_uneven_slices_around_the_limit_of_small_tensors() -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(3):
+            group.start(rank, odd_sums, 3, port)
+        first, *others = [group.answer(rank, LONG) for rank in range(3)]
+        assert first[0] == []
+        for other in others:
+            assert other[0] == []
+            for one, same in zip(first[1], other[1], strict=True):
+                assert torch.equal(one, same)
+
+
+def odd_sums(_: Connection, rank: int, world_size: int, port: int) -> Any:
+    """The sizes whose sums are wrong, and sums whose last bits depend on the order."""
+    group = join(rank, world_size, port, LONG, "sockets")
+    wrong: list[str] = []
+    sums: list[torch.Tensor] = []
+    noise = torch.Generator().manual_seed(rank)
+    for dtype in (torch.float64, torch.bfloat16, torch.int16):
+        edge = SMALL // (world_size - 1) // dtype.itemsize
+        for numel in (0, 1, 2, edge - 1, edge, edge + 1, edge + 2, 3 * edge + 1):
+            mine, beside = values(rank, numel, dtype), torch.full((2,), float(rank))
+            group.reduce_all(mine, beside)
+            everyone = [values(other, numel, dtype) for other in range(world_size)]
+            if not torch.equal(mine, sum(everyone[1:], everyone[0])) or beside[1] != 3.0:
+                wrong.append(f"{numel} of {dtype}")
+            if dtype.is_floating_point:
+                sums.append(group.all_reduce(torch.randn(numel, generator=noise).to(dtype)))
+    group.close()
+    return wrong, sums
+
+
+def half_a_transfer(pipe: Connection, rank: int, port: int, victim: int) -> Any:
+    """All but the victim reduce; that one sends some of its part, and ends."""
+    group = join(rank, 3, port, LONG, "sockets")
+    assert isinstance(group, SocketCollective)
+    pipe.send("together")
+    pipe.recv()
+    if rank == victim:
+        for connection in group._connections.values():
+            connection.send(b"\x00" * 1000)
+        os._exit(1)
+    try:
+        group.all_reduce(torch.ones(1 << 20))
+    except TaskLostError as error:
+        return str(error)
+    finally:
+        group.close()
+    return "met"
+
+
+@pytest.mark.parametrize("victim", [1, 2])
+def test_who_ends_in_the_middle_of_a_transfer_is_named(victim: int) -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(3):
+            group.start(rank, half_a_transfer, port, victim)
+        assert [group.answer(rank) for rank in range(3)] == ["together"] * 3
+        for rank in range(3):
+            group.tell(rank)
+        for rank in {0, 1, 2} - {victim}:
+            assert f"worker {victim} is gone: " in group.answer(rank)
+
+
+def test_strangers_at_the_port_are_hung_up_on() -> None:
+    """We are worker 1; before our hello come those who say something else, or nothing."""
+    store = HashStore()
+    with ThreadPoolExecutor() as pool:
+        meeting = pool.submit(connect_all, 0, NAMES, store, LONG, "127.0.0.1")
+        store.set("1", "127.0.0.1 1 00")  # nobody dials the last rank
+        host, port, secret = store.get("0").decode().split()
+        word, address = bytes.fromhex(secret), (host, int(port))
+        strangers = [socket.create_connection(address, LONG) for _ in range(5)]
+        for stranger, says in zip(
+            strangers,
+            [
+                HELLO.pack(bytes(16), 1),
+                HELLO.pack(word, 0),  # knows the secret, but is nobody that is missing
+                HELLO.pack(word, 2),
+                b"GET / HTTP/1.1\r\n\r\n and more",
+                b"",
+            ],
+            strict=True,
+        ):
+            stranger.sendall(says)
+        strangers[-1].shutdown(socket.SHUT_WR)
+        for stranger in strangers:
+            assert hung_up(stranger)
+            stranger.close()
+        silent = socket.create_connection(address, LONG)
+        with socket.create_connection(address, LONG) as ours:
+            hello = HELLO.pack(word, 1)
+            ours.sendall(hello[:7])
+            ours.sendall(hello[7:])
+            (theirs,) = meeting.result(LONG).values()
+            with theirs:
+                assert hung_up(silent)
+                ours.sendall(b"here")
+                theirs.settimeout(LONG)
+                assert theirs.recv(4) == b"here"
+        silent.close()
+
+
+def hung_up(connection: socket.socket) -> bool:
+    """Whether the other end closes the connection within the limit."""
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:  # what we said was not read to its end
+        return True
+
+
+def test_who_does_not_call_is_named() -> None:
+    store = HashStore()
+    with pytest.raises(TaskLostError, match=r"worker 1 did not come within 0\.1 s"):
+        connect_all(0, NAMES, store, 0.1, "127.0.0.1")
+    store.set("1", "127.0.0.1 1 00")  # it has come to the store, and goes no further
+    with pytest.raises(TaskLostError, match=r"worker 1 did not come within 0\.1 s"):
+        connect_all(0, NAMES, store, 0.1, "127.0.0.1")
+
+
+def test_a_task_that_is_gone_when_it_is_called_is_named() -> None:
+    store = HashStore()
+    store.set("0", f"127.0.0.1 {free_port()} {bytes(16).hex()}")
+    with pytest.raises(TaskLostError, match=r"worker 0 did not come to 127\.0\.0\.1"):
+        connect_all(1, NAMES, store, 0.1, "127.0.0.1")
+
+
+def test_gpus_do_not_go_by_sockets() -> None:
+    with pytest.raises(UserError, match="communication='sockets' on cuda"):
+        connect(spec(0, 2, free_port()), torch.device("cuda"), 5, "sockets")
