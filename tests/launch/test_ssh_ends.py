@@ -137,7 +137,7 @@ def test_silence_ends_the_task() -> None:
 def test_the_near_end_keeps_speaking(commands: Commands) -> None:
     reads = "import os; [os.read(0, 2) for _ in range(3)]; print('three', flush=True)"
     quick = (
-        "import sys\nfrom spartito.launch import near_end\n"
+        "import sys\nfrom spartito.launch.hosts import near_end\n"
         "near_end.BEATS = 0.1\nsys.exit(near_end.main(sys.argv[1:]))"
     )
     ended = commands.python("-c", quick, "b", "0", sys.executable, "-S", "-c", reads)
