@@ -164,6 +164,11 @@ def test_the_engines_complaints_say_what_to_do(said: str, means: str) -> None:
     assert do.strip()
 
 
+def test_a_cause_comes_before_the_composers_last_words() -> None:
+    text = "ERROR: for worker-0  no such path\n\nEncountered errors while bringing up the project."
+    assert str(complaint(text)).endswith("for worker-0  no such path")
+
+
 def test_an_unknown_complaint_is_passed_on() -> None:
     error = complaint("Creating ...\nsomething odd\n\n")
     assert not isinstance(error, UserError)

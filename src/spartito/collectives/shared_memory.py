@@ -116,6 +116,16 @@ class Segment:
         return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
 
 
+def has_room(own: Tensor, everyone: Tensor, cores: int, quota: float) -> bool:
+    """Whether all ranks that share this one's cores, and all that share its quota, can compute.
+
+    ``own`` and each row of ``everyone`` tell which ``cores`` a rank has and which ``quota``:
+    containers of one machine share cores, but not quotas.
+    """
+    beside = (everyone == own).sum(0)
+    return bool(beside[0] <= cores and beside[1] <= quota)
+
+
 class SharedMemoryCollective(Collective):
     """The group of all replicas on one machine.
 
@@ -168,11 +178,9 @@ class SharedMemoryCollective(Collective):
             self._life_path(rank).unlink(missing_ok=True)
 
     def _has_room(self) -> bool:
-        """Whether every rank has a core: containers of one machine share cores, not quotas."""
         cores = affinity()
         own = torch.tensor([crc32(str(sorted(cores)).encode()), crc32(own_cgroup().encode())])
-        beside = (torch.stack(self.all_gather(own)) == own).sum(0)
-        return bool(beside[0] <= len(cores) and beside[1] <= cgroup_quota())
+        return has_room(own, torch.stack(self.all_gather(own)), len(cores), cgroup_quota())
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         def add(parts: list[Tensor], into: Tensor) -> None:
