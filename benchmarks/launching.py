@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from spartito.cluster.ports import free_port
 from spartito.launch.local import MALLOC, Place, environments, role_environments
-from spartito.launch.machine import free_port
 from spartito.launch.roles import Roles
 from spartito.names import (
     ENV_EPOCHS,

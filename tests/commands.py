@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
-from tests.replicas import free_port
+from spartito.cluster.ports import free_ports
 
 LIMIT = 90.0
 SPARTITO = (sys.executable, "-m", "spartito")
@@ -197,4 +197,4 @@ def tf_config(cluster: Mapping[str, Sequence[str]], kind: str, index: int) -> di
 
 def addresses(count: int) -> list[str]:
     """Free addresses of the loopback."""
-    return [f"127.0.0.1:{free_port()}" for _ in range(count)]
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]

@@ -7,11 +7,12 @@ import json
 import multiprocessing
 import os
 import pickle
-import socket
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
+
+from spartito.cluster.ports import free_ports
 
 Job = Callable[..., Any]
 
@@ -81,17 +82,9 @@ class Replicas:
         self._pool.append((process, ours))
 
 
-def free_port() -> int:
-    """A TCP port of the loopback that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def _cluster(world_size: int, servers: int) -> dict[str, list[str]]:
-    tasks = {"worker": world_size, "ps": servers}
-    return {role: [f"127.0.0.1:{free_port()}" for _ in range(n)] for role, n in tasks.items()}
+    told = [f"127.0.0.1:{port}" for port in free_ports(world_size + servers)]
+    return {"worker": told[:world_size], "ps": told[world_size:]}
 
 
 def _environment(rank: int, world_size: int, cluster: dict[str, list[str]]) -> dict[str, str]:

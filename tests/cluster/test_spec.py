@@ -37,6 +37,12 @@ def test_the_chief_comes_first_in_rank_order_and_servers_have_no_rank() -> None:
     assert TWO.task_of(2) == Task("worker", 1)
 
 
+def test_a_chief_computes_where_there_are_no_servers() -> None:
+    assert TWO.num_computing == 2
+    assert replace(TWO, addresses={**TWO.addresses, "ps": ()}).num_computing == 3
+    assert ClusterSpec.alone().num_computing == 1
+
+
 def test_whether_it_spans_hosts_is_told_by_addresses_or_local_ranks() -> None:
     assert TWO.spans_hosts
     here = replace(TWO, addresses={"chief": ("a:1",), "worker": ("a:2", "a:4"), "ps": ("a:3",)})

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 
+from spartito.cluster.ports import free_port
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective
 from spartito.collectives.meeting import connect
-from tests.replicas import free_port
 
 Job = Callable[..., Any]
 

@@ -7,15 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spartito.cluster.ports import free_port, free_ports
 from spartito.collectives.collective import IdentityCollective, add_riders
 from tests.collectives import jobs
 from tests.collectives.group import running
-from tests.replicas import free_port
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_all_collectives_agree(world_size: int) -> None:
-    ways = [(way, free_port()) for way in ("auto", "process_group", "sockets")]
+    ways = list(zip(("auto", "process_group", "sockets"), free_ports(3), strict=True))
     with running() as group:
         for rank in range(world_size):
             group.start(rank, jobs.same_answers, world_size, ways)

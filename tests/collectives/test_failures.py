@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from spartito.cluster.ports import free_port
 from spartito.collectives.meeting import connect, time_limit
 from spartito.collectives.shared_memory import MAX_RIDERS, SLOT, Segment
 from spartito.collectives.store import ask
 from spartito.errors import TaskLostError, UserError
 from tests.collectives import jobs
 from tests.collectives.group import Group, running, spec
-from tests.replicas import free_port
 
 SHM = Path("/dev/shm")
 LONG = 60.0  # a limit that no passing test comes near

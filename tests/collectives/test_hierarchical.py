@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spartito.cluster.ports import free_port, free_ports
 from spartito.collectives.placement import Placement
 from tests.collectives import jobs
 from tests.collectives.group import Group, running
-from tests.replicas import free_port
 
 LONG = 60.0  # a limit that no passing test comes near
 hosts = st.lists(st.sampled_from("abcd"), min_size=1, max_size=9)
@@ -56,7 +56,7 @@ def test_only_who_is_together_counts(names: list[str], letters: list[str]) -> No
 @pytest.mark.parametrize("ways", [("aab", "aba"), ("abab", "abbb"), ("aabca",)], ids=",".join)
 def test_any_placement_gives_the_same_answers(ways: tuple[str, ...]) -> None:
     world_size = len(ways[0])
-    told = [(f"on {way}", free_port()) for way in ways]
+    told = [(f"on {way}", port) for way, port in zip(ways, free_ports(len(ways)), strict=True)]
     with running() as group:
         for rank in range(world_size):
             group.start(rank, jobs.same_answers, world_size, told)

@@ -8,9 +8,9 @@ import threading
 
 import pytest
 
+from spartito.cluster.ports import free_port
 from spartito.collectives.sockets import dial, listen
 from spartito.errors import TaskLostError, UserError
-from tests.replicas import free_port
 
 LONG = 60.0
 ELSEWHERE = "192.0.2.1"  # an address for documentation: no machine has it

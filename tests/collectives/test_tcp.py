@@ -15,13 +15,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from spartito.cluster.ports import free_port
 from spartito.collectives.meeting import connect
 from spartito.collectives.peers import HELLO, connect_all
 from spartito.collectives.tcp import SMALL, SocketCollective, rest, shares
 from spartito.errors import TaskLostError, UserError
 from tests.collectives.group import join, running, spec
 from tests.collectives.jobs import values
-from tests.replicas import free_port
 
 LONG = 60.0  # a limit that no passing test comes near
 NAMES = ["worker 0", "worker 1"]

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spartito.cluster.ports import free_ports
 from tests.commands import SPARTITO, Commands, Ended, commands_in
-from tests.replicas import free_port
 
 
 @pytest.fixture
@@ -25,7 +25,8 @@ def train(commands: Commands, run: Path, *options: str) -> dict[str, Ended]:
     words = ["cluster", "compose", "mnist", "--host-network", *options, "--", "--epochs=1"]
     written = commands.start(*SPARTITO, *words).end()
     assert written.code == 0, written.err
-    ports = {port: str(free_port()) for port in set(re.findall(r"127\.0\.0\.1:(\d+)", written.out))}
+    named = set(re.findall(r"127\.0\.0\.1:(\d+)", written.out))
+    ports = {port: str(free) for port, free in zip(named, free_ports(len(named)), strict=True)}
     run.mkdir()
     programs = {}
     for name, service in yaml.safe_load(written.out)["services"].items():

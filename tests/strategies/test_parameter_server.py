@@ -277,6 +277,9 @@ def test_the_launcher_starts_all_roles_on_real_digits(tmp_path: Path) -> None:
         more = ["--chief", "--epochs", "2", "--out", "run"]
         ended = commands.spartito(*words, *more)
         assert ended.code == 0, ended.text
+        assert "parameter_server, 2 replicas" in ended.text  # the chief is none of them
+        config = json.loads((tmp_path / "run" / "config.json").read_text())
+        assert config["cluster"]["replicas"] == 2
         lines = (tmp_path / "run" / "history.jsonl").read_text().splitlines()
         tasks = {path.stem for path in (tmp_path / "run" / "tasks").iterdir()}
         assert tasks == {"chief-0", "worker-0", "worker-1", "ps-0", "ps-1"}

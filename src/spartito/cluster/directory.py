@@ -30,6 +30,7 @@ from spartito.cluster.listed import (
     named_task,
     spec_of,
 )
+from spartito.cluster.ports import free_port
 from spartito.cluster.spec import ClusterSpec, Task, is_loopback, split_address
 from spartito.errors import TaskLostError, UserError
 from spartito.names import ENV_TIMEOUT
@@ -188,10 +189,7 @@ def _limit(env: Mapping[str, str]) -> float:
 def _own_address() -> str:
     """An address by which other machines reach this one, and a port that is free now."""
     host = _own_host()
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.bind((host, 0))
-        return address(host, int(probe.getsockname()[1]))
+    return address(host, free_port(host))
 
 
 def _own_host() -> str:

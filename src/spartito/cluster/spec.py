@@ -100,6 +100,12 @@ class ClusterSpec:
             for index in range(len(self.addresses.get(role, ())))
         )
 
+    @property
+    def num_computing(self) -> int:
+        """How many replicas compute gradients: beside parameter servers a chief only leads."""
+        served = bool(self.addresses.get("ps"))
+        return sum(not served or task.type == "worker" for task in self.replica_tasks)
+
     def task_of(self, rank: int) -> Task:
         """The task with this rank."""
         return self.replica_tasks[rank]

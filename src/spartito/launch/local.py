@@ -13,10 +13,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from spartito.cluster import tf_config
+from spartito.cluster.ports import free_port, free_ports
 from spartito.cluster.spec import NO_RANK, ClusterSpec, is_loopback, split_address
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch import machine, roles
+from spartito.launch import roles
+from spartito.launch.gpus import count_gpus
 from spartito.launch.pace import shares_of
 from spartito.launch.process import Process
 from spartito.launch.roles import SEVERAL_MACHINES, Roles
@@ -205,7 +207,7 @@ def role_environments(
     Ports are free ones of this machine. Cores are shared out as in `environments`.
     """
     cores = available_cores() if usable is None else usable
-    told = roles.environments(env, cast, machine.free_ports(len(cast.tasks)))
+    told = roles.environments(env, cast, free_ports(len(cast.tasks)))
     return [
         defaults(cast.threads(task, cores)) | own
         for task, own in zip(cast.tasks, told, strict=True)
@@ -235,7 +237,7 @@ def _place(env: Mapping[str, str], nnodes: int, node_rank: int, master_addr: str
         )
     spec = tf_config.from_tf_config(env)
     if spec is None or spec.rendezvous is None:
-        return Place(0, 1, "127.0.0.1", machine.free_port(), task=spec)
+        return Place(0, 1, "127.0.0.1", free_port(), task=spec)
     host, port = split_address(spec.rendezvous)
     if spec.rank == NO_RANK:
         return Place(0, 1, host, port, task=spec)
@@ -244,7 +246,7 @@ def _place(env: Mapping[str, str], nnodes: int, node_rank: int, master_addr: str
 
 def _count_workers(workers: int | None, env: Mapping[str, str]) -> int:
     if workers is None:
-        return max(1, machine.gpus(env))
+        return max(1, count_gpus(env))
     if workers < 1:
         raise UserError(f"--workers {workers} is less than 1")
     return workers

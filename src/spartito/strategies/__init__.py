@@ -50,8 +50,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     _check_options(chosen, options)
     made = REGISTRY[chosen](cluster=cluster, **options)
     if made.is_chief:
-        served = bool(cluster.addresses.get("ps"))  # then a chief of its own computes nothing
-        replicas = sum(not served or t.type == "worker" for t in cluster.replica_tasks)
+        replicas = cluster.num_computing
         note(
             "%s, %d replica%s (%s)",
             chosen,

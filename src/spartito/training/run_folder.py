@@ -65,7 +65,7 @@ class RunFolder(Callback):
             "strategy": trainer.strategy.name,
             "cluster": {
                 "source": cluster.source,
-                "replicas": cluster.num_replicas,
+                "replicas": cluster.num_computing,
                 "tasks": {role: list(tasks) for role, tasks in cluster.addresses.items()},
                 "threads": torch.get_num_threads(),
             },

@@ -15,9 +15,9 @@ from typing import Any
 import msgspec
 
 from spartito.cluster import ClusterSpec, resolve
+from spartito.cluster.ports import free_port
 from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, UserError, show
-from spartito.launch import machine
 from spartito.launch.doctor import facts as local_facts
 from spartito.launch.doctor import network, tables
 from spartito.launch.doctor.leader import Leader
@@ -93,7 +93,7 @@ def examine_here(workers: int, seconds: float = TIMEOUT, *, as_json: bool = Fals
     if workers < 1:
         raise UserError(f"--workers {workers} is less than 1")
     base = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    place = Place(0, 1, "127.0.0.1", machine.free_port())
+    place = Place(0, 1, "127.0.0.1", free_port())
     with tempfile.TemporaryDirectory(prefix="spartito-") as folder:
         result, errors = Path(folder) / "report.json", Path(folder) / "errors"
         command = [sys.executable, "-m", __name__, f"--seconds={limit}", f"--into={result}"]

@@ -12,7 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch import machine
+from spartito.launch.gpus import count_gpus
 from spartito.launch.hosts.names import addresses_of
 from spartito.launch.local import check_program
 
@@ -54,7 +54,7 @@ def facts(question: Question) -> Facts:
         python=platform.python_version(),
         torch=_version("torch"),
         cores=available_cores(),
-        gpus=machine.gpus(os.environ),
+        gpus=count_gpus(os.environ),
         missing=missing,
         names={name: addresses_of(name) for name in question.names},
     )

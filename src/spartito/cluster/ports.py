@@ -1,0 +1,38 @@
+"""TCP ports of this machine that are free."""
+
+from __future__ import annotations
+
+import random
+import socket
+from contextlib import ExitStack
+from itertools import islice
+
+BELOW_EPHEMERAL = range(20000, 32000)
+"""Ports that no system gives to outgoing connections, so that a free one stays free."""
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A TCP port of ``host``, an address of this machine, where nobody listens now."""
+    return free_ports(1, host)[0]
+
+
+def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
+    """``count`` different TCP ports of ``host`` where nobody listens now."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    tried = random.sample(BELOW_EPHEMERAL, min(len(BELOW_EPHEMERAL), 50 * count))
+    ports = list(islice((port for port in tried if _is_free(family, host, port)), count))
+    with ExitStack() as held:  # all at once, so that they differ
+        for _ in range(count - len(ports)):
+            probe = held.enter_context(socket.socket(family))
+            probe.bind((host, 0))
+            ports.append(int(probe.getsockname()[1]))
+    return ports
+
+
+def _is_free(family: socket.AddressFamily, host: str, port: int) -> bool:
+    with socket.socket(family) as probe:
+        try:
+            probe.bind((host, port))
+        except OSError:
+            return False
+        return True

@@ -1,0 +1,40 @@
+"""The GPUs of this machine, asked without importing torch."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+QUERY_SECONDS = 10.0
+"""How long nvidia-smi may take to list the GPUs."""
+
+
+def count_gpus(env: Mapping[str, str], proc: Path = Path("/proc")) -> int:
+    """NVIDIA GPUs that a process with ``env`` sees, 0 where there are none."""
+    visible = env.get("CUDA_VISIBLE_DEVICES")
+    present = _present(proc)
+    if visible is None or not present:
+        return present
+    count = 0
+    for device in visible.split(","):
+        if device.strip() in {"", "-1"}:  # as CUDA does: what follows an invalid entry is hidden
+            break
+        count += 1
+    return count
+
+
+def _present(proc: Path) -> int:
+    listed = proc / "driver/nvidia/gpus"
+    if listed.is_dir():
+        return sum(1 for _ in listed.iterdir())
+    if shutil.which("nvidia-smi") is None:
+        return 0
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=QUERY_SECONDS
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(1 for line in answer.stdout.splitlines() if line.startswith("GPU "))

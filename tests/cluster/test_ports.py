@@ -1,0 +1,29 @@
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+
+import pytest
+
+from spartito.cluster import ports as module
+from spartito.cluster.ports import BELOW_EPHEMERAL, free_port, free_ports
+
+
+def test_a_free_port_can_be_taken() -> None:
+    port = free_port()
+    assert port in BELOW_EPHEMERAL
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", port))
+
+
+@pytest.mark.parametrize("few", [False, True])
+def test_free_ports_differ_and_can_be_taken_at_once(
+    few: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if few:  # then the system's own choice comes in
+        monkeypatch.setattr(module, "BELOW_EPHEMERAL", range(port := free_port(), port + 1))
+    ports = free_ports(20)
+    with ExitStack() as held:
+        for port in ports:
+            held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+    assert len(set(ports)) == 20
