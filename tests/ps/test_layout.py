@@ -86,11 +86,9 @@ def test_spans_hold_every_element_once_in_fair_shares(
         assert [begin for begin, _ in parts] == ends[:-1]
         assert ends[-1] == entry.numel
 
-    # What cannot be cut: a whole tensor, or the shortest parts of one (to the next line).
-    least = min_bytes + 2 * LINE
-    blocks = [
-        entry.nbytes if whole or entry.nbytes < 2 * least else least for entry in layout.entries
-    ]
+    # What cannot be cut: a whole tensor, or what is too short for two parts (to the next line).
+    short = 2 * (min_bytes + 2 * LINE)
+    blocks = [entry.nbytes if whole else min(entry.nbytes, short) for entry in layout.entries]
     assert max(span.size for span in spans) <= layout.size / servers + max(blocks) + LINE
 
 

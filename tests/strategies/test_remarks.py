@@ -13,7 +13,6 @@ def test_the_chief_says_which_sources_were_passed_over(
     one = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
     monkeypatch.setenv("TF_CONFIG", one)
     monkeypatch.setenv("RANK", "1")
-    monkeypatch.setattr(logging.getLogger("spartito"), "propagate", True)
     with caplog.at_level(logging.INFO, logger="spartito"):
         sp.strategy("one_device").close()
     assert caplog.messages == [
