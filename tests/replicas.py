@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
 import pickle
 import traceback
@@ -13,6 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from spartito.cluster.ports import free_ports
+from tests.processes import context
 
 Job = Callable[..., Any]
 
@@ -29,7 +29,6 @@ class Replicas:
     """A pool of processes that play the replicas of one job at a time."""
 
     def __init__(self) -> None:
-        self._context = multiprocessing.get_context("spawn")
         self._pool: list[tuple[Any, Connection]] = []
 
     def __call__(
@@ -75,8 +74,8 @@ class Replicas:
         self._pool.clear()
 
     def _start(self) -> None:
-        ours, theirs = self._context.Pipe()
-        process = self._context.Process(target=_serve, args=(theirs,), daemon=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs,), daemon=True)
         process.start()
         theirs.close()
         self._pool.append((process, ours))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import signal
@@ -17,12 +16,9 @@ from spartito.cluster.ports import free_port
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective
 from spartito.collectives.meeting import connect
+from tests.processes import context
 
 Job = Callable[..., Any]
-
-# The server imports torch once; what it forks starts in milliseconds.
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch._dynamo", "spartito.training.trainer"])
 
 
 def spec(rank: int, world_size: int, port: int) -> ClusterSpec:
@@ -72,8 +68,8 @@ class Group:
 
     def start(self, rank: int, job: Job, *args: Any) -> None:
         """Run ``job(pipe, rank, *args)`` in a process of its own."""
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=_serve, args=(job, theirs, rank, *args), daemon=True)
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(job, theirs, rank, *args), daemon=True)
         process.start()
         theirs.close()
         self._running[rank] = (process, ours)

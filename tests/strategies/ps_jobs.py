@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
-import multiprocessing
 import os
 import re
 import signal
@@ -28,6 +27,7 @@ from spartito.ps.shard import Shard, is_elementwise
 from spartito.ps.vector import Copies, Vector
 from spartito.strategies import strategy as make_strategy
 from tests.commands import addresses, tf_config
+from tests.processes import context
 from tests.strategies.jobs import CLASSES, FEATURES, blobs
 
 LIMIT = 60.0
@@ -308,16 +308,14 @@ class Job:
         self.cluster = {role: addresses(count) for role, count in counts.items()}
         self.members: dict[str, Member] = {}
         self._environment = environment
-        self._context: Any = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, "tests.strategies.ps_jobs"])
 
     def start(self, *names: str, asked: Asked | None = None) -> None:
         """Start these tasks, or start them again."""
         for name in names:
             role, _, index = name.partition(" ")
-            ours, theirs = self._context.Pipe()
+            ours, theirs = context.Pipe()
             environment = self._environment | tf_config(self.cluster, role, int(index))
-            process = self._context.Process(
+            process = context.Process(
                 target=_run, args=(theirs, self.folder, name, environment), daemon=True
             )
             process.start()

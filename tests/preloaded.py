@@ -1,0 +1,12 @@
+"""What the processes of tests have imported when they start; see `tests.processes`."""
+
+from __future__ import annotations
+
+import gc
+from importlib import import_module
+
+# The first optimizer of a process imports torch._dynamo.
+for name in ("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_jobs"):
+    import_module(name)
+gc.collect()
+gc.freeze()  # nobody looks through all of torch again
