@@ -38,10 +38,11 @@ from spartito.collectives.versions import Versions
 from spartito.ps.client import Address, Link
 from spartito.ps.layout import Span
 from spartito.ps.messages import End, Hello, Load, Push
+from spartito.ps.rules import Rules
 from spartito.ps.server import Server
 from spartito.ps.servers import Servers
 from spartito.ps.shard import Shard, settings
-from spartito.ps.store import Rules, Store
+from spartito.ps.store import Store
 from spartito.ps.vector import Vector, allocate
 
 TIMEOUT = 120.0

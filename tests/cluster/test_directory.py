@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,18 @@ def results(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str, str]
         for process in processes:
             process.kill()
     return [(p.returncode, out, err) for p, (out, err) in zip(processes, ended, strict=True)]
+
+
+def test_a_host_name_that_means_an_address_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "192.0.2.7")  # as a record out of date
+    one = {"SPARTITO_CLUSTER_DIR": str(tmp_path), "SPARTITO_TASK": "worker 0"}
+    spec = from_directory({**one, "SPARTITO_WORKERS": "1"})
+    assert spec is not None
+    host, port = split_address(spec.addresses["worker"][0])
+    with socket.socket() as server:
+        server.bind((host, port))
 
 
 def test_three_jobs_find_each_other_twice_in_one_directory(tmp_path: Path) -> None:

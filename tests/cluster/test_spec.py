@@ -107,7 +107,10 @@ def test_what_cannot_be_one_cluster_is_refused(change: dict[str, object], rule: 
         replace(TWO, **change)  # type: ignore[arg-type]
 
 
-@given(st.from_regex(r"[a-z0-9][a-z0-9.-]{0,20}", fullmatch=True), st.integers(1, 65535))
+@given(
+    st.from_regex(r"[a-z0-9-]{1,9}(\.[a-z0-9-]{1,9}){0,3}\.?", fullmatch=True),
+    st.integers(1, 65535),
+)
 def test_an_address_is_read_as_it_was_written(host: str, port: int) -> None:
     assert split_address(f"{host}:{port}") == (host, port)
 
@@ -133,6 +136,9 @@ def test_an_ipv6_address_stands_in_brackets() -> None:
         "a:1.5",
         "a:²",
         "a b:1",
+        "a..b:1",
+        ".a:1",
+        f"{'a' * 64}:1",
     ],
 )
 def test_a_broken_address_is_named(address: str) -> None:

@@ -32,6 +32,29 @@ DTYPES = {
 LARGE = (torch.float32, torch.uint8)
 
 
+def tells_its_machine(pipe: Connection, rank: int, world_size: int, port: int, way: str) -> bool:
+    """Whether what moves between the machines is told inside of ours."""
+    collective = join(rank, world_size, port, 30, way)
+    assert isinstance(collective, HierarchicalCollective)
+    told = collective.between.moved == collective.inside.beat
+    collective.barrier()
+    collective.close()
+    return told
+
+
+def slow_leader(pipe: Connection, rank: int, world_size: int, port: int, limit: float) -> bool:
+    """Meet after twice the limit, in which rank 0 says all the time that it gets on."""
+    collective = join(rank, world_size, port, limit, "auto")
+    assert isinstance(collective, SharedMemoryCollective)
+    end = time.monotonic() + 2 * limit
+    while rank == 0 and time.monotonic() < end:
+        collective.beat()
+        time.sleep(0.01)
+    collective.meet()
+    collective.close()
+    return True
+
+
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
     """Small whole numbers that differ by rank and place: their sums are exact in every dtype."""
     return ((torch.arange(numel) * (rank + 2)) % 7 + rank).to(dtype)

@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from spartito.cluster.limits import time_limit
 from spartito.cluster.ports import free_port
-from spartito.collectives.meeting import connect, time_limit
+from spartito.collectives.meeting import connect
 from spartito.collectives.shared_memory import MAX_RIDERS, SLOT, Segment
 from spartito.collectives.store import ask
 from spartito.errors import TaskLostError, UserError
@@ -122,10 +123,18 @@ def test_a_port_in_use_is_the_users_to_mend() -> None:
             connect(spec(0, 2, port), torch.device("cpu"), 5)
 
 
+def test_who_gets_on_is_waited_for() -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(2):
+            group.start(rank, jobs.slow_leader, 2, port, 4.0)
+        assert [group.answer(rank) for rank in range(2)] == [True, True]
+
+
 def test_arguments_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="unknown communication 'process_grop'"):
         connect(spec(0, 2, free_port()), torch.device("cpu"), 5, "process_grop")
-    for text in ("soon", "-1", "inf", "nan", "0"):
+    for text in ("soon", "-1", "inf", "nan", "0", "1e8"):
         monkeypatch.setenv("SPARTITO_TIMEOUT", text)
         with pytest.raises(UserError, match=f"SPARTITO_TIMEOUT='{text}' is not a number"):
             time_limit()

@@ -53,6 +53,14 @@ def test_only_who_is_together_counts(names: list[str], letters: list[str]) -> No
     assert Placement.of(renamed) == Placement.of(names)
 
 
+def test_leaders_tell_their_machine_that_they_get_on() -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(3):
+            group.start(rank, jobs.tells_its_machine, 3, port, "on aab")
+        assert [group.answer(rank) for rank in range(3)] == [True, False, True]
+
+
 @pytest.mark.parametrize("ways", [("aab", "aba"), ("abab", "abbb"), ("aabca",)], ids=",".join)
 def test_any_placement_gives_the_same_answers(ways: tuple[str, ...]) -> None:
     world_size = len(ways[0])

@@ -216,6 +216,11 @@ def test_versions_that_differ(package: str) -> None:
     assert "0.0.1 on worker 1" in verdict.what
 
 
+def test_another_build_of_torch_is_a_warning() -> None:
+    other = facts(W1, versions=HEALTHY.versions | {"torch": HEALTHY.versions["torch"] + "+cpu"})
+    assert the_verdict(report(facts(W0), other, facts(W2)), "version").grade == "warning"
+
+
 @pytest.mark.parametrize(("python", "told"), [("3.11.9", False), ("3.12.1", True)])
 def test_pythons_that_differ_by_more_than_a_patch(python: str, told: bool) -> None:
     given = report(facts(W0), facts(W1, python=python), facts(W2))

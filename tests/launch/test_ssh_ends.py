@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spartito.launch.hosts import far_end, near_end
+from spartito.launch.hosts.ssh import OPTIONS
 from tests.commands import Commands, Program, commands_in
 from tests.launch.supervised import GRANDCHILD, SLEEPS, is_alive
 
@@ -142,3 +143,10 @@ def test_the_near_end_keeps_speaking(commands: Commands) -> None:
     )
     ended = commands.python("-c", quick, "b", "0", sys.executable, "-S", "-c", reads)
     assert (ended.code, ended.out) == (0, "three\n")
+
+
+def test_a_task_is_gone_before_ssh_gives_its_connection_up() -> None:
+    """So one that is started again finds its port free."""
+    told = dict(option.split("=") for option in OPTIONS)
+    gives_up = int(told["ServerAliveInterval"]) * (int(told["ServerAliveCountMax"]) + 1)
+    assert 3 * far_end.BEATS < far_end.SILENCE < gives_up

@@ -119,7 +119,7 @@ def test_one_machine_is_where_we_are(site: Site, commands: Commands) -> None:
     assert "wrote" not in got.err
 
 
-@pytest.mark.parametrize("roles", [[], ["--ps", "2"]], ids=["synchronous", "ps"])
+@pytest.mark.parametrize("roles", [[], ["--ps", "1", "--evaluator"]], ids=["synchronous", "ps"])
 def test_digits_are_learned(site: Site, commands: Commands, roles: list[str]) -> None:
     recipe = ["--epochs", "1", "--batch-size", "100", "--out", "run", "--json"]
     words = ["train", "mnist", "--hosts", "node1,node2", *roles, *recipe]
@@ -128,6 +128,8 @@ def test_digits_are_learned(site: Site, commands: Commands, roles: list[str]) ->
     assert got.code == 0, got.text
     result = json.loads(got.out.splitlines()[-1])
     assert (commands.directory / result["model"]).exists()
+    evaluated = (commands.directory / "run" / "evaluations.jsonl").exists()
+    assert evaluated == ("--evaluator" in roles)
 
 
 def test_a_killed_worker_ends_the_job(site: Site, commands: Commands) -> None:

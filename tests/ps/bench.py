@@ -13,8 +13,9 @@ from torch.optim import SGD, Optimizer
 
 from spartito.ps.layout import Span
 from spartito.ps.messages import Push
+from spartito.ps.rules import Rules
 from spartito.ps.shard import Shard
-from spartito.ps.store import Rules, Store
+from spartito.ps.store import Store
 from spartito.ps.vector import Copies, Vector
 
 LIMIT = 60.0  # seconds that no passing test comes near

@@ -26,10 +26,11 @@ from spartito.ps.client import BREAKS, Address, Link, Restarted
 from spartito.ps.connection import areas
 from spartito.ps.layout import LINE, Span, cut
 from spartito.ps.messages import Hello, Lost, Pull, Push, Status, Values, Welcome
+from spartito.ps.rules import Rules
 from spartito.ps.server import Server
 from spartito.ps.servers import Control, Servers
 from spartito.ps.shard import Shard, State, settings
-from spartito.ps.store import Rules, Store
+from spartito.ps.store import Store
 from spartito.ps.vector import Copies, Vector, allocate
 from spartito.ps.wire import Wire
 

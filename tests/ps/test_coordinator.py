@@ -80,14 +80,14 @@ def test_rates_and_published_values_reach_the_workers() -> None:
         early = threads.submit(link.published, 3)
         coordinator.rates = b"0.1"
         large = b"history" * 100_000
-        coordinator.publish(3, large)
+        coordinator.board.publish(3, large)
         assert early.result(co.LIMIT) == large
         for rates in (b"0.1", b"0.1", b"0.05"):
             coordinator.rates = rates
             assert isinstance(link.take(0, 0, None, wait=False), Pause)
             assert link.rates == rates
         with pytest.raises(ValueError, match="more than"):
-            coordinator.publish(4, bytes(MAX_PUBLISHED + 1))
+            coordinator.board.publish(4, bytes(MAX_PUBLISHED + 1))
         link.close()
         link.close()
 
@@ -170,7 +170,7 @@ def test_a_stream_without_examples_ends_the_chief() -> None:
 def test_who_comes_after_the_end_is_told() -> None:
     with co.serving(2) as (coordinator, port):
         link = co.link(port, 0)
-        coordinator.publish(1, b"history")
+        coordinator.board.publish(1, b"history")
         coordinator.end()
         assert link.take(0, 0, None) == Complete(0, stop=True)
         assert link.published(1) == b"history"

@@ -16,8 +16,9 @@ from torch.optim import SGD, Adam, Optimizer, RMSprop
 from spartito.ps.layout import Span
 from spartito.ps.log import PushLog, entries, replay
 from spartito.ps.messages import Push
+from spartito.ps.rules import Rules
 from spartito.ps.shard import Shard, settings
-from spartito.ps.store import Rules, Store
+from spartito.ps.store import Store
 from spartito.ps.vector import Copies, Vector, allocate
 
 Opened = Callable[[], PushLog]

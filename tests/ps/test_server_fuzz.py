@@ -42,9 +42,10 @@ from spartito.ps.messages import (
     Values,
     Welcome,
 )
+from spartito.ps.rules import Rules
 from spartito.ps.server import Server
 from spartito.ps.shard import Shard
-from spartito.ps.store import Rules, Store
+from spartito.ps.store import Store
 from spartito.ps.vector import Vector, allocate
 from spartito.ps.wire import PREFIX, Gone, Wire
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
-from spartito.ps.store import Rules
+from spartito.ps.rules import Rules
 from tests.ps.bench import Bench, push
 
 LIMIT = 60.0  # seconds that no passing test comes near

@@ -41,7 +41,7 @@ def image(
     ] = None,
     torch_index: Annotated[
         str | None,
-        typer.Option(help="Where pip finds torch; the default is pip's own.", metavar="URL"),
+        typer.Option(help="One more index where pip looks for torch.", metavar="URL"),
     ] = None,
     network: Annotated[
         str | None, typer.Option(help="The network of the build, as host.", metavar="NAME")
@@ -49,7 +49,7 @@ def image(
 ) -> None:
     """Build the image that every task runs.
 
-    Example: spartito cluster image --torch-index https://download.example/cpu
+    Example: spartito cluster image --torch-index https://download.pytorch.org/whl/cpu
     """
     from importlib.metadata import version
 
@@ -179,7 +179,9 @@ def slurm(
     partition: Annotated[
         str | None, typer.Option(help="The partition of the nodes.", metavar="NAME")
     ] = None,
-    account: Annotated[str | None, typer.Option(help="Who pays.", metavar="NAME")] = None,
+    account: Annotated[
+        str | None, typer.Option(help="The account that pays.", metavar="NAME")
+    ] = None,
     time: Annotated[
         str | None, typer.Option(help="The time limit, as 01:00:00.", metavar="TIME")
     ] = None,

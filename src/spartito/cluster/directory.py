@@ -15,10 +15,10 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from math import inf
 from pathlib import Path
 from typing import Any
 
+from spartito.cluster.limits import time_limit
 from spartito.cluster.listed import (
     ENV_EVALUATOR,
     ENV_PS,
@@ -30,7 +30,7 @@ from spartito.cluster.listed import (
     named_task,
     spec_of,
 )
-from spartito.cluster.ports import free_port
+from spartito.cluster.ports import free_port, is_own
 from spartito.cluster.spec import ClusterSpec, Task, is_loopback, split_address
 from spartito.errors import TaskLostError, UserError
 from spartito.names import ENV_TIMEOUT
@@ -75,7 +75,7 @@ def from_directory(env: Mapping[str, str]) -> ClusterSpec | None:
             f"{COUNTS[task.type]} says how many there are.",
         )
     folder = Path(env[VARIABLE].strip())
-    found = _join(folder, task, expected, env.get(ENV_ADDRESS, "").strip(), _limit(env))
+    found = _join(folder, task, expected, env.get(ENV_ADDRESS, "").strip(), time_limit(env=env))
     cluster: dict[str, tuple[str, ...]] = {}
     for other in expected:
         cluster[other.type] = (*cluster.get(other.type, ()), found[other])
@@ -175,17 +175,6 @@ def _expected(env: Mapping[str, str]) -> tuple[Task, ...]:
     return expected
 
 
-def _limit(env: Mapping[str, str]) -> float:
-    text = env.get(ENV_TIMEOUT, "300")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < inf:
-        raise UserError(f"{ENV_TIMEOUT}={text!r} is not a number of seconds above 0")
-    return seconds
-
-
 def _own_address() -> str:
     """An address by which other machines reach this one, and a port that is free now."""
     host = _own_host()
@@ -193,14 +182,14 @@ def _own_address() -> str:
 
 
 def _own_host() -> str:
-    """What our host name stands for, unless that is loopback; then whence we reach the outside."""
+    """What our host name stands for, if that is ours and no loopback; else whence we go outside."""
     name = socket.gethostname()
     try:
         found = socket.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
     except socket.gaierror:
         found = []  # a name that nobody knows: the route tells
     known = [str(entry[4][0]) for entry in found]
-    outside = [host for host in known if not is_loopback(host)]
+    outside = [host for host in known if not is_loopback(host) and is_own(host)]
     if outside:
         return outside[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

@@ -29,6 +29,11 @@ def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     return ports
 
 
+def is_own(host: str) -> bool:
+    """Whether an interface of this machine has the address ``host``."""
+    return _is_free(socket.AF_INET6 if ":" in host else socket.AF_INET, host, 0)
+
+
 def _is_free(family: socket.AddressFamily, host: str, port: int) -> bool:
     with socket.socket(family) as probe:
         try:

@@ -68,6 +68,11 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
             "Start the job with 'srun python train.py', without SLURM_ variables of your own.",
         )
     rule = env.get("SLURM_DISTRIBUTION", "block")
+    if len(nodes) > 1 and rule.startswith(("plane", "arbitrary")):
+        raise UserError(
+            f"Slurm distributes the tasks by {rule!r}, which says nothing about who is where",
+            "Start it with srun --distribution=block, or cyclic.",
+        )
     places = _cyclic(counts) if rule.startswith("cyclic") else _block(counts)
     _check_place(env, rank, places[rank], rule)
     base = _first_port(env)

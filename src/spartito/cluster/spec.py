@@ -182,4 +182,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _is_host(name: str) -> bool:
-    return not any(c.isspace() or c in "/@[]" for c in name)
+    labels = name.removesuffix(".").split(".")  # as names are looked up
+    odd = any(c.isspace() or c in "/@[]" for c in name)
+    return not odd and all(0 < len(label) < 64 for label in labels)

@@ -56,6 +56,8 @@ class Collective(ABC):
     rank: int
     world_size: int
     traffic: Traffic
+    moved: Callable[[], None] = staticmethod(lambda: None)
+    """Is called whenever something came or went in a call that takes long."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor) -> Tensor:
@@ -149,6 +151,9 @@ class IdentityCollective(Collective):
 
     def close(self) -> None:
         pass
+
+    def beat(self) -> None:
+        """There is nobody who waits."""
 
 
 def add_riders(parts: Sequence[Riders]) -> Riders:

@@ -59,6 +59,7 @@ class HierarchicalCollective(Collective):
 
         def meet() -> None:
             self.between = meet_leaders()
+            self.between.moved = self.inside.beat
 
         try:
             self.across(meet)

@@ -6,12 +6,12 @@ import os
 import time
 from collections.abc import Sequence
 from datetime import timedelta
-from math import inf
 
 import msgspec
 import torch
 import torch.distributed as dist
 
+from spartito.cluster.limits import time_limit
 from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.hierarchical import HierarchicalCollective, Inside
@@ -23,7 +23,7 @@ from spartito.collectives.store import absentees, ask
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import TaskLostError, UserError
-from spartito.names import ENV_TIMEOUT, nearest
+from spartito.names import nearest
 
 COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
 FAREWELL = 10.0  # seconds that the keeper of the store stays for those who are refused with it
@@ -58,7 +58,7 @@ def connect(
         )
     if communication == "sockets" and device.type != "cpu":
         raise UserError(f"communication='sockets' on {device}", "Sockets are for CPUs: take auto.")
-    limit = time_limit() if timeout is None else _checked(timeout)
+    limit = time_limit(timeout)
     if cluster.num_replicas == 1:
         return IdentityCollective()
     names = [cluster.name_of(rank) for rank in range(cluster.num_replicas)]
@@ -96,25 +96,6 @@ def _hierarchical(
         return SocketCollective(machine, leaders, store, limit, address)
 
     return HierarchicalCollective(rank, placement, inside, meet_leaders)
-
-
-def time_limit() -> float:
-    """Seconds that a wait for another task may take: ``SPARTITO_TIMEOUT``, else 300."""
-    text = os.environ.get(ENV_TIMEOUT, "300")
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = 0.0
-    if not 0 < seconds < inf:
-        raise UserError(f"{ENV_TIMEOUT}={text!r} is not a number of seconds above 0")
-    return seconds
-
-
-def _checked(timeout: float) -> float:
-    """``timeout`` if it can be one: options come from JSON, where anything may stand."""
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 0 < timeout < inf:
-        raise UserError(f"timeout={timeout!r} is not a number of seconds above 0")
-    return timeout
 
 
 def _rendezvous(cluster: ClusterSpec) -> tuple[str, int]:

@@ -240,6 +240,10 @@ class SharedMemoryCollective(Collective):
             if came[cell] < sequence:
                 self._wait(rank, cell, sequence)
 
+    def beat(self) -> None:
+        """Tell those who wait for us that we get on: their limit begins anew."""
+        self._came[self._cell(self.rank) + 1] += 1
+
     def exchange_riders(self, riders: Riders) -> Riders:
         """Meet, and answer the sum of what every replica brought along."""
         cells, count = self._riders, len(riders)
@@ -265,7 +269,8 @@ class SharedMemoryCollective(Collective):
         for _ in range(self._spins):
             if came[cell] >= sequence:
                 return
-        start = checked = time.monotonic()
+        start = checked = moved = time.monotonic()
+        beat = came[cell + 1]
         while came[cell] < sequence:
             now = time.monotonic()
             if now - start < 0.0005:
@@ -276,7 +281,9 @@ class SharedMemoryCollective(Collective):
                 time.sleep(0.00005 if now - start < 1 else 0.001)
             if now - checked > CHECK_SECONDS:
                 checked = now
-                self._check(rank, cell, sequence, now - start)
+                if came[cell + 1] != beat:
+                    beat, moved = came[cell + 1], now
+                self._check(rank, cell, sequence, now - moved)
 
     def _check(self, rank: int, cell: int, sequence: int, waited: float) -> None:
         alive = self._alive(rank)

@@ -191,6 +191,7 @@ class SocketCollective(Collective):
                 late = [self._names[flow.peer] for flow in flows.values()]
                 what = f"did not come within {self._timeout:g} s"
                 raise self._roll.lost(TimeoutError(what), late, what)
+            self.moved()
         for swap in swaps:
             self.traffic.sent += sum(map(len, swap.out))
             self.traffic.received += sum(map(len, swap.into))

@@ -44,7 +44,7 @@ class Chief:
 
     def begin(self) -> None:
         """Let the workers come: the servers have their values."""
-        self.coordinator.publish(JOB, self.job.encode())
+        self.coordinator.board.publish(JOB, self.job.encode())
         self._watch.start()
 
     def gather(self, seconds: float) -> None:
@@ -92,7 +92,7 @@ class Chief:
     def publish(self, value: Any) -> None:
         """Plain values for all who wait for the next ones."""
         self._published += 1
-        self.coordinator.publish(self._published, json.dumps(value).encode())
+        self.coordinator.board.publish(self._published, json.dumps(value).encode())
 
     def share_rates(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Tell all tasks these learning rates."""

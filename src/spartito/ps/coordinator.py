@@ -14,9 +14,10 @@ from math import inf
 
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note, warn
+from spartito.ps.board import Board
 from spartito.ps.lease import Lease, Piece, Plan, WorkQueue
 from spartito.ps.members import Member, absence, absent
-from spartito.ps.work import MAX_PUBLISHED, Complete, Pause, Report, Totals, Work
+from spartito.ps.work import Complete, Pause, Report, Totals, Work
 
 LOOK_SECONDS = 0.25
 """How often waiting chiefs and the watch look whether somebody is missing."""
@@ -61,7 +62,8 @@ class Coordinator:
         self._queues: dict[int, WorkQueue] = {}
         self._groups = count(1)
         self._stopped: set[int] = set()
-        self._published: dict[int, bytes] = {}
+        self.board = Board()
+        """What the chief leaves for all tasks."""
         self.rates = b""
         """What every worker is told with its next answer; a few bytes."""
         self._sessions = 0
@@ -255,21 +257,6 @@ class Coordinator:
             self._changed.notify_all()
             return count
 
-    def publish(self, key: int, value: bytes) -> None:
-        """Give ``value`` to all who ask for ``key``."""
-        if len(value) > MAX_PUBLISHED:
-            raise ValueError(f"{len(value)} bytes to publish, more than {MAX_PUBLISHED}")
-        with self._changed:
-            self._published[key] = bytes(value)
-            self._changed.notify_all()
-
-    def published(self, key: int, patience: float = inf) -> bytes | None:
-        """What was published under ``key``, once it is; None after ``patience`` seconds."""
-        limit = min(patience, self.timeout)
-        with self._changed:
-            self._changed.wait_for(lambda: key in self._published or self._ended, limit)
-            return self._published.get(key)
-
     def on_close(self, action: Callable[[], None]) -> None:
         """Have ``action`` done at the end."""
         self._closing.append(action)
@@ -289,6 +276,7 @@ class Coordinator:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
+        self.board.end()
 
     def close(self) -> None:
         """End, give the workers a while to leave, and close all connections."""

@@ -29,10 +29,11 @@ from spartito.ps.link import LocalLink, WorkerLink
 from spartito.ps.log import PushLog
 from spartito.ps.messages import Hello
 from spartito.ps.reception import Reception
+from spartito.ps.rules import Rules
 from spartito.ps.server import Server
 from spartito.ps.servers import Control, Servers
 from spartito.ps.shard import Shard, is_elementwise, merge_state, settings, slots, split_state
-from spartito.ps.store import Rules, Store
+from spartito.ps.store import Store
 from spartito.ps.vector import Copies, Vector, allocate, flat
 from spartito.ps.work import WorkSource
 from spartito.ps.worker import Exchange
@@ -51,6 +52,12 @@ class Options:
     nan_limit: int
     push_log: str | None
     shared_memory: bool
+
+    def __post_init__(self) -> None:
+        if self.min_shard_bytes < 1:
+            raise UserError(
+                f"min_shard_bytes={self.min_shard_bytes}", "A part has at least one byte."
+            )
 
 
 class Job:

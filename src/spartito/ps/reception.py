@@ -140,7 +140,7 @@ class Reception:
                     wire.send(Answer(work, rates if rates != known else None))
                     known = rates
                 case Ask(key):
-                    value = self._coordinator.published(key, patience)
+                    value = self._coordinator.board.published(key, patience)
                     if value is None and self._coordinator.ended:
                         raise UserError("the job has ended", "Start a new one.")
                     wire.send(Value(value is not None), value or b"")

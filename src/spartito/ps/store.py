@@ -1,4 +1,4 @@
-"""What one server holds, and the rules by which pushes of many workers become updates of it.
+"""What one server holds, and how pushes of many workers become updates of it.
 
 All of it happens under one lock, `Store.turn`; whoever has to wait for others waits on it.
 """
@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -18,46 +17,13 @@ from spartito.errors import SpartitoError
 from spartito.ps.keys import Key, Keys
 from spartito.ps.log import PushLog
 from spartito.ps.messages import Push, Values
+from spartito.ps.rules import Rules
 from spartito.ps.shard import Shard, settings
 from spartito.ps.staleness import Gate, Histogram
 from spartito.ps.tally import Tally
 from spartito.ps.vector import allocate
 
-ON_STALE = ("compensate", "reject", "wait")
 TICK = 1.0  # seconds after which a waiter looks around even if nobody woke it
-
-
-@dataclass(frozen=True, slots=True)
-class Rules:
-    """How pushes become updates: equal on all tasks of a job.
-
-    ``workers`` compute; ``max_staleness`` None is without a bound; ``on_stale`` says what
-    becomes of a push beyond it; ``aggregate`` pushes make one update; ``clip_norm`` bounds the
-    gradient of an update that is a mean of several pushes (a single one is clipped by its
-    worker). The rest says how values are divided over servers, and travel.
-    """
-
-    workers: int
-    max_staleness: int | None = None
-    on_stale: str = "wait"
-    aggregate: int = 1
-    clip_norm: float | None = None
-    servers: int = 1
-    min_shard_bytes: int = 0
-    wire_dtype: str | None = None
-
-    @property
-    def together(self) -> bool:
-        """Whether the workers' pushes are averaged step by step."""
-        return self.max_staleness == 0
-
-    @property
-    def waits(self) -> bool:
-        """Whether a pull may have to wait, so that no push gets too stale."""
-        return bool(self.max_staleness) and self.on_stale == "wait"
-
-    def __str__(self) -> str:
-        return msgspec.json.encode(asdict(self)).decode()
 
 
 @dataclass

@@ -188,10 +188,14 @@ class Leased(Distributed):
                 try:
                     ended = yield from self._pieces(place)
                     pusher.settle()
-                except GeneratorExit:  # left in the middle: others do the rest
-                    pusher.leave()
-                    self._partial = _since(sums(), before)
-                    work.take(stream, NO_EPOCH, Report(answer.id, [], abandoned=True), wait=False)
+                except BaseException as why:  # left in the middle: others do the rest
+                    try:
+                        if isinstance(why, GeneratorExit):
+                            pusher.leave()
+                    finally:
+                        self._partial = _since(sums(), before)
+                        given_up = Report(answer.id, [], abandoned=True)
+                        work.take(stream, NO_EPOCH, given_up, wait=False)
                     raise
                 finally:
                     pusher.place = None

@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.cluster.limits import time_limit
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Traffic
-from spartito.collectives.meeting import time_limit
 from spartito.data.batch import Batch
 from spartito.data.chain import Chain
 from spartito.data.dataset import as_dataset
@@ -32,8 +32,8 @@ from spartito.ps.codec import check_wire_dtype
 from spartito.ps.job import Job, Options, workers_of
 from spartito.ps.lease import Plan
 from spartito.ps.messages import Values
+from spartito.ps.rules import Rules
 from spartito.ps.shard import settings
-from spartito.ps.store import ON_STALE, Rules
 from spartito.ps.work import WorkSource
 from spartito.strategies.base import Distributed, StepResult
 from spartito.strategies.leases import Leased
@@ -87,7 +87,6 @@ class ParameterServerStrategy(ReplicaStrategy):
         push_log: str | None = None,
         shared_memory: bool = True,
     ) -> None:
-        _check_options(max_staleness, on_stale, aggregate, min_shard_bytes)
         super().__init__(cluster, device, False)
         if self.task.type == "ps":
             self.device = torch.device("cpu")
@@ -95,7 +94,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         self._options = Options(
             min_shard_bytes=min_shard_bytes,
             wire_dtype=check_wire_dtype(wire_dtype),
-            timeout=time_limit() if timeout is None else timeout,
+            timeout=time_limit(timeout),
             lease_seconds=lease_seconds,
             snapshot_seconds=snapshot_seconds,
             snapshot_dir=snapshot_dir,
@@ -392,26 +391,3 @@ class ParameterServerStrategy(ReplicaStrategy):
         self.pusher = Pusher(pair, job.exchange(name), self._rules, self._again)
         if self.chief is not None:
             self.chief.gather(min(START_SECONDS, self._options.timeout))
-
-
-def _check_options(
-    max_staleness: int | None, on_stale: str, aggregate: int, min_shard_bytes: int
-) -> None:
-    if max_staleness is not None and (
-        isinstance(max_staleness, bool) or not isinstance(max_staleness, int) or max_staleness < 0
-    ):
-        raise UserError(
-            f"max_staleness={max_staleness!r}",
-            "0 averages all workers' pushes, n bounds the staleness, None lets nobody wait.",
-        )
-    if on_stale not in ON_STALE:
-        raise UserError(f"on_stale={on_stale!r}", nearest(on_stale, ON_STALE))
-    if aggregate < 1:
-        raise UserError(f"aggregate={aggregate}", "At least one push makes an update.")
-    if aggregate > 1 and max_staleness == 0:
-        raise UserError(
-            f"aggregate={aggregate} with max_staleness=0",
-            "That averages one push of every worker already: leave aggregate out.",
-        )
-    if min_shard_bytes < 1:
-        raise UserError(f"min_shard_bytes={min_shard_bytes}", "A part has at least one byte.")

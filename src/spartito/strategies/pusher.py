@@ -11,8 +11,8 @@ from spartito.data.batch import Batch
 from spartito.errors import UserError
 from spartito.ps.lease import Lease
 from spartito.ps.messages import Push
+from spartito.ps.rules import Rules
 from spartito.ps.shard import settings
-from spartito.ps.store import Rules
 from spartito.ps.worker import EXPIRED, RESTARTED, STALE, Exchange
 from spartito.strategies.replica import Pair
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.checkpoint.manager import Best, CheckpointManager, read_checkpoint, sequence_of
-from spartito.collectives.meeting import time_limit
+from spartito.cluster.limits import time_limit
 from spartito.errors import TaskLostError, UserError
 from spartito.log import note, warn
 from spartito.report.evaluations import append_evaluation

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from spartito.cluster.spec import EVALUATOR
+from spartito.collectives.versions import Versions
 from spartito.launch.containers.plan import LEAST_MEMORY
 from spartito.launch.doctor.messages import Facts
 from spartito.launch.doctor.report import Report
@@ -28,9 +29,10 @@ def versions(report: Report) -> Iterator[Verdict]:
     for package in packages:
         have = _grouped({t: facts.versions.get(package, "?") for t, facts in report.facts.items()})
         if len(have) > 1:
+            alike = package == "torch" and len({Versions("", v).torch_series for v in have}) == 1
             yield Verdict(
                 "version",
-                "wrong",
+                "warning" if alike else "wrong",
                 f"the tasks have different versions of {package}: {_listed(have)}",
                 "Install the same on all.",
                 [task for tasks in have.values() for task in tasks],

@@ -21,8 +21,12 @@ from spartito.launch.guard import Guard, die_with_parent
 
 BEATS = 5.0
 """Seconds between two lines from the launcher's machine."""
-SILENCE = 60.0
-"""Seconds without a line after which the launcher counts as gone."""
+SILENCE = 18.0
+"""Seconds without a line after which the launcher counts as gone.
+
+Less than the 20 s after which ssh there gives up: a task that is started again finds its port
+free.
+"""
 
 OF_SSH = 255
 """The exit code that ssh keeps for itself."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from spartito.cluster import nodelist
+from spartito.cluster.ports import is_own
 from spartito.cluster.spec import is_loopback
 from spartito.errors import UserError
 
@@ -58,7 +59,7 @@ def check_reachable(text: str, address: str, count: int) -> None:
 
 def is_here(address: str) -> bool:
     """Whether ``address``, a name or a number, belongs to this machine."""
-    return any(map(_can_bind, addresses_of(address)))
+    return any(map(is_own, addresses_of(address)))
 
 
 def addresses_of(name: str) -> list[str]:
@@ -97,14 +98,4 @@ def _is_name(text: str) -> bool:
         ip_address(text)
     except ValueError:
         return NAME.fullmatch(text) is not None
-    return True
-
-
-def _can_bind(number: str) -> bool:
-    family = socket.AF_INET6 if ":" in number else socket.AF_INET
-    try:
-        with socket.socket(family, socket.SOCK_STREAM) as probe:
-            probe.bind((number, 0))
-    except OSError:
-        return False
     return True
