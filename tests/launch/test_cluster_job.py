@@ -12,7 +12,7 @@ import pytest
 
 from spartito.cli import main
 from spartito.errors import SpartitoError, UserError
-from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.compose import compose_file, machine_files
 from spartito.launch.containers.engine import (
     Folder,
     JobFile,
@@ -22,7 +22,7 @@ from spartito.launch.containers.engine import (
     read_job,
     state_of,
 )
-from spartito.launch.containers.job import check_folders, check_ports
+from spartito.launch.containers.job import check_folders, check_ports, make_folders
 from spartito.launch.containers.plan import Containers, Network
 from spartito.launch.containers.watch import verdict
 from spartito.launch.roles import Roles
@@ -91,6 +91,60 @@ def test_who_decides_how_a_job_ends(
 ) -> None:
     made = job(tmp_path, cast)
     assert verdict(made, ends(made, **ended)) == expected
+
+
+LATER = {"worker_2": (0, 1), "worker_3": (0, 1), "ps_1": (0, 2)}
+
+
+@pytest.mark.parametrize(
+    ("cast", "machine", "ended", "expected"),
+    [
+        (Roles(4, ps=2), "b", {}, None),
+        (Roles(4, ps=2), "b", {"worker_2": (137, 1)}, None),
+        (Roles(4, ps=2), "b", {"worker_2": (0, 1), "worker_3": (0, 1)}, None),
+        (Roles(4, ps=2), "b", {"ps_1": (0, 1)}, None),
+        (Roles(4, ps=2), "b", LATER, (0, "worker 2")),
+        (Roles(4, ps=2), "b", {**LATER, "worker_2": (137, 1)}, (0, "worker 3")),
+        (Roles(4, ps=2), "b", {"ps_1": (137, 1)}, (69, "ps 1")),
+        (Roles(4, ps=2), "b", {"worker_2": (69, 1), "ps_1": (137, 2)}, (69, "ps 1")),
+        (Roles(2, ps=1), "b", {"worker_1": (0, 1)}, (0, "worker 1")),
+        (Roles(2, ps=1), "b", {"worker_1": (137, 1)}, (69, "worker 1")),
+        (Roles(4, ps=1), "b", {"worker_2": (137, 1)}, None),
+        (Roles(4, ps=1), "b", {"worker_2": (2, 2), "worker_3": (1, 1)}, (1, "worker 3")),
+        (Roles(4, ps=2), "a", {"worker_1": (137, 1)}, None),
+        (Roles(4, ps=2), "a", {"worker_0": (137, 1)}, (69, "worker 0")),
+        (Roles(4, ps=2), "a", {"worker_0": (0, 1)}, (0, "worker 0")),
+        (Roles(2, ps=1, chief=True), "a", {"worker_0": (137, 1)}, None),
+        (Roles(2, ps=1, chief=True), "a", {"chief": (0, 1)}, (0, "chief")),
+        (Roles(4), "b", {"worker_2": (137, 1)}, (69, "worker 2")),
+        (Roles(4), "b", {"worker_2": (0, 1)}, None),
+        (Roles(4), "b", {"worker_2": (0, 1), "worker_3": (0, 1)}, (0, "worker 2")),
+    ],
+)
+def test_who_decides_on_one_machine_of_several(
+    tmp_path: Path,
+    cast: Roles,
+    machine: str,
+    ended: Mapping[str, tuple[int, int]],
+    expected: tuple[int, str] | None,
+) -> None:
+    strategy = "parameter_server" if cast.ps else "multi_worker_mirrored"
+    network = Network(host=True, machines=("a", "b"))
+    plan = Containers("digits", "mnist", ("python",), strategy, cast, "/out", network=network)
+    path = tmp_path / "compose.yaml"
+    path.write_text(machine_files(plan)[machine])
+    made = read_job(path)
+    assert {name.replace("-", "_") for name in made.services} >= set(ended)
+    assert verdict(made, ends(made, **ended)) == expected
+
+
+def test_a_file_that_does_not_tell_who_is_in_the_job(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text("name: x\nservices: {a: {image: i}, b: {image: i, environment: [A=1]}}")
+    made = read_job(path)
+    assert (made.leader, made.has_servers) == ("a", False)
+    assert verdict(made, ends(made, a=(0, 1))) is None
+    assert verdict(made, ends(made, a=(0, 1), b=(3, 1))) == (3, "b")
 
 
 def test_a_container_that_is_gone_is_a_lost_task(tmp_path: Path) -> None:
@@ -250,6 +304,17 @@ def test_a_folder_that_the_container_may_not_read_is_named(job_file: Path) -> No
         check_folders(read_job(job_file))
     photos.chmod(0o755)
     check_folders(read_job(job_file))
+
+
+def test_a_run_folder_that_we_cannot_give_away_is_not_left(
+    job_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: 1)  # who is not root owns what he makes
+    job_file.write_text(job_file.read_text().replace("1000:1000", "76543:76543"))
+    before = set(job_file.parent.rglob("*"))
+    with pytest.raises(UserError, match="user 76543:76543 of the containers cannot write into"):
+        make_folders(read_job(job_file))
+    assert set(job_file.parent.rglob("*")) == before
 
 
 def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:

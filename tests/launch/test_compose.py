@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from spartito.cluster import resolve
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file, machine_files
+from spartito.launch.containers.engine import JobFile
 from spartito.launch.containers.plan import (
     Containers,
     Limits,
@@ -21,10 +23,57 @@ from spartito.launch.containers.plan import (
     plan_containers,
     service,
 )
+from spartito.launch.doctor.containers import doctor_job
 from spartito.launch.roles import RESTARTS, Roles
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "containers.md"
 CASTS = st.builds(Roles, st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans())
+
+GO_NUMBERS = (  # as in resolve.go of yaml.v3, which leaves underscores out first
+    r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?",
+    r"[-+]?0[xX][0-9a-fA-F]+",
+    r"[-+]?0[oO][0-7]+|0o[-+][0-7]+",
+    r"[-+]?0[bB][01]+|0b[-+][01]+",
+)
+GO_TIMES = (
+    r"\d{4}-\d\d?-\d\d?",
+    r"\d{4}-\d\d?-\d\d?[Tt]\d\d?:\d\d?:\d\d?([.,]\d+)?(Z|[-+]\d\d:\d\d)",
+    r"\d{4}-\d\d?-\d\d? +\d\d?:\d\d?:\d\d?([.,]\d+)?",
+)
+NO_STRINGS = (  # plain, docker compose 2 takes none of these for a string
+    *("1e-3", "1E5", "+1", "-.5", ".5e1", "5.", "08", "010", "1_000", "1__0_", "+1_e3_"),
+    *("0o17", "-0o7", "0o+7", "0_x1F", "0X1f", "0b-1", "-0B1", "2024-1-2", "2024-01-02"),
+    *("2024-1-2T3:4:5Z", "2024-1-2t3:4:5.6+01:00", "2024-1-2  3:4:5", "2024-1-2 3:4:5,6"),
+    *("~", "null", "Null", "true", "FALSE", ".inf", "-.Inf", ".NaN", ""),
+)
+STRINGS = (
+    *("1e", "e3", "1.2.3", "_1", "0o8", "0x", "0b2", "-_", "-e3", "--lr", "-c", "./a"),
+    *("2024-1", "2024-1-2T3", "24-1-2", "a_1", "v1", "nan", "inf", "y", "N", "None", "a b"),
+)
+BROKEN = st.text("a \t\n\r\x85\u2028'\"\\$:#-é💡", max_size=6)
+WORDS = (
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
+    | BROKEN
+    | st.sampled_from(NO_STRINGS + STRINGS)
+    | st.sampled_from(GO_NUMBERS + GO_TIMES).flatmap(
+        lambda rule: st.from_regex(re.compile(rule, re.ASCII), fullmatch=True)
+    )
+)
+
+
+class GoLoader(yaml.SafeLoader):
+    """Takes for no string what either PyYAML or yaml.v3 takes for none."""
+
+    def resolve(self, kind: type[yaml.Node], value: str, implicit: Any) -> str:
+        if kind is yaml.ScalarNode and implicit[0] and value[:1] != "_":
+            rules = [(value.replace("_", ""), rule) for rule in GO_NUMBERS]
+            rules += [(value, rule) for rule in GO_TIMES]
+            if any(re.fullmatch(rule, word, re.ASCII) for word, rule in rules):
+                return "!other"
+        return str(super().resolve(kind, value, implicit))  # type: ignore[no-untyped-call]
+
+
+GoLoader.add_constructor("!other", lambda loader, node: (node.value, "no string"))
 
 
 @pytest.fixture(autouse=True)
@@ -185,6 +234,39 @@ def test_any_words_of_the_user_arrive_as_they_are(word: str) -> None:
     assert json.loads(options) == {"a": word}
     lone = re.sub(r"\$\$", "", compose_file(plan))
     assert "$" not in lone  # the composer would read a variable
+
+
+def told(text: str, loader: type[yaml.SafeLoader]) -> tuple[list[str], str, str]:
+    """The command, the strategy's options and the run folder that a composer reads."""
+    one = yaml.load(text.replace("$$", "$"), loader)["services"]["worker-0"]
+    options = one["environment"]["SPARTITO_STRATEGY_OPTIONS"]
+    return one["command"], options, one["volumes"][0]["source"]
+
+
+@settings(deadline=None)
+@given(st.lists(WORDS, max_size=4), WORDS, WORDS)
+def test_a_string_is_a_string_to_every_composer(words: list[str], options: str, out: str) -> None:
+    plan = replace(job(Roles(1)), command=tuple(words), strategy_options=options, out=out)
+    text = compose_file(plan)
+    for loader in (yaml.SafeLoader, GoLoader):
+        assert told(text, loader) == (words, options, out)
+    services = yaml.safe_load(text)["services"]
+    doctor = doctor_job(JobFile(Path("compose.yaml"), plan.name, services, text), 1, False)
+    for loader in (yaml.SafeLoader, GoLoader):
+        assert told(doctor.text, loader)[1:] == (options, out)
+
+
+def test_quotes_are_where_a_composer_needs_them_and_nowhere_else() -> None:
+    for words, shown in ((NO_STRINGS, map("'{}'".format, NO_STRINGS)), (STRINGS, STRINGS)):
+        text = compose_file(replace(job(Roles(1)), command=words))
+        assert f"  command: [{', '.join(shown)}]\n" in text
+
+
+def test_a_line_break_is_written_as_an_escape() -> None:
+    plan = replace(job(Roles(1)), command=("a\nb\n\nc",), out="./x\ny: z")
+    text = compose_file(plan)
+    assert r'  command: ["a\nb\n\nc"]' in text.splitlines()
+    assert "# Paths are relative to this file. Model and report: ./x y: z" in text.splitlines()
 
 
 def test_the_file_begins_with_what_it_is_and_the_commands() -> None:

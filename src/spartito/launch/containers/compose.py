@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import yaml
@@ -47,8 +48,32 @@ def machine_files(job: Containers) -> dict[str, str]:
     }
 
 
+def dump(document: Mapping[str, Any]) -> str:
+    """``document`` as YAML in which a string is a string to every composer.
+
+    PyYAML reads YAML 1.1 (docker-compose 1), Go's yaml.v3 rather YAML 1.2 (docker compose 2).
+    """
+    text: str = yaml.dump(
+        document,
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=False,
+        allow_unicode=True,
+        width=1 << 20,
+    )
+    return text
+
+
 def _file(job: Containers, tasks: Sequence[Task], name: str) -> str:
-    return "\n".join([*_heading(job, tasks, name), "", *_airy(_dump(_document(job, tasks)))])
+    heading = map(_on_one_line, _heading(job, tasks, name))
+    # Compose reads $ as a variable; here it never is one.
+    body = dump(_document(job, tasks)).replace("$", "$$")
+    return "\n".join([*heading, "", *_airy(body)])
+
+
+def _on_one_line(comment: str) -> str:
+    """A name of a file may have line breaks, and other characters that no YAML may have."""
+    return "".join(char if char.isprintable() else " " for char in comment)
 
 
 def _heading(job: Containers, tasks: Sequence[Task], name: str) -> Iterator[str]:
@@ -220,8 +245,8 @@ class _Dumper(yaml.SafeDumper):
         super().increase_indent(flow, False)
 
     def generate_anchor(self, node: yaml.Node) -> str:
-        """The name that the mapping has, instead of a number."""
-        return self._names[id(node)]
+        """The name that the mapping has, if it has one, instead of a number."""
+        return self._names.get(id(node)) or super().generate_anchor(node)
 
     @property
     def _names(self) -> dict[int, str]:
@@ -249,23 +274,34 @@ def _merge(dumper: yaml.SafeDumper, data: _Merge) -> yaml.Node:
     return dumper.represent_scalar("tag:yaml.org,2002:merge", "<<")
 
 
+# What PyYAML takes for a string and yaml.v3 does not (its resolve.go), underscores left out.
+_NUMBER = re.compile(
+    r"""[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)(e[-+]?[0-9]+)?
+    | [-+]?0(x[0-9a-f]+|o[-+]?[0-7]+|b[-+]?[01]+)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_TIME = re.compile(
+    r"""[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}
+    ((t|\ +)[0-9]{1,2}:[0-9]{1,2}:[0-9]{1,2}([.,][0-9]+)?(z|[-+][0-9]{2}:[0-9]{2})?)?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_LINE_BREAK = re.compile("[\n\x85\u2028\u2029]")
+
+
+def _string(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
+    style = None  # quotes only where PyYAML itself needs them
+    if _LINE_BREAK.search(data):
+        style = '"'
+    elif _NUMBER.fullmatch(data[:1] + data[1:].replace("_", "")) or _TIME.fullmatch(data):
+        style = "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+_Dumper.add_representer(str, _string)
 _Dumper.add_representer(_Anchored, _mapping)
 _Dumper.add_representer(_Row, _row)
 _Dumper.add_representer(_List, _list)
 _Dumper.add_representer(_Merge, _merge)
-
-
-def _dump(document: dict[str, Any]) -> str:
-    # Compose reads $ as a variable; here it never is one.
-    text: str = yaml.dump(
-        document,
-        Dumper=_Dumper,
-        sort_keys=False,
-        default_flow_style=False,
-        allow_unicode=True,
-        width=1 << 20,
-    )
-    return text.replace("$", "$$")
 
 
 def _airy(text: str) -> Iterator[str]:

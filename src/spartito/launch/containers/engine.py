@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from spartito.cluster.spec import ClusterSpec
+from spartito.cluster.tf_config import from_tf_config
 from spartito.errors import SpartitoError, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.plan import JOB_NAME
+from spartito.launch.roles import PARAMETER_SERVER
+from spartito.names import ENV_STRATEGY
 
 ASK_SECONDS = 30.0
 """How long the engine may take to answer a question."""
@@ -151,6 +158,32 @@ class JobFile:
             if isinstance(volume, dict) and volume.get("type") == "bind"
         ]
         return list(dict.fromkeys(found))
+
+    @property
+    def leader(self) -> str | None:
+        """The service whose task leads the job; None where that runs on another machine.
+
+        A service that the file does not tell who is in the job is taken for one.
+        """
+        specs = {name: self.spec(name) for name in self.services}
+        return next((name for name, spec in specs.items() if spec is None or spec.is_chief), None)
+
+    @property
+    def has_servers(self) -> bool:
+        """Whether there are parameter servers, on this machine or on another."""
+        specs = [self.spec(name) for name in self.services]
+        return any(spec is not None and spec.addresses.get("ps") for spec in specs) or any(
+            self._told(name).get(ENV_STRATEGY) == PARAMETER_SERVER for name in self.services
+        )
+
+    def spec(self, service: str) -> ClusterSpec | None:
+        """The whole job as ``TF_CONFIG`` tells it to ``service``; None where the file has none."""
+        return from_tf_config(self._told(service))
+
+    def _told(self, service: str) -> dict[str, str]:
+        environment = self.services[service].get("environment")
+        given = environment if isinstance(environment, dict) else {}
+        return {str(key): str(value) for key, value in given.items()}
 
     def goes_on_without(self, service: str) -> bool:
         """Whether the engine starts a lost ``service`` again while the others go on."""
@@ -296,7 +329,7 @@ def build_image(
         words += ["--network", network]
     code = subprocess.run([*words, str(context)]).returncode
     base = arguments.get("BASE", BASE)
-    if code and not engine.ask("image", "ls", "--quiet", base).strip():
+    if code and not _can_have(engine, base):
         raise UserError(
             f"the base image {base} is not on this machine, and could not be fetched",
             "Name one that is here: --base IMAGE. On Debian, scripts/engine makes one as root.",
@@ -304,14 +337,52 @@ def build_image(
     return code
 
 
+def _can_have(engine: Engine, image: str) -> bool:
+    """Whether ``image`` is here or can be fetched."""
+    # A builder of today keeps what it has fetched to itself: the engine does not list it.
+    listed = engine.ask("image", "ls", "--quiet", image).strip()
+    return bool(listed) or _works([engine.docker, "pull", "--quiet", image], START_SECONDS)
+
+
 def call(
     words: Sequence[str], limit: float, given: str | None = None, folder: Path | None = None
 ) -> str:
     """What a command prints in ``folder``; its failure as the error that its reader needs."""
+    code, out, err = run(words, limit, given, folder)
+    if code:
+        raise complaint(err or out)
+    return out
+
+
+def run(
+    words: Sequence[str],
+    limit: float,
+    given: str | None = None,
+    folder: Path | None = None,
+    shown: bool = False,
+) -> tuple[int, str, str]:
+    """A command's exit code and what it prints, empty where that is ``shown``.
+
+    Ctrl-C does not reach it: who cleans up is not disturbed. Who leaves early, by an interrupt
+    or the time limit, ends it with all that it has started, as the composer is by ``docker``.
+    """
+    pipe = None if shown else subprocess.PIPE
     try:
-        done = subprocess.run(
-            words, input=given, capture_output=True, text=True, timeout=limit, cwd=folder
-        )
+        with subprocess.Popen(
+            words,
+            stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
+            stdout=pipe,
+            stderr=pipe,
+            text=True,
+            cwd=folder,
+            start_new_session=True,
+        ) as popen:
+            try:
+                out, err = popen.communicate(given, limit)
+            except BaseException:
+                with suppress(ProcessLookupError):
+                    os.killpg(popen.pid, signal.SIGKILL)
+                raise
     except subprocess.TimeoutExpired:
         raise SpartitoError(
             f"{' '.join(words[:3])} gave no answer within {limit:g} s",
@@ -319,9 +390,7 @@ def call(
         ) from None
     except OSError as error:
         raise UserError(f"{words[0]} cannot be started: {error.strerror}") from error
-    if done.returncode:
-        raise complaint(done.stderr or done.stdout)
-    return done.stdout
+    return popen.returncode, out or "", err or ""
 
 
 def complaint(text: str) -> SpartitoError:
@@ -340,5 +409,9 @@ def complaint(text: str) -> SpartitoError:
     return SpartitoError(f"the container engine failed: {said}")
 
 
-def _works(words: Sequence[str]) -> bool:
-    return not subprocess.run(words, capture_output=True, timeout=ASK_SECONDS).returncode
+def _works(words: Sequence[str], limit: float = ASK_SECONDS) -> bool:
+    try:
+        call(words, limit)
+    except SpartitoError:
+        return False
+    return True

@@ -5,17 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from types import FrameType
 
-from spartito.cluster import resolve
 from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
-from spartito.launch.containers.engine import VERSION_LABEL, Engine, JobFile, TaskState, read_job
+from spartito.launch.containers.engine import (
+    VERSION_LABEL,
+    Engine,
+    Folder,
+    JobFile,
+    TaskState,
+    read_job,
+)
 from spartito.launch.containers.watch import Watch, say
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -45,21 +51,24 @@ def up(path: Path, detach: bool = False) -> int:
     make_folders(job)
     say(f"{job.name}: {len(job.services)} containers")
     try:
-        with interrupts():
-            return _run(engine, job, detach)
+        with interrupts() as ignore:
+            return _run(engine, job, detach, ignore)
     except Interrupted as stop:
         say(f"stopped by {stop.signal.name}")
         return 128 + stop.signal
 
 
-def _run(engine: Engine, job: JobFile, detach: bool) -> int:
+def _run(engine: Engine, job: JobFile, detach: bool, ignore: Callable[[], None]) -> int:
     stays, patience = False, FALLEN_SECONDS
     try:
-        engine.tell(job, "up", "--detach", "--no-build")
-        stays = detach
-        return 0 if detach else Watch(engine, job).follow()
+        try:
+            engine.tell(job, "up", "--detach", "--no-build")
+            stays = detach
+            return 0 if detach else Watch(engine, job).follow()
+        finally:
+            ignore()
     except Interrupted:
-        patience = STOP_SECONDS
+        stays, patience = False, STOP_SECONDS
         raise
     finally:
         if not stays:
@@ -90,11 +99,18 @@ def logs(path: Path, follow: bool = False) -> int:
     if not states:
         raise UserError(f"no job {job.name} runs here", f"Start it: spartito cluster up {path}")
     watch = Watch(engine, job, only_now=not follow)
-    watch.read(states)
     try:
-        watch.finish(None)
-    except KeyboardInterrupt:
-        watch.stop()
+        with interrupts() as ignore:
+            try:
+                try:
+                    watch.read(states)
+                    watch.finish(None)
+                finally:
+                    ignore()
+            finally:
+                watch.stop()
+    except Interrupted as stop:
+        return 128 + stop.signal
     return 0
 
 
@@ -113,21 +129,16 @@ def check_folders(job: JobFile) -> None:
                 f"{job.path} mounts {folder.path}, which is no folder",
                 "Mend the path; relative ones begin at the file's own folder.",
             )
-        if folder.path.exists() and not folder.is_open():
-            verb = "write into" if folder.written else "read"
-            raise UserError(
-                f"user {folder.user} of the containers cannot {verb} {folder.path}",
-                f"Change its mode or owner, or 'user' in {job.path}.",
-            )
+        if folder.path.exists():
+            _check_open(job, folder)
 
 
 def check_ports(job: JobFile) -> None:
     """On the machine's own network: raise `UserError` where a task could not listen."""
     for name, service in job.services.items():
-        environment = service.get("environment")
-        if service.get("network_mode") != "host" or not isinstance(environment, dict):
+        spec = job.spec(name)
+        if service.get("network_mode") != "host" or spec is None:
             continue
-        spec = resolve({key: str(value) for key, value in environment.items()})
         address = spec.address_of(spec.task)
         if not address or not (spec.is_chief or spec.task.type == "ps"):
             continue
@@ -156,7 +167,22 @@ def make_folders(job: JobFile) -> list[Path]:
             except OSError as error:
                 raise UserError(f"the run folder {folder.path} cannot be made: {error}") from error
             made += [folder.path, *above]
+            try:
+                _check_open(job, folder)
+            except UserError:
+                for new in made:
+                    new.rmdir()
+                raise
     return made
+
+
+def _check_open(job: JobFile, folder: Folder) -> None:
+    if not folder.is_open():
+        verb = "write into" if folder.written else "read"
+        raise UserError(
+            f"user {folder.user} of the containers cannot {verb} {folder.path}",
+            f"Change its mode or owner, or 'user' in {job.path}.",
+        )
 
 
 def check_images(engine: Engine, job: JobFile) -> None:
@@ -190,12 +216,18 @@ class Interrupted(BaseException):
 
 
 @contextmanager
-def interrupts() -> Iterator[None]:
-    """Ctrl-C, SIGTERM and a closed terminal end the job, not us before we have cleaned up."""
+def interrupts() -> Iterator[Callable[[], None]]:
+    """Ctrl-C, SIGTERM and a closed terminal raise `Interrupted` in the block, once.
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+    It gets what makes it deaf to them: to be called, in ``finally``, before it cleans up.
+    """
+
+    def ignore() -> None:
         for one in old:
             signal.signal(one, signal.SIG_IGN)
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        ignore()
         raise Interrupted(number)
 
     old = {number: signal.getsignal(number) for number in INTERRUPTS}
@@ -204,7 +236,7 @@ def interrupts() -> Iterator[None]:
     for number in old:
         signal.signal(number, interrupt)
     try:
-        yield
+        yield ignore
     finally:
         for number, handler in old.items():
             with suppress(TypeError):  # set by a program that is not Python

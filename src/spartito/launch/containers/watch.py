@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -35,33 +36,42 @@ def verdict(job: JobFile, states: Sequence[TaskState]) -> tuple[int, str] | None
 
     The first task decides when it ends. Before that, so does one that failed for good, unless
     the engine starts it again and the others can do without it: only a lost worker beside
-    parameter servers, and an evaluator, are such. When all ended well the code is 0.
+    parameter servers, and an evaluator, are such. A machine without the first task waits for
+    all of its own. Then the code is 0 if one of them ended well, as a task does when the job
+    ends: those that the others can do without may be lost.
     """
-    first = next(iter(job.services))
-    servers = any(name.startswith("ps-") for name in job.services)
-    failed = [
-        state
-        for state in states
-        if state.ended
-        and state.code
-        and (state.service == first or not _is_dispensable(job, state.service, servers))
-    ]
-    if failed:
-        # Who lost a peer did not fail first, whatever the clock says.
-        culprit = min(failed, key=lambda s: (s.code == EXIT_TASK_LOST, s.finished_at))
-        return (EXIT_TASK_LOST if culprit.code in LOST else culprit.code), culprit.name
-    by_name = {state.service: state for state in states}
-    missing = [name for name in job.services if name not in by_name]
+    leader, servers = job.leader, job.has_servers
+    failed = [state for state in states if state.ended and state.code]
+    fatal = [s for s in failed if s.service == leader or not _is_dispensable(job, s, servers)]
+    if fatal:
+        return _blame(fatal)
+    there = {state.service for state in states}
+    missing = [name for name in job.services if name not in there]
     if missing:
         return EXIT_TASK_LOST, missing[0].replace("-", " ")
-    waited = [state for state in states if not servers or state.service in (first, "evaluator")]
-    return (0, by_name[first].name) if all(state.ended for state in waited) else None
+    for state in states:
+        needed = not servers or leader in (None, state.service) or _role(job, state) == "evaluator"
+        if needed and not state.ended:
+            return None
+    well = [state.name for state in states if state.ended and not state.code]
+    return (0, well[0]) if well else _blame(failed)
 
 
-def _is_dispensable(job: JobFile, service: str, servers: bool) -> bool:
-    if not job.goes_on_without(service):
-        return False
-    return service == "evaluator" or (servers and not service.startswith("ps-"))
+def _blame(failed: Sequence[TaskState]) -> tuple[int, str]:
+    # Who lost a peer did not fail first, whatever the clock says.
+    culprit = min(failed, key=lambda s: (s.code == EXIT_TASK_LOST, s.finished_at))
+    return (EXIT_TASK_LOST if culprit.code in LOST else culprit.code), culprit.name
+
+
+def _is_dispensable(job: JobFile, state: TaskState, servers: bool) -> bool:
+    role = _role(job, state)
+    beside = servers and role != "ps"
+    return job.goes_on_without(state.service) and (beside or role == "evaluator")
+
+
+def _role(job: JobFile, state: TaskState) -> str:
+    spec = job.spec(state.service)
+    return state.service.partition("-")[0] if spec is None else spec.task.type
 
 
 @dataclass
@@ -78,6 +88,7 @@ class Watch:
     _popens: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _last: dict[str, str] = field(default_factory=dict)
     _restarted: dict[str, int] = field(default_factory=dict)
+    _unread: bool = False
 
     def follow(self) -> int:
         """Pass on what the tasks print until the job has ended; answers its exit code."""
@@ -97,6 +108,8 @@ class Watch:
 
     def read(self, states: Sequence[TaskState]) -> None:
         """Follow the output of each container that nobody follows, from where we stopped."""
+        if self._unread:
+            return
         for place, state in enumerate(states):
             reader = self._readers.get(state.service)
             if reader is not None and (reader.is_alive() or state.status != "running"):
@@ -155,6 +168,8 @@ class Watch:
             start_new_session=True,  # Ctrl-C is ours
         )
         self._popens[state.service] = popen
+        if self._unread:  # since a moment ago
+            popen.terminate()
         prefix = self.sink.prefix(state.name, place)
         what = (state.service, popen, prefix, since or "")
         reader = threading.Thread(target=self._pass_on, args=what)
@@ -174,9 +189,20 @@ class Watch:
                     continue  # read before the container was started again
                 self._last[service] = at
                 with self._pen:
-                    self.sink.write([prefix + (text or b"\n")])
+                    self._print(prefix + (text or b"\n"))
         popen.wait()
         self._news.set()
+
+    def _print(self, line: bytes) -> None:
+        try:
+            self.sink.write([line])
+        except BrokenPipeError:
+            # Nobody reads us any more. The job goes on; what is left to print goes nowhere.
+            self._unread = True
+            with open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), self.sink.stream.fileno())
+            for popen in list(self._popens.values()):
+                popen.terminate()
 
 
 def _how(job: JobFile, state: TaskState) -> str:

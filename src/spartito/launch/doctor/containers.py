@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -12,9 +11,17 @@ from typing import Any
 
 import yaml
 
-from spartito.errors import TaskLostError, UserError
+from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.launch.containers import job as cluster_job
-from spartito.launch.containers.engine import ASK_SECONDS, Engine, JobFile, TaskState, read_job
+from spartito.launch.containers.compose import dump
+from spartito.launch.containers.engine import (
+    ASK_SECONDS,
+    Engine,
+    JobFile,
+    TaskState,
+    read_job,
+    run,
+)
 from spartito.launch.containers.watch import say
 from spartito.launch.doctor.examination import TIMEOUT, checked
 
@@ -49,11 +56,14 @@ def examine_containers(path: Path, seconds: float = TIMEOUT, *, as_json: bool = 
             "Wait for its end: it has a time limit.",
         )
     try:
-        with _folders(job), cluster_job.interrupts():
+        with cluster_job.interrupts() as ignore, _folders(job):
             try:
-                # What a killed doctor has left is replaced.
-                engine.tell(job, "up", "--detach", "--no-build", "--force-recreate")
-                return _result(engine, job, seconds)
+                try:
+                    # What a killed doctor has left is replaced.
+                    engine.tell(job, "up", "--detach", "--no-build", "--force-recreate")
+                    return _result(engine, job, seconds)
+                finally:
+                    ignore()
             finally:
                 engine.down(job, STOP_SECONDS)
     except cluster_job.Interrupted as stop:
@@ -64,8 +74,8 @@ def examine_containers(path: Path, seconds: float = TIMEOUT, *, as_json: bool = 
 def doctor_job(job: JobFile, seconds: float, as_json: bool) -> JobFile:
     """``job`` with a doctor in place of each task, under a name of its own."""
     document = doctor_document(yaml.safe_load(job.text), seconds, as_json)
-    text = yaml.safe_dump(document, sort_keys=False, allow_unicode=True)
-    return replace(job, name=f"{job.name}-doctor", services=document["services"], text=text)
+    name = f"{job.name}-doctor"
+    return replace(job, name=name, services=document["services"], text=dump(document))
 
 
 def doctor_document(
@@ -124,9 +134,8 @@ def _result(engine: Engine, job: JobFile, seconds: float) -> int:
     if first not in states:
         raise TaskLostError(f"the container of {first} is gone", "Is it removed by somebody?")
     limit = seconds + START_SECONDS
-    words = [engine.docker, "wait", states[first].id]
-    with suppress(subprocess.TimeoutExpired):  # what it said until then is worth to be seen
-        subprocess.run(words, stdout=subprocess.DEVNULL, timeout=limit)
+    with suppress(SpartitoError):  # what it said until then is worth to be seen
+        engine.ask("wait", states[first].id, limit=limit)
     _show(engine, states[first])
     states = {state.service: state for state in engine.states(job)}
     if first not in states or not states[first].ended:
@@ -146,4 +155,4 @@ def _result(engine: Engine, job: JobFile, seconds: float) -> int:
 def _show(engine: Engine, state: TaskState) -> None:
     """Pass on what a container has printed."""
     sys.stdout.flush()
-    subprocess.run([engine.docker, "logs", state.id], timeout=ASK_SECONDS)
+    run([engine.docker, "logs", state.id], ASK_SECONDS, shown=True)

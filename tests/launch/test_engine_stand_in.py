@@ -1,0 +1,292 @@
+"""Commands that drive an engine, on a program that stands in for ``docker``."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spartito.errors import SpartitoError, UserError
+from spartito.launch.containers import engine as engines
+from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.engine import Engine, build_image, call
+from spartito.launch.containers.plan import Containers
+from spartito.launch.roles import Roles
+
+SPARTITO = (sys.executable, "-m", "spartito")
+LIMIT = 30.0
+"""Seconds until a process that should have ended is taken for one that goes on."""
+
+DOCKER = f"""#!{sys.executable} -ISs
+import json, os, pathlib, signal, subprocess, sys
+
+room = pathlib.Path(__file__).parent.parent
+words = sys.argv[1:]
+
+def note(text):
+    with open(room / "events", "w") as events:
+        print(text, file=events)
+
+def wait(name):
+    if (room / name).exists():
+        (room / name).open().read()
+
+if words[0] == "compose" and words[1] != "version":
+    if "PLUGIN" not in os.environ:
+        plugin = [sys.executable, "-ISs", __file__, *words]
+        sys.exit(subprocess.run(plugin, env=os.environ | {{"PLUGIN": "1"}}).returncode)
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # as the composer does
+    verb = "up" if "up" in words else "down"
+    note(verb)
+    wait(f"{{verb}}-gate")
+    note(f"{{verb}} done")
+elif words[:2] == ["image", "ls"]:
+    print((room / "listed").read_text())
+elif words[:2] == ["image", "inspect"]:
+    print("{{}}")
+elif words[0] == "ps":
+    print(" ".join(["worker-0"] if (room / "status").exists() else []))
+elif words[0] == "inspect":
+    state = {{"Status": (room / "status").read_text(), "ExitCode": 0}}
+    labels = {{"com.docker.compose.service": "worker-0"}}
+    print(json.dumps([{{"Id": "worker-0", "Config": {{"Labels": labels}}, "State": state}}]))
+elif words[0] == "logs":
+    print("1 one", flush=True)
+    wait("logs-gate")
+    print("2 two\\n3 three", flush=True)
+elif words[0] in ("build", "pull"):
+    sys.exit(int((room / words[0]).read_text()))
+"""
+
+
+class Room:
+    """A folder with a job's file, a ``docker``, and FIFOs at which that waits for the test."""
+
+    def __init__(self, folder: Path, with_docker: Callable[[str], None]) -> None:
+        self.folder = folder
+        self.file = folder / "compose.yaml"
+        plan = Containers("digits", "mnist", ("python",), "one_device", Roles(1), "./out")
+        self.file.write_text(compose_file(plan))
+        (folder / "bin").mkdir()
+        docker = folder / "bin" / "docker"
+        docker.write_text(DOCKER)
+        docker.chmod(0o755)
+        with_docker(f"{folder / 'bin'}:{os.environ['PATH']}")
+        self.tell("listed", "abc")
+        os.mkfifo(folder / "events")
+        self._events = os.fdopen(os.open(folder / "events", os.O_RDWR), "r")
+        self._held: list[int] = []
+        self._started: list[subprocess.Popen[str]] = []
+
+    def tell(self, name: str, text: str) -> None:
+        """Change what the ``docker`` answers."""
+        new = self.folder / f"{name}.new"
+        new.write_text(text)
+        new.rename(self.folder / name)
+
+    def bar(self, name: str) -> None:
+        """From now on who comes to this gate waits."""
+        os.mkfifo(self.folder / f"{name}-gate")
+
+    def meet(self, name: str) -> int:
+        """Answers, once somebody waits at the gate, what lets him go when it is closed."""
+        self._held.append(os.open(self.folder / f"{name}-gate", os.O_WRONLY))
+        return self._held[-1]
+
+    def open(self, gate: int) -> None:
+        self._held.remove(gate)
+        os.close(gate)
+
+    def start(self, *words: str) -> subprocess.Popen[str]:
+        popen = subprocess.Popen(
+            [*SPARTITO, *words],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            process_group=0,
+        )
+        self._started.append(popen)
+        return popen
+
+    def event(self) -> str:
+        return self._events.readline().strip()
+
+    def close(self) -> None:
+        for popen in self._started:
+            popen.kill()
+            popen.communicate()
+        for held in self._held:
+            os.close(held)
+        for gate in self.folder.glob("*-gate"):  # who waits there yet, after a test that failed
+            key = os.open(gate, os.O_RDWR)
+            gate.unlink()
+            os.close(key)
+        (self.folder / "events").unlink()
+        self._events.close()
+
+
+@pytest.fixture
+def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
+    made = Room(tmp_path, lambda path: monkeypatch.setenv("PATH", path))
+    yield made
+    made.close()
+
+
+def goes_away(gate: int) -> bool:
+    """Whether he who waits at the gate ends, and was not let go."""
+    poll = select.poll()
+    poll.register(gate, 0)
+    return bool(poll.poll(LIMIT * 1000))
+
+
+UP, DOCTOR = ("cluster", "up"), ("doctor", "--compose")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("command", [UP, DOCTOR])
+def test_an_interrupt_amid_the_removal_does_not_disturb_it(
+    room: Room, command: tuple[str, ...], number: signal.Signals
+) -> None:
+    room.bar("down")
+    room.bar("up")
+    popen = room.start(*command, str(room.file))
+    up = room.meet("up")
+    room.tell("status", "exited")
+    room.open(up)
+    assert [room.event(), room.event(), room.event()] == ["up", "up done", "down"]
+    down = room.meet("down")
+    os.killpg(popen.pid, number)  # as a terminal does
+    room.open(down)
+    assert room.event() == "down done"
+    assert popen.wait(LIMIT) == 0
+
+
+def test_a_second_interrupt_does_not_disturb_the_removal(room: Room) -> None:
+    room.bar("up")
+    room.bar("down")
+    popen = room.start("cluster", "up", str(room.file))
+    up = room.meet("up")
+    room.tell("status", "running")
+    room.open(up)
+    assert popen.stdout is not None
+    assert popen.stdout.readline() == "[worker 0] one\n"
+    os.killpg(popen.pid, signal.SIGINT)
+    down = room.meet("down")
+    os.killpg(popen.pid, signal.SIGINT)
+    room.open(down)
+    assert [room.event() for _ in range(4)] == ["up", "up done", "down", "down done"]
+    assert popen.wait(LIMIT) == 130
+
+
+@pytest.mark.parametrize("command", [UP, DOCTOR])
+def test_who_is_interrupted_at_the_start_leaves_no_composer(
+    room: Room, command: tuple[str, ...]
+) -> None:
+    room.bar("up")
+    room.bar("down")
+    popen = room.start(*command, str(room.file))
+    up = room.meet("up")
+    popen.send_signal(signal.SIGTERM)
+    assert goes_away(up)
+    room.open(room.meet("down"))
+    assert [room.event() for _ in range(3)] == ["up", "down", "down done"]
+    assert popen.wait(LIMIT) == 143
+
+
+def test_what_a_late_command_has_started_ends_with_it(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "gate")
+    holder = os.open(tmp_path / "gate", os.O_RDWR)
+    ours, theirs = os.pipe()
+    child = f"echo; exec cat {tmp_path / 'gate'}"
+    try:
+        with pytest.raises(SpartitoError, match="gave no answer within 1 s"):
+            call(["sh", "-c", f"({child}) > /proc/{os.getpid()}/fd/{theirs} & wait"], 1)
+        os.close(theirs)
+        assert os.read(ours, 9) == b"\n"
+        assert select.select([ours], [], [], LIMIT)[0]
+        assert os.read(ours, 9) == b""
+    finally:
+        os.close(holder)
+        os.close(ours)
+
+
+def test_a_composer_that_does_not_answer_is_none() -> None:
+    assert engines._works(["true"])
+    assert not engines._works(["false"])
+    assert not engines._works(["tail", "-f", "/dev/null"], 0.1)
+
+
+@pytest.mark.parametrize(("listed", "pull"), [("abc", 1), ("", 0)])
+def test_a_build_that_fails_on_a_base_that_is_there(room: Room, listed: str, pull: int) -> None:
+    build(room, listed, pull)
+    assert build_image("x", room.folder, "1", {}) == 7
+
+
+def test_a_build_that_fails_without_its_base(room: Room) -> None:
+    build(room, "", 1)
+    with pytest.raises(UserError, match="the base image nice:1 is not on this machine"):
+        build_image("x", room.folder, "1", {"BASE": "nice:1"})
+
+
+def build(room: Room, listed: str, pull: int) -> None:
+    (room.folder / "docker").mkdir()
+    (room.folder / "docker" / "Dockerfile").touch()
+    for name, text in {"build": "7", "listed": listed, "pull": str(pull)}.items():
+        room.tell(name, text)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_who_follows_logs_leaves_nothing(room: Room, number: signal.Signals) -> None:
+    room.bar("logs")
+    room.tell("status", "running")
+    popen = room.start("cluster", "logs", "--follow", str(room.file))
+    assert popen.stdout is not None
+    assert popen.stdout.readline() == "[worker 0] one\n"
+    logs = room.meet("logs")
+    popen.send_signal(number)
+    assert goes_away(logs)
+    assert popen.wait(LIMIT) == 128 + number
+
+
+@pytest.mark.parametrize("words", [("up",), ("logs", "--follow")])
+def test_when_nobody_reads_the_output_there_is_no_noise(room: Room, words: tuple[str, ...]) -> None:
+    room.bar("logs")
+    room.bar("up")
+    if words[0] == "logs":
+        room.tell("status", "running")
+    popen = room.start("cluster", *words, str(room.file))
+    if words[0] == "up":
+        up = room.meet("up")
+        room.tell("status", "running")
+        room.open(up)
+    assert popen.stdout is not None
+    assert popen.stdout.readline() == "[worker 0] one\n"
+    popen.stdout.close()
+    logs = room.meet("logs")
+    (room.folder / "logs-gate").unlink()
+    room.open(logs)
+    room.tell("status", "exited")
+    assert popen.stderr is not None
+    said = popen.stderr.read().splitlines()
+    assert popen.wait(LIMIT) == 0
+    assert said == (["spartito: digits: 1 containers"] if words[0] == "up" else [])
+
+
+def test_an_engine_that_does_not_print_its_logs(
+    room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from spartito.launch.doctor import containers as doctor
+
+    room.bar("logs")
+    room.tell("status", "exited")
+    monkeypatch.setattr(doctor, "ASK_SECONDS", 0.2)
+    engine = Engine.find()
+    state = engine.states(engines.read_job(room.file))[0]
+    with pytest.raises(SpartitoError, match=r"logs worker-0 gave no answer within 0\.2 s"):
+        doctor._show(engine, state)
