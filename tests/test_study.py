@@ -18,7 +18,7 @@ from benchmarks.study_results import BEGIN, DOCS, END, write_docs, write_results
 from spartito.cli import main
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
-from spartito.launch.containers.engine import read_job
+from spartito.launch.containers.file import read_job
 from spartito.launch.containers.plan import CONTAINER_USER
 from tests.launch.containers import need_image
 

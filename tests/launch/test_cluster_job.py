@@ -13,15 +13,8 @@ import pytest
 from spartito.cli import main
 from spartito.errors import SpartitoError, UserError
 from spartito.launch.containers.compose import compose_file, machine_files
-from spartito.launch.containers.engine import (
-    Folder,
-    JobFile,
-    TaskState,
-    call,
-    complaint,
-    read_job,
-    state_of,
-)
+from spartito.launch.containers.engine import TaskState, call, complaint, state_of
+from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.job import check_folders, check_ports, make_folders
 from spartito.launch.containers.plan import Containers, Network
 from spartito.launch.containers.watch import verdict

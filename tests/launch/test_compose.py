@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from spartito.cluster import resolve
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file, machine_files
-from spartito.launch.containers.engine import JobFile
+from spartito.launch.containers.file import JobFile
 from spartito.launch.containers.plan import (
     Containers,
     Limits,

@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 from spartito.launch.containers.compose import compose_file
-from spartito.launch.containers.engine import read_job
+from spartito.launch.containers.file import read_job
 from spartito.launch.containers.plan import plan_containers
 from spartito.launch.doctor.containers import doctor_document, doctor_job
 from tests.launch.containers import LIMIT, SPARTITO, Job, docker

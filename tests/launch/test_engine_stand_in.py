@@ -16,6 +16,7 @@ from spartito.errors import SpartitoError, UserError
 from spartito.launch.containers import engine as engines
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.engine import Engine, build_image, call
+from spartito.launch.containers.file import read_job
 from spartito.launch.containers.plan import Containers
 from spartito.launch.roles import Roles
 
@@ -287,6 +288,6 @@ def test_an_engine_that_does_not_print_its_logs(
     room.tell("status", "exited")
     monkeypatch.setattr(doctor, "ASK_SECONDS", 0.2)
     engine = Engine.find()
-    state = engine.states(engines.read_job(room.file))[0]
+    state = engine.states(read_job(room.file))[0]
     with pytest.raises(SpartitoError, match=r"logs worker-0 gave no answer within 0\.2 s"):
         doctor._show(engine, state)

@@ -13,15 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
-from spartito.cluster.spec import ClusterSpec
-from spartito.cluster.tf_config import from_tf_config
 from spartito.errors import SpartitoError, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
-from spartito.launch.containers.plan import JOB_NAME
-from spartito.launch.roles import PARAMETER_SERVER
-from spartito.names import ENV_STRATEGY
+from spartito.launch.containers.file import JobFile
 
 ASK_SECONDS = 30.0
 """How long the engine may take to answer a question."""
@@ -102,117 +96,6 @@ class TaskState:
     def ended(self) -> bool:
         """Whether it is over and the engine will not start it again."""
         return self.status in ("exited", "dead")
-
-
-@dataclass(frozen=True, slots=True)
-class Folder:
-    """A folder of this machine in a container that runs as ``user``, as ``1000:1000``."""
-
-    path: Path
-    written: bool
-    user: str
-
-    @property
-    def owner(self) -> tuple[int, int] | None:
-        """The numbers of user and group; None where they are names."""
-        user, _, group = self.user.partition(":")
-        numbers = user, group or user
-        return (int(numbers[0]), int(numbers[1])) if all(map(str.isdigit, numbers)) else None
-
-    def is_open(self) -> bool:
-        """Whether the container's user can use it, by its owner and its mode."""
-        state = self.path.stat()
-        if self.owner is None or self.owner[0] == 0:
-            return True
-        user, group = self.owner
-        shift = 6 if user == state.st_uid else 3 if group == state.st_gid else 0
-        needed = 0o7 if self.written else 0o5
-        return state.st_mode >> shift & needed == needed
-
-
-@dataclass(frozen=True, slots=True)
-class JobFile:
-    """A compose file as `read_job` found it; ``text`` is what it says, word for word."""
-
-    path: Path
-    name: str
-    services: Mapping[str, Mapping[str, Any]]
-    text: str
-
-    @property
-    def images(self) -> list[str]:
-        """The images that the services need."""
-        return sorted({str(service["image"]) for service in self.services.values()})
-
-    @property
-    def folders(self) -> list[Folder]:
-        """The folders of this machine that containers mount, each once."""
-        found = [
-            Folder(
-                (self.path.parent / str(volume["source"]).replace("$$", "$")).resolve(),
-                not volume.get("read_only"),
-                str(service.get("user", "0")),
-            )
-            for service in self.services.values()
-            for volume in service.get("volumes", [])
-            if isinstance(volume, dict) and volume.get("type") == "bind"
-        ]
-        return list(dict.fromkeys(found))
-
-    @property
-    def leader(self) -> str | None:
-        """The service whose task leads the job; None where that runs on another machine.
-
-        A service that the file does not tell who is in the job is taken for one.
-        """
-        specs = {name: self.spec(name) for name in self.services}
-        return next((name for name, spec in specs.items() if spec is None or spec.is_chief), None)
-
-    @property
-    def has_servers(self) -> bool:
-        """Whether there are parameter servers, on this machine or on another."""
-        specs = [self.spec(name) for name in self.services]
-        return any(spec is not None and spec.addresses.get("ps") for spec in specs) or any(
-            self._told(name).get(ENV_STRATEGY) == PARAMETER_SERVER for name in self.services
-        )
-
-    def spec(self, service: str) -> ClusterSpec | None:
-        """The whole job as ``TF_CONFIG`` tells it to ``service``; None where the file has none."""
-        return from_tf_config(self._told(service))
-
-    def _told(self, service: str) -> dict[str, str]:
-        environment = self.services[service].get("environment")
-        given = environment if isinstance(environment, dict) else {}
-        return {str(key): str(value) for key, value in given.items()}
-
-    def goes_on_without(self, service: str) -> bool:
-        """Whether the engine starts a lost ``service`` again while the others go on."""
-        return str(self.services[service].get("restart", "no")) != "no"
-
-
-def read_job(path: Path) -> JobFile:
-    """The job that the file describes; `UserError` when it is none."""
-    advice = "Write one with: spartito cluster compose mnist --workers 2 > compose.yaml"
-    try:
-        text = path.read_text()
-        document = yaml.safe_load(text)
-    except OSError as error:
-        raise UserError(f"{path} cannot be read: {error.strerror}", advice) from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not YAML: {error}", advice) from error
-    services = document.get("services") if isinstance(document, dict) else None
-    if not isinstance(services, dict) or not services:
-        raise UserError(f"{path} has no services", advice)
-    for name, service in services.items():
-        if not isinstance(service, dict) or "image" not in service:
-            raise UserError(f"{path}: the service {name!r} has no image", advice)
-    name = document.get("name")
-    if not isinstance(name, str) or not JOB_NAME.fullmatch(name):
-        raise UserError(
-            f"{path} has {f'the name {name!r}' if name else 'no name'}",
-            "Add a line 'name: digits', for example: small letters, digits, - and _.",
-        )
-    return JobFile(path, name, services, text)
 
 
 @dataclass(frozen=True, slots=True)

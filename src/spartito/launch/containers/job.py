@@ -14,14 +14,8 @@ from types import FrameType
 from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
-from spartito.launch.containers.engine import (
-    VERSION_LABEL,
-    Engine,
-    Folder,
-    JobFile,
-    TaskState,
-    read_job,
-)
+from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
+from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.watch import Watch, say
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

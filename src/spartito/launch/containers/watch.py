@@ -12,7 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from spartito.errors import EXIT_TASK_LOST
-from spartito.launch.containers.engine import Engine, JobFile, TaskState
+from spartito.launch.containers.engine import Engine, TaskState
+from spartito.launch.containers.file import JobFile
 from spartito.launch.output import Sink
 
 LOOK_SECONDS = 2.0

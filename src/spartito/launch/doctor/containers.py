@@ -14,14 +14,8 @@ import yaml
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.launch.containers import job as cluster_job
 from spartito.launch.containers.compose import dump
-from spartito.launch.containers.engine import (
-    ASK_SECONDS,
-    Engine,
-    JobFile,
-    TaskState,
-    read_job,
-    run,
-)
+from spartito.launch.containers.engine import ASK_SECONDS, Engine, TaskState, run
+from spartito.launch.containers.file import JobFile, read_job
 from spartito.launch.containers.watch import say
 from spartito.launch.doctor.examination import TIMEOUT, checked
 
