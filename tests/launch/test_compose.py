@@ -342,6 +342,7 @@ def test_a_script_is_mounted_from_its_folder(tmp_path: Path) -> None:
         ({"hosts": "a:1,b", "workers": 2}, "without ports"),
         ({"hosts": "a,localhost", "workers": 2}, "localhost is each machine itself"),
         ({"hosts": "a,A", "workers": 2}, "names a machine twice"),
+        ({"arguments": ["--name=\udc80"]}, "is not UTF-8"),
         ({"hosts": "a,b,c", "workers": 2}, "too many for the job"),
     ],
 )

@@ -149,6 +149,9 @@ def plan_containers(
     ``cpus`` and ``hosts`` are lists with commas. Raises `UserError` for what cannot run: before
     there is a file, let alone a container.
     """
+    for word in (target, *arguments):
+        if word.encode("utf-8", "replace").decode() != word:
+            raise UserError(f"{word!r} is not UTF-8", "A compose file is: write it in other words.")
     roles = Roles(workers, ps, evaluator, chief)
     chosen = _check_strategy(strategy, strategy_options, roles, host_network, share_ipc, hosts)
     about, command, scripts = _program(target, arguments, data is not None)

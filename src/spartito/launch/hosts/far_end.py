@@ -83,13 +83,15 @@ def main(argv: Sequence[str]) -> int:
 def _listen(task: subprocess.Popen[bytes], silence: float) -> None:
     """Pass signals on until the connection ends; then end the task."""
     text = b""
-    while select.select([0], [], [], silence)[0] and (data := os.read(0, 4096)):
-        *lines, text = (text + data).split(b"\n")
-        for number in map(int, lines):
-            if number:
-                task.send_signal(number)
-                task.send_signal(signal.SIGCONT)  # one that is frozen would not hear it
-    _kill(task)
+    try:
+        while select.select([0], [], [], silence)[0] and (data := os.read(0, 4096)):
+            *lines, text = (text + data).split(b"\n")
+            for number in map(int, lines):
+                if number:
+                    task.send_signal(number)
+                    task.send_signal(signal.SIGCONT)  # one that is frozen would not hear it
+    finally:
+        _kill(task)
 
 
 def _kill(task: subprocess.Popen[bytes]) -> None:
