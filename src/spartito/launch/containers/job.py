@@ -60,7 +60,7 @@ def _run(engine: Engine, job: JobFile, detach: bool, ignore: Callable[[], None])
             stays = detach
             return 0 if detach else Watch(engine, job).follow()
         finally:
-            ignore()
+            ignore()  # an interrupt before this is caught below, and none comes after it
     except Interrupted:
         stays, patience = False, STOP_SECONDS
         raise
