@@ -41,6 +41,8 @@ class Patience:
     """From a failure to SIGTERM for the others, while they may tell other machines of it."""
     hold: float = 5.0
     """Until a traceback whose task lives on counts as ordinary output."""
+    last_words: float = 30.0
+    """The same for a message of ours, after which a task has only to end."""
 
 
 def supervise(
@@ -217,7 +219,7 @@ class _Supervisor:
         times = [time.monotonic() + TICK, self.kill_at]
         limits = self.patience.cause, self.patience.word
         times += [task.ended_at + limit for task in self.tasks if task.code for limit in limits]
-        times += [since + self.patience.hold for since, _ in self._held()]
+        times += [since + self._holds(errors) for since, errors in self._held()]
         now = time.monotonic()
         return min((at for at in times if at > now), default=now)
 
@@ -225,6 +227,9 @@ class _Supervisor:
         """The running tasks' errors that are held back, and since when."""
         errors = (task.errors for task in self.tasks if task.code is None)
         return [(e.since, e) for e in errors if e is not None and e.held]
+
+    def _holds(self, errors: ErrorChannel) -> float:
+        return self.patience.last_words if errors.is_own_error else self.patience.hold
 
     def _reap(self) -> bool:
         """Take note of the processes that ended, and end what they left behind."""
@@ -305,7 +310,7 @@ class _Supervisor:
         if self.cause is not None or self.interrupted is not None:
             return
         for since, errors in self._held():
-            if now - since >= self.patience.hold:
+            if now - since >= self._holds(errors):
                 errors.release()
         failed = [task for task in self.tasks if task.code and not task.let_go]
         if not failed:

@@ -87,10 +87,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         push_log: str | None = None,
         shared_memory: bool = True,
     ) -> None:
-        super().__init__(cluster, device, False)
-        if self.task.type == "ps":
-            self.device = torch.device("cpu")
-        self._rules = Rules(len(workers_of(self.cluster)), max_staleness, on_stale, aggregate)
+        rules = Rules(0, max_staleness, on_stale, aggregate)
         self._options = Options(
             min_shard_bytes=min_shard_bytes,
             wire_dtype=check_wire_dtype(wire_dtype),
@@ -102,6 +99,10 @@ class ParameterServerStrategy(ReplicaStrategy):
             push_log=push_log,
             shared_memory=shared_memory,
         )
+        super().__init__(cluster, device, False)
+        if self.task.type == "ps":
+            self.device = torch.device("cpu")
+        self._rules = dataclasses.replace(rules, workers=len(workers_of(self.cluster)))
         self._job: Job | None = None
         self.pusher: Pusher | None = None
         self.chief: Chief | None = None
