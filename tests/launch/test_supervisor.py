@@ -229,6 +229,29 @@ def test_a_logged_traceback_of_a_task_that_lives_on_is_shown(start: Start) -> No
     assert job.popen.stderr.readline() == b"[worker 0] Traceback (most recent call last):\n"
 
 
+def test_our_own_error_waits_for_the_end_of_its_task(start: Start, tmp_path: Path) -> None:
+    told, go = tmp_path / "told", tmp_path / "go"
+    fails = (
+        "import os, sys, time\n"
+        f"print('{PREFIX}boom', file=sys.stderr, flush=True)\n"
+        f"open('{told}', 'w').close()\n"
+        f"while not os.path.exists('{go}'): time.sleep(0.01)\n"
+        "sys.exit(2)"
+    )
+    logs = (
+        "import os, time, traceback\n"
+        f"while not os.path.exists('{told}'): time.sleep(0.01)\n"
+        "try: 1 / 0\nexcept: traceback.print_exc()\n"
+    )
+    job = start(fails, logs + SLEEPS, hold=0.05)
+    assert job.popen.stderr is not None
+    assert job.popen.stderr.readline() == b"[worker 1] Traceback (most recent call last):\n"
+    go.touch()
+    code, _, err = job.end()
+    assert code == 2
+    assert [line for line in err.splitlines() if PREFIX in line] == [f"{PREFIX}boom"]
+
+
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
