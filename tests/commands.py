@@ -20,11 +20,12 @@ from typing import IO
 
 from spartito.cluster.ports import free_ports
 
-LIMIT = 90.0
+LIMIT = 240.0
 SPARTITO = (sys.executable, "-m", "spartito")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MARK = "SPARTITO_TEST_MARK"
 SHARED_MEMORY = Path("/dev/shm")
+LEAN = Path(__file__).with_name("lean")
 OF_OUR_OWN = ("SPARTITO_", "TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_")
 
 
@@ -120,10 +121,11 @@ class Commands:
         """Start ``words``, in an environment that tells nothing of any cluster but ``env``."""
         mark = secrets.token_hex(8)
         plain = {k: v for k, v in os.environ.items() if not k.startswith(OF_OUR_OWN)}
+        path = os.pathsep.join([str(LEAN), *filter(None, [os.environ.get("PYTHONPATH")])])
         popen = subprocess.Popen(
             [str(word) for word in words],
             cwd=self.directory,
-            env={**plain, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark},
+            env={**plain, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **(env or {}), MARK: mark},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -155,6 +157,15 @@ class Commands:
 
 
 @contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """What is mapped in shared memory during the block goes; other tests have files there too."""
+    before = set(SHARED_MEMORY.glob("spartito-*"))
+    yield
+    new = set(SHARED_MEMORY.glob("spartito-*")) - before
+    assert eventually(lambda: not any(one.exists() for one in new)), f"left: {new}"
+
+
+@contextlib.contextmanager
 def commands_in(directory: Path) -> Iterator[Commands]:
     """Programs that start in ``directory``, none of which outlives the block."""
     commands = Commands(directory)
@@ -173,11 +184,6 @@ def running(mark: str) -> list[int]:
                 if f"{MARK}={mark}".encode() in (process / "environ").read_bytes():
                     found.append(int(process.name))
     return found
-
-
-def segments() -> set[Path]:
-    """Files of ours in shared memory; other jobs of this machine have some for a moment."""
-    return set(SHARED_MEMORY.glob("spartito-*"))
 
 
 def eventually(condition: Callable[[], bool], limit: float = 20.0) -> bool:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import socket
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,31 +16,19 @@ from PIL import Image
 
 import spartito as sp
 from spartito.errors import PREFIX
+from spartito.recipes import cats_vs_dogs, mnist
 from tests.commands import SPARTITO, Commands, Ended, addresses, commands_in, tf_config
 
-AT_ONCE = 2
-"""Cases that run side by side: most of their time is the import of torch."""
-
 SCRIPT = """
-import sys
 import torch
 import spartito as sp
 
-case = sys.argv[1] if len(sys.argv) > 1 else ""
 strategy = sp.strategy()
 net = torch.nn.Linear(4, 2)
 optimizer = torch.optim.Adam(net.parameters())
 x, y = torch.randn(21, 4), torch.arange(21) % 2
-loss, batch_size = torch.nn.CrossEntropyLoss(), 6
-if case == "output":
-    loss = torch.nn.BCEWithLogitsLoss()
-elif case == "state":
-    loss(net(x), y).backward()
-    optimizer.step()
-elif case == "batch":
-    batch_size = 1
-trainer = sp.Trainer(net, optimizer=optimizer, loss=loss, strategy=strategy)
-trainer.fit((x, y), batch_size=batch_size, verbose=0)
+trainer = sp.Trainer(net, optimizer=optimizer, loss=torch.nn.BCEWithLogitsLoss(), strategy=strategy)
+trainer.fit((x, y), batch_size=6, verbose=0)
 print("trained")
 """
 
@@ -63,9 +51,9 @@ def command(words: str, *says: str, env: dict[str, str] | None = None) -> Case:
     return Case((*SPARTITO, *words.split()), says, env or {})
 
 
-def plain(words: str, *says: str, env: dict[str, str] | None = None) -> Case:
+def plain(*says: str, env: dict[str, str]) -> Case:
     """Plain ``python script.py``."""
-    return Case((sys.executable, "script.py", *words.split()), says, env or {})
+    return Case((sys.executable, "script.py"), says, env)
 
 
 def cluster(addresses: list[str], index: int) -> dict[str, str]:
@@ -88,28 +76,16 @@ CASES = [
     command("run --nnodes 2 script.py", "--nnodes 2", "--master-addr"),
     command("run --nnodes 2 --node-rank 2 --master-addr a:1 script.py", "--node-rank 2", "0 to 1"),
     command("predict nowhere x.png", "nowhere is no run folder"),
-    # Recipes
-    command("train cats_vs_dogs", "cats_vs_dogs needs photos", "--data"),
-    command("train cats_vs_dogs --data one --workers 2", "only one class, 'cat'", "at least 2"),
-    command("train mnist --data nowhere", "'nowhere' does not exist"),
-    command("train mnist --resume --out fresh", "--resume: fresh holds no checkpoint"),
-    command("train mnist --out file/run --workers 2", "file/run cannot be written"),
     # Who is in the job
     command("run script.py", "TF_CONFIG: '{' is not JSON", env={"TF_CONFIG": "{"}),
-    plain("", "TF_CONFIG: '{' is not JSON", "It looks like", env={"TF_CONFIG": "{"}),
+    plain("TF_CONFIG: '{' is not JSON", "It looks like", env={"TF_CONFIG": "{"}),
     command("run script.py", "has no 'task'", env=NO_TASK),
     command("run script.py", "index 2 is out of range", "0 to 1", env=cluster(["a:1", "b:1"], 2)),
     command("run script.py", "worker 0 and worker 1", "a:1", env=cluster(["a:1", "a:1"], 0)),
     command("run script.py", "localhost:1", "b:1", env=cluster(["localhost:1", "b:1"], 0)),
-    # The environment
-    plain("", "'mirored'", "Did you mean 'mirrored'?", env={"SPARTITO_STRATEGY": "mirored"}),
-    command(f"{TWO} script.py", "SPARTITO_TIMEOUT='abc'", env={"SPARTITO_TIMEOUT": "abc"}),
-    plain("", "file/run cannot be written", env={"SPARTITO_RUN_DIR": "file/run"}),
-    # The trainer
-    plain("output", "BCEWithLogitsLoss does not fit an output of (6, 2)", "target of (6,)"),
-    command(f"{TWO} script.py output", "does not fit an output of (3, 2)", "target of (3,)"),
-    command(f"{TWO} script.py state", "Adam with state of 2 parameters for 2 replicas", "fresh"),
-    command(f"{TWO} script.py batch", "a global batch of 1 for 2 replicas", "at least one"),
+    # While two replicas train: both find it, or one alone
+    command(f"{TWO} script.py", "does not fit an output of (3, 2)", "target of (3,)"),
+    command("train mnist --out file/run --workers 2", "file/run cannot be written"),
 ]
 
 
@@ -118,21 +94,7 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     with commands_in(tmp_path_factory.mktemp("mistakes")) as found:
         found.write("script.py", SCRIPT)
         found.write("file", "")
-        for folder in ("empty", "one/cat"):
-            (found.directory / folder).mkdir(parents=True)
-        Image.new("RGB", (9, 9)).save(found.directory / "one" / "cat" / "1.png")
         yield found
-
-
-@pytest.fixture(scope="module")
-def endings(commands: Commands) -> list[Ended]:
-    """How every case ended; `Program.end` sees that nothing of it is left."""
-
-    def run(case: Case) -> Ended:
-        return commands.start(*case.words, env=case.env).end()
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        return list(pool.map(run, CASES))
 
 
 def check(ended: Ended, says: Sequence[str]) -> None:
@@ -145,10 +107,35 @@ def check(ended: Ended, says: Sequence[str]) -> None:
     assert "trained" not in ended.out
 
 
-@pytest.mark.timeout(240)  # the first one waits for all of them
-@pytest.mark.parametrize("place", range(len(CASES)), ids=lambda place: str(CASES[place]))
-def test_a_mistake_is_told(place: int, endings: list[Ended]) -> None:
-    check(endings[place], CASES[place].says)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_mistake_is_told(case: Case, commands: Commands) -> None:
+    check(commands.start(*case.words, env=case.env).end(), case.says)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "says"),
+    [
+        (cats_vs_dogs.main, "", "cats_vs_dogs needs photos, and --data names none"),
+        (cats_vs_dogs.main, "--data one", "'one' has only one class, 'cat'; at least 2 are needed"),
+        (mnist.main, "--data nowhere", "'nowhere' does not exist"),
+        (mnist.main, "--resume --out fresh", "--resume: fresh holds no checkpoint"),
+    ],
+)
+def test_a_recipe_that_cannot_begin(
+    recipe: Callable[[], None],
+    words: str,
+    says: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "one" / "cat").mkdir(parents=True)
+    Image.new("RGB", (9, 9)).save(tmp_path / "one" / "cat" / "1.png")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["recipe", *words.split()])
+    with pytest.raises(sp.UserError) as caught:
+        recipe()
+    assert says in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
 @pytest.mark.parametrize("way", ["plain", "run"])
@@ -178,11 +165,6 @@ def test_someone_else_at_the_meeting_place(commands: Commands) -> None:
     assert "Traceback" not in ended.err
 
 
-def test_nothing_was_made_where_nothing_ran(commands: Commands, endings: list[Ended]) -> None:
-    assert endings
-    assert not (commands.directory / "fresh").exists()
-
-
 OPTIONS = {
     "{": "='{' is no JSON",
     "[1]": "='[1]' is no JSON object",
@@ -199,6 +181,12 @@ def test_strategy_options_that_cannot_be(text: str, monkeypatch: pytest.MonkeyPa
     with pytest.raises(sp.UserError) as caught:
         sp.strategy()
     assert OPTIONS[text] in str(caught.value)
+
+
+def test_a_strategy_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARTITO_STRATEGY", "mirored")
+    with pytest.raises(sp.UserError, match=r"'mirored'.*\n.*Did you mean 'mirrored'\?"):
+        sp.strategy()
 
 
 def test_a_time_limit_that_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,6 +217,19 @@ def test_a_trainer_that_cannot_be(options: dict[str, Any], says: str) -> None:
             (torch.randn(6, 4), torch.arange(6) % 2), verbose=0
         )
     assert says in str(caught.value)
+
+
+def test_a_run_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("SPARTITO_RUN_DIR", str(tmp_path / "file" / "run"))
+    net = torch.nn.Linear(4, 2)
+    with pytest.raises(sp.UserError, match=r"file/run cannot be written"):
+        sp.Trainer(
+            net,
+            optimizer=torch.optim.SGD(net.parameters()),
+            loss=torch.nn.CrossEntropyLoss(),
+            strategy=sp.OneDeviceStrategy(),
+        ).fit((torch.randn(6, 4), torch.arange(6) % 2), verbose=0)
 
 
 def test_a_callback_that_is_none() -> None:

@@ -102,7 +102,8 @@ def test_a_users_mistake_in_a_script_is_told_once(tmp_path: Path, workers: str) 
     )
     got = spartito("run", "--workers", workers, str(script))
     assert got.returncode == 2
-    assert got.stderr == f"{PREFIX}the batch 1 is too small\n  Give more.\n"
+    assert got.stderr.count(PREFIX) == 1  # a note about few cores may come before it
+    assert got.stderr.endswith(f"{PREFIX}the batch 1 is too small\n  Give more.\n")
 
 
 def test_the_scripts_own_code_comes_through(tmp_path: Path) -> None:

@@ -28,7 +28,6 @@ from tests.commands import (
     addresses,
     commands_in,
     eventually,
-    segments,
     tf_config,
 )
 
@@ -41,6 +40,7 @@ FIGURES = {
 
 OWN_SCRIPT = """
 import json, sys
+from contextlib import suppress
 from pathlib import Path
 import numpy as np
 import torch
@@ -82,7 +82,10 @@ found = {
 }
 strategy.close()
 # A thread of gloo that lives on may abort the process while the interpreter ends.
-found["threads"] = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+found["threads"] = []
+for path in Path("/proc/self/task").glob("*/comm"):
+    with suppress(OSError):  # one ends just now
+        found["threads"].append(path.read_text().strip())
 Path(sys.argv[1], f"{strategy.task}.json").write_text(json.dumps(found))
 """
 
@@ -101,8 +104,8 @@ class Watch(sp.Callback):
     def on_train_batch_end(self, batch, logs):
         if self.trainer.step == 5:
             print("process", os.getpid(), "in step five", flush=True)
-            if str(strategy.task) == sys.argv[1]:
-                raise RuntimeError("boom")
+        if self.trainer.step == 6 and str(strategy.task) == sys.argv[1]:
+            raise RuntimeError("boom")
 
 x, y = torch.randn(64, 4), torch.arange(64) % 2
 trainer = sp.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(),
@@ -120,15 +123,6 @@ def commands(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
         found.write("own.py", OWN_SCRIPT)
         found.write("long.py", LONG_SCRIPT)
         yield found
-
-
-@pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """What a job mapped in shared memory is gone after it."""
-    before = segments()
-    yield
-    ours = segments() - before
-    assert eventually(lambda: not ours & segments()), f"left in shared memory: {ours & segments()}"
 
 
 def result(ended: Ended) -> dict[str, Any]:
@@ -324,7 +318,7 @@ def test_an_own_script_on_one_device(alone: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("launch", "tasks", "strategy"), LAUNCHES, ids=[case[0].__name__ for case in LAUNCHES]
 )
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("no_segments_left")
 def test_two_processes_give_the_numbers_of_one(
     launch: Launch, tasks: list[Any], strategy: str, commands: Commands, alone: dict[str, Any]
 ) -> None:
@@ -373,9 +367,8 @@ def test_the_example_with_two_optimizers(commands: Commands) -> None:
 # Failures: every job ends, says who failed, and leaves nothing
 
 
-def begin(commands: Commands, fails: str = "nobody") -> tuple[Program, dict[str, int]]:
+def begin(commands: Commands, fails: str = "nobody", **env: str) -> tuple[Program, dict[str, int]]:
     """A job of two workers that both are in training, and their process ids."""
-    env = {"SPARTITO_TIMEOUT": "3"}
     words = ["run", "--strategy", "mirrored", "--workers", "2", "long.py", fails]
     job = commands.start(*SPARTITO, *words, env=env)
     pids = {}
@@ -385,7 +378,7 @@ def begin(commands: Commands, fails: str = "nobody") -> tuple[Program, dict[str,
     return job, pids
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("no_segments_left")
 def test_a_worker_that_raises(commands: Commands) -> None:
     job, _ = begin(commands, "worker 1")
     ended = job.end()
@@ -396,7 +389,7 @@ def test_a_worker_that_raises(commands: Commands) -> None:
     assert "worker 1 failed with exit code 1" in ended.err
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("no_segments_left")
 @pytest.mark.parametrize("task", ["worker 0", "worker 1"])
 def test_a_worker_that_is_killed(commands: Commands, task: str) -> None:
     job, pids = begin(commands)
@@ -407,13 +400,13 @@ def test_a_worker_that_is_killed(commands: Commands, task: str) -> None:
     assert "Traceback" not in ended.err
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("no_segments_left")
 def test_a_worker_that_freezes_is_named_and_ended(commands: Commands) -> None:
-    job, pids = begin(commands)
+    job, pids = begin(commands, SPARTITO_TIMEOUT="15")  # the start of both falls under it too
     os.kill(pids["worker 1"], signal.SIGSTOP)
     ended = job.end()  # fails if the frozen one is left
     assert ended.code == 69
-    assert f"{PREFIX}worker 1 did not come within 3 s" in ended.err
+    assert f"{PREFIX}worker 1 did not come within 15 s" in ended.err
     assert "Traceback" not in ended.err
 
 
@@ -444,7 +437,7 @@ def check_interrupted_run(folder: Path) -> dict[str, Any]:
     return read_checkpoint(latest)
 
 
-@pytest.mark.usefixtures("nothing_left")
+@pytest.mark.usefixtures("no_segments_left")
 def test_ctrl_c_ends_the_command_and_keeps_what_is_saved(commands: Commands) -> None:
     words = ["train", "mnist", "--workers", "2", "--epochs", "1000", "--out", "stopped"]
     job = commands.start(*SPARTITO, *words)

@@ -8,12 +8,15 @@ import pytest
 from spartito.cluster import ports as module
 from spartito.cluster.ports import BELOW_EPHEMERAL, free_port, free_ports
 
+HOST = "127.77.0.1"
+"""An address of the loopback that nobody else calls from: what is free there stays free."""
+
 
 def test_a_free_port_can_be_taken() -> None:
-    port = free_port()
+    port = free_port(HOST)
     assert port in BELOW_EPHEMERAL
     with socket.socket() as server:
-        server.bind(("127.0.0.1", port))
+        server.bind((HOST, port))
 
 
 @pytest.mark.parametrize("few", [False, True])
@@ -21,9 +24,9 @@ def test_free_ports_differ_and_can_be_taken_at_once(
     few: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if few:  # then the system's own choice comes in
-        monkeypatch.setattr(module, "BELOW_EPHEMERAL", range(port := free_port(), port + 1))
-    ports = free_ports(20)
+        monkeypatch.setattr(module, "BELOW_EPHEMERAL", range(port := free_port(HOST), port + 1))
+    ports = free_ports(20, HOST)
     with ExitStack() as held:
         for port in ports:
-            held.enter_context(socket.socket()).bind(("127.0.0.1", port))
+            held.enter_context(socket.socket()).bind((HOST, port))
     assert len(set(ports)) == 20

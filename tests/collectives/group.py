@@ -19,6 +19,7 @@ from spartito.collectives.meeting import connect
 from tests.processes import context
 
 Job = Callable[..., Any]
+LIMIT = 120.0  # seconds that no passing test comes near
 
 
 def spec(rank: int, world_size: int, port: int) -> ClusterSpec:
@@ -47,7 +48,7 @@ def run(job: Job, world_size: int, *args: Any, communication: str = "auto") -> l
     with running() as group:
         for rank in range(world_size):
             group.start(rank, _joined, world_size, port, communication, job, *args)
-        return [group.answer(rank, 60) for rank in range(world_size)]
+        return [group.answer(rank) for rank in range(world_size)]
 
 
 def _joined(
@@ -74,7 +75,7 @@ class Group:
         theirs.close()
         self._running[rank] = (process, ours)
 
-    def answer(self, rank: int, seconds: float = 30) -> Any:
+    def answer(self, rank: int, seconds: float = LIMIT) -> Any:
         """The next thing that ``rank`` sends; an error if nothing comes in time."""
         pipe = self._running[rank][1]
         assert pipe.poll(seconds), f"rank {rank} sent nothing in {seconds} s"
@@ -94,7 +95,7 @@ class Group:
     def ended(self, rank: int) -> None:
         """Wait for the process to end of itself."""
         process = self._running[rank][0]
-        process.join(30)
+        process.join(LIMIT)
         assert process.exitcode is not None
 
     def stays(self, rank: int, seconds: float) -> bool:

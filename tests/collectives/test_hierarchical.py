@@ -18,6 +18,7 @@ from tests.collectives import jobs
 from tests.collectives.group import Group, running
 
 LONG = 60.0  # a limit that no passing test comes near
+SHORT = 3.0  # one that a frozen task lets pass; all have met by then
 hosts = st.lists(st.sampled_from("abcd"), min_size=1, max_size=9)
 
 
@@ -69,7 +70,7 @@ def test_any_placement_gives_the_same_answers(ways: tuple[str, ...]) -> None:
         for rank in range(world_size):
             group.start(rank, jobs.same_answers, world_size, told)
         for rank in range(world_size):
-            assert group.answer(rank, 100) == []
+            assert group.answer(rank) == []
 
 
 @pytest.mark.parametrize("letters", ["aab", "abab"])
@@ -187,17 +188,19 @@ def test_the_keeper_of_the_store_stays_until_the_leaders_have_heard() -> None:
 @pytest.mark.parametrize("victim", range(4))
 def test_a_frozen_rank_is_named_by_all(victim: int) -> None:
     with running() as group:
-        together(group, "aabb", 2.0)
+        together(group, "aabb", SHORT)
         group.signal(victim, signal.SIGSTOP)
         others = [rank for rank in range(4) if rank != victim]
         for rank in others:
             group.tell(rank)
+        waited = []
         for rank in others:
             kind, text, seconds = group.answer(rank)
             assert kind == "TaskLostError"
             assert f"worker {victim}" in text
-            assert "within 2 s" in text or "keeps the store" in text
-            assert seconds >= 2.0
+            assert "within 3 s" in text or "keeps the store" in text
+            waited.append(seconds)
+        assert max(waited) >= SHORT  # who wakes up late may hear from who waited
         group.signal(victim, signal.SIGCONT)
 
 
@@ -206,26 +209,28 @@ def test_a_rank_that_is_frozen_before_it_has_the_result_is_named_by_all() -> Non
     port = free_port()
     with running() as group:
         for rank in range(4):
-            group.start(rank, jobs.freeze_halfway, 4, port, 2.0, "on aabb")
+            group.start(rank, jobs.freeze_halfway, 4, port, SHORT, "on aabb")
         for rank in range(4):
             assert group.answer(rank) == "together"
+        for rank in range(4):
+            group.tell(rank)
         for rank in range(3):
             kind, text = group.answer(rank)
             assert kind == "TaskLostError"
-            assert "worker 3 did not come within 2 s; its process lives" in text
+            assert "worker 3 did not come within 3 s; its process lives" in text
         group.signal(3, signal.SIGCONT)
 
 
 def test_a_leader_that_does_not_come_is_named_to_a_machine_that_waits_for_its_own() -> None:
     """Worker 1 waits longer for the result than worker 0 does for worker 2."""
     with running() as group:
-        together(group, "aab", 2.0)
+        together(group, "aab", SHORT)
         group.tell(0)
         group.tell(1)  # both wait for worker 2, which is not told
         for rank in range(2):
             kind, text, _ = group.answer(rank)
             assert kind == "TaskLostError"
-            assert "worker 2 did not come within 2 s" in text
+            assert "worker 2 did not come within 3 s" in text
 
 
 def test_all_come_after_a_pause() -> None:

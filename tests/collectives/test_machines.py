@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
+from tests.collectives import jobs
+from tests.collectives.group import Group, running
 from tests.commands import SPARTITO, Commands, Program, commands_in, tf_config
 from tests.netns import Machine, NoNamespacesError, network
 
 EXACT = 1e-12
 LONG = 60.0  # a limit that no passing test comes near
+SHORT = 3.0  # one that lost machines let pass; all have met by then
 PORT = 29511
 SCRIPT = """
 import json, os, sys
@@ -87,43 +90,26 @@ def debian(commands: Commands) -> Iterator[list[Machine]]:
         pytest.skip(str(error))
 
 
-def start(
-    commands: Commands, machines: list[Machine], workers: int, out: str, epochs: int = 3
-) -> list[Program]:
-    """A launcher on each machine for so many replicas."""
+def start(commands: Commands, machines: list[Machine], out: str, epochs: int = 3) -> list[Program]:
+    """A launcher on each machine for two replicas."""
     there = f"{machines[0].address}:{PORT}"
     job = ["run", "--strategy", "multi_worker_mirrored", "--nnodes", str(len(machines))]
     return [
         commands.start(
             *machine.enters, *SPARTITO, *job, "--master-addr", there, "--node-rank", str(number),
-            "--workers", str(workers), "train.py", out, str(epochs),
-            env={"SPARTITO_TIMEOUT": "60"},
+            "--workers", "2", "train.py", out, str(epochs),
+            env={"SPARTITO_TIMEOUT": "120"},
         )
         for number, machine in enumerate(machines)
     ]  # fmt: skip
 
 
-def start_each(commands: Commands, machines: list[Machine], limit: float) -> list[Program]:
-    """The same by hand, without a launcher that would end the others of a machine at once.
-
-    Returns when all are under way; they would go on for hours.
-    """
-    programs = [
-        commands.start(
-            *machines[rank // 2].enters, sys.executable, "train.py", "never", "1000000",
-            env={
-                "RANK": str(rank), "WORLD_SIZE": "4",
-                "LOCAL_RANK": str(rank % 2), "LOCAL_WORLD_SIZE": "2",
-                "MASTER_ADDR": machines[0].address, "MASTER_PORT": str(PORT),
-                "SPARTITO_STRATEGY": "multi_worker_mirrored",
-                "SPARTITO_TIMEOUT": str(limit),
-            },
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    for program in programs:
-        program.wait_for("under way")
-    return programs
+def together(group: Group, machines: list[Machine], limit: float) -> None:
+    """Start two ranks on each machine, and return when all have met once."""
+    for rank in range(4):
+        group.start(rank, jobs.wait_on_machines, machines, PORT, limit)
+    for rank in range(4):
+        assert group.answer(rank) == "together"
 
 
 def answer(commands: Commands, out: str, rank: int) -> dict[str, object]:
@@ -149,39 +135,33 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         return numbers(answer(commands, "alone", 0))
 
 
-@pytest.mark.parametrize(
-    ("workers", "collective"), [(1, "SocketCollective"), (2, "HierarchicalCollective")]
-)
 def test_two_machines_equal_one_device(
-    commands: Commands,
-    machines: list[Machine],
-    alone: list[float],
-    workers: int,
-    collective: str,
+    commands: Commands, machines: list[Machine], alone: list[float]
 ) -> None:
-    for ended in [program.end() for program in start(commands, machines, workers, "machines")]:
+    for ended in [program.end() for program in start(commands, machines, "machines")]:
         assert ended.code == 0, ended.text
-    for rank in range(2 * workers):
+    for rank in range(4):
         found = answer(commands, "machines", rank)
-        assert found["collective"] == collective
+        assert found["collective"] == "HierarchicalCollective"
         assert numbers(found) == pytest.approx(alone, rel=0, abs=EXACT)
 
 
-def test_all_machines_name_the_one_that_was_killed(
-    commands: Commands, machines: list[Machine]
-) -> None:
-    programs = start_each(commands, machines, LONG)
-    programs[3].popen.kill()
-    for program in programs[:3]:
-        ended = program.end()
-        assert ended.code == 69
-        assert "spartito: error: worker 3 is gone" in ended.err
+def test_all_machines_name_the_one_that_was_killed(machines: list[Machine]) -> None:
+    with running() as group:
+        together(group, machines, LONG)
+        for rank in range(3):
+            group.tell(rank)
+        group.signal(3, signal.SIGKILL)
+        for rank in range(3):
+            kind, text, _ = group.answer(rank)
+            assert kind == "TaskLostError"
+            assert "worker 3 is gone" in text
 
 
 def test_launchers_give_time_to_name_the_one_that_was_killed(
     commands: Commands, machines: list[Machine]
 ) -> None:
-    programs = start(commands, machines, 2, "never", epochs=1_000_000)
+    programs = start(commands, machines, "never", epochs=1_000_000)
     pid = int(programs[1].wait_for(r"worker 3\] under way (\d+)")[1])
     os.kill(pid, signal.SIGKILL)
     here, there = (program.end() for program in programs)
@@ -190,27 +170,30 @@ def test_launchers_give_time_to_name_the_one_that_was_killed(
     assert "worker 3 was killed by SIGKILL" in there.err
 
 
-def test_all_machines_name_the_one_that_is_frozen(
-    commands: Commands, machines: list[Machine]
-) -> None:
-    programs = start_each(commands, machines, 5)
-    frozen = programs[3]
-    frozen.popen.send_signal(signal.SIGSTOP)
-    for program in programs[:3]:
-        ended = program.end()
-        assert ended.code == 69
-        assert "spartito: error: worker 3 did not come within 5 s; its process lives" in ended.err
+def test_all_machines_name_the_one_that_is_frozen(machines: list[Machine]) -> None:
+    with running() as group:
+        together(group, machines, SHORT)
+        group.signal(3, signal.SIGSTOP)
+        for rank in range(3):
+            group.tell(rank)
+        for rank in range(3):
+            kind, text, _ = group.answer(rank)
+            assert kind == "TaskLostError"
+            assert "worker 3 did not come within 3 s; its process lives" in text
 
 
 def test_each_machine_names_the_other_one_when_the_network_is_cut(
-    commands: Commands, machines: list[Machine]
+    machines: list[Machine],
 ) -> None:
-    programs = start_each(commands, machines, 5)
-    machines[1].cut()
-    for rank, program in enumerate(programs):
-        ended = program.end()
-        assert ended.code == 69
-        assert f"spartito: error: worker {0 if rank > 1 else 2} " in ended.err
+    with running() as group:
+        together(group, machines, SHORT)
+        machines[1].cut()
+        for rank in range(4):
+            group.tell(rank)
+        for rank in range(4):
+            kind, text, _ = group.answer(rank)
+            assert kind == "TaskLostError"
+            assert text.startswith(f"worker {0 if rank > 1 else 2} ")
 
 
 def test_the_own_address_is_on_the_way_to_another_task(
@@ -225,20 +208,23 @@ def test_the_own_address_is_on_the_way_to_another_task(
 
 
 def test_machines_meet_by_names_that_mean_the_loopback(
-    commands: Commands, debian: list[Machine]
+    commands: Commands, debian: list[Machine], alone: list[float]
 ) -> None:
     cluster = {"worker": [f"{machine.name}:{PORT}" for machine in debian]}
     programs = [
         commands.start(
-            *machine.enters, sys.executable, "train.py", "named", "2",
-            env={**tf_config(cluster, "worker", index), "SPARTITO_TIMEOUT": "30"},
+            *machine.enters, sys.executable, "train.py", "named", "3",
+            env={**tf_config(cluster, "worker", index), "SPARTITO_TIMEOUT": "120"},
         )
         for index, machine in enumerate(debian)
     ]  # fmt: skip
     for program in programs:
         ended = program.end()
         assert ended.code == 0, ended.text
-    assert answer(commands, "named", 1)["collective"] == "SocketCollective"
+    for rank in range(2):
+        found = answer(commands, "named", rank)
+        assert found["collective"] == "SocketCollective"
+        assert numbers(found) == pytest.approx(alone, rel=0, abs=EXACT)
 
 
 def test_one_machine_alone_does_not_listen_everywhere(

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from torch.distributed import HashStore, PrefixStore
 
+from spartito.collectives import roll
 from spartito.collectives.roll import Roll
 from spartito.errors import TaskLostError
 
@@ -40,3 +41,25 @@ def test_the_keeper_of_the_store_stays_until_its_reason_is_read() -> None:
             leaving.result(0.5)
         assert str(Roll(store, 1, NAMES[:2], LONG).lost(OSError("cut"))) == str(reason)
         leaving.result(LONG)
+
+
+def test_the_keeper_of_the_store_stays_until_a_reason_of_another_is_heard(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Worker 1 leaves with its reason; worker 2 has signed in, and is slow to look."""
+    monkeypatch.setattr(roll, "GRACE", LONG)
+    store, reason = HashStore(), TaskLostError("worker 7 is gone", "Look.")
+    with ThreadPoolExecutor() as pool:
+        Roll(store, 1, NAMES, LONG).leave(reason, lambda: None)
+        PrefixStore("alive", store).set("2", "")
+        keeping = pool.submit(Roll(store, 0, NAMES, LONG).lost, OSError("cut"))
+        with pytest.raises(TimeoutError):
+            keeping.result(0.5)
+        heard = [Roll(store, 2, NAMES, LONG).lost(OSError("cut")), keeping.result(LONG)]
+        assert [str(error) for error in heard] == [str(reason)] * 2
+
+
+def test_who_leaves_is_not_waited_for() -> None:
+    store = HashStore()
+    Roll(store, 1, NAMES, LONG).leave(TaskLostError("worker 7 is gone"), lambda: None)
+    assert PrefixStore("heard", store).check(["1"])

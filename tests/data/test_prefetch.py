@@ -22,7 +22,7 @@ def numbers(count: int) -> Iterator[Callable[[], int]]:
 
 
 @given(st.integers(0, 30), st.integers(0, 8), st.integers(1, 4))
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 def test_the_order_stays(count: int, depth: int, threads: int) -> None:
     assert list(read_ahead(numbers(count), depth, threads)) == list(range(count))
     assert reading() == []

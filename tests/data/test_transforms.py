@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
@@ -117,7 +117,6 @@ def reference(image: NDArray[np.float64], angle: float) -> NDArray[np.float64]:
     return out
 
 
-@settings(deadline=None)
 @given(st.integers(2, 9), st.integers(2, 9), st.floats(-7, 7))
 def test_any_turn_of_an_oblong_is_bilinear_and_reflected(
     height: int, width: int, angle: float

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
@@ -108,7 +108,6 @@ def test_a_large_mean_loses_no_digits() -> None:
     st.integers(1, 3),
     st.floats(-1e3, 1e3),
 )
-@settings(deadline=None)
 def test_moments_merge_in_any_split(sizes: list[int], channels: int, offset: float) -> None:
     generator = torch.Generator().manual_seed(sum(sizes))
     x = torch.randn(sum(sizes), channels, 2, generator=generator, dtype=torch.float64) + offset

@@ -31,7 +31,7 @@ def masks(
         return torch.cat([net[0](ones), net[0](ones)], 1), net[1](ones)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(size=st.integers(1, 12), world_size=st.integers(1, 5), step=st.integers(0, 2**33))
 def test_a_split_draws_the_rows_of_the_global_mask(size: int, world_size: int, step: int) -> None:
     whole = masks(model(), size, range(size), step=step)

@@ -27,8 +27,10 @@ def container_job(image: str, tmp_path: Path) -> Iterator[Callable[..., Job]]:
     """Writes the compose file of a job in containers; at the end nothing of it is left."""
     made: list[Job] = []
 
-    def make(*words: str) -> Job:
-        made.append(Job(tmp_path, *words))
+    def make(*words: str, script: str | None = None) -> Job:
+        folder = tmp_path / f"job-{len(made)}"
+        folder.mkdir()
+        made.append(Job(folder, *words, script=script))
         return made[-1]
 
     yield make

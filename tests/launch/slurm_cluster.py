@@ -19,11 +19,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.commands import eventually
+from tests.commands import LEAN, eventually
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "nsenter", "ip")
 ADDRESSES = {"node1": "10.211.7.1", "node2": "10.211.7.2"}
-LIMIT = 90.0
+LIMIT = 240.0
 OVER = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED")
 OF_A_CLUSTER = ("SPARTITO_", "SLURM", "TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_")
 
@@ -122,7 +122,8 @@ class Slurm:
 
     def _environment(self) -> dict[str, str]:
         plain = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_CLUSTER)}
-        return plain | {"SLURM_CONF": str(self.folder / "slurm.conf"), "OMP_NUM_THREADS": "1"}
+        own = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": str(LEAN)}
+        return plain | own | {"OMP_NUM_THREADS": "1"}
 
 
 def missing() -> str | None:

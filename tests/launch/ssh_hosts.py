@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.commands import SPARTITO, Commands, Program, eventually
+from tests.commands import LEAN, SPARTITO, Commands, Program, eventually
 from tests.netns import Machine, network
 
 SSHD = "/usr/sbin/sshd"
@@ -29,6 +29,7 @@ KbdInteractiveAuthentication no
 UsePAM no
 StrictModes no
 AcceptEnv NOTHING
+SetEnv PYTHONPATH={lean}
 """
 CLIENT = """
 Host *
@@ -103,7 +104,7 @@ def machines(folder: Path) -> Iterator[Site]:
     own, other = ((folder / f"{name}.pub").read_text() for name in ("host_key", "other_key"))
     (folder / "known_hosts").write_text(f"node1,node2,10.77.* {own}changed {other}")
     (folder / "config").write_text(CLIENT.format(folder=folder))
-    (folder / "sshd_config").write_text(SERVER.format(folder=folder))
+    (folder / "sshd_config").write_text(SERVER.format(folder=folder, lean=LEAN))
     made = not SEPARATION.exists()
     SEPARATION.mkdir(exist_ok=True)
     with ExitStack() as stack:

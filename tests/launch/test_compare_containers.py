@@ -20,7 +20,7 @@ from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.plan import Containers
 from spartito.names import STRATEGIES
 from tests.commands import SPARTITO, Commands, commands_in
-from tests.launch.containers import docker, need_image
+from tests.launch.containers import docker
 
 HOST = ContainerOptions(host_network=True)
 ONE_MACHINE = ContainerOptions(host_network=True, share_ipc=True)
@@ -171,9 +171,9 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 
 
 @pytest.fixture
-def words(tmp_path: Path) -> Iterator[list[str]]:
+def words(image: str, tmp_path: Path) -> Iterator[list[str]]:
     """Those of a comparison in containers; nothing of it may be left."""
-    image, name = need_image(), f"test-{secrets.token_hex(4)}"
+    name = f"test-{secrets.token_hex(4)}"
     tmp_path.chmod(0o755)  # the containers' user reads the script
     yield [
         *("compare", "train.py", "--on", "compose", "--image", image, "--out", name),

@@ -99,7 +99,7 @@ def read(job: Containers) -> dict[str, Any]:
     return parsed(compose_file(job))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(CASTS, st.builds(Network, st.booleans(), st.booleans()))
 def test_each_task_reads_who_it_is_and_where_the_others_are(cast: Roles, network: Network) -> None:
     services = read(job(cast, network=network))["services"]
@@ -114,7 +114,7 @@ def test_each_task_reads_who_it_is_and_where_the_others_are(cast: Roles, network
         assert network.host or (port == "29500" and services[name]["hostname"] == name)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(CASTS)
 def test_no_task_has_more_rights_than_it_needs(cast: Roles) -> None:
     for one in read(job(cast, data="./photos"))["services"].values():
@@ -133,7 +133,7 @@ def test_no_task_has_more_rights_than_it_needs(cast: Roles) -> None:
         assert mounts["/runs"] == {"type": "bind", "source": "./runs/digits", "target": "/runs"}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(CASTS)
 def test_who_is_started_again_and_after_whom(cast: Roles) -> None:
     services = read(job(cast))["services"]
@@ -202,7 +202,7 @@ def test_the_machines_own_network_is_used_on_request_only() -> None:
         assert not one.keys() & {"networks", "hostname"}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(CASTS, st.integers(1, 4))
 def test_several_machines_get_a_file_each(cast: Roles, count: int) -> None:
     machines = tuple("abcd"[: min(count, max(cast.workers, cast.ps))])
@@ -223,7 +223,6 @@ def test_several_machines_get_a_file_each(cast: Roles, count: int) -> None:
     assert not cast.evaluator or "evaluator" in files[machines[0]]["services"]
 
 
-@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=30))
 def test_any_words_of_the_user_arrive_as_they_are(word: str) -> None:
     plan = job(Roles(1), strategy_options=json.dumps({"a": word}), scripts=f"/x/{word}")
@@ -243,7 +242,6 @@ def told(text: str, loader: type[yaml.SafeLoader]) -> tuple[list[str], str, str]
     return one["command"], options, one["volumes"][0]["source"]
 
 
-@settings(deadline=None)
 @given(st.lists(WORDS, max_size=4), WORDS, WORDS)
 def test_a_string_is_a_string_to_every_composer(words: list[str], options: str, out: str) -> None:
     plan = replace(job(Roles(1)), command=tuple(words), strategy_options=options, out=out)

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SPARTITO, Commands, Ended, Program, commands_in, tf_config
-from tests.launch.test_doctor import kinds, report, what
+from tests.launch.test_doctor import SHORT, kinds, report, what
 from tests.netns import Machine, NoNamespacesError, network
 
 PORT = 21500
-TOLD = {"SPARTITO_TIMEOUT": "30"}
+TOLD = {"SPARTITO_TIMEOUT": "60"}
 PATIENT = 60.0
 """A limit that a loaded machine keeps; where all come it plays no part."""
 
@@ -90,7 +90,7 @@ def test_one_that_does_not_reach_the_first_is_not_said_to_be_off(
 ) -> None:
     alpha, beta = hosts("alpha", "beta")
     alpha.drop(beta, PORT)
-    first, second = start(commands, [alpha, beta], 8.0)
+    first, second = start(commands, [alpha, beta], SHORT)
     found, alone = report(first.end()), report(second.end())
     assert found["absent"] == ["worker 1"]
     assert alone["absent"] == ["worker 0"]
@@ -128,7 +128,7 @@ def test_training_by_names_that_mean_the_loopback(
         commands.start(
             *host.enters,
             *SPARTITO,
-            *("train", "mnist", "--epochs=1"),
+            *("train", "mnist", "--epochs=1", "--batch-size=500"),
             env={**tf_config(cluster, role, index), **TOLD},
         )
         for host, role, index in tasks

@@ -1,66 +1,51 @@
 from __future__ import annotations
 
-import json
-import os
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.launch.containers import LIMIT, SPARTITO, Job, docker
+from spartito.errors import SpartitoError
+from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.engine import Engine
+from spartito.launch.containers.file import JobFile, read_job
+from spartito.launch.containers.plan import plan_containers
+from tests.launch.containers import Job, docker
 
-pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.timeout(300)
+
+SLEEPS = """
+import signal
+print("is here", flush=True)
+signal.pause()
+"""
 
 
-def test_two_workers_train_as_local_processes_do(
-    container_job: Callable[..., Job], tmp_path: Path
+@pytest.mark.docker
+def test_a_job_that_shares_memory_and_is_taken_down_by_somebody_else(
+    container_job: Callable[..., Job],
 ) -> None:
-    two = container_job("--workers", "2", "--", "--epochs=1")
-    code, text = two.does("up")
-    assert code == 0, text
-    assert "[worker 0] " in text
-    model = next((two.run_folder / "checkpoints").glob("*/model.safetensors"))
-    assert model.stat().st_size > 0
-    assert two.remains == []
-    local = tmp_path / "local"
-    subprocess.run(
-        [*SPARTITO, "train", "mnist", "--workers", "2", "--epochs", "1", "--out", str(local)],
-        capture_output=True,
-        timeout=LIMIT,
-        check=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    expected = [json.loads(x) for x in (local / "history.jsonl").read_text().splitlines()]
-    for here, there in zip(two.history, expected, strict=True):
-        assert here["loss"] == pytest.approx(there["loss"], rel=1e-3)
-
-
-def test_workers_that_share_ipc_use_shared_memory(container_job: Callable[..., Job]) -> None:
     two = container_job("--workers", "2", "--share-ipc", "--", "--epochs=1000")
-    two.start("up").until("epoch 1/")
+    following = two.start("up")
+    following.until("epoch 1/")
     look = "cat /proc/[0-9]*/maps; true"
     for name in ("worker-0", "worker-1"):
         assert "/dev/shm/spartito-" in docker("exec", two.container(name), "sh", "-c", look)
     assert two.does("down")[0] == 0
+    code, text = following.end()
+    assert code == 69, text
+    assert "engine failed" not in text
     assert two.remains == []
 
 
-def test_servers_and_an_evaluator(container_job: Callable[..., Job]) -> None:
-    served = container_job("--workers", "2", "--ps", "1", "--evaluator", "--", "--epochs=1")
-    code, text = served.does("up")
-    assert code == 0, text
-    assert next((served.run_folder / "checkpoints").glob("*/model.safetensors")).stat().st_size > 0
-    assert (served.run_folder / "evaluations.jsonl").read_text().strip()
-    assert served.remains == []
-
-
+@pytest.mark.docker
 def test_a_detached_job_is_there_until_it_is_taken_down(container_job: Callable[..., Job]) -> None:
-    two = container_job("--workers", "2", "--", "--epochs=1000")
+    two = container_job("--workers", "2", script=SLEEPS)
     code, text = two.does("up", "--detach")
     assert code == 0, text
     code, text = two.does("status")
     assert (code, text.count("running")) == (0, 2), text
+    two.start("logs", "--follow").until("[worker 0] is here")
     code, text = two.does("up")
     assert code == 2
     assert f"there is a job {two.name} already" in text
@@ -69,12 +54,36 @@ def test_a_detached_job_is_there_until_it_is_taken_down(container_job: Callable[
     assert two.does("status")[0] == 2
 
 
-def test_a_job_that_is_taken_down_by_somebody_else(container_job: Callable[..., Job]) -> None:
-    two = container_job("--workers", "2", "--", "--epochs=1000")
-    following = two.start("up")
-    following.until("epoch 1/")
-    assert two.does("down")[0] == 0
-    code, text = following.end()
-    assert code == 69, text
-    assert "engine failed" not in text
-    assert two.remains == []
+COMPOSER = """#!/bin/sh
+echo >> {calls}
+[ $(wc -l < {calls}) -gt {failing} ] && exit
+echo "ERROR: No such container: 1a2b3c" >&2
+exit 1
+"""
+
+
+def composed(folder: Path, failing: int, left: str) -> tuple[Engine, JobFile, Path]:
+    """An engine that still has ``left``, with a composer whose first calls fail."""
+    (folder / "compose.yaml").write_text(compose_file(plan_containers("mnist", workers=2)))
+    calls, programs = folder / "calls", [folder / "docker", folder / "composer"]
+    texts = [f"#!/bin/sh\necho {left}\n", COMPOSER.format(calls=calls, failing=failing)]
+    for program, text in zip(programs, texts, strict=True):
+        program.write_text(text)
+        program.chmod(0o755)
+    engine = Engine(str(programs[0]), (str(programs[1]),))
+    return engine, read_job(folder / "compose.yaml"), calls
+
+
+@pytest.mark.parametrize(("failing", "left", "tries"), [(0, "x", 1), (1, "x", 2), (1, "", 1)])
+def test_what_another_removes_at_the_same_time(
+    tmp_path: Path, failing: int, left: str, tries: int
+) -> None:
+    engine, job, calls = composed(tmp_path, failing, left)
+    engine.down(job)
+    assert calls.read_text().count("\n") == tries
+
+
+def test_what_cannot_be_removed(tmp_path: Path) -> None:
+    engine, job, _ = composed(tmp_path, 2, "x")
+    with pytest.raises(SpartitoError, match="No such container"):
+        engine.down(job)

@@ -12,10 +12,37 @@ from tests.launch.containers import Job, docker
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 Make = Callable[..., Job]
-ENDLESS = ("--", "--epochs=1000")
 SERVED = ("--workers", "2", "--ps", "1")
-SOON = ("--strategy-options", '{"lease_seconds": 3}')
+SOON = ("--strategy-options", '{"lease_seconds": 3, "snapshot_seconds": 1}')
 """A silent worker is given up before the fault has passed."""
+
+SCRIPT = """
+import sys
+import torch
+import spartito as sp
+
+passed = []
+
+def gate(net, given):
+    if net.training and not passed:
+        print("has work", flush=True)
+        passed.append(open("/scripts/gate", "rb", 0).read(1))
+
+strategy = sp.strategy()
+with strategy.scope():
+    net = sp.models.MnistMLP()
+    net.register_forward_pre_hook(gate)
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+trainer = sp.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(), strategy=strategy)
+trainer.fit(
+    sp.data.digits("training").shuffle().batch(64),
+    epochs=int(sys.argv[1]),
+    validation_data=sp.data.digits("validation").batch(500),
+    callbacks=[sp.callbacks.ModelCheckpoint()],
+)
+strategy.close()
+"""
+"""Each worker waits amid its first work, so that a fault meets one that has some."""
 
 
 def applied(job: Job) -> int:
@@ -24,47 +51,44 @@ def applied(job: Job) -> int:
     return sum(one["examples"] for one in found)
 
 
-def test_asynchronous_crashed(container_job: Make) -> None:
-    job = container_job(*SERVED, "--", "--epochs=8")
+def test_a_worker_is_paused_then_cut_and_a_server_crashes(container_job: Make) -> None:
+    job = container_job(*SERVED, *SOON, "--", "1000", script=SCRIPT)
     following = job.start("up")
+    following.until("[worker 1] has work")
+    job.open_gate(2)
     following.until("epoch 1/")
+
+    for fault in ("paused", "cut"):
+        container = job.container("worker-1")
+        docker("pause", container) if fault == "paused" else job.cut("worker-1")
+        following.until("worker 1 has not been heard of for 3 s")
+        following.until("[worker 0] epoch")  # the others go on
+        following.until("[worker 0] epoch")
+        docker("unpause", container) if fault == "paused" else job.rejoin("worker-1")
+        following.until("worker 1 is back")
+        following.until("[worker 0] epoch")
+
+    job.crash("ps-0")
+    following.until("[ps 0] spartito: ps 0 (ps-0:29500) goes on from its snapshot")
+    following.until("pieces of work are done again")
+    following.until("[worker 0] epoch")
+    assert "".join(following.seen).count("is started again") == 1  # nobody else
+
+
+def test_a_worker_crashes_then_is_killed_for_good(container_job: Make) -> None:
+    job = container_job(*SERVED, "--evaluator", "--", "2", script=SCRIPT)
+    following = job.start("up")
+    following.until("[worker 1] has work")
     job.crash("worker-1")
     following.until("worker 1 ended and is started again")
-    code, text = following.end()
-    assert code == 0, text
-    assert applied(job) == 8 * 8000
-
-
-def test_asynchronous_killed_for_good(container_job: Make) -> None:
-    job = container_job(*SERVED, "--", "--epochs=6")
-    following = job.start("up")
-    following.until("epoch 1/")
+    following.until("[worker 1] has work")
     docker("kill", job.container("worker-1"))
+    job.open_gate(1)
     code, text = following.end()
     assert code == 0, text
-    assert applied(job) == 6 * 8000
-
-
-@pytest.mark.parametrize("fault", ["pause", "cut"])
-def test_asynchronous_away_and_back(container_job: Make, fault: str) -> None:
-    job = container_job(*SERVED, *SOON, *ENDLESS)
-    following = job.start("up")
-    following.until("epoch 1/")
-    container = job.container("worker-1")
-    job.cut("worker-1") if fault == "cut" else docker("pause", container)
-    following.until("worker 1 has not been heard of for 3 s")
-    following.until("epoch")  # the others go on
-    following.until("epoch")
-    job.rejoin("worker-1") if fault == "cut" else docker("unpause", container)
-    following.until("worker 1 is back")
-    following.until("epoch")
-
-
-def test_a_server_crashed(container_job: Make) -> None:
-    job = container_job(*SERVED, "--", "--epochs=8")
-    following = job.start("up")
-    following.until("epoch 2/")
-    job.crash("ps-0")
-    following.until("ps 0 ended and is started again")
-    code, text = following.end()
-    assert code == 0, text
+    assert text.count("is started again") == 1
+    assert text.count("worker 1 is gone: its work goes to others") == 2
+    assert applied(job) == 2 * 8000
+    assert next((job.run_folder / "checkpoints").glob("*/model.safetensors")).stat().st_size > 0
+    assert (job.run_folder / "evaluations.jsonl").read_text().strip()
+    assert job.remains == []

@@ -5,85 +5,124 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.launch.containers import LIMIT, SPARTITO, Job, docker
+from tests.commands import LEAN
+from tests.launch.containers import LIMIT, Following, Job, docker
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
 Make = Callable[..., Job]
+WORKERS = 2
+EPOCHS = 3  # sums of floats drift apart later
 FAULT_SECONDS = 10
-EPOCHS = 4
-ENDLESS = ("--", "--epochs=1000")
+
+SCRIPT = f"""
+import os
+import torch
+import spartito as sp
+
+def gate(place):
+    if os.path.exists("/scripts/gate"):
+        print("waits before", place, flush=True)
+        open("/scripts/gate", "rb", 0).read(1)
+
+class Gate(sp.callbacks.Callback):
+    def on_epoch_begin(self, epoch):
+        gate(f"epoch {{epoch + 1}}")
+
+gate("the meeting")
+strategy = sp.strategy()
+with strategy.scope():
+    torch.manual_seed(1)
+    net = sp.models.MnistMLP()
+    optimizer = torch.optim.Adam(net.parameters(), lr=1e-3)
+trainer = sp.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(), strategy=strategy)
+trainer.fit(
+    sp.data.digits("training").shuffle().batch(64),
+    epochs={EPOCHS},
+    callbacks=[sp.callbacks.ModelCheckpoint(), Gate()],
+)
+strategy.close()
+"""
+"""In containers all wait before each step of the way, so that a fault meets the job where it is."""
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """The history of two local processes."""
-    out = tmp_path_factory.mktemp("undisturbed")
-    words = ["train", "mnist", "--workers", "2", f"--epochs={EPOCHS}", f"--out={out}"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    subprocess.run(
-        [*SPARTITO, *words], capture_output=True, timeout=LIMIT, check=True, env=environment
-    )
-    return [json.loads(x) for x in (out / "history.jsonl").read_text().splitlines()]
+def begin(job: Job, following: Following) -> None:
+    """Have a job meet and train for an epoch; now it waits before the second one."""
+    for place in ("the meeting", "epoch 1"):
+        arrive(following, place)
+        job.open_gate(WORKERS)
+    arrive(following, "epoch 2")
 
 
-def same(history: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
-    assert len(history) == len(other) == EPOCHS
-    for here, there in zip(history[:3], other, strict=False):  # sums of floats drift apart later
+def arrive(following: Following, place: str) -> None:
+    for _ in range(WORKERS):
+        following.until(f"waits before {place}")
+
+
+def undisturbed(folder: Path) -> list[dict[str, Any]]:
+    """The history of one device without containers."""
+    (folder / "train.py").write_text(SCRIPT)
+    told = {"SPARTITO_RUN_DIR": str(folder), "PYTHONPATH": str(LEAN), "OMP_NUM_THREADS": "1"}
+    words = [sys.executable, str(folder / "train.py")]
+    subprocess.run(words, capture_output=True, timeout=LIMIT, check=True, env=os.environ | told)
+    return [json.loads(x) for x in (folder / "history.jsonl").read_text().splitlines()]
+
+
+def test_paused_then_cut_and_rejoined(container_job: Make, tmp_path: Path) -> None:
+    job = container_job("--workers", "2", script=SCRIPT)
+    following = job.start("up")
+    begin(job, following)
+    container = job.container("worker-1")
+
+    docker("pause", container)
+    job.open_gate(WORKERS)
+    end = time.monotonic() + FAULT_SECONDS
+    expected = undisturbed(tmp_path)
+    time.sleep(max(0.0, end - time.monotonic()))  # the fault itself
+    assert len(job.history) == 1
+    docker("unpause", container)
+    arrive(following, "epoch 3")
+
+    job.cut("worker-1")
+    job.open_gate(WORKERS)
+    time.sleep(FAULT_SECONDS)
+    assert len(job.history) == 2
+    job.rejoin("worker-1")
+
+    code, text = following.end()
+    assert code == 0, text
+    assert "[worker 0] " in text
+    model = next((job.run_folder / "checkpoints").glob("*/model.safetensors"))
+    assert model.stat().st_size > 0
+    assert job.remains == []
+    assert len(expected) == EPOCHS
+    for here, there in zip(job.history, expected, strict=True):
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-3)
 
 
-def test_synchronous_killed(container_job: Make) -> None:
-    job = container_job("--workers", "2", *ENDLESS)
-    following = job.start("up")
-    following.until("epoch 1/")
-    docker("kill", job.container("worker-1"))
-    code, text = following.end()
-    assert code == 69, text
-    assert "worker 1 was killed by signal 9" in text
-    assert job.remains == []
-
-
-def test_synchronous_paused(container_job: Make, undisturbed: list[dict[str, Any]]) -> None:
-    job = container_job("--workers", "2", "--", f"--epochs={EPOCHS}")
-    following = job.start("up")
-    following.until("epoch 1/")
-    docker("pause", job.container("worker-1"))
-    time.sleep(FAULT_SECONDS)  # the fault itself
-    docker("unpause", job.container("worker-1"))
-    code, text = following.end()
-    assert code == 0, text
-    same(job.history, undisturbed)
-
-
-def test_synchronous_cut_and_rejoined(
-    container_job: Make, undisturbed: list[dict[str, Any]]
-) -> None:
-    job = container_job("--workers", "2", "--", f"--epochs={EPOCHS}")
-    following = job.start("up")
-    following.until("epoch 1/")
-    job.cut("worker-1")
-    time.sleep(FAULT_SECONDS)
-    job.rejoin("worker-1")
-    code, text = following.end()
-    assert code == 0, text
-    same(job.history, undisturbed)
-
-
-@pytest.mark.parametrize("fault", ["pause", "cut"])
-def test_synchronous_beyond_the_time_limit(container_job: Make, fault: str) -> None:
-    job = container_job("--workers", "2", "--timeout", "5", *ENDLESS)
-    following = job.start("up")
-    following.until("epoch 1/")
-    job.cut("worker-1") if fault == "cut" else docker("pause", job.container("worker-1"))
-    code, text = following.end()
-    assert code == 69, text
-    assert "[worker 0] spartito: error: worker 1" in text
-    assert "within 5 s" in text
-    assert job.remains == []
+def test_killed_or_away_beyond_the_time_limit(container_job: Make) -> None:
+    words = ("--workers", "2", "--timeout", "5")
+    killed, paused, cut = jobs = [container_job(*words, script=SCRIPT) for _ in range(3)]
+    following = [job.start("up") for job in jobs]
+    for job, one in zip(jobs, following, strict=True):
+        begin(job, one)
+    docker("kill", killed.container("worker-1"))
+    docker("pause", paused.container("worker-1"))
+    cut.cut("worker-1")
+    for job in jobs:
+        job.open_gate(WORKERS)
+    ends = [one.end() for one in following]
+    assert [code for code, _ in ends] == [69, 69, 69], ends
+    assert "worker 1 was killed by signal 9" in ends[0][1]
+    for _, text in ends[1:]:
+        assert "[worker 0] spartito: error: worker 1" in text
+        assert "within 5 s" in text
+    assert [job.remains for job in jobs] == [[], [], []]

@@ -49,7 +49,7 @@ def test_a_worker_that_is_started_again_too_late_is_ended(start: Start, tmp_path
     waits = dies_first(tmp_path, 1, "open('again', 'w').close()\n" + SLEEPS)
     chief = f"import os\nos.chdir({str(tmp_path)!r})\n" + waits_for(tmp_path / "again")
     worker = f"import os\nos.chdir({str(tmp_path)!r})\n" + waits
-    code, _, err = start(chief, worker, policies=[CHIEF, WORKER]).end()
+    code, _, err = start(chief, worker, policies=[CHIEF, WORKER], stop=0.05).end()
     assert code == 0
     assert err.splitlines()[-1] == "spartito: worker 1 came too late; the job has ended"
 
@@ -139,7 +139,7 @@ def test_who_comes_back_when_all_is_done_does_not_fail_the_job(
     ended = tmp_path / "ended"
     chief = f"import atexit; atexit.register(lambda: open({str(ended)!r}, 'w').close())"
     late = waits_for(ended) + "print('nobody is here'); raise SystemExit(69)"
-    code, out, err = start(chief, late, policies=[CHIEF, WORKER]).end()
+    code, out, err = start(chief, late, policies=[CHIEF, WORKER], cause=LIMIT).end()
     assert code == 0
     assert out == "[worker 1] nobody is here\n"
     assert err == "spartito: worker 1 found the others done; the job ends without it\n"

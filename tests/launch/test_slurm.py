@@ -49,7 +49,7 @@ def played(text: str, code: int = 0) -> tuple[list[str], dict[str, str], int]:
     return words.split("\0"), {name: value for name, _, value in pairs}, ended.returncode
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(CASTS, st.data())
 def test_slurms_tasks_have_the_roles_that_were_asked_for(cast: Roles, data: st.DataObject) -> None:
     nodes = data.draw(st.integers(1, len(cast.tasks)))
@@ -115,7 +115,7 @@ def test_a_script_is_started_where_it_lies(tmp_path: Path) -> None:
     assert (far.command[-1], far.out) == (str(tmp_path / "train.py"), str(tmp_path / "runs"))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.text(st.characters(exclude_characters="\0\r\n", codec="utf-8"), min_size=1), st.text())
 def test_the_shell_changes_no_word(word: str, key: str) -> None:
     given_options = json.dumps({key: word})

@@ -18,6 +18,7 @@ REASON = missing()
 
 pytestmark = [
     pytest.mark.slurm,
+    pytest.mark.timeout(600),  # the first test starts Slurm too
     pytest.mark.skipif(REASON is not None, reason=f"no Slurm: {REASON}"),
 ]
 
@@ -82,20 +83,20 @@ def assert_trained(run: Path) -> None:
 
 
 def test_two_nodes_train_as_two_local_processes_do(slurm: Slurm, tmp_path: Path) -> None:
-    job = train(slurm, "digits", "mnist", "--workers=2", "--time=00:10:00", "--", "--epochs=1")
+    recipe = ("--epochs=1", "--batch-size=500")
+    job = train(slurm, "digits", "mnist", "--workers=2", "--time=00:10:00", "--", *recipe)
     assert job.code == 0, job.text
     assert "multi_worker_mirrored, 2 replicas (Slurm)" in job.text
     assert_trained(slurm.work / "runs/digits")
     with commands_in(tmp_path) as commands:
-        words = ("--strategy=multi_worker_mirrored", "--workers=2", "--epochs=1", "--out=local")
+        words = ("--strategy=multi_worker_mirrored", "--workers=2", *recipe, "--out=local")
         assert commands.spartito("train", "mnist", *words).code == 0
     assert losses(slurm.work / "runs/digits") == pytest.approx(losses(tmp_path / "local"), rel=1e-4)
 
 
 def test_servers_and_an_evaluator_have_tasks_of_their_own(slurm: Slurm) -> None:
-    job = train(
-        slurm, "served", "mnist", "--workers=2", "--ps=1", "--evaluator", "--", "--epochs=1"
-    )
+    recipe = ("--epochs=1", "--batch-size=500")
+    job = train(slurm, "served", "mnist", "--workers=2", "--ps=1", "--evaluator", "--", *recipe)
     assert job.code == 0, job.text
     assert "parameter_server" in job.text
     run = slurm.work / "runs/served"

@@ -149,7 +149,7 @@ def test_only_our_own_settings_travel(env: dict[str, str]) -> None:
     assert travelling(env | dict.fromkeys(OF_A_PLACE, "x") | ours) == ours
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(WORDS, max_size=4), st.sampled_from(["plain", "it's", 'a "b" $HOME `c`', "-d"]))
 def test_words_arrive_as_they_were(words: list[str], folder: str) -> None:
     with tempfile.TemporaryDirectory() as parent:

@@ -121,7 +121,7 @@ def test_one_machine_is_where_we_are(site: Site, commands: Commands) -> None:
 
 @pytest.mark.parametrize("roles", [[], ["--ps", "1", "--evaluator"]], ids=["synchronous", "ps"])
 def test_digits_are_learned(site: Site, commands: Commands, roles: list[str]) -> None:
-    recipe = ["--epochs", "1", "--batch-size", "100", "--out", "run", "--json"]
+    recipe = ["--epochs", "1", "--batch-size", "500", "--out", "run", "--json"]
     words = ["train", "mnist", "--hosts", "node1,node2", *roles, *recipe]
     program = site.start(commands, *words, env={"SPARTITO_TIMEOUT": "60"})
     got = ended(program)
@@ -217,14 +217,15 @@ def test_the_first_cause_is_shown(site: Site, commands: Commands) -> None:
     assert "ValueError: the first cause" in got.err
 
 
-@pytest.mark.parametrize(("code", "told"), [(5, 5), (255, 1)])
-def test_the_scripts_own_exit_code(site: Site, commands: Commands, code: int, told: int) -> None:
-    commands.write("exit.py", f"import sys; sys.exit({code})")
-    assert ended(site.start(commands, "run", "--hosts", "node1", "exit.py")).code == told
+def test_an_exit_code_that_is_ssh_own(site: Site, commands: Commands) -> None:
+    commands.write("exit.py", "import sys; sys.exit(255)")
+    assert ended(site.start(commands, "run", "--hosts", "node1", "exit.py")).code == 1
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-@pytest.mark.parametrize("hosts", ["node1", "near,node2"])
+@pytest.mark.parametrize(
+    ("hosts", "number", "code"),
+    [("near,node2", signal.SIGINT, 130), ("node1", signal.SIGTERM, 143)],
+)
 def test_a_signal_ends_all_machines(
     site: Site, commands: Commands, hosts: str, number: signal.Signals, code: int
 ) -> None:
@@ -289,20 +290,19 @@ def test_a_machine_where_something_is_missing(site: Site, commands: Commands) ->
     commands.write("never.py", "print('it ran')")
     bare = commands.write("bare", '#!/bin/sh\nexec /usr/bin/env -i python3 -S -I "$@"\n')
     bare.chmod(0o755)
-    two = ("--hosts", "node1,node2")
+    one = ("--hosts", "node1")
     for words, told in (
         (["--remote-python", "/no/python"], "node1 has no Python at /no/python"),
-        (["--remote-dir", "/no/folder"], "node2 has no folder /no/folder"),
+        (["--remote-dir", "/no/folder"], "node1 has no folder /no/folder"),
         (["--remote-python", "/bin/true"], "node1 answered what we do not understand"),
         (["--remote-python", bare], f"{bare} on node1 has no Spartito"),
-        (["--remote-dir", "/"], "on node2 there is no script 'never.py'"),
+        (["--remote-dir", "/"], "on node1 there is no script 'never.py'"),
     ):
-        got = ended(site.start(commands, "run", *two, *words, "never.py"))
+        got = ended(site.start(commands, "run", *one, *words, "never.py"))
         assert got.code == 2, got.text
         assert told in got.err
-        assert "2 of 2 machines cannot take part" in got.err
         assert "it ran" not in got.text
-    got = ended(site.start(commands, "run", *two, "-m", "no_such_module"))
+    got = ended(site.start(commands, "run", *one, "-m", "no_such_module"))
     assert (got.code, "no module named 'no_such_module'" in got.err) == (2, True)
 
 

@@ -1,16 +1,20 @@
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from spartito.errors import PREFIX
-from spartito.launch.process import exit_code
-from tests.launch.supervised import GRANDCHILD, LIMIT, SLEEPS, Start, is_alive, vanished
+from spartito.launch.output import Sink
+from spartito.launch.process import Process, exit_code
+from spartito.launch.supervisor import DOUBLE_CLICK, Patience, _Supervisor
+from tests.launch.supervised import GRANDCHILD, LIMIT, SLEEPS, Start, vanished
 
 
 def test_each_line_carries_its_task_and_its_stream(start: Start) -> None:
@@ -131,7 +135,7 @@ def test_who_lost_a_peer_is_not_the_cause(start: Start, tmp_path: Path) -> None:
     ready = str(tmp_path / "lost")
     lost = f"import sys, pathlib; pathlib.Path({ready!r}).touch(); sys.exit(69)"
     fails = f"import os\nwhile not os.path.exists({ready!r}): pass\nraise ValueError('cause')"
-    code, _, err = start(lost, fails).end()
+    code, _, err = start(lost, fails, cause=LIMIT).end()
     assert code == 1
     assert "ValueError: cause" in err
 
@@ -149,10 +153,39 @@ def test_who_raised_first_is_the_cause_though_it_ends_later(start: Start, tmp_pa
         f"import atexit; atexit.register(lambda: open({fell!r}, 'w').close())\n"
         f"raise ConnectionError('second')"
     )
-    code, _, err = start(first, second).end()
+    code, _, err = start(first, second, cause=LIMIT).end()
     assert code == 1
     assert "ValueError: first" in err
     assert "second" not in err
+
+
+def test_a_traceback_that_nobody_has_read_yet_counts_too(tmp_path: Path) -> None:
+    raised = str(tmp_path / "raised")
+    first = (
+        f"import atexit, time\n"
+        f"def linger():\n    open({raised!r}, 'w').close()\n    time.sleep(300)\n"
+        f"atexit.register(linger)\nraise ValueError('first')"
+    )
+    second = f"import os\nwhile not os.path.exists({raised!r}): pass\nraise ValueError('second')"
+    tasks = [
+        Process(f"worker {place}", [sys.executable, "-S", "-c", script], dict(os.environ))
+        for place, script in enumerate((first, second))
+    ]
+    shown = Sink(io.BytesIO(), False)
+    job = _Supervisor(tasks, Patience(cause=LIMIT), shown, shown, None, before_exec=None)
+    try:
+        for place in range(2):
+            job._start(place)
+        job.tasks[1].popen.wait(LIMIT)
+        assert job._reap()
+        job._decide()
+        assert job.cause is None  # the first may end yet
+    finally:
+        job._kill()
+        for task in job.tasks:
+            task.popen.wait(LIMIT)
+            task.close()
+        job.selector.close()
 
 
 def test_an_abort_at_the_end_of_an_exception_is_the_exception(start: Start) -> None:
@@ -297,15 +330,21 @@ def test_what_goes_wrong_on_ctrl_c_is_shown(start: Start) -> None:
 
 
 DEAF = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)\n" + SLEEPS
+HEARS = (
+    "import os, signal; signal.signal(signal.SIGINT, lambda *_: os.write(1, b'heard\\n'))\n"
+    + SLEEPS
+)
 
 
 def test_a_second_ctrl_c_kills(start: Start) -> None:
-    job = start(DEAF, DEAF)
+    job = start(HEARS, HEARS, interrupt=10 * LIMIT)
     job.wait_for_pids(2)
-    limit = time.monotonic() + LIMIT
-    while any(map(is_alive, job.pids)) and time.monotonic() < limit:
-        job.popen.send_signal(signal.SIGINT)  # those within one double click count as one
-        time.sleep(0.02)
+    job.popen.send_signal(signal.SIGINT)
+    assert job.popen.stdout is not None
+    heard = sorted(job.popen.stdout.readline() for _ in range(2))
+    assert heard == [b"[worker 0] heard\n", b"[worker 1] heard\n"]
+    time.sleep(2 * DOUBLE_CLICK)  # what came sooner would count as the first
+    job.popen.send_signal(signal.SIGINT)
     assert job.end()[0] == 130
 
 
@@ -316,9 +355,14 @@ def test_who_does_not_hear_a_signal_is_killed_in_the_end(start: Start) -> None:
     assert job.end()[0] == 130
 
 
+TALKS = (  # past python's buffer, which would be written at the end of the task
+    "import os\nprint('pid', os.getpid(), flush=True)\n"
+    "while True: os.write(1, b'x' * 1000 + b'\\n')"
+)
+
+
 def test_ctrl_c_reaches_tasks_though_nobody_reads_our_output(start: Start) -> None:
-    talks = "import os\nprint('pid', os.getpid(), flush=True)\nwhile True: print('x' * 1000)"
-    job = start(talks, talks)
+    job = start(TALKS, TALKS)
     job.wait_for_pids(2)
     job.popen.send_signal(signal.SIGINT)  # our pipe is full; the tasks end before it is read
     assert vanished(job.pids)
@@ -358,8 +402,7 @@ def test_the_result_is_the_last_line_and_has_no_name(start: Start) -> None:
 
 
 def test_who_closes_our_output_ends_the_job(start: Start) -> None:
-    talks = "import os\nprint('pid', os.getpid(), flush=True)\nwhile True: print('x' * 1000)"
-    job = start(talks, talks)
+    job = start(TALKS, TALKS)
     job.wait_for_pids(2)
     assert job.popen.stdout is not None
     job.popen.stdout.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -153,10 +153,8 @@ class Job:
         return Servers(links, vector, self.rules.waits), model, vector
 
     def close(self) -> None:
-        for server, port in zip(self.servers, self.ports, strict=True):
+        for server in self.servers:
             server.end()
-            with suppress(OSError):  # a knock, so that it looks up at once
-                socket.create_connection((HOST, port)).close()
         self.ends.close()
 
 
@@ -453,7 +451,8 @@ def unmet(address: Address, timeout: float = SHORT) -> Link:
 def test_a_server_that_stops_answering_is_named(job: Start, way: dict[str, Any]) -> None:
     run = job(**way)
     run.control()
-    link = run.link(timeout=SHORT)
+    link = run.link()
+    link._timeout = link._open.timeout = SHORT  # the greeting had time
     with run.servers[0].store.turn, pytest.raises(TaskLostError) as caught:  # it cannot serve
         link.ask(Status())
     assert f"ps 0 ({HOST}:{run.ports[0]}) did not answer within {SHORT} s" in str(caught.value)

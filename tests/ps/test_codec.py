@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -51,7 +51,6 @@ def through(layout: Layout, span: Span, memory: Tensor, name: str | None) -> tup
     return arrived, len(sent)
 
 
-@settings(deadline=None)
 @given(
     servers=st.integers(1, 4),
     seed=st.integers(0, 99),

@@ -105,6 +105,25 @@ def test_a_stream_that_is_stopped_early() -> None:
         link.close()
 
 
+def test_a_group_that_was_granted_before_the_stop_is_done_by_all() -> None:
+    """Worker 1 hears of its lease after the stop; worker 0 waits for its pushes."""
+    with co.serving(2, expect_all=True) as (coordinator, port):
+        local, link = LocalLink(coordinator, 0), co.link(port, 1)
+        coordinator.open(0, co.plan(together=True))
+        assert isinstance(link.take(0, 0, None, wait=False), Pause)
+        mine = local.take(0, 0, None)
+        coordinator.end_stream(0)
+        theirs = link.take(0, 0, None)
+        assert isinstance(mine, Lease)
+        assert isinstance(theirs, Lease)
+        assert theirs.group == mine.group > 0
+        for source, lease in ((link, theirs), (local, mine)):
+            assert source.take(0, 0, co.report(lease)) == Complete(0, stop=True)
+        assert coordinator.held(0) == []
+        local.close()
+        link.close()
+
+
 def test_an_abandoned_lease_is_done_again_and_counted_once() -> None:
     with co.serving(2) as (coordinator, port):
         link = co.link(port, 1)
@@ -151,7 +170,8 @@ def test_gradients_that_are_not_finite_are_counted_up_to_a_limit(
         coordinator.check()
         assert "worker 1: 2 pushes were not finite and dropped: step 4 of pass 0" in warnings()
         assert isinstance(lease2, Lease)
-        link.take(0, 0, co.report(lease2, bad=1, detail="step 5 of pass 0"))
+        last = co.report(lease2, bad=1, detail="step 5 of pass 0")
+        assert isinstance(link.take(0, 0, last, wait=False), Pause)  # nobody gets more
         with pytest.raises(SpartitoError, match=r"3 pushes .* more than 2; .* worker 1: step 5"):
             co.wait(coordinator, 0, 0)
         link.close()

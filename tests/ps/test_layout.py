@@ -49,7 +49,7 @@ def test_entries_lie_in_order_and_runs_begin_at_a_line(layout: Layout) -> None:
     assert 0 <= layout.size - end < LINE
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(layouts(), st.integers(1, 9), st.sampled_from([0, 1, 64, 500, 4096]), st.booleans())
 def test_spans_hold_every_element_once_in_fair_shares(
     layout: Layout, servers: int, min_bytes: int, whole: bool
@@ -92,7 +92,6 @@ def test_spans_hold_every_element_once_in_fair_shares(
     assert max(span.size for span in spans) <= layout.size / servers + max(blocks) + LINE
 
 
-@settings(deadline=None)
 @given(layouts(), st.sampled_from([0, 64, 500]), st.booleans())
 def test_as_many_servers_as_the_error_says_are_filled(
     layout: Layout, min_bytes: int, whole: bool

@@ -181,7 +181,7 @@ def worlds(draw: st.DrawFn, faults: float = 0.02, together: bool | None = None) 
 
 
 @given(worlds())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 def test_each_piece_is_finished_and_counted_once(world: World) -> None:
     world.run()
     expected = batches(world.plan, world.lengths)
@@ -201,7 +201,7 @@ def test_each_piece_is_finished_and_counted_once(world: World) -> None:
 
 
 @given(worlds(faults=0.0, together=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_group_covers_the_same_steps_of_all_slices(world: World) -> None:
     world.run()
     slices = world.plan.slices
@@ -215,7 +215,7 @@ def test_a_group_covers_the_same_steps_of_all_slices(world: World) -> None:
 
 
 @given(worlds(together=True))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_a_group_knows_its_sizes_when_workers_die(world: World) -> None:
     taken: defaultdict[int, list[Lease]] = defaultdict(list)
     grant = world.queue._lease

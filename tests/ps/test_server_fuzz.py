@@ -166,7 +166,7 @@ def hear(live: Live, data: bytes) -> None:
             heard = False
 
 
-@settings(max_examples=40, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(data=st.binary(max_size=300), proper=st.booleans())
 def test_any_bytes(live: Live, data: bytes, proper: bool) -> None:
     hear(live, (b"SPTO\x01" if proper else b"") + data)

@@ -145,7 +145,7 @@ def assert_equal(one: nn.Module, other: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(("kind", "fused"), CASES)
-@settings(deadline=None, max_examples=5)
+@settings(max_examples=5)
 @given(count=st.integers(1, 5), seed=st.integers(0, 99))
 def test_shards_of_any_cut_do_what_the_optimizer_does(
     kind: type[Optimizer], fused: bool, count: int, seed: int
@@ -346,7 +346,7 @@ def test_a_rate_scales_this_update_alone(kind: type[Optimizer]) -> None:
     assert [g["lr"] for g in servers.shards[0].optimizer.param_groups] == rates
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(weights=st.lists(st.sampled_from([0.5, 1.0, 3.0, 7.25]), min_size=1, max_size=4))
 def test_a_mean_of_pushes(weights: list[float]) -> None:
     """Gradients by their weights, changes of numbers plainly, of others the last."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
@@ -83,7 +83,6 @@ def test_a_push_beyond_the_bound_is_refused_until_it_is_fresh() -> None:
 # Several pushes, one update
 
 
-@settings(deadline=None)
 @given(
     st.lists(st.tuples(st.integers(-8, 8), st.sampled_from([1.0, 2.0, 5.0])), max_size=9),
     st.integers(2, 4),

@@ -14,7 +14,7 @@ from tests.ps.bench import Bench, push, results, round_of, threads, wait_until, 
 LIMIT = 60.0  # seconds that no passing test comes near
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     rounds=st.lists(
         st.lists(

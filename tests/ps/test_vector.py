@@ -32,7 +32,7 @@ def same(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     )
 
 
-@settings(deadline=None, max_examples=70)
+@settings(max_examples=70)
 @given(models(), SERVERS)
 def test_what_is_stored_is_loaded(model: Odd, servers: int) -> None:
     vector = Vector(model, optimizer(model))
@@ -51,7 +51,7 @@ def test_what_is_stored_is_loaded(model: Odd, servers: int) -> None:
     assert same(before, tensors_of(model))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(models(), SERVERS)
 def test_the_memory_holds_each_element_once_where_the_layout_says(model: Odd, servers: int) -> None:
     vector = Vector(model, optimizer(model))
@@ -72,7 +72,7 @@ def test_the_memory_holds_each_element_once_where_the_layout_says(model: Odd, se
     assert all(bool((counts == 1).all()) for counts in seen)
 
 
-@settings(deadline=None, max_examples=70)
+@settings(max_examples=70)
 @given(models(), SERVERS, st.data())
 def test_gradients_lie_where_their_parameters_do(
     model: Odd, servers: int, data: st.DataObject
@@ -116,7 +116,7 @@ def test_gradients_lie_where_their_parameters_do(
             assert torch.equal(parameter.detach(), grad), name
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(models(), SERVERS)
 def test_changes_of_buffers_bring_a_server_to_the_new_values(model: Odd, servers: int) -> None:
     vector = Vector(model, optimizer(model))

@@ -289,8 +289,8 @@ def test_nobody_who_reads_is_a_timeout(
 
 def test_the_time_limit_can_be_changed() -> None:
     with wires(timeout=None) as (near, far):
-        far.timeout = 0.02
-        with pytest.raises(TimeoutError, match=r"within 0\.02 s"):
+        far.timeout = 0.2
+        with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
             far.receive()
         assert near.timeout is None
 
@@ -375,7 +375,7 @@ def test_what_is_allocated_is_counted() -> None:
     assert allocated(lambda: answer_to(claim, limit=(32 << 20) - 1)) < BESIDES
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes) -> None:
     def look() -> None:
@@ -385,7 +385,7 @@ def test_random_bytes_are_refused(data: bytes) -> None:
     assert allocated(look) < LIMIT + BESIDES
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     place=st.integers(0, 10_000), value=st.integers(1, 255), payload=st.binary(max_size=40),
     text=st.text(max_size=20),
@@ -402,7 +402,7 @@ def test_one_changed_byte_is_always_found(
     assert allocated(look) < LIMIT + BESIDES
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     header=st.binary(max_size=60), payload=st.binary(max_size=40),
     claims=st.dictionaries(

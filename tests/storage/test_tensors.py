@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file
 
@@ -153,7 +153,6 @@ TREES = st.recursive(
 )
 
 
-@settings(deadline=None)
 @given(TREES)
 def test_any_state_comes_back_through_json(state: Any) -> None:
     tree, tensors = pack_state(state)
@@ -161,7 +160,6 @@ def test_any_state_comes_back_through_json(state: Any) -> None:
     assert same(unpack_state(json.loads(text), tensors), state)
 
 
-@settings(deadline=None)
 @given(TREES)
 def test_the_names_of_tensors_can_be_stored(
     tmp_path_factory: pytest.TempPathFactory, state: Any

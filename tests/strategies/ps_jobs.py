@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import json
 import os
 import re
@@ -21,16 +22,22 @@ from torch import Tensor, nn
 import spartito as sp
 from spartito.data.batch import Batch
 from spartito.errors import SpartitoError, show
+from spartito.ps.client import Link
+from spartito.ps.coordinator import Coordinator
 from spartito.ps.layout import cut
 from spartito.ps.log import replay
+from spartito.ps.server import Server
 from spartito.ps.shard import Shard, is_elementwise
 from spartito.ps.vector import Copies, Vector
+from spartito.ps.wire import Wire
 from spartito.strategies import strategy as make_strategy
+from spartito.training.evaluator import Evaluator
 from tests.commands import addresses, tf_config
 from tests.processes import context
 from tests.strategies.jobs import CLASSES, FEATURES, blobs
 
-LIMIT = 60.0
+LIMIT = 120.0  # seconds that no passing test comes near
+SHORT = 3.0  # seconds: where a test waits for a limit, which begins when all have met
 FINE = 16  # bytes: the small models of these tests fill several servers
 
 
@@ -194,14 +201,15 @@ def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, An
             verbose=0,
         )
         histories.append(history.history)
+    evaluated = trainer.evaluate((x, y), batch_size=16)
     if strategy.is_evaluator:
         strategy.close()
-        return {"histories": histories}
+        return {"histories": histories, "evaluated": evaluated}
     state = {name: value.clone() for name, value in net.state_dict().items()}
     answer = {
         "histories": histories,
         "weights": state,
-        "evaluated": trainer.evaluate((x, y), batch_size=16),
+        "evaluated": evaluated,
         "predictions": trainer.predict(x[:5], batch_size=2),
         "lr": trainer.optimizer.param_groups[0]["lr"],
         "steps": trainer.step,
@@ -260,13 +268,33 @@ def replayed(asked: Asked, folder: Path, servers: int) -> dict[str, Tensor]:
 # Processes
 
 
+def shorten() -> None:
+    """End this task's waits for others after `SHORT` from now on."""
+    for one in gc.get_objects():
+        if isinstance(one, Server | Link):
+            one._timeout = SHORT
+        if isinstance(one, Coordinator):
+            one.timeout = SHORT
+        if isinstance(one, Evaluator):
+            one._limit = SHORT
+        if isinstance(one, Wire) and one.timeout is not None:
+            one.timeout = SHORT
+
+
 def _run(pipe: Connection, folder: Path, name: str, environment: dict[str, str]) -> None:
     """One task in a process of its own: as ``python script.py`` runs it."""
     log = os.open(folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
     os.environ.update(environment)
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(":"))
     torch.set_num_threads(1)
+
+    def hurry(number: int, frame: object) -> None:
+        shorten()
+        pipe.send("short")
+
+    signal.signal(signal.SIGUSR1, hurry)
 
     def wait() -> None:
         pipe.send("held")
@@ -307,14 +335,18 @@ class Job:
         self.folder, self.asked = folder, asked
         self.cluster = {role: addresses(count) for role, count in counts.items()}
         self.members: dict[str, Member] = {}
+        self.codes: dict[str, int] = {}
         self._environment = environment
 
-    def start(self, *names: str, asked: Asked | None = None) -> None:
+    def start(
+        self, *names: str, asked: Asked | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
         """Start these tasks, or start them again."""
         for name in names:
             role, _, index = name.partition(" ")
             ours, theirs = context.Pipe()
             environment = self._environment | tf_config(self.cluster, role, int(index))
+            environment |= env or {}
             process = context.Process(
                 target=_run, args=(theirs, self.folder, name, environment), daemon=True
             )
@@ -326,11 +358,20 @@ class Job:
     def held(self, *names: str) -> None:
         """Wait until these tasks are in the batch in which they wait."""
         for name in names:
-            member = self.members[name]
-            came = member.pipe.poll(LIMIT)
-            with contextlib.suppress(EOFError):  # it has ended
-                came = came and member.pipe.recv() == "held"
-            assert came, f"{name} did not get there:\n{self.text}"
+            self._hear(name, "held")
+
+    def shorten(self, *names: str) -> None:
+        """Let these tasks wait for no other longer than `SHORT` from now on."""
+        self.signal(signal.SIGUSR1, *names)
+        for name in names:
+            self._hear(name, "short")
+
+    def _hear(self, name: str, word: str) -> None:
+        pipe = self.members[name].pipe
+        came = pipe.poll(LIMIT)
+        with contextlib.suppress(EOFError):  # it has ended
+            came = came and pipe.recv() == word
+        assert came, f"{name} did not get there:\n{self.text}"
 
     def go(self, *names: str) -> None:
         """Let tasks that wait go on."""
@@ -356,6 +397,7 @@ class Job:
             member.process.join(LIMIT)
             assert member.process.exitcode is not None, f"{name} does not end:\n{self.text}"
             codes.append(member.process.exitcode)
+            self.codes[name] = codes[-1]
         return codes
 
     def finish(self) -> None:
@@ -399,7 +441,7 @@ def job(
     asked: Asked,
     *,
     start: bool = True,
-    timeout: float = 20,
+    timeout: float = 60,
     lease: float = 10.0,
     snapshots: float = 1000.0,
     **counts: int,
@@ -410,7 +452,8 @@ def job(
     """
     options = {"lease_seconds": lease, "snapshot_seconds": snapshots, "min_shard_bytes": FINE}
     more = {"push_log": str(folder / "pushes"), "snapshot_dir": str(folder / "snapshots")}
-    filled = {**asked.__dict__, "options": {**options, **more, **asked.options}}
+    known = {**options, **more} if "ps" in counts else {}
+    filled = {**asked.__dict__, "options": {**known, **asked.options}}
     filled["run_dir"] = str(folder / "run")
     made = Job(folder, Asked(**filled), {"SPARTITO_TIMEOUT": str(timeout)}, **counts)
     try:

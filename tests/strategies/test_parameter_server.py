@@ -151,7 +151,8 @@ def test_running_statistics_are_those_of_the_data(replicas: Replicas, tmp_path: 
 
 
 def test_a_chief_may_stop_in_the_middle(replicas: Replicas, tmp_path: Path) -> None:
-    run = Run(replicas, tmp_path, 2, 1, Asked(callbacks="stop", epochs=50))
+    options = {"max_staleness": 1}  # worker 1 does not run ahead
+    run = Run(replicas, tmp_path, 2, 1, Asked(callbacks="stop", epochs=50, options=options))
     assert len({json.dumps(answer["histories"]) for answer in run.answers}) == 1
     assert len(run.first["histories"][0]["loss"]) == 1
     assert 7 <= run.first["steps"] < 12
@@ -254,7 +255,8 @@ def test_a_chief_of_its_own_gives_out_the_work(tmp_path: Path, bound: int | None
         histories = [found.answer(name)["histories"] for name in ("chief 0", "worker 1")]
         assert histories[0] == histories[1]
         losses = histories[0][0]["val_loss"]
-        assert len(set(losses)) == 6  # each of another model
+        # Each of another model, where an epoch waits for the last evaluation.
+        assert len(set(losses)) == 6 or bound is None
         assert found.record("ps 0")["pieces"] == 2 * asked.plan
         assert found.record("chief 0")["examples"] == 0
 

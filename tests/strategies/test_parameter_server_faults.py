@@ -73,10 +73,11 @@ def test_a_killed_worker_that_is_started_again_gets_work(tmp_path: Path) -> None
 
 
 def test_accumulated_pieces_of_a_killed_worker_are_done_again_as_one(tmp_path: Path) -> None:
-    asked = Asked(accumulate=2, holds={"worker 1": 4}, examples=104)
+    asked = Asked(accumulate=2, holds={"worker 1": 4, "worker 0": 2}, examples=104)
     with job(tmp_path, asked, worker=2, ps=2) as found:
-        found.held("worker 1")
+        found.held("worker 0", "worker 1")  # else worker 0 might do all the work
         found.kill("worker 1")
+        found.go("worker 0")
         found.finish()
         applied_once(found, 2)
 
@@ -186,8 +187,9 @@ def test_a_stopped_worker_does_not_hold_up_a_group(tmp_path: Path) -> None:
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_stopped_server_is_named_within_the_time_limit(tmp_path: Path, shared: bool) -> None:
     asked = Asked(options={"shared_memory": shared}, holds={"worker 0": 5, "worker 1": 5})
-    with job(tmp_path, asked, worker=2, ps=2, timeout=3) as found:
+    with job(tmp_path, asked, worker=2, ps=2) as found:
         found.held("worker 0", "worker 1")
+        found.shorten(*found.members)
         found.signal(signal.SIGSTOP, "ps 0")
         found.go("worker 0", "worker 1")
         assert found.ends("worker 0", "worker 1") == [LOST, LOST], found.text
@@ -200,8 +202,9 @@ def test_a_stopped_server_is_named_within_the_time_limit(tmp_path: Path, shared:
 @pytest.mark.parametrize("bound", [None, 0])
 def test_without_a_chief_all_others_end(tmp_path: Path, bound: int | None) -> None:
     asked = Asked(options={"max_staleness": bound}, holds={"worker 0": 5})
-    with job(tmp_path, asked, worker=2, ps=1, timeout=4) as found:
+    with job(tmp_path, asked, worker=2, ps=1) as found:
         found.held("worker 0")
+        found.shorten(*found.members)
         found.kill("worker 0")
         assert found.ends("worker 1", "ps 0") == [LOST, LOST], found.text
         for name in ("worker 1", "ps 0"):
@@ -209,8 +212,9 @@ def test_without_a_chief_all_others_end(tmp_path: Path, bound: int | None) -> No
 
 
 def test_a_stopped_chief_is_named_by_all(tmp_path: Path) -> None:
-    with job(tmp_path, Asked(holds={"worker 0": 5}), worker=2, ps=1, timeout=3) as found:
+    with job(tmp_path, Asked(holds={"worker 0": 5}), worker=2, ps=1) as found:
         found.held("worker 0")
+        found.shorten(*found.members)
         found.signal(signal.SIGSTOP, "worker 0")
         assert found.ends("worker 1", "ps 0") == [LOST, LOST], found.text
         assert found.said("worker 1", "error: worker 0 .* did not answer within 3 s")
@@ -218,7 +222,7 @@ def test_a_stopped_chief_is_named_by_all(tmp_path: Path) -> None:
 
 
 def test_a_server_that_nobody_starts_is_named(tmp_path: Path) -> None:
-    with job(tmp_path, Asked(), start=False, timeout=2, worker=1, ps=2) as found:
+    with job(tmp_path, Asked(), start=False, timeout=4, worker=1, ps=2) as found:
         found.start("worker 0", "ps 0")
         assert found.ends("worker 0") == [LOST], found.text
         assert found.said("worker 0", r"error: ps 1 \(127.0.0.1:\d+\) did not come")
@@ -236,9 +240,10 @@ def test_a_chief_that_nobody_starts_is_named(tmp_path: Path) -> None:
 
 
 def test_a_server_with_another_model_refuses_and_both_are_named(tmp_path: Path) -> None:
-    with job(tmp_path, Asked(broken="ps 0"), worker=1, ps=1, timeout=3) as found:
+    with job(tmp_path, Asked(broken="ps 0"), worker=1, ps=1) as found:
         assert found.ends("worker 0") == [2], found.text
         assert found.said("worker 0", r"error: worker 0 has model \w+, ps 0 \S+ has \w+")
+        found.shorten("ps 0")  # which waits for another chief
         assert found.ends("ps 0") == [LOST]
 
 
@@ -246,7 +251,7 @@ def test_a_server_with_another_model_refuses_and_both_are_named(tmp_path: Path) 
 def test_a_server_with_other_options_refuses_and_both_are_named(
     tmp_path: Path, other: dict[str, Any]
 ) -> None:
-    with job(tmp_path, Asked(), start=False, worker=1, ps=1, timeout=3) as found:
+    with job(tmp_path, Asked(), start=False, worker=1, ps=1) as found:
         mine = found.asked.options | other
         found.start("ps 0", asked=Asked(**{**found.asked.__dict__, "options": mine}))
         found.start("worker 0")
@@ -257,15 +262,17 @@ def test_a_server_with_other_options_refuses_and_both_are_named(
 
 def test_more_servers_than_parameters_is_refused_by_all(tmp_path: Path) -> None:
     asked = Asked(options={"min_shard_bytes": 1 << 20})
-    with job(tmp_path, asked, worker=1, ps=5, timeout=5) as found:
+    with job(tmp_path, asked, worker=1, ps=5) as found:
         names = list(found.members)
         assert found.ends(*names) == [2] * len(names)
         assert found.said("worker 0", "5 parameter servers for parameters that fill 4")
 
 
 def test_gradients_that_are_no_numbers_are_dropped_and_named(tmp_path: Path) -> None:
-    asked = Asked(spoiled={"worker 1": (2, 5)})
+    asked = Asked(spoiled={"worker 1": (2, 5)}, holds={"worker 1": 6, "worker 0": 2})
     with job(tmp_path, asked, worker=2, ps=2) as found:
+        found.held("worker 0", "worker 1")
+        found.go("worker 0", "worker 1")
         found.finish()
         applied_once(found, 2)
         assert found.record("ps 1")["dropped"] == 2
@@ -277,8 +284,11 @@ def test_gradients_that_are_no_numbers_are_dropped_and_named(tmp_path: Path) -> 
 
 
 def test_too_many_of_them_end_the_job(tmp_path: Path) -> None:
-    asked = Asked(spoiled={"worker 1": range(1, 99)}, options={"nan_limit": 5})
+    holds = {"worker 1": 7, "worker 0": 2}
+    asked = Asked(spoiled={"worker 1": range(1, 99)}, options={"nan_limit": 5}, holds=holds)
     with job(tmp_path, asked, worker=2, ps=1) as found:
+        found.held("worker 0", "worker 1")
+        found.go("worker 0", "worker 1")
         assert found.ends("worker 0") == [1], found.text
         why = r"error: \d+ pushes were not finite .* more than 5; the last by worker 1: pass \d"
         assert found.said("worker 0", why)
@@ -287,10 +297,9 @@ def test_too_many_of_them_end_the_job(tmp_path: Path) -> None:
 
 
 def test_a_worker_that_comes_after_the_end_is_told_so(tmp_path: Path) -> None:
-    with job(tmp_path, Asked(epochs=1), start=False, timeout=3, worker=2, ps=1) as found:
-        found.start("worker 0", "worker 1", "ps 0")
+    with job(tmp_path, Asked(epochs=1), worker=2, ps=1) as found:
         found.finish()
-        found.start("worker 1")
+        found.start("worker 1", env={"SPARTITO_TIMEOUT": "2"})
         assert found.ends("worker 1") == [LOST]
         assert found.said("worker 1", "error: worker 0 .* did not come")
 
@@ -299,9 +308,9 @@ def test_a_worker_that_comes_after_the_end_is_told_so(tmp_path: Path) -> None:
 
 
 SCRIPT = """
-import os, sys, torch
+import os, time, torch
 import spartito as sp
-strategy = sp.strategy(push_log="pushes", min_shard_bytes=16)
+strategy = sp.strategy(push_log="pushes", min_shard_bytes=16, snapshot_seconds=1000)
 with strategy.scope():
     torch.manual_seed(0)
     net = torch.nn.Linear(4, 3)
@@ -309,10 +318,11 @@ with strategy.scope():
 print("process", os.getpid(), "is", strategy.task, flush=True)
 class Watch(sp.Callback):
     def on_train_batch_end(self, batch, logs):
-        if self.trainer.step >= 300 and not told:
-            told.append(print("step 300", flush=True))
-told = []
-x, y = torch.randn(4096, 4), torch.arange(4096) % 3
+        if self.trainer.step >= 100 and not os.path.exists("go"):
+            print("step 100", flush=True)
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+x, y = torch.randn(1024, 4), torch.arange(1024) % 3
 trainer = sp.Trainer(net, optimizer=optimizer, loss=torch.nn.CrossEntropyLoss(), strategy=strategy)
 trainer.fit((x, y), epochs=4, batch_size=8, callbacks=[Watch()], verbose=0)
 print("end of", strategy.task, flush=True)
@@ -327,18 +337,19 @@ def test_the_launcher_starts_a_killed_server_again(tmp_path: Path) -> None:
             *SPARTITO,
             *words,
             script,
-            env={"SPARTITO_TIMEOUT": "30", "SPARTITO_RUN_DIR": str(tmp_path / "run")},
+            env={"SPARTITO_TIMEOUT": "120", "SPARTITO_RUN_DIR": str(tmp_path / "run")},
         )
         server = int(program.wait_for(r"process (\d+) is ps 1").group(1))
-        program.wait_for("step 300")
+        program.wait_for("step 100")
         os.kill(server, signal.SIGKILL)
+        commands.write("go", "")  # the chief waits for it
         ended = program.end()
         assert ended.code == 0, ended.text
         assert "is started again" in ended.text
         assert "pieces of work are done again" in ended.text
         record = json.loads((tmp_path / "run" / "tasks" / "ps-1.json").read_text())
-        assert record["pieces"] == 4 * 512 * 2
-        assert record["examples"] == 4 * 4096
+        assert record["pieces"] == 4 * 128 * 2
+        assert record["examples"] == 4 * 1024
         assert record["lost"] > 0
 
 

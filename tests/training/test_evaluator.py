@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,8 @@ from spartito.report.page import read_run
 from spartito.training.beacon import FILE, look, process_began
 from spartito.training.evaluator import Evaluator
 from spartito.training.loop import Evaluation
-from tests.commands import Commands, Program, addresses, commands_in, tf_config
+from tests.commands import eventually
+from tests.strategies.ps_jobs import Asked, job
 from tests.training.jobs import data, trainer
 
 CLUSTER = replace(
@@ -234,102 +232,64 @@ def test_a_process_began_before_its_files(tmp_path: Path) -> None:
 
 # Real processes
 
-SCRIPT = """
-import json, os, sys
-from pathlib import Path
-import torch
-import spartito as sp
 
-run, epochs = Path(sys.argv[1]), int(sys.argv[2])
-strategy = sp.strategy("multi_worker_mirrored")
-torch.manual_seed(0)
-net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4), torch.nn.Tanh(),
-                          torch.nn.Linear(4, 2)).double()
-draw = torch.Generator().manual_seed(0)
-x = torch.randn(24, 3, generator=draw, dtype=torch.float64)
-y = (x.sum(1) > 0).long()
-
-class Ready(sp.Callback):
-    def on_epoch_end(self, epoch, logs):
-        if epoch == 0 and strategy.is_chief:
-            print("first epoch", os.getpid(), flush=True)
-
-trainer = sp.Trainer(net, optimizer=lambda p: torch.optim.SGD(p, 0.1),
-                     loss=torch.nn.CrossEntropyLoss(), metrics=["accuracy"],
-                     strategy=strategy, run_dir=run)
-history = trainer.fit((x, y), epochs=epochs, batch_size=6, validation_data=(x[:9], y[:9]),
-                      callbacks=[sp.callbacks.ModelCheckpoint(keep=4), Ready()], verbose=1)
-found = {"history": history.history, "evaluate": trainer.evaluate((x[:9], y[:9]))}
-print("RESULT", json.dumps(found), flush=True)
-strategy.close()
-"""
+def asked(folder: Path, **more: Any) -> Asked:
+    """A training by workers that meet, with checkpoints in the run folder of `job`."""
+    place = str(folder / "run" / "checkpoints")
+    return Asked(
+        "multi_worker_mirrored",
+        norm=True,
+        callbacks="save",
+        checkpoints=place,
+        validation=True,
+        **more,
+    )
 
 
-@pytest.fixture
-def commands(tmp_path: Path) -> Iterator[Commands]:
-    with commands_in(tmp_path) as found:
-        found.write("job.py", SCRIPT)
-        yield found
-
-
-def start(commands: Commands, workers: int, epochs: int, limit: int = 60) -> list[Program]:
-    """The workers, and the evaluator last."""
-    own = addresses(workers + 1)
-    cluster = {"worker": own[:workers], "evaluator": own[workers:]}
-    tasks = [*(("worker", index) for index in range(workers)), ("evaluator", 0)]
-    return [
-        commands.start(
-            sys.executable,
-            "job.py",
-            "run",
-            str(epochs),
-            env={**tf_config(cluster, *task), "SPARTITO_TIMEOUT": str(limit)},
-        )
-        for task in tasks
-    ]
-
-
-def result(text: str) -> dict[str, Any]:
-    (line,) = [line for line in text.splitlines() if line.startswith("RESULT ")]
-    found: dict[str, Any] = json.loads(line.removeprefix("RESULT "))
-    return found
+def has_looked(run_dir: Path) -> bool:
+    return (run_dir / EVALUATIONS).exists() and bool(lines(run_dir))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_beside_workers(workers: int, commands: Commands) -> None:
-    *trained, aside = [program.end() for program in start(commands, workers, epochs=4)]
-    assert [ended.code for ended in (*trained, aside)] == [0] * (workers + 1), aside.text
-    chief, evaluator = result(trained[0].out), result(aside.out)
-    assert list(chief["history"]) == ["loss", "accuracy"]
-    assert "validation is left to the evaluator" in trained[0].err
-    run = commands.directory / "run"
+def test_beside_workers(workers: int, tmp_path: Path) -> None:
+    with job(tmp_path, asked(tmp_path, epochs=4), worker=workers, evaluator=1) as found:
+        found.finish()
+    chief, evaluator = found.answer("worker 0"), found.answer("evaluator 0")
+    assert list(chief["histories"][0]) == ["loss", "accuracy"]
+    assert found.said("worker 0", "validation is left to the evaluator")
+    run = tmp_path / "run"
     last = lines(run)[-1]
-    assert (last["epoch"], last["step"]) == (4, 16)
-    for found in (chief, evaluator):
-        expected = {f"val_{name}": value for name, value in found["evaluate"].items()}
-        assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-12)
-    assert evaluator["history"]["val_loss"] == [line["val_loss"] for line in lines(run)]
+    assert (last["epoch"], last["step"]) == (4, 4 * 12)
+    for task in (chief, evaluator):
+        expected = {f"val_{name}": value for name, value in task["evaluated"].items()}
+        assert {name: last[name] for name in expected} == pytest.approx(expected, abs=1e-6)
+    assert evaluator["histories"][0]["val_loss"] == [line["val_loss"] for line in lines(run)]
     best = json.loads((run / "checkpoints" / "best.json").read_text())
     assert best["value"] == min(line["val_loss"] for line in lines(run))
     assert "validation" in (run / "report.html").read_text()
 
 
-def test_its_death_changes_nothing(commands: Commands) -> None:
-    chief, aside = start(commands, 1, epochs=40)
-    aside.send(signal.SIGKILL)
-    ended = chief.end()
-    assert ended.code == 0, ended.text
-    assert len(result(ended.out)["history"]["loss"]) == 40
+def test_its_death_changes_nothing(tmp_path: Path) -> None:
+    plan = asked(tmp_path, epochs=4, holds={"worker 0": 13})  # in the second epoch
+    with job(tmp_path, plan, worker=1, evaluator=1) as found:
+        found.held("worker 0")
+        assert eventually(lambda: has_looked(tmp_path / "run"))
+        found.kill("evaluator 0")
+        found.go("worker 0")
+        found.finish()
+        assert len(found.answer("worker 0")["histories"][0]["loss"]) == 4
 
 
-def test_it_ends_when_the_chief_is_gone(commands: Commands) -> None:
-    chief, aside = start(commands, 1, epochs=1_000_000, limit=10)
-    aside.wait_for(r"val_loss")
-    chief.send(signal.SIGKILL)
-    ended = aside.end(60)
-    assert ended.code == 69, ended.text
-    assert "nothing was heard of worker 0" in ended.err
-    assert read_checkpoint_of(commands.directory / "run")
+def test_it_ends_when_the_chief_is_gone(tmp_path: Path) -> None:
+    plan = asked(tmp_path, holds={"worker 0": 13})
+    with job(tmp_path, plan, worker=1, evaluator=1) as found:
+        found.held("worker 0")
+        assert eventually(lambda: has_looked(tmp_path / "run"))
+        found.kill("worker 0")
+        found.shorten("evaluator 0")
+        assert found.ends("evaluator 0") == [69], found.text
+        assert found.said("evaluator 0", "nothing was heard of worker 0")
+    assert read_checkpoint_of(tmp_path / "run")
 
 
 def read_checkpoint_of(run_dir: Path) -> dict[str, Any]:

@@ -7,8 +7,11 @@ import socket
 from contextlib import ExitStack
 from itertools import islice
 
-BELOW_EPHEMERAL = range(20000, 32000)
-"""Ports that no system gives to outgoing connections, so that a free one stays free."""
+BELOW_EPHEMERAL = range(20000, 29500)
+"""Ports that no system gives to outgoing connections, so that a free one stays free.
+
+From 29500 on, torchrun's default, are those at which jobs meet.
+"""
 
 
 def free_port(host: str = "127.0.0.1") -> int:

@@ -34,7 +34,8 @@ class Roll:
         """
         absent, reasons = roll_call(self._store, self._rank, self._names, GRACE)
         if reasons:  # somebody left because of another loss
-            roll_call(self._heard, self._rank, self._names, 0.0)  # the keeper waits for this
+            # The store goes with its keeper, who stays for those that are slower to hear.
+            roll_call(self._heard, self._rank, self._names, 0.0 if self._rank else GRACE)
             return retold(reasons[0])
         seen = [name for name in absent if name in suspects]
         if not seen:
@@ -49,9 +50,14 @@ class Roll:
     def leave(self, error: TaskLostError, close: Callable[[], None]) -> None:
         """Leave ``error`` to the others, then ``close`` what they wait at: they look here."""
         word = str(error)
+
+        def tell() -> None:
+            self._store.set(str(self._rank), word)
+            self._heard.set(str(self._rank), "")  # the keeper need not wait for us
+
         # A store that is gone cannot be told; the others then name its keeper.
         with suppress(TaskLostError):
-            ask(lambda: self._store.set(str(self._rank), word), GRACE, self._names[0])
+            ask(tell, GRACE, self._names[0])
         close()
         if self._rank == 0:  # the store goes with us
             roll_call(self._heard, self._rank, self._names, LINGER)

@@ -41,7 +41,7 @@ the same of an MLP, the same peak of memory. With 65536 for both, which gives fr
 at once (sharded parameters then weigh what they should), both fall to 0.55 times.
 """
 
-WORD = 2.0
+WORD = 5.0
 """Seconds in which tasks may tell those on other machines whom they lost."""
 
 

@@ -88,6 +88,7 @@ class _Supervisor:
     interrupted: signal.Signals | None = None
     interrupted_at: float = 0.0
     kill_at: float = float("inf")
+    wake: int = -1
     before_exec: Callable[[], None] | None = field(default_factory=die_with_parent)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
@@ -118,8 +119,8 @@ class _Supervisor:
     @contextmanager
     def _signals(self) -> Iterator[None]:
         """Our handlers, and a pipe by which a signal wakes the selector."""
-        wake, woken = os.pipe()
-        for fd in (wake, woken):
+        self.wake, woken = os.pipe()
+        for fd in (self.wake, woken):
             os.set_blocking(fd, False)
         old_fd = signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         old = {signal.SIGCHLD: signal.signal(signal.SIGCHLD, lambda number, frame: None)}
@@ -127,7 +128,7 @@ class _Supervisor:
             ignored = number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN
             if not ignored:  # nohup
                 old[number] = signal.signal(number, self._interrupt)
-        self.selector.register(wake, selectors.EVENT_READ, None)
+        self.selector.register(self.wake, selectors.EVENT_READ, None)
         try:
             yield
         finally:
@@ -135,7 +136,7 @@ class _Supervisor:
                 signal.signal(number, handler)
             signal.set_wakeup_fd(old_fd)
             self.selector.close()
-            os.close(wake)
+            os.close(self.wake)
             os.close(woken)
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
@@ -207,12 +208,15 @@ class _Supervisor:
 
     def _wait(self) -> None:
         """Until something is printed, a process ends, a signal comes, or a time limit passes."""
-        for key, _ in self.selector.select(max(0.0, self._deadline() - time.monotonic())):
+        self._read(max(0.0, self._deadline() - time.monotonic()))
+        with suppress(BlockingIOError):
+            os.read(self.wake, 4096)
+
+    def _read(self, seconds: float) -> None:
+        """Take what is printed within ``seconds``, in the order in which it came."""
+        for key, _ in self.selector.select(seconds):
             channel: Channel | None = key.data
-            if channel is None:
-                with suppress(BlockingIOError):
-                    os.read(key.fd, 4096)
-            elif not channel.read():
+            if channel is not None and not channel.read():
                 self.selector.unregister(key.fd)
 
     def _deadline(self) -> float:
@@ -234,6 +238,8 @@ class _Supervisor:
     def _reap(self) -> bool:
         """Take note of the processes that ended, and end what they left behind."""
         ended = [task for task in self.tasks if task.code is None and task.popen.poll() is not None]
+        if ended:
+            self._read(0.0)  # another's traceback that came before theirs counts as the first
         for task in ended:
             task.signal_group(signal.SIGKILL)
             task.code = task.popen.returncode

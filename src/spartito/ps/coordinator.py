@@ -296,10 +296,12 @@ class Coordinator:
     def _look(self, worker: int, stream: int, epoch: int) -> Work:
         if self._ended and isinstance(self._failure, UserError):
             raise self._failure
-        if self._ended or stream in self._stopped:
-            return Complete(epoch, stop=True)
         queue = self._queues.get(stream)
-        if queue is None or self._expect_all:
+        if self._ended or stream in self._stopped:
+            # The others of its group wait for what was granted to it before the end.
+            owed = queue.granted(worker) if queue is not None and not self._ended else None
+            return owed or Complete(epoch, stop=True)
+        if queue is None or self._expect_all or self._failure is not None:
             return Pause()
         if queue.is_complete(epoch):
             return Complete(epoch)

@@ -125,6 +125,13 @@ class WorkQueue:
                 return self._lease(worker, found, start, min(stop, start + length), lost, now)
         return None
 
+    def granted(self, worker: int) -> Lease | None:
+        """The lease that was granted to ``worker`` when others took theirs, once."""
+        lease = self._granted.pop(worker, None)
+        if lease is not None:
+            self._waiting.discard(worker)
+        return lease
+
     def finish(self, lease: int, sums: Sequence[float], ended: int | None, now: float) -> bool:
         """The pieces of a lease are applied; ``sums`` are added to those of its epoch.
 
@@ -290,10 +297,7 @@ class WorkQueue:
         if worker not in self._granted and not self._held and self._waiting >= self._live:
             lost = any(found.lost for found in self._slices)
             self._grant(OPEN if lost else self._limits(epoch)[0], lost, now)
-        lease = self._granted.pop(worker, None)
-        if lease is not None:
-            self._waiting.discard(worker)
-        return lease
+        return self.granted(worker)
 
     def _grant(self, limit: int, lost: bool, now: float) -> None:
         """Lease to all live workers at once: the same steps of the slices that are behind."""

@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,11 +93,13 @@ class Server:
     def end(self) -> None:
         """The job has ended."""
         self._ended.set()
+        with suppress(OSError):  # wakes `serve` where the system can
+            self._listener.shutdown(socket.SHUT_RDWR)
 
     def fail(self, failure: BaseException) -> None:
         """Serving a task went wrong in a way that is not the task's fault."""
         self._failure = self._failure or failure
-        self._ended.set()
+        self.end()
 
     def record(self) -> dict[str, Any]:
         """What it did, for the run's records."""
@@ -216,6 +219,10 @@ class Server:
             sock, _ = self._listener.accept()
         except TimeoutError:
             return
+        except OSError:
+            if self._ended.is_set():
+                return
+            raise
         Connection(self, sock).start()
 
     def _linger(self) -> None:

@@ -182,6 +182,7 @@ class Leased(Distributed):
             self.waited += time.perf_counter() - began
             desk.heed(work.rates)
             if isinstance(answer, Complete):
+                pusher.exchange.rest()  # who has not done its own yet need not wait for us
                 return
             if isinstance(answer, Lease):
                 place = pusher.place = Place(stream, answer)

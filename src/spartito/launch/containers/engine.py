@@ -168,7 +168,21 @@ class Engine:
 
         Tasks that still run are asked to stop, and killed after ``seconds``.
         """
-        self.tell(job, "down", "--volumes", "--remove-orphans", "--timeout", str(seconds))
+        words = ("down", "--volumes", "--remove-orphans", "--timeout", str(seconds))
+        try:
+            self.tell(job, *words)
+        except UserError:
+            raise
+        except SpartitoError:
+            # The composer fails where somebody else removes the job at the same time.
+            if self._has(job):
+                self.tell(job, *words)
+
+    def _has(self, job: JobFile) -> bool:
+        """Whether anything of the job is there."""
+        mine = ("--quiet", "--filter", f"label={PROJECT}={job.name}")
+        kinds = (("ps", "--all"), ("network", "ls"), ("volume", "ls"))
+        return any(self.ask(*kind, *mine).strip() for kind in kinds)
 
 
 def state_of(inspected: Mapping[str, Any]) -> TaskState:
