@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from spartito.cli import main
-from tests.commands import LEAN
+from tests.commands import LEAN, eventually
 
 IMAGE, BUILT = "spartito-test", "spartito-test-built"
 LEANER = f"FROM {BUILT}\nCOPY sitecustomize.py /lean/\nENV PYTHONPATH=/lean\n"
@@ -123,6 +123,22 @@ class Job:
         # with it, and mostly takes this command along: its exit code says nothing.
         words = ["docker", "exec", self.container(service), "python", "-c", KILL]
         subprocess.run(words, capture_output=True, timeout=60)
+
+    def pause(self, service: str) -> None:
+        """Freeze the container."""
+
+        def frozen() -> bool:
+            words = ["docker", "pause", self.container(service)]
+            done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+            # The engine gives up where the kernel needs long to catch a busy process.
+            assert done.returncode == 0 or "unable to freeze" in done.stderr, done.stderr
+            return done.returncode == 0
+
+        assert eventually(frozen, 60.0)
+
+    def unpause(self, service: str) -> None:
+        """Let it go on."""
+        docker("unpause", self.container(service))
 
     def cut(self, service: str) -> None:
         """Take the container off the network."""

@@ -58,13 +58,12 @@ def test_a_worker_is_paused_then_cut_and_a_server_crashes(container_job: Make) -
     job.open_gate(2)
     following.until("epoch 1/")
 
-    for fault in ("paused", "cut"):
-        container = job.container("worker-1")
-        docker("pause", container) if fault == "paused" else job.cut("worker-1")
+    for away, back in ((job.pause, job.unpause), (job.cut, job.rejoin)):
+        away("worker-1")
         following.until("worker 1 has not been heard of for 3 s")
         following.until("[worker 0] epoch")  # the others go on
         following.until("[worker 0] epoch")
-        docker("unpause", container) if fault == "paused" else job.rejoin("worker-1")
+        back("worker-1")
         following.until("worker 1 is back")
         following.until("[worker 0] epoch")
 

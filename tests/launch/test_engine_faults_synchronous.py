@@ -80,15 +80,14 @@ def test_paused_then_cut_and_rejoined(container_job: Make, tmp_path: Path) -> No
     job = container_job("--workers", "2", script=SCRIPT)
     following = job.start("up")
     begin(job, following)
-    container = job.container("worker-1")
 
-    docker("pause", container)
+    job.pause("worker-1")
     job.open_gate(WORKERS)
     end = time.monotonic() + FAULT_SECONDS
     expected = undisturbed(tmp_path)
     time.sleep(max(0.0, end - time.monotonic()))  # the fault itself
     assert len(job.history) == 1
-    docker("unpause", container)
+    job.unpause("worker-1")
     arrive(following, "epoch 3")
 
     job.cut("worker-1")
@@ -115,7 +114,7 @@ def test_killed_or_away_beyond_the_time_limit(container_job: Make) -> None:
     for job, one in zip(jobs, following, strict=True):
         begin(job, one)
     docker("kill", killed.container("worker-1"))
-    docker("pause", paused.container("worker-1"))
+    paused.pause("worker-1")
     cut.cut("worker-1")
     for job in jobs:
         job.open_gate(WORKERS)
