@@ -202,7 +202,7 @@ def _health(job: Containers, task: Task) -> dict[str, Any]:
     look = f"import socket; socket.create_connection(({json.dumps(host)}, {port}), 3)"
     return {
         "test": _List(["CMD", "python", "-c", look]),
-        "interval": "10s",
+        "interval": "30s",
         "timeout": "5s",
         "retries": 3,
         "start_period": "60s",
