@@ -7,12 +7,12 @@ trainer = sp.Trainer(net, optimizer=optimizer, loss=loss, metrics=["accuracy"], 
 history = trainer.fit(train, epochs=20, validation_data=val)
 """
 
-import os as _os
 from typing import TYPE_CHECKING
 
 from spartito._lazy import attach as _attach
 from spartito.errors import SpartitoError, TaskLostError, UserError, install_excepthook
 from spartito.log import configure as _configure
+from spartito.log import quiet_torch as _quiet_torch
 
 if TYPE_CHECKING:
     from spartito import data, models
@@ -83,7 +83,6 @@ __all__ = [
     "summary",
 ]
 
-# torch's rendezvous repeats on stderr what our own errors say in one line.
-_os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+_quiet_torch()
 install_excepthook()
 _configure()

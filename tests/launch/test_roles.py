@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spartito.cluster import Task, resolve
 from spartito.errors import UserError
-from spartito.launch.local import MALLOC, role_environments
+from spartito.launch.local import RUNTIME, role_environments
 from spartito.launch.roles import RESTARTS, Roles, environments
 
 CASTS = st.builds(Roles, st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans())
@@ -35,7 +35,7 @@ def test_cores_are_shared_among_those_that_compute(cast: Roles, cores: int) -> N
     for task, env in zip(cast.tasks, role_environments({}, cast, cores), strict=True):
         expected = max(1, cores // cast.workers) if task.type == "worker" else 1
         assert env["OMP_NUM_THREADS"] == str(expected)
-        assert MALLOC.items() <= env.items()
+        assert RUNTIME.items() <= env.items()
 
 
 def test_what_the_user_set_stays() -> None:

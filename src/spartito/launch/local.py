@@ -24,6 +24,7 @@ from spartito.launch.process import Process
 from spartito.launch.roles import SEVERAL_MACHINES, Roles
 from spartito.launch.supervisor import Patience, supervise
 from spartito.launch.target import check_options
+from spartito.log import TORCH_LEVEL
 from spartito.names import (
     ENV_SNAPSHOT_DIR,
     ENV_STRATEGY,
@@ -40,6 +41,9 @@ Measured on one thread against glibc's defaults: 1.15 times the steps of a convo
 the same of an MLP, the same peak of memory. With 65536 for both, which gives freed memory back
 at once (sharded parameters then weigh what they should), both fall to 0.55 times.
 """
+
+RUNTIME = MALLOC | TORCH_LEVEL
+"""What glibc and torch read when a process loads them, so that its launcher must say it."""
 
 WORD = 5.0
 """Seconds in which tasks may tell those on other machines whom they lost."""
@@ -216,7 +220,7 @@ def role_environments(
 
 def defaults(threads: int) -> dict[str, str]:
     """What each process gets unless the user's environment says otherwise."""
-    return MALLOC | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    return RUNTIME | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
 
 
 def _place(env: Mapping[str, str], nnodes: int, node_rank: int, master_addr: str | None) -> Place:

@@ -12,7 +12,7 @@ from pathlib import Path
 from spartito.cluster.listed import ENV_EVALUATOR, ENV_PS
 from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.containers.plan import LEAST_MEMORY, memory_bytes
-from spartito.launch.local import MALLOC
+from spartito.launch.local import RUNTIME
 from spartito.launch.roles import PARAMETER_SERVER, Roles
 from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here
 from spartito.names import ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
@@ -238,7 +238,8 @@ def _told(job: BatchJob) -> Iterator[tuple[str, str | int]]:
     yield ENV_RUN_DIR, job.run_dir
     yield "OMP_NUM_THREADS", job.cpus_per_task
     yield "PYTHONUNBUFFERED", 1
-    yield from MALLOC.items()
+    for name, value in RUNTIME.items():
+        yield name, f"${{{name}:-{value}}}"  # sbatch carries the user's own along
 
 
 def _step(job: BatchJob) -> Iterator[str]:

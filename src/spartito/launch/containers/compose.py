@@ -12,7 +12,7 @@ import yaml
 from spartito.cluster.spec import Task
 from spartito.cluster.tf_config import VARIABLE
 from spartito.launch.containers.plan import Containers, service
-from spartito.launch.local import MALLOC
+from spartito.launch.local import RUNTIME
 from spartito.names import (
     ENV_RUN_DIR,
     ENV_SNAPSHOT_DIR,
@@ -151,7 +151,7 @@ def _told(job: Containers) -> dict[str, str]:
     told |= {ENV_TIMEOUT: f"{job.timeout:g}", ENV_RUN_DIR: "/runs"}
     if job.roles.ps:
         told[ENV_SNAPSHOT_DIR] = "/snapshots"
-    return told | MALLOC
+    return told | RUNTIME
 
 
 def _service(

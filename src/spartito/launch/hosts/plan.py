@@ -12,7 +12,7 @@ from spartito.launch import roles
 from spartito.launch.hosts import far_end, near_end
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.ssh import Ssh
-from spartito.launch.local import MALLOC, Place, defaults, environments
+from spartito.launch.local import RUNTIME, Place, defaults, environments
 from spartito.launch.process import Process
 from spartito.launch.roles import Roles
 
@@ -34,7 +34,7 @@ OF_A_PLACE = frozenset(
 )
 """Variables that say who is in the job, which we say ourselves."""
 
-TRAVEL = frozenset({"OMP_NUM_THREADS", *MALLOC})
+TRAVEL = frozenset({"OMP_NUM_THREADS", *RUNTIME})
 """What goes to the other machines beside our own variables."""
 
 
