@@ -142,6 +142,24 @@ def test_float64_arrays_for_a_float32_model() -> None:
     assert made.predict(data()[0].numpy()).dtype == torch.float32
 
 
+def test_a_model_that_changes_its_input_leaves_the_users_arrays_alone() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = net()
+
+        def forward(self, x: Tensor) -> Tensor:
+            x /= 10
+            return self.net(x)  # type: ignore[no-any-return]
+
+    x, y = data()
+    before = x.clone()
+    made = trainer(model=Scaled())
+    made.fit((x, y), epochs=2, batch_size=5, validation_data=(x, y), verbose=0)
+    made.predict(x)
+    assert torch.equal(x, before)
+
+
 def test_history_has_a_value_for_every_epoch() -> None:
     made = trainer(metrics=["accuracy"])
     history = made.fit(data(), epochs=3, batch_size=6, validation_data=data(5), verbose=0)

@@ -1,4 +1,8 @@
-"""Arrays in memory as a source: whole batches are gathered at once."""
+"""Arrays in memory as a source: whole batches are gathered at once.
+
+What goes out is always a copy: a model or a ``.map`` that changes its input in place must not
+change the user's arrays, and with them every later epoch.
+"""
 
 from __future__ import annotations
 
@@ -36,12 +40,12 @@ class Arrays:
         return self._size
 
     def __getitem__(self, index: int) -> Any:
-        return self._pack(tuple(tensor[index] for tensor in self._tensors))
+        return self._pack(tuple(tensor[index].clone() for tensor in self._tensors))
 
     def gather(self, indices: slice | Tensor) -> Any:
-        """The rows at ``indices``; a slice is a view, nothing is copied."""
+        """The rows at ``indices``, copied."""
         if isinstance(indices, slice):
-            return self._pack(tuple(tensor[indices] for tensor in self._tensors))
+            return self._pack(tuple(tensor[indices].clone() for tensor in self._tensors))
         return self._pack(tuple(tensor.index_select(0, indices) for tensor in self._tensors))
 
     def _pack(self, parts: tuple[Tensor, ...]) -> Any:
