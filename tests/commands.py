@@ -26,7 +26,16 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 MARK = "SPARTITO_TEST_MARK"
 SHARED_MEMORY = Path("/dev/shm")
 LEAN = Path(__file__).with_name("lean")
-OF_OUR_OWN = ("SPARTITO_", "TF_CONFIG", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "OMP_", "TORCH_CPP_")
+OF_OUR_OWN = (
+    "SPARTITO_",
+    "TF_CONFIG",
+    "RANK",
+    "WORLD_SIZE",
+    "LOCAL_",
+    "MASTER_",
+    "OMP_",
+    "TORCH_CPP_",
+)
 
 
 @dataclass(frozen=True)
