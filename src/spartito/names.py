@@ -24,6 +24,7 @@ STRATEGIES = (
 )
 PRECISIONS = ("bf16", "fp32")
 RECIPES = ("cats_vs_dogs", "mnist")
+RECIPE_SEED = 1337
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -90,7 +90,9 @@ def test_one_strategy_fails_and_the_others_go_on(commands: Commands) -> None:
 
 
 def test_all_goes_well(commands: Commands) -> None:
-    ended = commands.spartito(*words("--sweep", "workers=1,2", strategies="one_device,mirrored"))
+    ended = commands.spartito(
+        *words("--sweep", "workers=1,2", "--repeat", "2", strategies="one_device,mirrored")
+    )
     assert ended.code == 0, ended.text
     assert [
         (run["run"], run["workers"], run["sweep"], run["error"])
@@ -99,6 +101,9 @@ def test_all_goes_well(commands: Commands) -> None:
         ("one_device", 1, None, None),
         ("mirrored", 2, None, None),
         ("mirrored-workers-1", 1, "workers", None),
+        ("one_device-repeat-2", 1, None, None),
+        ("mirrored-repeat-2", 2, None, None),
+        ("mirrored-workers-1-repeat-2", 1, "workers", None),
     ]
     assert (commands.directory / "out/mirrored-workers-1/history.jsonl").exists()
 
@@ -175,6 +180,22 @@ def test_a_parameter_server_is_one_by_default() -> None:
 def test_the_order_of_the_user_stays_and_each_comes_once() -> None:
     found = plan(strategies="parameter_server, mirrored,mirrored")
     assert [run.strategy for run in found.runs] == ["parameter_server", "mirrored"]
+
+
+def test_repeats_take_turns_and_have_seeds_of_their_own() -> None:
+    found = plan(repeat=2, sweeps=["workers=1"], strategies="one_device,mirrored")
+    assert [run.folder for run in found.runs] == [
+        "one_device",
+        "mirrored",
+        "mirrored-workers-1",
+        "one_device-repeat-2",
+        "mirrored-repeat-2",
+        "mirrored-workers-1-repeat-2",
+    ]
+    assert [run.setting for run in found.runs[:3]] == [run.setting for run in found.runs[3:]]
+    assert [found.seed_of(run) for run in found.runs] == [None] * 3 + [1338] * 3
+    named = plan(repeat=2, seed=7, strategies="one_device")
+    assert [named.seed_of(run) for run in named.runs] == [7, 8]
 
 
 def test_sweeps_add_the_runs_that_are_not_there_yet() -> None:

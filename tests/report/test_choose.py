@@ -60,7 +60,7 @@ def test_of_equals_the_simplest_is_recommended() -> None:
         run("mirrored", history=history(rate=30_000)),
     )
     assert said[0].startswith("Choose mirrored: no other is clearly faster")
-    assert "equally fast within the noise" in the("equally fast", said)
+    assert "are equally fast: between 30,5" in the("equally fast", said)
     assert not any("times as many" in sentence for sentence in said)
 
 
@@ -68,8 +68,60 @@ def test_a_noisy_speed_is_no_difference() -> None:
     noisy = history(rate=40_000)
     for place, epoch in enumerate(noisy):
         epoch["examples_per_second"] = 40_000 + 15_000 * (-1) ** place
-    said = say(run("one_device", 1, history=history(rate=30_000)), run("mirrored", history=noisy))
+    said = say(run("one_device", 1, history=history(rate=20_000)), run("mirrored", history=noisy))
     assert said[0].startswith("Choose one_device: no other is clearly faster")
+    assert "that cannot be told apart" in said[0]
+    assert not any("equal" in sentence for sentence in said)  # noise proves nothing equal
+    words = the("Which is faster cannot be told", said)
+    assert "one_device 20,0" in words
+    assert "their epochs vary by up to 4" in words
+    assert "--repeat 3" in words
+
+
+def repeated(strategy: str, *rates: float) -> list[dict[str, Any]]:
+    return [
+        run(strategy, history=history(rate=rate), setting=strategy, run=f"{strategy} {number}",
+            repeat=number)
+        for number, rate in enumerate(rates, start=1)
+    ]  # fmt: skip
+
+
+def test_repeats_that_overlap_cannot_be_told_apart() -> None:
+    said = say(
+        *repeated("mirrored", 30_000, 40_000, 35_000),
+        *repeated("multi_worker_mirrored", 39_000, 45_000, 46_000),
+    )
+    words = the("Which is faster cannot be told", said)
+    assert words.endswith("(their repeats overlap).")
+    apart = say(
+        *repeated("mirrored", 30_000, 38_000, 35_000),
+        *repeated("multi_worker_mirrored", 39_000, 45_000, 46_000),
+    )
+    assert apart[0].startswith("Choose multi_worker_mirrored: it is clearly the fastest (45,")
+
+
+def test_a_repeat_that_failed_is_counted_and_left_out() -> None:
+    good = repeated("mirrored", 30_000, 40_000)
+    bad = {**failed("mirrored"), "setting": "mirrored", "run": "mirrored 3"}
+    said = say(*good, bad, run("one_device", 1))
+    assert said[-1] == "Some repeats failed and are left out: 1 of mirrored."
+
+
+def test_the_headline_says_who_was_slowed() -> None:
+    slow = {"worker 1": 0.25}
+    said = say(
+        run("one_device", 1, history=history(rate=40_000)),
+        run("mirrored", slow=slow, history=history(rate=10_000)),
+    )
+    assert said[0].endswith(
+        "Note: worker 1 had 25% of its speed under mirrored; one_device had no task that was slowed."
+    )
+    assert "2 workers under mirrored, of which worker 1 had 25%" in the("One device is", said)
+    both = say(
+        run("central_storage", slow=slow, history=history(rate=40_000)),
+        run("mirrored", slow=slow, history=history(rate=10_000)),
+    )
+    assert "slowed" not in both[0]
 
 
 def test_faster_with_a_worse_model_is_not_recommended() -> None:
@@ -99,7 +151,9 @@ def test_few_epochs_do_not_tell_noise_from_difference() -> None:
         run("mirrored", history=history(2)),
         run("parameter_server", history=history(2, accuracy=0.94)),
     )
-    assert "with fewer than 5 epochs nobody can tell" in the("final validation", said)
+    assert "with fewer than 5 epochs and no repeats nobody can tell" in the(
+        "final validation", said
+    )
 
 
 def test_a_loss_is_better_when_it_is_less() -> None:

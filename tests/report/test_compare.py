@@ -118,6 +118,49 @@ def test_the_first_epoch_warms_up() -> None:
     assert found.rate_noise < 500
 
 
+def test_the_rate_is_examples_over_seconds() -> None:
+    """Work that moves between epochs: 100 in 1 s, 100 in 0.1 s and 100 in 1.9 s are 300 in 3 s."""
+    rates = (50.0, 100.0, 1000.0, 100 / 1.9)
+    epochs = [
+        {"epoch": n, "step": 10 * n, "loss": 1.0, "examples_per_second": rate}
+        for n, rate in enumerate(rates, start=1)
+    ]
+    assert figures(run("parameter_server", history=epochs)).rate == pytest.approx(100)
+    epochs[-1]["step"] = 35  # half an epoch, at its own rate
+    found = figures(run("parameter_server", history=epochs)).rate
+    assert found == pytest.approx(250 / (1 + 0.1 + 0.95))
+
+
+def test_repeats_become_one_row() -> None:
+    made = [
+        run("mirrored", setting="mirrored", run=f"mirrored {n}", repeat=n,
+            history=history(rate=rate, accuracy=accuracy))
+        for n, (rate, accuracy) in enumerate([(40_000, 0.93), (20_000, 0.97), (30_000, 0.95)])
+    ]  # fmt: skip
+    bad = run("mirrored", setting="mirrored", run="mirrored 9", history=[], error="no luck")
+    found = comparison(record(*made, bad, run("one_device", 1), goal=("val_accuracy", 0.94)))
+    mirrored, alone = found.runs
+    assert (mirrored.strategy, alone.strategy) == ("mirrored", "one_device")
+    assert mirrored.rate == pytest.approx(30_000, rel=0.01)
+    assert mirrored.rates == pytest.approx([40_000, 20_000, 30_000], rel=0.01)
+    assert mirrored.run == "mirrored 0"  # all strategies have its seed: their curves are drawn
+    assert mirrored.final == pytest.approx(0.95, abs=0.002)
+    # two of three came there: after 4 epochs of 0.4 s, after 5 of 0.267 s, and never
+    assert mirrored.seconds_to_goal == pytest.approx(4 * 0.4, rel=0.2)
+    assert mirrored.failures == [("mirrored 9", "no luck")]
+    assert (mirrored.error, alone.rates) == (None, [alone.rate])
+
+
+def test_a_goal_that_most_repeats_miss_is_missed() -> None:
+    made = [
+        run("mirrored", setting="mirrored", run=f"{n}", history=history(accuracy=accuracy))
+        for n, accuracy in enumerate([0.95, 0.90, 0.90])
+    ]
+    (found,) = comparison(record(*made, goal=("val_accuracy", 0.94))).runs
+    assert found.seconds_to_goal is None
+    assert found.steps_to_goal is None
+
+
 def test_an_evaluator_fills_in_what_the_chief_left() -> None:
     epochs = [{k: v for k, v in e.items() if not k.startswith("val_")} for e in history(3)]
     seen = [{"epoch": 2, "step": 250, "val_accuracy": 0.9, "seconds": 99.0}]

@@ -192,3 +192,34 @@ def test_no_comparison_no_page(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is no comparison"):
         write_comparison_page(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_page_says_what_was_run() -> None:
+    made = {**everything(), "arguments": ["--size", "a b"]}
+    text, _ = check(made)
+    assert "<dt>arguments</dt><dd>--size &#39;a b&#39;</dd>" in text
+    assert "25% of its speed, under mirrored, multi_worker_mirrored, parameter_server</dd>" in text
+    legend = re.search(r'<ul class="key">.*?</ul>', text, flags=re.DOTALL)
+    assert legend
+    assert "parameter_server" in legend[0]
+    assert "central_storage" not in legend[0]  # it failed before its first epoch
+
+
+def test_repeats_show_their_spread() -> None:
+    made = [
+        run("mirrored", setting="mirrored", run=f"mirrored {n}", history=history(rate=rate),
+            repeat=n, tasks=workers(n))
+        for n, rate in enumerate([20_000, 40_000, 30_000], start=1)
+    ]  # fmt: skip
+    found = comparison(record(*made))
+    (row,) = table(found).rows
+    assert row[5] == "30,013 (20,009 to 40,017)"
+    (bar,) = bars(found)[0].rows
+    assert bar.share == pytest.approx(0.75)
+    assert bar.span == pytest.approx((0.5, 1.0))
+    text, checker = check(record(*made))
+    assert "<u style=" in text
+    assert "<dt>repeats</dt><dd>3</dd>" in text
+    named = [row[1] for row in checker.rows if row[1:2] and row[1].startswith("worker ")]
+    assert named == ["worker 0"]  # of the first one
+    assert not any(b.span for b in bars(comparison(everything()))[0].rows)

@@ -56,6 +56,14 @@ def compare(
             metavar="TASK=SHARE",
         ),
     ] = None,
+    repeat: Annotated[
+        int,
+        typer.Option(
+            help="Runs of each, in turn; the table has medians and spreads.",
+            parser=whole("--repeat", 1),
+            metavar="N",
+        ),
+    ] = 1,
     data: Annotated[
         Path | None,
         typer.Option(help="The folder with a recipe's data; in containers /data."),
@@ -117,6 +125,7 @@ def compare(
         goal=goal,
         sweeps=sweep or [],
         slow=slow or [],
+        repeat=repeat,
         data=data,
         batch_size=batch_size,
         seed=seed,

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import UserError
+from spartito.names import RECIPE_SEED
 from spartito.training.trainer import Trainer
 
 
@@ -35,7 +36,7 @@ def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") ->
     parser.add_argument("--epochs", type=int, default=epochs)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--batch-size", type=int, default=batch_size)
-    parser.add_argument("--seed", type=int, default=1337)
+    parser.add_argument("--seed", type=int, default=RECIPE_SEED)
     parser.add_argument("--precision", default=precision)
     parser.add_argument("--resume", action="store_true")
     parser.add_argument("--json", action="store_true")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from statistics import stdev
 
 from spartito.report.compare import SHORTEST_CURVE, Comparison, Figures
 from spartito.report.figures import (
@@ -20,7 +21,11 @@ MOST = 6
 """Sentences that a reader takes in before the table."""
 
 MARGIN = 0.05
-"""The share by which two speeds or times differ at least before we call them different."""
+"""The share by which two speeds or times differ at least before we call them different.
+
+Two that differ by less are equal. Two that differ by more, but not beyond their noise, are not
+equal: they cannot be told apart.
+"""
 
 SIMPLEST_FIRST = (
     "one_device",
@@ -42,7 +47,8 @@ def sentences(found: Comparison) -> list[str]:
     rules = (_goal, _speed, _quality, _slow, _one_device, _batch, _workers, _memory, _staleness)
     said = [words for rule in rules if (words := rule(found))]
     failed = _failures(found)
-    said = [_recommendation(found), *said][: MOST - len(failed)]
+    headline = " ".join(filter(None, (_recommendation(found), _slowed(found))))
+    said = [headline, *said][: MOST - len(failed)]
     return said + failed
 
 
@@ -63,7 +69,7 @@ def _recommendation(found: Comparison) -> str:
             return f"Choose {pick.strategy}: it is the first to reach {found.goal}, after {after}."
         return (
             f"Choose {pick.strategy}: no other reaches {found.goal} clearly earlier ({after}), "
-            f"and it is the simplest of {_count(equal)} that are equal in this."
+            f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
         )
     fastest = max(good, key=_rate)
     equal = [run for run in good if _is_same_speed(run, fastest)]
@@ -78,11 +84,25 @@ def _recommendation(found: Comparison) -> str:
     if len(equal) > 1:
         return (
             f"Choose {pick.strategy}: no other is clearly faster ({speed}), "
-            f"and it is the simplest of {_count(equal)} that are equal in this."
+            f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
         )
     return f"Choose {pick.strategy}: it is clearly the fastest ({speed})" + (
         f" and its {label(pick.quality)} is not behind the others'." if _noise_known(done) else "."
     )
+
+
+def _slowed(found: Comparison) -> str | None:
+    """Under which strategies tasks were slowed, and under which not: they are not alike."""
+    slowed = [run for run in found.done if run.slow]
+    spared = [run for run in found.done if not run.slow]
+    if not slowed or not spared:
+        return None
+    return f"Note: {_given(slowed[0])} under {_names(slowed)}; {_names(spared)} had no task that was slowed."
+
+
+def _given(run: Figures) -> str:
+    """How ``run`` was slowed: ``worker 1 had 25% of its speed``."""
+    return " and ".join(f"{task} had {share:.0%} of its speed" for task, share in run.slow.items())
 
 
 def _goal(found: Comparison) -> str | None:
@@ -112,12 +132,21 @@ def _speed(found: Comparison) -> str | None:
     if not others:
         return f"{first.strategy} does {_per_second(first)}."
     second = others[0]
-    equal = [run for run in others if _is_same_speed(run, first)]
-    if equal:
+    near = [run for run in others if _is_same_speed(run, first)]
+    if near and all(_is_close(run, first) for run in near):
         return (
-            f"{_names([first, *equal])} are equally fast within the noise: "
-            f"between {_per_second(first)} and {_per_second(equal[-1])}."
+            f"{_names([first, *near])} are equally fast: "
+            f"between {_per_second(first)} and {_per_second(near[-1])}."
         )
+    if near:
+        speeds = _listed([f"{run.strategy} {_per_second(run)}" for run in (first, *near)])
+        why = (
+            "their repeats overlap"
+            if all(len(run.rates) > 1 for run in (first, *near))
+            else f"their epochs vary by up to {max(map(_variation, (first, *near))):.0%}; "
+            "more epochs, or --repeat 3, may tell"
+        )
+        return f"Which is faster cannot be told: {speeds} ({why})."
     ratio = _rate(first) / _rate(second)
     return (
         f"{first.strategy} does {_per_second(first)}, {ratio:.2f} times as many as "
@@ -137,7 +166,7 @@ def _quality(found: Comparison) -> str | None:
     if not _noise_known(runs):
         return (
             f"The final {label(name)} lies between {ends}; with fewer than {SHORTEST_CURVE} "
-            "epochs nobody can tell whether that is more than noise."
+            "epochs and no repeats nobody can tell whether that is more than noise."
         )
     spread = _noise_of(best, worst)
     behind = [run for run in _ranked(runs) if _is_behind(run, best)]
@@ -193,9 +222,10 @@ def _one_device(found: Comparison) -> str | None:
         return None
     waits = best.waited_for_tasks
     why = "" if waits is None else f"; {waits:.0%} of their time goes into waiting for one another"
+    slowed = "".join(f", of which {_given(best)}," for _ in best.slow)
     return (
-        f"One device is enough here: {best.workers} workers under {best.strategy} do no more "
-        f"({_per_second(best)} against {_per_second(alone)}){why}."
+        f"One device is enough here: {best.workers} workers under {best.strategy}{slowed} do no "
+        f"more ({_per_second(best)} against {_per_second(alone)}){why}."
     )
 
 
@@ -259,10 +289,15 @@ def _staleness(found: Comparison) -> str | None:
 
 def _failures(found: Comparison) -> list[str]:
     failed = [run for run in found.runs if run.error is not None]
-    if not failed:
-        return []
-    verb = "failed and says" if len(failed) == 1 else "failed and say"
-    return [f"{_names(failed)} {verb} nothing here; the table has the reason."]
+    some = [run for run in found.runs if run.error is None and run.failures]
+    said = []
+    if failed:
+        verb = "failed and says" if len(failed) == 1 else "failed and say"
+        said.append(f"{_names(failed)} {verb} nothing here; the table has the reason.")
+    if some:
+        parts = [f"{len(run.failures)} of {run.strategy}" for run in some]
+        said.append(f"Some repeats failed and are left out: {_listed(parts)}.")
+    return said
 
 
 def _not_behind(runs: Sequence[Figures]) -> list[Figures]:
@@ -293,15 +328,35 @@ def _ranked(runs: Sequence[Figures]) -> list[Figures]:
 
 def _noise_of(one: Figures, other: Figures) -> float:
     """The noise of the difference between two runs' figures."""
-    return math.hypot(one.noise.get(one.quality, 0.0), other.noise.get(other.quality, 0.0))
+    return math.hypot(_noise(one) or 0.0, _noise(other) or 0.0)
 
 
 def _noise_known(runs: Sequence[Figures]) -> bool:
-    return all(run.quality in run.noise for run in runs)
+    return all(_noise(run) is not None for run in runs)
+
+
+def _noise(run: Figures) -> float | None:
+    """By how much a repeat may end elsewhere: what its curve and its repeats tell."""
+    told = [run.noise.get(run.quality), stdev(run.finals) if len(run.finals) > 1 else None]
+    return max((value for value in told if value is not None), default=None)
+
+
+def _is_close(one: Figures, other: Figures) -> bool:
+    """Whether two speeds differ so little that nobody minds which it is."""
+    return abs(_rate(one) - _rate(other)) <= MARGIN * max(_rate(one), _rate(other))
 
 
 def _is_same_speed(one: Figures, other: Figures) -> bool:
+    """Whether two speeds are close, or cannot be told apart."""
+    if len(one.rates) > 1 and len(other.rates) > 1:
+        overlap = min(one.rates) <= max(other.rates) and min(other.rates) <= max(one.rates)
+        return overlap or _is_close(one, other)
     return abs(_rate(one) - _rate(other)) <= _speed_margin(one, other)
+
+
+def _variation(run: Figures) -> float:
+    """How much the speed of its epochs varies, as a share of it."""
+    return (run.rate_noise or 0.0) / (_rate(run) or math.inf)
 
 
 def _is_same_time(one: Figures, other: Figures) -> bool:

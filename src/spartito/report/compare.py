@@ -7,7 +7,7 @@ import math
 import os
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -63,11 +63,16 @@ class Goal:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figures:
-    """One run in figures; what its files do not say is None or empty.
+    """One run in figures, or several repeats of it; what the files do not say is None or empty.
 
     ``quality`` is the figure that tells how well the model does, equal for all runs of a
-    comparison. Times are in seconds of training, summed over epochs; shares are of the time of
-    the tasks that computed; ``noise`` is by a figure's name, in its own unit.
+    comparison. ``rate`` is examples over seconds, both in total, without the first epoch.
+    Times are in seconds of training, summed over epochs; shares are of the time of the tasks
+    that computed; ``noise`` is by a figure's name, in its own unit.
+
+    Of repeats, ``rate``, ``final``, ``best`` and what concerns the goal are medians; ``rates``
+    and ``finals`` have one value per repeat that ended well; all else, curves too, is that of
+    the first of these, ``run``. ``failures`` are the folders and errors of the others.
     """
 
     strategy: str
@@ -94,6 +99,9 @@ class Figures:
     waited_for_data: float | None
     memory: Mapping[str, int]
     staleness: Mapping[int, int]
+    rates: Sequence[float] = ()
+    finals: Sequence[float] = ()
+    failures: Sequence[tuple[str, str]] = ()
 
     @property
     def is_done(self) -> bool:
@@ -181,11 +189,42 @@ def comparison(record: Record) -> Comparison:
         with_evaluations(run.get("history") or [], run.get("evaluations") or []) for run in runs
     ]
     quality = _quality(goal, (epoch for found in epochs for epoch in found))
+    repeats: dict[Any, list[Figures]] = {}
+    for number, (run, found) in enumerate(zip(runs, epochs, strict=True)):
+        setting = run.get("setting", number)
+        repeats.setdefault(setting, []).append(_figures(run, found, quality, goal))
     return Comparison(
         str(record.get("target", "")),
         goal,
         record.get("machine") or {},
-        [_figures(run, found, quality, goal) for run, found in zip(runs, epochs, strict=True)],
+        [_pooled(runs) for runs in repeats.values()],
+    )
+
+
+def _pooled(repeats: Sequence[Figures]) -> Figures:
+    """The repeats of one run as one; of a failed repeat only the failure counts."""
+    failures = [(run.run, run.error) for run in repeats if run.error is not None]
+    done = [run for run in repeats if run.is_done]
+    if not done:
+        return replace(repeats[0], failures=failures)
+
+    def median(name: str) -> float | None:
+        """Over all repeats; one that has none counts as one that never got there."""
+        values = [getattr(run, name) for run in done]
+        found = statistics.median(math.inf if value is None else value for value in values)
+        return None if math.isinf(found) and None in values else found
+
+    to_goal = median("steps_to_goal")
+    return replace(
+        done[0],
+        rate=median("rate"),
+        final=median("final"),
+        best=median("best"),
+        seconds_to_goal=median("seconds_to_goal"),
+        steps_to_goal=None if to_goal is None else int(to_goal),
+        rates=[run.rate for run in done if run.rate is not None],
+        finals=[run.final for run in done if run.final is not None],
+        failures=failures,
     )
 
 
@@ -212,8 +251,8 @@ def noise(values: Sequence[float | None]) -> float | None:
 def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | None) -> Figures:
     tasks: Sequence[Record] = run.get("tasks") or []
     config: Record = run.get("config") or {}
-    rates = _finite(epoch.get("examples_per_second") for epoch in epochs)
-    steady = rates[1:] if len(rates) > 2 else rates  # the first epoch warms up
+    steady = _steady(epochs)
+    rates = [rate for _, rate in steady]
     values = _finite(epoch.get(quality) for epoch in epochs)
     loss = next((n for n in (VALIDATION + "loss", "loss") if any(n in e for e in epochs)), "loss")
     curves = {name: noise([_number(e.get(name)) for e in epochs]) for name in {loss, quality}}
@@ -237,8 +276,8 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
         final=_last(epochs, quality),
         best=(max if higher_is_better(quality) else min)(values, default=None),
         loss=_last(epochs, loss),
-        rate=statistics.median(steady) if steady else None,
-        rate_noise=statistics.stdev(steady) if len(steady) > 1 else None,
+        rate=_total_rate(steady),
+        rate_noise=statistics.stdev(rates) if len(rates) > 1 else None,
         noise={name: found for name, found in curves.items() if found is not None},
         seconds_to_goal=until if math.isfinite(until) else None,
         steps_to_goal=None if step is None else int(step),
@@ -252,6 +291,29 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
         },
         staleness=_staleness(tasks),
     )
+
+
+def _steady(epochs: Sequence[Epoch]) -> list[tuple[float, float]]:
+    """Steps and examples per second of each epoch but the first, which warms up."""
+    ends = [0.0, *(_or_nan(_number(epoch.get("step"))) for epoch in epochs)]
+    found = [
+        (end - start if end > start else 1.0, float(epoch["examples_per_second"]))
+        for start, end, epoch in zip(ends, ends[1:], epochs, strict=False)
+        if _finite([epoch.get("examples_per_second")])
+    ]
+    return found[1:] if len(found) > 2 else found
+
+
+def _total_rate(epochs: Sequence[tuple[float, float]]) -> float | None:
+    """Examples over seconds, in total, from the steps and the rate of each epoch.
+
+    Where tasks do not wait for one another, work moves between epochs: single rates jump, and
+    neither their mean nor their median is a speed.
+    """
+    if not epochs:
+        return None
+    steps, rates = zip(*epochs, strict=True)
+    return float(statistics.harmonic_mean(rates, weights=steps))
 
 
 def _quality(goal: Goal | None, epochs: Iterable[Epoch]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from spartito.report.compare import (
     read_comparison,
 )
 from spartito.report.compare_charts import curve_charts, strategy_colours, sweep_charts
-from spartito.report.compare_table import bars, last_line, table
+from spartito.report.compare_table import WAITING_IS, bars, last_line, table
 from spartito.report.curves import Chart, chart_svg
 from spartito.report.figures import NOTHING, label, or_nothing, percent, size
 from spartito.report.plots import page_colour
@@ -58,8 +59,10 @@ def render_comparison(record: Record) -> str:
         subtitle=_subtitle(found, record),
         sentences=sentences(found),
         table=table(found),
-        failed=[(run_name(run, found), run.error) for run in found.all_runs if run.error],
+        failed=[failure for run in found.all_runs for failure in run.failures],
         strategies=paint,
+        drawn={name: paint[name] for name in paint if _is_drawn(name, found)},
+        waiting=WAITING_IS,
         curves=_drawn(curve_charts(found, colours)),
         bars=[group for group in bars(found) if group.rows],
         sweeps=[
@@ -75,6 +78,11 @@ def run_name(run: Figures, found: Comparison) -> str:
     if run.sweep is None:
         return run.strategy
     return f"{run.strategy}, {label(run.sweep)} {getattr(run, run.sweep):,}"
+
+
+def _is_drawn(strategy: str, found: Comparison) -> bool:
+    """Whether a curve of ``strategy`` can be seen."""
+    return any(run.strategy == strategy and run.epochs for run in found.runs)
 
 
 def _drawn(charts: Sequence[Chart]) -> list[tuple[Chart, str]]:
@@ -100,12 +108,9 @@ def _subtitle(found: Comparison, record: Record) -> str:
 
 def _tasks(record: Record, found: Comparison) -> list[tuple[str, list[list[str]]]]:
     """What every task of every run took: memory, time, bytes, waiting."""
-    answer = []
-    for run, figures in zip(record["runs"], found.all_runs, strict=True):
-        rows = [_task_row(task) for task in run.get("tasks") or []]
-        if rows and figures.sweep is None:
-            answer.append((figures.strategy, rows))
-    return answer
+    tasks = {str(run.get("run", "")): run.get("tasks") or [] for run in record["runs"]}
+    rows = [(run.strategy, [_task_row(task) for task in tasks[run.run]]) for run in found.runs]
+    return [(strategy, its_rows) for strategy, its_rows in rows if its_rows]
 
 
 def _task_row(task: Record) -> list[str]:
@@ -131,11 +136,22 @@ def _settings(found: Comparison, record: Record) -> list[tuple[str, list[tuple[s
     fits = ((run.get("config") or {}).get("fit") for run in record["runs"])
     fit: Record = next((part for part in fits if part), {})
     names = ("epochs", "batch_size", "steps_per_epoch", "examples", "precision", "seed")
-    job = [(label(name), str(fit[name])) for name in names if fit.get(name) is not None]
+    arguments = shlex.join(record.get("arguments") or [])
+    repeats = max((run.get("repeat") or 1 for run in record["runs"]), default=1)
+    job = [("arguments", arguments)] if arguments else []
+    job += [(label(name), str(fit[name])) for name in names if fit.get(name) is not None]
+    job += [("repeats", str(repeats))] if repeats > 1 else []
     if found.goal:
         job.append(("goal", str(found.goal)))
     slow = {task: share for run in found.all_runs for task, share in run.slow.items()}
-    job += [(f"slow {task}", f"{share:.0%} of its speed") for task, share in slow.items()]
+    under = {
+        task: ", ".join(dict.fromkeys(r.strategy for r in found.all_runs if task in r.slow))
+        for task in slow
+    }
+    job += [
+        (f"slow {task}", f"{share:.0%} of its speed, under {under[task]}")
+        for task, share in slow.items()
+    ]
     threads = [(r.strategy, f"{r.workers} × {r.threads}") for r in found.runs if r.threads]
     machine = [(str(k).replace("_", " "), _fact(k, v)) for k, v in found.machine.items()]
     folders = [(run_name(run, found), run.run) for run in found.all_runs if run.run]

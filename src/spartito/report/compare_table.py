@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from textwrap import fill
 
 from spartito.report.compare import Comparison, Figures
 from spartito.report.compare_charts import strategy_colours
@@ -20,6 +21,11 @@ from spartito.report.figures import (
     size,
 )
 from spartito.report.plots import page_colour
+
+WAITING_IS = (
+    "share of the workers' time spent until others came or answered: the slowest of them, and "
+    "the exchange itself"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +54,7 @@ class Table:
             for row, error in zip(self.rows, self.errors, strict=True)
             if error
         ]
-        return "\n".join([*lines, *failed])
+        return "\n".join([*lines, fill(f"Waits for tasks: {WAITING_IS}.", 78), *failed])
 
 
 def last_line(text: str) -> str:
@@ -68,7 +74,7 @@ def table(found: Comparison) -> Table:
         (
             f"final {label(name)}",
             "after the last epoch",
-            [figure(name, r.final) for r in runs],
+            [_with_range(name, r.final, r.finals) for r in runs],
             _best(runs, "final", higher_is_better(name)),
         ),
         (
@@ -80,8 +86,8 @@ def table(found: Comparison) -> Table:
         ("loss", label(loss), [figure("loss", r.loss) for r in runs], _best(runs, "loss", False)),
         (
             "examples/s",
-            "over all workers, median of the epochs",
-            [figure("examples_per_second", r.rate) for r in runs],
+            "over all workers: examples by seconds, in total, without the first epoch",
+            [_with_range("examples_per_second", r.rate, r.rates) for r in runs],
             _best(runs, "rate", True),
         ),
         (
@@ -98,7 +104,7 @@ def table(found: Comparison) -> Table:
         ),
         (
             "waits for tasks",
-            "share of the workers' time",
+            WAITING_IS,
             [or_nothing(r.waited_for_tasks, percent) for r in runs],
             set(),
         ),
@@ -131,12 +137,16 @@ def table(found: Comparison) -> Table:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar: its name, its length as a share of the longest, the words at its end."""
+    """One bar: its name, its length as a share of the longest, the words at its end.
+
+    ``span`` is from where to where repeats reach, as shares like the length; None without any.
+    """
 
     name: str
     share: float
     value: str
     paint: str
+    span: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,14 +176,13 @@ def bars(found: Comparison) -> list[Bars]:
             if value is not None
         ]
 
-    rates = [(r, r.rate, figure("examples_per_second", r.rate)) for r in found.runs]
-    charts = [Bars("Throughput, examples/s", rows(rates))]
+    charts = [_throughput(found, colours)]
     for name in sorted({name for run in found.runs for name in run.noise}):
         values = [
             (r, r.noise.get(name), or_nothing(r.noise.get(name), partial(points, name)))
             for r in found.runs
         ]
-        note = NOISE_IS if len(charts) == 1 else ""
+        note = NOISE_IS if len(charts) == 1 else ""  # once is enough
         charts.append(Bars(f"Noise of the {label(name)}", rows(values), note))
     for run in found.runs:
         pushes = sum(run.staleness.values())
@@ -192,6 +201,39 @@ def bars(found: Comparison) -> list[Bars]:
             )
         )
     return charts
+
+
+def _throughput(found: Comparison, colours: Mapping[str, str]) -> Bars:
+    """The speeds, and how far those of repeats lie apart."""
+    longest = max((rate for r in found.done for rate in (r.rate, *r.rates) if rate), default=1.0)
+    repeated = any(len(run.rates) > 1 for run in found.done)
+    return Bars(
+        "Throughput, examples/s",
+        [
+            Bar(
+                run.strategy,
+                run.rate / longest,
+                figure("examples_per_second", run.rate),
+                page_colour(colours[run.strategy]),
+                (min(run.rates) / longest, max(run.rates) / longest)
+                if len(run.rates) > 1
+                else None,
+            )
+            for run in found.done
+            if run.rate is not None
+        ],
+        "The line at the end of a bar goes from the slowest repeat to the fastest."
+        if repeated
+        else "",
+    )
+
+
+def _with_range(name: str, value: float | None, repeats: Sequence[float]) -> str:
+    """The figure, and from where to where its repeats reach: ``95.1% (94.9% to 95.3%)``."""
+    written = figure(name, value)
+    if len(repeats) < 2:
+        return written
+    return f"{written} ({figure(name, min(repeats))} to {figure(name, max(repeats))})"
 
 
 def _best(runs: Sequence[Figures], what: str, higher: bool) -> set[int]:

@@ -64,7 +64,7 @@ def job_for(plan: Plan, options: ContainerOptions, planned: Planned) -> Containe
     given = {
         "--epochs": plan.epochs,
         "--batch-size": planned.batch_size,
-        "--seed": plan.seed,
+        "--seed": plan.seed_of(planned),
     }
     recipe = [f"{name}={value}" for name, value in given.items() if value is not None]
     job = plan_containers(

@@ -191,6 +191,8 @@ class _Board:
                 **ended,
                 "error": error,
                 "run": planned.folder,
+                "setting": planned.setting,
+                "repeat": planned.repeat,
             }
         )
         write_comparison(self.plan.out, self.record)
@@ -239,7 +241,7 @@ def command(plan: Plan, planned: Planned) -> list[str]:
         "--epochs": plan.epochs,
         "--data": plan.data,
         "--batch-size": planned.batch_size,
-        "--seed": plan.seed,
+        "--seed": plan.seed_of(planned),
     }
     options = [f"{name}={value}" for name, value in given.items() if value is not None]
     return [*words, "-m", f"spartito.recipes.{target.name}", *options]

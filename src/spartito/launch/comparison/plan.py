@@ -13,7 +13,7 @@ from typing import Any
 from spartito.errors import UserError
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.pace import FULL, slow_tasks
-from spartito.names import RECIPES, STRATEGIES, nearest
+from spartito.names import RECIPE_SEED, RECIPES, STRATEGIES, nearest
 
 ALL = "all"
 ONE_DEVICE, PARAMETER_SERVER = "one_device", "parameter_server"
@@ -42,7 +42,10 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One run to come; ``sweep`` names the setting that it varies, None for those of the table."""
+    """One run to come; ``sweep`` names the setting that it varies, None for those of the table.
+
+    ``repeat`` counts the runs of one setting, from 1.
+    """
 
     strategy: str
     workers: int
@@ -50,17 +53,24 @@ class Planned:
     batch_size: int | None = None
     sweep: str | None = None
     slow: Mapping[str, float] = field(default_factory=dict)
+    repeat: int = 1
 
     @property
-    def folder(self) -> str:
-        """The name of its run folder, unlike that of all others."""
+    def setting(self) -> str:
+        """What its repeats have in common, and no other run has."""
         if self.sweep is None:
             return self.strategy
         return f"{self.strategy}-{self.sweep.replace('_', '-')}-{getattr(self, self.sweep)}"
 
+    @property
+    def folder(self) -> str:
+        """The name of its run folder, unlike that of all others."""
+        return self.setting if self.repeat == 1 else f"{self.setting}-repeat-{self.repeat}"
+
     def __str__(self) -> str:
         """As progress says it: ``mirrored, 2 workers``."""
         parts = [self.strategy, f"{self.workers} worker{'s' if self.workers > 1 else ''}"]
+        parts += [f"repeat {self.repeat}"] if self.repeat > 1 else []
         parts += [f"{self.ps} ps"] if self.ps else []
         parts += [f"batch size {self.batch_size}"] if self.batch_size is not None else []
         parts += [f"{task} at {share:.0%}" for task, share in self.slow.items()]
@@ -100,7 +110,8 @@ class Plan:
     """A whole comparison: what is trained, how, and in which runs.
 
     The runs are jobs in ``containers``, or of processes here where that is None. ``left_out``
-    says of each strategy that has no run why it has none.
+    says of each strategy that has no run why it has none. Repeats of a recipe have seeds of
+    their own: ``seed``, or the recipe's, and those that follow it.
     """
 
     target: Target
@@ -112,6 +123,12 @@ class Plan:
     seed: int | None = None
     containers: ContainerOptions | None = None
     left_out: Sequence[str] = ()
+
+    def seed_of(self, planned: Planned) -> int | None:
+        """The seed that the run ``planned`` gets; None: that of the recipe, or the script's own."""
+        if not self.target.is_recipe or (self.seed is None and planned.repeat == 1):
+            return self.seed
+        return (RECIPE_SEED if self.seed is None else self.seed) + planned.repeat - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +184,7 @@ def make_plan(
     goal: str | None = None,
     sweeps: Iterable[str] = (),
     slow: Iterable[str] = (),
+    repeat: int = 1,
     data: Path | None = None,
     batch_size: int | None = None,
     seed: int | None = None,
@@ -176,8 +194,10 @@ def make_plan(
 ) -> Plan:
     """The runs for what the user typed; raises `UserError` for what cannot be.
 
-    The table's runs come first, one per strategy; each sweep adds its other values. Of ``all``
-    strategies those that ``containers`` do not allow are left out.
+    The table's runs come first, one per strategy; each sweep adds its other values. Then all of
+    it is repeated, ``repeat`` times altogether, so that what disturbs the machine for a while
+    does not disturb one strategy alone. Of ``all`` strategies those that ``containers`` do not
+    allow are left out.
     """
     what = _target(target, arguments)
     chosen = _strategies(strategies, known)
@@ -222,9 +242,12 @@ def make_plan(
     folder = out or Path("runs") / f"compare-{Path(target).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"--out {folder} is not empty", "Name a new folder; nothing is replaced.")
+    if repeat < 1:
+        raise UserError(f"--repeat {repeat} is less than 1", "1 runs everything once.")
+    once = _slowed(runs, slow)
     return Plan(
         what,
-        _slowed(runs, slow),
+        [replace(run, repeat=number) for number in range(1, repeat + 1) for run in once],
         folder,
         _goal(goal),
         epochs,
