@@ -114,7 +114,8 @@ def test_the_headline_says_who_was_slowed() -> None:
         run("mirrored", slow=slow, history=history(rate=10_000)),
     )
     assert said[0].endswith(
-        "Note: worker 1 had 25% of its speed under mirrored; one_device had no task that was slowed."
+        "Note: worker 1 had 25% of its speed under mirrored; "
+        "one_device had no task that was slowed."
     )
     assert "2 workers under mirrored, of which worker 1 had 25%" in the("One device is", said)
     both = say(

@@ -97,7 +97,8 @@ def _slowed(found: Comparison) -> str | None:
     spared = [run for run in found.done if not run.slow]
     if not slowed or not spared:
         return None
-    return f"Note: {_given(slowed[0])} under {_names(slowed)}; {_names(spared)} had no task that was slowed."
+    had = f"{_given(slowed[0])} under {_names(slowed)}"
+    return f"Note: {had}; {_names(spared)} had no task that was slowed."
 
 
 def _given(run: Figures) -> str:
