@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import logging
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -27,6 +29,7 @@ from spartito.collectives.shared_memory import SLOT, SharedMemoryCollective
 from spartito.collectives.store import absentees
 from spartito.collectives.tcp import SocketCollective
 from spartito.errors import TaskLostError
+from spartito.log import logger
 from tests.collectives.group import join, spec
 from tests.netns import Machine
 
@@ -359,3 +362,24 @@ def join_in(
     answer = [float(part) for part in group.all_gather(torch.tensor(float(rank)))]
     group.close()
     return str(where), answer
+
+
+def tell_notes(pipe: Connection, rank: int, world_size: int, port: int, way: str) -> None:
+    """Send "together" once all have met; then meet again, and send what is said meanwhile."""
+    logger.handlers = [Sender(pipe)]
+    collective = join(rank, world_size, port, LONG, way)
+    pipe.send_bytes(pickle.dumps("together"))
+    pipe.recv()
+    collective.all_reduce(torch.ones(3))
+    collective.close()
+
+
+class Sender(logging.Handler):
+    """Sends each line of the log to the test."""
+
+    def __init__(self, pipe: Connection) -> None:
+        super().__init__()
+        self._pipe = pipe
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._pipe.send_bytes(pickle.dumps(record.getMessage()))

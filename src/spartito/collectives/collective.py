@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError
 
 Riders = tuple[float, ...]
@@ -133,6 +134,7 @@ class IdentityCollective(Collective):
 
     def __init__(self) -> None:
         self.traffic = Traffic()
+        self.waiting = Waiting(0, [""])
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor

@@ -147,10 +147,12 @@ class HierarchicalCollective(Collective):
         """Get the leader's words, which itself may wait for another up to the limit."""
         limit = self.inside.timeout
         self.inside.timeout += 0 if self._leads else PATIENCE
+        self.inside.waiting.aloud = self._leads  # who waits for others itself, and says for whom
         try:
             self.within(lambda: self.inside.broadcast(verdict))
         finally:
             self.inside.timeout = limit
+            self.inside.waiting.aloud = True
 
 
 class HierarchicalReducer:

@@ -31,6 +31,7 @@ from torch.distributed import PrefixStore, Store
 
 from spartito.collectives.collective import Collective, Reducer, Riders, Traffic, add_riders
 from spartito.collectives.store import absentees, ask
+from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, cgroup_quota, own_cgroup
 from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
@@ -147,6 +148,7 @@ class SharedMemoryCollective(Collective):
         self.world_size = len(names)
         self.traffic = Traffic()
         self.timeout = timeout
+        self.waiting = Waiting(rank, names)
         self._names = names
         self._keeper = keeper or names[0]
         self._directories = [path for path in directories if path.is_dir()]
@@ -283,6 +285,8 @@ class SharedMemoryCollective(Collective):
                 checked = now
                 if came[cell + 1] != beat:
                     beat, moved = came[cell + 1], now
+                late = [other for other, its in self._others if came[its] < sequence]
+                self.waiting.look(now - start, late, self.timeout)
                 self._check(rank, cell, sequence, now - moved)
 
     def _check(self, rank: int, cell: int, sequence: int, waited: float) -> None:

@@ -7,6 +7,7 @@ import socket
 import time
 
 from spartito.cluster.spec import is_loopback
+from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError, UserError
 from spartito.log import warn
 
@@ -60,10 +61,13 @@ def dial(host: str, port: int, name: str, limit: float) -> socket.socket:
 
     Raises `TaskLostError` that names the task if it does not within ``limit`` seconds.
     """
-    end = time.monotonic() + limit
+    start = time.monotonic()
+    end = start + limit
+    waiting = Waiting(0, [f"{name} at {host}:{port}"])
     while True:
         try:
-            return _connected(host, port, max(0.01, end - time.monotonic()))
+            until = min(end, start + waiting.after)
+            return _connected(host, port, max(0.01, until - time.monotonic()))
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS >= end:
                 raise TaskLostError(
@@ -71,6 +75,7 @@ def dial(host: str, port: int, name: str, limit: float) -> socket.socket:
                     f"{error.strerror or error}. Start it, or mend the address; "
                     "SPARTITO_TIMEOUT sets the limit in seconds.",
                 ) from error
+        waiting.look(time.monotonic() - start, [0], limit)
         time.sleep(RETRY_SECONDS)
 
 

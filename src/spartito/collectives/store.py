@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch.distributed import Store
 
+from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError
 
 T = TypeVar("T")
@@ -52,18 +53,28 @@ def absentees(
     """Sign in as ``rank`` and answer the names of those who do not within ``limit`` seconds.
 
     ``keeper`` keeps the store, rank 0 if nothing is said: it is absent too if the store is gone
-    or frozen from the start.
+    or frozen from the start. A wait for the others is told.
     """
-    return roll_call(store, rank, names, limit, keeper=keeper)[0]
+    return roll_call(store, rank, names, limit, keeper=keeper, waiting=Waiting(rank, names))[0]
 
 
 def roll_call(
-    store: Store, rank: int, names: Sequence[str], limit: float, word: str = "", keeper: str = ""
+    store: Store,
+    rank: int,
+    names: Sequence[str],
+    limit: float,
+    word: str = "",
+    keeper: str = "",
+    waiting: Waiting | None = None,
 ) -> tuple[list[str], list[str]]:
-    """As `absentees`, and what those who came have said: ``word`` is what we say, "" is nothing."""
+    """As `absentees`, and what those who came have said: ``word`` is what we say, "" is nothing.
+
+    ``waiting`` takes note of a wait for the others.
+    """
     absent = set(range(len(names)))
     words: dict[int, str] = {}
-    end = time.monotonic() + limit
+    start = time.monotonic()
+    end = start + limit
 
     def look() -> None:
         store.set(str(rank), word)
@@ -74,6 +85,8 @@ def roll_call(
                     absent.discard(other)
             if not absent or time.monotonic() > end:
                 return
+            if waiting is not None:
+                waiting.look(time.monotonic() - start, absent, limit)
             time.sleep(0.005)
 
     keeper = keeper or names[0]

@@ -12,7 +12,7 @@ import errno
 import select
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
@@ -24,6 +24,7 @@ from torch import Tensor
 from spartito.collectives.collective import Collective, Reducer, Riders, Traffic
 from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.roll import Roll
+from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError, UserError
 
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
@@ -101,6 +102,7 @@ class SocketCollective(Collective):
         self.traffic = Traffic()
         self._names = names
         self._timeout = timeout
+        self._waiting = Waiting(rank, names)
         self._roll = Roll(store, rank, names, timeout)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.peers = [other for other in range(self.world_size) if other != rank]
@@ -186,7 +188,7 @@ class SocketCollective(Collective):
                 else:
                     waiter.unregister(number)
                     del flows[number]
-            ready = [number for number, _ in self._wait(waiter)] if flows else []
+            ready = self._wait(waiter, flows) if flows else []
             if flows and not ready:
                 late = [self._names[flow.peer] for flow in flows.values()]
                 what = f"did not come within {self._timeout:g} s"
@@ -213,8 +215,17 @@ class SocketCollective(Collective):
             what = f"is gone: {error.strerror}"
             raise self._roll.lost(error, [self._names[flow.peer]], what) from error
 
-    def _wait(self, waiter: select.poll) -> list[tuple[int, int]]:
-        return waiter.poll(min(self._timeout, MAX_WAIT) * 1000)
+    def _wait(self, waiter: select.poll, flows: Mapping[int, Flow]) -> list[int]:
+        """The flows that can move; none after the time limit."""
+        limit = min(self._timeout, MAX_WAIT)
+        waited = 0.0
+        while waited < limit:
+            end = min(limit, self._waiting.after)
+            if ready := waiter.poll((end - waited) * 1000):
+                return [number for number, _ in ready]
+            waited = end
+            self._waiting.look(waited, [flow.peer for flow in flows.values()], self._timeout)
+        return []
 
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], object]) -> Tensor:
         flat = _flat(tensor)

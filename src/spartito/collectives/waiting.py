@@ -1,0 +1,39 @@
+"""A task that others let wait says for whom, so that no job is silent until its time limit."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+from spartito.log import note
+
+FIRST = 2.0  # seconds of the first wait that is told
+FACTOR = 10  # the next one that is told is so many times longer
+SHOWN = 4  # names in a line
+
+
+class Waiting:
+    """What rank ``rank`` of the tasks ``names`` says of its waits.
+
+    A wait of ``after`` seconds is told; then only one that is ten times longer, so that a task
+    that is slow at every step is not told at every step.
+    """
+
+    def __init__(self, rank: int, names: Sequence[str]) -> None:
+        self.after = FIRST
+        self.aloud = True
+        self._rank = rank
+        self._names = names
+
+    def look(self, seconds: float, late: Collection[int], limit: float) -> None:
+        """Take note that the ranks ``late`` have not come for ``seconds`` of at most ``limit``.
+
+        Only the first of those who wait says so, and none unless ``aloud``.
+        """
+        if seconds < self.after:
+            return
+        self.after *= FACTOR
+        if self.aloud and not set(range(self._rank)) - set(late):
+            shown = [self._names[rank] for rank in sorted(late)[:SHOWN]]
+            more = [f"{len(late) - SHOWN} more"] if len(late) > SHOWN else []
+            who = " and ".join(shown + more)
+            note("waiting for %s, for %.0f s now; the limit is %g s", who, seconds, limit)

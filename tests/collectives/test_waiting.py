@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from spartito.cluster.ports import free_port
+from tests.collectives import jobs
+from tests.collectives.group import running
+
+
+@pytest.mark.parametrize(
+    ("way", "late"), [("auto", 0), ("auto", 2), ("sockets", 1), ("on aab", 1), ("on aab", 2)]
+)
+def test_who_waits_says_for_whom(way: str, late: int) -> None:
+    port = free_port()
+    with running() as group:
+        for rank in range(3):
+            group.start(rank, jobs.tell_notes, 3, port, way)
+        for rank in range(3):
+            assert group.answer(rank) == "together"
+        group.signal(late, signal.SIGSTOP)
+        others = [rank for rank in range(3) if rank != late]
+        for rank in others:
+            group.tell(rank)
+        said = group.answer(others[0])
+        assert said == f"waiting for worker {late}, for 2 s now; the limit is {jobs.LONG:g} s"
+        group.signal(late, signal.SIGCONT)
+        group.tell(late)
+        said_by = [rank for rank in range(3) if group.answer(rank) is not None]
+        # Rank 2 leads another machine: it waits for rank 0, who leads that of the late one.
+        assert said_by == ([2] if way == "on aab" and late < 2 else [])
+
+
+def test_the_first_meeting_says_for_whom_it_waits() -> None:
+    port = free_port()
+    with running() as group:
+        group.start(1, jobs.tell_notes, 3, port, "auto")
+        said = f"waiting for worker 0 at 127.0.0.1:{port}, for 2 s now"
+        assert group.answer(1).startswith(said)
+        group.start(0, jobs.tell_notes, 3, port, "auto")
+        assert group.answer(0).startswith("waiting for worker 2, for 2 s now")
+        group.start(2, jobs.tell_notes, 3, port, "auto")
+        for rank in range(3):
+            assert group.answer(rank) == "together"
+            group.tell(rank)
+        assert [group.answer(rank) for rank in range(3)] == [None] * 3
