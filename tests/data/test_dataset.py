@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import (
     DataLoader,
+    DistributedSampler,
     IterableDataset,
-    RandomSampler,
     Subset,
     TensorDataset,
     WeightedRandomSampler,
@@ -160,21 +160,20 @@ def test_one_array_a_dict_and_functions() -> None:
 
 def test_loaders_of_torch() -> None:
     pairs = TensorDataset(X, Y)
-    ours = as_dataset(DataLoader(pairs, batch_size=4, shuffle=True, drop_last=True, num_workers=2))
+    ours = as_dataset(DataLoader(pairs, batch_size=4, shuffle=True, drop_last=True))
     assert (ours.shuffled, ours.batch_size, ours.drop_remainder) == (True, 4, True)
-    assert (ours.ahead, ours.threads) == (2, 2)
+    assert ours.batch_sampler is None
     shuffled = as_dataset(DataLoader(pairs, 4, shuffle=True))
     assert sorted(label for batch in labels(shuffled) for label in batch) == Y.tolist()
-    own = WeightedRandomSampler([1.0] * 10, 5)
-    fewer = RandomSampler(pairs, num_samples=5)
-    for loader in (
-        DataLoader(pairs, 4, sampler=own),
-        DataLoader(pairs, 4, sampler=fewer),
-        DataLoader(pairs, 4, sampler=RandomSampler(pairs, replacement=True)),
-    ):
-        assert isinstance(as_dataset(loader).source, BatchStream)
     padded = DataLoader(pairs, 5, collate_fn=lambda found: {"n": torch.tensor(len(found)).view(1)})
     assert [batch["n"].item() for batch in as_dataset(padded)] == [5, 5]
+    share: Any = DistributedSampler(pairs, num_replicas=2, rank=0)
+    with pytest.raises(UserError, match="a DistributedSampler for 2 replicas"):
+        as_dataset(DataLoader(pairs, 4, sampler=share))
+    drawn = as_dataset(DataLoader(pairs, 4, sampler=WeightedRandomSampler([1.0] * 10, 5)))
+    assert (drawn.examples, drawn.steps_per_pass) == (None, 2)
+    with pytest.raises(UserError, match=r"shuffle\(\) of what a WeightedRandomSampler draws"):
+        drawn.shuffle()
 
 
 def test_who_gathers() -> None:

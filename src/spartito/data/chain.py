@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence, Sized
 from dataclasses import dataclass, field
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from spartito.data.collate import collate
 from spartito.data.order import steps
@@ -23,6 +25,8 @@ class Chain:
     no end. ``ahead`` batches are read by ``threads`` in the background. ``padded`` fills the
     last batch up by repeating its last example, so that every replica has as many rows (for
     predictions). ``classes`` are the names of the labels, where they are known.
+    ``batch_sampler`` draws the global batches in place of all that. ``processes`` is a torch
+    loader whose worker processes are to read the examples.
     """
 
     source: Origin
@@ -39,20 +43,26 @@ class Chain:
     padded: bool = False
     collate: Callable[[list[Any]], Any] = field(default=collate, repr=False)
     classes: tuple[str, ...] = ()
+    batch_sampler: Iterable[Sequence[int]] | None = field(default=None, repr=False)
+    processes: DataLoader[Any] | None = field(default=None, repr=False)
 
     @property
     def batched(self) -> bool:
-        """Whether ``.batch`` was called."""
-        return self.batch_size is not None
+        """Whether it has batches: ``.batch`` was called, or the data brought some."""
+        return self.batch_size is not None or self.batch_sampler is not None
 
     @property
     def examples(self) -> int | None:
         """The number of examples of one pass, None where nobody knows."""
+        if self.batch_sampler is not None:
+            return None
         return len(self.source) if isinstance(self.source, Source) else None
 
     @property
     def steps_per_pass(self) -> int | None:
         """The number of global batches of one pass, None where nobody knows."""
+        if self.batch_sampler is not None:
+            return len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
         if self.examples is None or self.batch_size is None:
             return None
         return steps(self.examples, self.batch_size, self.drop_remainder)

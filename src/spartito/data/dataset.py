@@ -7,11 +7,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+from torch.utils.data.distributed import DistributedSampler
 
 from spartito.data.chain import Chain
 from spartito.data.loader import Loader, examples
 from spartito.data.memory import Arrays
+from spartito.data.passes import describe_sampler
 from spartito.data.source import BatchStream, ExampleStream, PerWorker, Source
 from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
@@ -43,6 +51,11 @@ class Dataset(Chain):
 
     def shuffle(self, seed: int | None = None) -> Dataset:
         """Permute all examples, anew in each pass; ``seed`` None takes the trainer's."""
+        if self.batch_sampler is not None:
+            raise UserError(
+                f"shuffle() of what a {describe_sampler(self.batch_sampler)} draws",
+                "The sampler decides the order: shuffle there.",
+            )
         if not isinstance(self.source, Source):
             raise UserError(
                 f"shuffle() of a {type(self.source).__name__}",
@@ -65,7 +78,10 @@ class Dataset(Chain):
         return replace(self, repeats=count)
 
     def prefetch(self, batches: int = 2, threads: int | None = None) -> Dataset:
-        """Read up to ``batches`` ahead in background threads while the device computes."""
+        """Read up to ``batches`` ahead in background threads while the device computes.
+
+        With several ``threads`` the data set must bear it that these read at the same time.
+        """
         if batches < 0:
             raise UserError(f"prefetch({batches})", "Give the number of batches, 0 for none.")
         return replace(self, ahead=batches, threads=max(1, threads or self.threads))
@@ -111,8 +127,8 @@ def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
     """Anything that users bring, as a batched `Dataset`.
 
     A `Dataset`; a torch ``DataLoader`` (its batch size is taken as global, its collate function
-    is kept, shuffling becomes ours so that it is the same at any number of replicas; a loader
-    with a sampler of its own is a stream of batches); a torch ``Dataset`` or
+    and worker processes are kept, plain shuffling becomes ours; any other sampler draws the
+    global batches, the same ones on every replica); a torch ``Dataset`` or
     ``IterableDataset``; a tensor or array, a tuple ``(x, y)`` or a dict of them.
     ``batch_size`` is used where the data brings none.
     """
@@ -139,20 +155,29 @@ def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
 
 
 def _from_loader(loader: DataLoader[Any]) -> Dataset:
-    sampler, size = loader.sampler, loader.batch_size
-    plain = isinstance(sampler, RandomSampler | SequentialSampler) and size is not None
-    if isinstance(loader.dataset, IterableDataset) or not plain or _resamples(sampler):
+    batches: Any = loader.batch_sampler
+    sampler: Any = getattr(batches, "sampler", loader.sampler)
+    if isinstance(sampler, DistributedSampler) and sampler.num_replicas > 1:
+        raise UserError(
+            f"a DataLoader with a DistributedSampler for {sampler.num_replicas} replicas",
+            "Spartito deals out the examples itself: leave the sampler out, and say shuffle=True.",
+        )
+    source: Any = loader.dataset
+    overridden = type(loader).__iter__ is not DataLoader.__iter__
+    if isinstance(source, IterableDataset) or batches is None or overridden:
         return Dataset(BatchStream(loader))
-    assert size is not None
-    chain = replace(Dataset(loader.dataset), collate=loader.collate_fn)  # type: ignore[arg-type]
+    processes = loader if loader.num_workers else None
+    chain = replace(Dataset(source), collate=loader.collate_fn, processes=processes)
+    if type(batches) is not BatchSampler or not _is_plain(sampler, len(source)):
+        return replace(chain, batch_size=loader.batch_size, batch_sampler=batches)
     if isinstance(sampler, RandomSampler):
         chain = chain.shuffle()
-    chain = chain.batch(size, loader.drop_last)
-    return chain.prefetch(2, loader.num_workers) if loader.num_workers else chain
+    return chain.batch(batches.batch_size, batches.drop_last)
 
 
-def _resamples(sampler: Any) -> bool:
-    """Whether a random sampler draws anything but one permutation."""
-    return isinstance(sampler, RandomSampler) and (
-        sampler.replacement or len(sampler) != len(sampler.data_source)
-    )
+def _is_plain(sampler: Any, count: int) -> bool:
+    """Whether a sampler of torch's gives each of ``count`` examples once, in order or shuffled."""
+    if type(sampler) is RandomSampler:
+        sizes = {len(sampler.data_source), sampler.num_samples}
+        return not sampler.replacement and sizes == {count}
+    return type(sampler) is SequentialSampler and len(sampler) == count

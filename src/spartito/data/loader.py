@@ -5,30 +5,33 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import count, islice
+from itertools import count, islice, tee
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from spartito.data.batch import Batch
-from spartito.data.chain import Chain, Change
+from spartito.data.chain import Chain
 from spartito.data.collate import count_rows, take, tidy
-from spartito.data.order import example_generator, permutation, share
+from spartito.data.draws import Draws
+from spartito.data.order import permutation, share
+from spartito.data.passes import make_pass
 from spartito.data.prefetch import read_ahead
+from spartito.data.reading import Found, Processes, Wanted, changed, make_reading, mapped
 from spartito.data.source import BatchStream, ExampleStream, InputContext, PerWorker
-from spartito.data.transforms import RandomTransform
 from spartito.errors import CorruptSampleError, UserError
 from spartito.log import warn
 
 Task = Callable[[], Batch]
+_END = object()
 
 
 class Feed(Protocol):
     """One pass over a source for one replica, as tasks that each make one batch."""
 
-    def tasks(self, epoch: int, start: int) -> Iterator[Task]:
-        """The batches of pass ``epoch`` from step ``start`` on."""
+    def tasks(self, epoch: int, start: int, stop: int | None = None) -> Iterator[Task]:
+        """The batches of pass ``epoch`` from step ``start`` on, before ``stop`` or to the end."""
         ...
 
 
@@ -104,7 +107,7 @@ def examples(dataset: Chain) -> Iterator[Any]:
             yield from feed.examples(epoch)
         elif isinstance(source, ExampleStream):
             for index, example in enumerate(source.examples):
-                yield _changed(dataset.example_maps, example, 0, epoch, index)
+                yield changed(dataset.example_maps, example, 0, epoch, index)
 
 
 def make_feed(dataset: Chain, rank: int, world_size: int, seed: int) -> Feed:
@@ -113,40 +116,28 @@ def make_feed(dataset: Chain, rank: int, world_size: int, seed: int) -> Feed:
         return PerWorkerFeed(dataset, dataset.source, rank, world_size)
     if isinstance(dataset.source, ExampleStream | BatchStream):
         return StreamFeed(dataset, rank, world_size, seed)
-    if dataset.batch_size is None:
+    if not dataset.batched:
         raise UserError("a data set without batches", "Call .batch(size) at its end.")
     return IndexedFeed(dataset, rank, world_size, seed)
 
 
-def _mapped(functions: tuple[Callable[..., Any], ...], data: Any) -> Any:
-    for function in functions:
-        data = function(*data) if isinstance(data, tuple) else function(data)
-    return data
-
-
-def _changed(maps: tuple[Change, ...], example: Any, seed: int, epoch: int, index: int) -> Any:
-    """``example`` after all that happens to it; what is random depends on its index alone."""
-    generator = None
-    for change in maps:
-        if isinstance(change, RandomTransform):
-            generator = generator or example_generator(seed, epoch, index)
-            example = change.apply(example, generator)
-        else:
-            example = _mapped((change,), example)
-    return example
-
-
 @dataclass(frozen=True, slots=True)
-class _Share:
-    """Rows ``start`` to ``stop`` of a global batch; their places, past the end the last one."""
+class _Part:
+    """This replica's part of a global batch of ``size``: what it reads, and the rows' places."""
 
-    start: int
-    stop: int
+    epoch: int
+    step: int
+    size: int
     places: Tensor
+    indices: slice | Tensor
 
-
-def _numbers(indices: slice | Tensor) -> Sequence[int]:
-    return range(indices.start, indices.stop) if isinstance(indices, slice) else indices.tolist()
+    @property
+    def wanted(self) -> Wanted:
+        """The examples as numbers."""
+        found = self.indices
+        if isinstance(found, slice):
+            return self.epoch, range(found.start, found.stop)
+        return self.epoch, found.tolist()
 
 
 class IndexedFeed:
@@ -156,29 +147,30 @@ class IndexedFeed:
         self._dataset = dataset
         self._rank, self._world_size = rank, world_size
         self._seed = seed if dataset.seed is None else dataset.seed
-        self._source: Any = dataset.source
-        self._count = dataset.examples or 0
-        self._gathers = dataset.gathers
+        source: Any = dataset.source
+        self._source, self._count = source, len(source)
+        self._reading = make_reading(dataset, self._seed)
+        self._processes: Processes | None = None
+        self._shares: dict[int, tuple[slice | None, Tensor]] = {}
         self._skipped: set[int] = set()
         self._template: Any = None
         limit = dataset.corrupt_limit
         self._limit = max(10, self._count // 100) if limit is None else limit
 
-    def tasks(self, epoch: int, start: int) -> Iterator[Task]:
+    def tasks(self, epoch: int, start: int, stop: int | None = None) -> Iterator[Task]:
         """As `Feed.tasks`."""
-        dataset, count = self._dataset, self._count
-        batch_size, all_steps = dataset.batch_size, dataset.steps_per_pass
-        assert batch_size is not None
-        assert all_steps is not None
-        order = (
-            torch.from_numpy(permutation(count, self._seed, epoch)) if dataset.shuffled else None
-        )
-        full = self._share(batch_size)
-        for step in range(start, all_steps):
-            first = step * batch_size
-            size = min(batch_size, count - first)
-            mine = full if size == batch_size else self._share(size)
-            yield partial(self._batch, epoch, step, order, first, size, mine)
+        parts = self._parts(epoch, start, stop)
+        if self._dataset.gathers:
+            yield from (partial(self._gather, part) for part in parts)
+        elif self._dataset.processes is None:
+            yield from (partial(self._read, part) for part in parts)
+        else:
+            if self._processes is None:
+                lasting = stop is not None  # many short ranges
+                self._processes = Processes(self._dataset.processes, self._reading, lasting)
+            made, asked = tee(parts)
+            found = self._processes.read(part.wanted for part in asked)
+            yield from (partial(self._made, *pair) for pair in zip(made, found, strict=True))
 
     def examples(self, epoch: int) -> Iterator[Any]:
         """The examples of pass ``epoch``, one after the other."""
@@ -187,59 +179,54 @@ class IndexedFeed:
             order = permutation(self._count, self._seed, epoch).tolist()
         for index in order:
             try:
-                example = self._example(epoch, index)
+                example = self._reading.one(epoch, index)
             except CorruptSampleError as error:
-                self._skip(index, error)
+                self._skip(index, str(error))
             else:
                 yield example
 
-    def _share(self, size: int) -> _Share:
-        world = self._world_size
-        filled = -(-size // world) * world if self._dataset.padded else size
-        span = share(filled, self._rank, world)
-        return _Share(
-            span.start, span.stop, torch.arange(span.start, span.stop).clamp(max=size - 1)
-        )
+    def _parts(self, epoch: int, start: int, stop: int | None) -> Iterator[_Part]:
+        found = make_pass(self._dataset, self._seed, epoch)
+        for step in range(start, len(found) if stop is None else min(stop, len(found))):
+            size = found.size(step)
+            rows, places = self._share(size)
+            indices = found.indices(step, places if rows is None else rows)
+            yield _Part(epoch, step, size, places, indices)
 
-    def _batch(
-        self, epoch: int, step: int, order: Tensor | None, first: int, size: int, mine: _Share
-    ) -> Batch:
-        where: slice | Tensor = (
-            slice(first + mine.start, first + mine.stop)
-            if mine.stop <= size
-            else first + mine.places
-        )
-        chosen = where if order is None else order[where]
-        places = mine.places
-        if self._gathers:
-            data = self._source.gather(chosen)
-        else:
-            data, kept = self._read(epoch, _numbers(chosen))
-            if len(kept) < len(places):
-                places = places[kept]
-        data = _mapped(self._dataset.batch_maps, data)
-        return Batch(data, len(places), size, places, epoch, step)
+    def _share(self, size: int) -> tuple[slice | None, Tensor]:
+        """This replica's rows of a global batch of ``size``, also as a slice if it has them all."""
+        if size not in self._shares:
+            world = self._world_size
+            filled = -(-size // world) * world if self._dataset.padded else size
+            span = share(filled, self._rank, world)
+            rows = slice(span.start, span.stop) if span.stop <= size else None
+            places = torch.arange(span.start, span.stop).clamp(max=size - 1)
+            self._shares[size] = rows, places
+        return self._shares[size]
 
-    def _read(self, epoch: int, indices: Sequence[int]) -> tuple[Any, list[int]]:
-        """The examples at ``indices`` as a batch, and which of them could be read."""
-        examples, kept = [], []
-        for place, index in enumerate(indices):
-            try:
-                examples.append(self._example(epoch, index))
-            except CorruptSampleError as error:
-                self._skip(index, error)
-            else:
-                kept.append(place)
-        if examples:
-            data = tidy(self._dataset.collate(examples))
-            if self._template is None:
-                self._template = take(data, torch.empty(0, dtype=torch.int64))
-            return data, kept
-        return self._empty(epoch), kept
+    def _gather(self, part: _Part) -> Batch:
+        return self._batch(part, self._source.gather(part.indices), part.places)
 
-    def _example(self, epoch: int, index: int) -> Any:
-        maps = self._dataset.example_maps
-        return _changed(maps, self._source[index], self._seed, epoch, index)
+    def _read(self, part: _Part) -> Batch:
+        return self._made(part, self._reading.many(part.wanted))
+
+    def _made(self, part: _Part, found: Found) -> Batch:
+        self._note(found)
+        if found.data is None:
+            return self._batch(part, self._empty(part.epoch), part.places[:0])
+        whole = len(found.kept) == len(part.places)
+        return self._batch(part, found.data, part.places if whole else part.places[found.kept])
+
+    def _batch(self, part: _Part, data: Any, places: Tensor) -> Batch:
+        data = mapped(self._dataset.batch_maps, data)
+        return Batch(data, len(places), part.size, places, part.epoch, part.step)
+
+    def _note(self, found: Found) -> None:
+        """Remember what batches look like, and which examples cannot be read."""
+        for index, message in found.corrupt:
+            self._skip(index, message)
+        if self._template is None and found.data is not None:
+            self._template = take(found.data, torch.empty(0, dtype=torch.int64))
 
     def _empty(self, epoch: int) -> Any:
         """A batch without rows, shaped like one that has some."""
@@ -247,21 +234,21 @@ class IndexedFeed:
             if self._template is not None:
                 break
             if index not in self._skipped:
-                self._read(epoch, [index])
+                self._note(self._reading.many((epoch, [index])))
         if self._template is None:
             raise UserError("not one example of the data set can be read")
         return self._template
 
-    def _skip(self, index: int, error: CorruptSampleError) -> None:
+    def _skip(self, index: int, message: str) -> None:
         if index in self._skipped:
             return
         self._skipped.add(index)
         if len(self._skipped) > self._limit:
             raise UserError(
-                f"{len(self._skipped)} examples cannot be read, the last: {error}",
+                f"{len(self._skipped)} examples cannot be read, the last: {message}",
                 f"Up to {self._limit} are skipped. `spartito data check DIR` finds them all.",
-            ) from error
-        warn("skipped (%d so far): %s", len(self._skipped), error)
+            )
+        warn("skipped (%d so far): %s", len(self._skipped), message)
 
 
 class StreamFeed:
@@ -271,9 +258,14 @@ class StreamFeed:
         self._dataset, self._rank, self._world_size = dataset, rank, world_size
         self._seed = seed
 
-    def tasks(self, epoch: int, start: int) -> Iterator[Task]:
+    def tasks(self, epoch: int, start: int, stop: int | None = None) -> Iterator[Task]:
         """As `Feed.tasks`; resuming reads past what was seen before."""
-        for step, data in enumerate(islice(self._batches(epoch), start, None), start):
+        draws, batches = Draws(self._seed, epoch), islice(self._batches(epoch), start, stop)
+        for step in count(start):
+            with draws:
+                data = next(batches, _END)
+            if data is _END:
+                return
             yield partial(self._batch, epoch, step, data)
 
     def _batches(self, epoch: int) -> Iterator[Any]:
@@ -289,7 +281,7 @@ class StreamFeed:
             if len(group) == size or not self._dataset.drop_remainder:
                 maps = self._dataset.example_maps
                 yield self._dataset.collate(
-                    [_changed(maps, found, self._seed, epoch, index) for index, found in group]
+                    [changed(maps, found, self._seed, epoch, index) for index, found in group]
                 )
 
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
@@ -298,7 +290,7 @@ class StreamFeed:
         filled = -(-size // world) * world if self._dataset.padded else size
         span = share(filled, self._rank, world)
         places = torch.arange(span.start, span.stop).clamp(max=size - 1)
-        mine = _mapped(self._dataset.batch_maps, take(data, places))
+        mine = mapped(self._dataset.batch_maps, take(data, places))
         return Batch(mine, len(span), size, places, epoch, step)
 
 
@@ -309,14 +301,14 @@ class PerWorkerFeed:
         self._dataset, self._source = dataset, source
         self._rank, self._world_size = rank, world_size
 
-    def tasks(self, epoch: int, start: int) -> Iterator[Task]:
+    def tasks(self, epoch: int, start: int, stop: int | None = None) -> Iterator[Task]:
         """As `Feed.tasks`; resuming reads past what was seen before."""
         context = InputContext(self._rank, self._world_size, epoch)
-        for step, data in enumerate(islice(self._source.function(context), start, None), start):
+        for step, data in enumerate(islice(self._source.function(context), start, stop), start):
             yield partial(self._batch, epoch, step, data)
 
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
-        data = _mapped(self._dataset.batch_maps, tidy(data))
+        data = mapped(self._dataset.batch_maps, tidy(data))
         size = count_rows(data)
         places = torch.arange(self._rank * size, (self._rank + 1) * size)
         return Batch(data, size, size * self._world_size, places, epoch, step)

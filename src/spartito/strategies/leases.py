@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
-from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -260,7 +259,7 @@ class IndexedReader:
         if feed is None:
             feed = make_feed(chain, lease.slice, self._slices, self._seed)
             self._feeds[lease.slice] = feed
-        tasks = islice(feed.tasks(lease.pass_, lease.start), lease.stop - lease.start)
+        tasks = feed.tasks(lease.pass_, lease.start, lease.stop)
         return read_ahead(tasks, chain.ahead, chain.threads)
 
 

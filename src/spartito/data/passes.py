@@ -1,0 +1,117 @@
+"""Which examples the global batches of one pass have, whoever decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from spartito.data.chain import Chain
+from spartito.data.draws import Draws
+from spartito.data.order import permutation
+from spartito.errors import UserError
+
+
+class Pass(Protocol):
+    """The global batches of one pass over examples by index."""
+
+    def __len__(self) -> int: ...
+
+    def size(self, step: int) -> int:
+        """How many examples the global batch of ``step`` has."""
+        ...
+
+    def indices(self, step: int, rows: slice | Tensor) -> slice | Tensor:
+        """The examples at ``rows`` of the global batch of ``step``."""
+        ...
+
+
+@dataclass(frozen=True)
+class EvenPass:
+    """``count`` examples in batches of one size; ``order`` None takes them as they come."""
+
+    count: int
+    batch_size: int
+    steps: int
+    order: Tensor | None
+
+    def __len__(self) -> int:
+        return self.steps
+
+    def size(self, step: int) -> int:
+        """As `Pass.size`."""
+        return min(self.batch_size, self.count - step * self.batch_size)
+
+    def indices(self, step: int, rows: slice | Tensor) -> slice | Tensor:
+        """As `Pass.indices`."""
+        first = step * self.batch_size
+        if isinstance(rows, slice):
+            where: slice | Tensor = slice(first + rows.start, first + rows.stop)
+        else:
+            where = first + rows
+        return where if self.order is None else self.order[where]
+
+
+@dataclass(frozen=True)
+class DrawnPass:
+    """The batches that a sampler of the user drew."""
+
+    batches: Sequence[Tensor]
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def size(self, step: int) -> int:
+        """As `Pass.size`."""
+        return len(self.batches[step])
+
+    def indices(self, step: int, rows: slice | Tensor) -> slice | Tensor:
+        """As `Pass.indices`."""
+        return self.batches[step][rows]
+
+
+def make_pass(chain: Chain, seed: int, epoch: int) -> Pass:
+    """The global batches of pass ``epoch``: a function of (seed, epoch), if samplers are."""
+    if chain.batch_sampler is not None:
+        return DrawnPass(draw(chain.batch_sampler, seed, epoch))
+    assert chain.examples is not None
+    assert chain.batch_size is not None
+    assert chain.steps_per_pass is not None
+    order = None
+    if chain.shuffled:
+        order = torch.from_numpy(permutation(chain.examples, seed, epoch))
+    return EvenPass(chain.examples, chain.batch_size, chain.steps_per_pass, order)
+
+
+def draw(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> list[Tensor]:
+    """All batches of pass ``epoch``, each int64 of shape ``(n,)``.
+
+    A sampler that draws from a global generator, from a `torch.Generator` of its own, or by
+    ``set_epoch`` draws the same on every replica, and again when training is resumed.
+    """
+    with ExitStack() as restored:
+        for part in (batch_sampler, getattr(batch_sampler, "sampler", None)):
+            for value in getattr(part, "__dict__", {}).values():
+                if isinstance(value, torch.Generator):
+                    restored.callback(value.set_state, value.get_state())
+                    value.manual_seed((value.initial_seed() + epoch) % 2**63)
+            if part is not None and hasattr(part, "set_epoch"):
+                part.set_epoch(epoch)
+        restored.enter_context(Draws(seed, epoch))
+        batches = [torch.as_tensor(batch, dtype=torch.int64) for batch in batch_sampler]
+    if not batches:
+        raise UserError(
+            f"{describe_sampler(batch_sampler)} gave no batch in pass {epoch}",
+            "A sampler can be iterated once for each pass; a generator is used up after the first.",
+        )
+    return batches
+
+
+def describe_sampler(batch_sampler: Any) -> str:
+    """The name of the class that decides the order."""
+    inner = getattr(batch_sampler, "sampler", None)
+    return type(batch_sampler if inner is None else inner).__name__

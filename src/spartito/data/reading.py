@@ -1,0 +1,164 @@
+"""Examples by index into a batch: in a thread of this process, or in processes of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any, NamedTuple
+
+from torch.utils.data import DataLoader, Dataset, get_worker_info
+
+from spartito.data.chain import Chain, Change
+from spartito.data.collate import tidy
+from spartito.data.order import example_generator
+from spartito.data.transforms import RandomTransform
+from spartito.errors import CorruptSampleError, UserError
+
+Wanted = tuple[int, Sequence[int]]
+"""A pass, and the indices of examples."""
+
+_ONE_AT_A_TIME = Lock()
+"""Held while a data set of the user reads an example: the thread that reads ahead for training
+and the one that evaluates may have the same open file below them. Forked processes never use it."""
+
+
+class Found(NamedTuple):
+    """A batch, None where no example could be read; ``kept`` are the positions of its rows.
+
+    ``corrupt`` has (index, message) of the examples that could not be read.
+    """
+
+    data: Any
+    kept: list[int]
+    corrupt: list[tuple[int, str]]
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How an example is read and changed, and how several become a batch."""
+
+    source: Any
+    maps: tuple[Change, ...]
+    collate: Callable[[list[Any]], Any]
+    seed: int
+    alone: bool  # one example at a time in this process
+
+    def one(self, epoch: int, index: int) -> Any:
+        """The example ``index`` as it is in pass ``epoch``."""
+        with _ONE_AT_A_TIME if self.alone else nullcontext():
+            example = self.source[index]
+        return changed(self.maps, example, self.seed, epoch, index)
+
+    def many(self, wanted: Wanted) -> Found:
+        """The examples that are wanted as a batch, without those that cannot be read."""
+        epoch, indices = wanted
+        examples, kept, corrupt = [], [], []
+        for position, index in enumerate(indices):
+            try:
+                examples.append(self.one(epoch, index))
+            except CorruptSampleError as error:
+                corrupt.append((index, str(error)))
+            else:
+                kept.append(position)
+        return Found(tidy(self.collate(examples)) if examples else None, kept, corrupt)
+
+
+def make_reading(chain: Chain, seed: int) -> Reading:
+    """How the examples of ``chain`` are read."""
+    alone = chain.processes is None and chain.threads == 1
+    return Reading(chain.source, chain.example_maps, chain.collate, seed, alone)
+
+
+def changed(maps: tuple[Change, ...], example: Any, seed: int, epoch: int, index: int) -> Any:
+    """``example`` after all that happens to it; what is random depends on its index alone."""
+    generator = None
+    for change in maps:
+        if isinstance(change, RandomTransform):
+            generator = generator or example_generator(seed, epoch, index)
+            example = change.apply(example, generator)
+        else:
+            example = mapped((change,), example)
+    return example
+
+
+def mapped(functions: tuple[Callable[..., Any], ...], data: Any) -> Any:
+    """``data`` after ``functions``: a tuple arrives as separate arguments."""
+    for function in functions:
+        data = function(*data) if isinstance(data, tuple) else function(data)
+    return data
+
+
+class Processes:
+    """Worker processes of torch's `DataLoader`, with all that the user's own loader asked for.
+
+    Examples are read in them as there: in copies of the data set, after ``worker_init_fn``.
+    """
+
+    def __init__(self, like: DataLoader[Any], reading: Reading, lasting: bool) -> None:
+        """``lasting`` keeps the processes from one call of `read` to the next in any case."""
+        self._wanted = _Wanted()
+        self._loader: DataLoader[Found | UserError] = DataLoader(
+            _Batches(reading),
+            batch_sampler=self._wanted,  # type: ignore[arg-type]
+            collate_fn=_as_it_is,
+            num_workers=like.num_workers,
+            pin_memory=like.pin_memory,
+            timeout=like.timeout,
+            worker_init_fn=_Begin(like.worker_init_fn),
+            multiprocessing_context=like.multiprocessing_context,
+            generator=like.generator,
+            prefetch_factor=like.prefetch_factor,
+            persistent_workers=lasting or like.persistent_workers,
+        )
+
+    def read(self, wanted: Iterable[Wanted]) -> Iterator[Found]:
+        """What `Reading.many` finds for each of ``wanted``, in their order, read ahead."""
+        self._wanted.now = wanted
+        for found in self._loader:
+            if isinstance(found, UserError):
+                raise found
+            yield found
+
+
+class _Wanted:
+    """What the processes are to read next."""
+
+    now: Iterable[Wanted] = ()
+
+    def __iter__(self) -> Iterator[Wanted]:
+        return iter(self.now)
+
+
+@dataclass(frozen=True)
+class _Begin:
+    """How a process begins: as if its data set were the user's own, not ours around it."""
+
+    given: Callable[[int], None] | None
+
+    def __call__(self, worker: int) -> None:
+        info: Any = get_worker_info()
+        object.__setattr__(info, "dataset", info.dataset.reading.source)  # it refuses to be set
+        if self.given is not None:
+            self.given(worker)
+
+
+class _Batches(Dataset[Any]):
+    """A data set of torch's whose examples are whole batches of ours."""
+
+    def __init__(self, reading: Reading) -> None:
+        self.reading = reading
+
+    def __getitems__(self, wanted: Wanted) -> Found | UserError:
+        try:
+            return self.reading.many(wanted)
+        except UserError as error:  # torch would put a traceback into its message
+            return error
+
+    def __getitem__(self, index: int) -> Any:
+        raise NotImplementedError("whole batches are read")
+
+
+def _as_it_is(found: Any) -> Any:
+    return found
