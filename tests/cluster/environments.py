@@ -241,6 +241,50 @@ def mpich(rank: int) -> dict[str, str]:
     }
 
 
+def hydra_alone(rank: int) -> dict[str, str]:
+    """Process ``rank`` of two of a launcher that speaks PMI and says nothing of machines."""
+    return {"PMI_FD": "6", "PMI_RANK": str(rank), "PMI_SIZE": "2"}
+
+
+def flux(rank: int, machines: int = 1) -> dict[str, str]:
+    """Process ``rank`` of ``flux run -n 4`` over so many machines."""
+    return {
+        "FLUX_JOB_ID": "f2tgVcXcj",
+        "FLUX_JOB_NNODES": str(machines),
+        "FLUX_JOB_SIZE": "4",
+        "FLUX_TASK_LOCAL_ID": str(rank % (4 // machines)),
+        "FLUX_TASK_RANK": str(rank),
+        "PMI_FD": "9",
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": "4",
+    }
+
+
+def jsrun(rank: int) -> dict[str, str]:
+    """Process ``rank`` of LSF's ``jsrun -n 4`` over two machines."""
+    return {
+        "JSM_NAMESPACE_LOCAL_RANK": str(rank % 2),
+        "JSM_NAMESPACE_LOCAL_SIZE": "2",
+        "JSM_NAMESPACE_RANK": str(rank),
+        "JSM_NAMESPACE_SIZE": "4",
+        "PMIX_RANK": str(rank),
+    }
+
+
+def pals(rank: int) -> dict[str, str]:
+    """Process ``rank`` of ``mpiexec -n 4 --ppn 2`` of HPE's PALS."""
+    return {
+        "PALS_LOCAL_RANKID": str(rank % 2),
+        "PALS_LOCAL_SIZE": "2",
+        "PALS_NODEID": str(rank // 2),
+        "PALS_RANKID": str(rank),
+        "PMI_LOCAL_RANK": str(rank % 2),
+        "PMI_LOCAL_SIZE": "2",
+        "PMI_RANK": str(rank),
+        "PMI_SIZE": "4",
+    }
+
+
 def pytorch_job(node: int) -> dict[str, str]:
     """The container of a PyTorchJob with one master and one worker."""
     return {

@@ -2,10 +2,22 @@ from __future__ import annotations
 
 import pytest
 
-from spartito.cluster import ClusterSpec, Task
-from spartito.cluster.mpi import from_mpi
+from spartito.cluster import ClusterSpec, Task, resolve
+from spartito.cluster.mpi import check_told, from_mpi
+from spartito.cluster.resolver import joined
 from spartito.errors import UserError
-from tests.cluster.environments import mpich, open_mpi
+from tests.cluster.environments import (
+    SRUN_SHELL,
+    TORCHRUN,
+    flux,
+    hydra_alone,
+    jsrun,
+    mpich,
+    open_mpi,
+    pals,
+    srun,
+    without,
+)
 
 
 def test_on_one_machine_they_meet_at_its_loopback() -> None:
@@ -50,8 +62,70 @@ def test_without_others_it_says_nothing() -> None:
     assert from_mpi({}) is None
     alone = {name: "1" if "SIZE" in name else "0" for name in open_mpi(0) if "COMM" in name}
     assert from_mpi(alone) is None
-    # srun --mpi=pmi2 sets these two, and says all the rest as Slurm.
-    assert from_mpi({"PMI_RANK": "0", "PMI_SIZE": "2"}) is None
+    for env in ({"PMI_RANK": "0", "PMI_SIZE": "1"}, {"PMIX_RANK": "0", **alone}):
+        assert from_mpi(env) is None
+        check_told(env)
+
+
+@pytest.mark.parametrize(
+    ("source", "env"),
+    [
+        ("Flux", flux(3, machines=2) | {"LOCAL_WORLD_SIZE": "2"}),
+        ("LSF's jsrun", jsrun(3)),
+        ("PALS", pals(3)),
+        ("MPICH", without(pals(3), "PALS_RANKID")),
+    ],
+)
+def test_other_launchers_are_understood(source: str, env: dict[str, str]) -> None:
+    spec = from_mpi(env | {"MASTER_ADDR": "node1"})
+    assert spec is not None
+    assert (spec.source, spec.rendezvous) == (source, "node1:29500")
+    assert (spec.rank, spec.num_replicas, spec.local_rank, spec.local_size) == (3, 4, 1, 2)
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"):
+        from_mpi(env)
+
+
+@pytest.mark.parametrize("env", [flux(1), hydra_alone(1) | {"MASTER_ADDR": "127.0.0.1"}])
+def test_one_machine_needs_no_numbers_of_its_own(env: dict[str, str]) -> None:
+    spec = from_mpi(env)
+    assert spec is not None
+    assert (spec.rank, spec.local_rank) == (1, 1)
+    assert spec.num_replicas == spec.local_size
+    assert spec.rendezvous == "127.0.0.1:29500"
+
+
+@pytest.mark.parametrize(
+    ("env", "words"),
+    [
+        (hydra_alone(1), ["PMI_RANK=1", "PMI_SIZE=2", "LOCAL_RANK and LOCAL_WORLD_SIZE"]),
+        (flux(3, machines=2), ["FLUX_TASK_RANK=3", "set LOCAL_WORLD_SIZE for each"]),
+        ({"PMIX_RANK": "0"}, ["PMIX_RANK=0", "how many", "WORLD_SIZE", "unset PMIX_RANK"]),
+        ({"PALS_RANKID": "1", "PALS_LOCAL_SIZE": "2"}, ["PALS_RANKID=1", "how many"]),
+    ],
+)
+def test_a_rank_that_does_not_lead_to_the_others_is_no_reason_to_train_alone(
+    env: dict[str, str], words: list[str]
+) -> None:
+    for ask in (resolve, joined):
+        with pytest.raises(UserError) as error:
+            ask(env)
+        assert all(word in str(error.value) for word in words), str(error.value)
+    assert resolve(env | TORCHRUN).source == "torchrun's variables"
+
+
+@pytest.mark.parametrize(
+    "told",
+    [
+        {"PMI_RANK": "3", "PMI_SIZE": "4"},
+        {"PMIX_RANK": "3"},
+        without(pals(3), "PALS_LOCAL_SIZE"),
+    ],
+    ids=["--mpi=pmi2", "--mpi=pmix", "--mpi=cray_shasta"],
+)
+def test_what_srun_sets_for_mpi_is_slurms(told: dict[str, str]) -> None:
+    assert resolve(srun(3) | told) == resolve(srun(3))
+    typed = SRUN_SHELL | {name: "0" if "RANK" in name else v for name, v in told.items()}
+    assert resolve(typed) == ClusterSpec.alone()
 
 
 @pytest.mark.parametrize(

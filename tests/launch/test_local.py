@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+from ast import literal_eval
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,18 @@ from hypothesis import strategies as st
 from spartito.cluster import resolve
 from spartito.errors import UserError
 from spartito.launch import launch
+from spartito.launch.comparison.job import compare_strategies
+from spartito.launch.comparison.plan import make_plan
+from spartito.launch.hosts.job import Reach, launch_on_hosts
 from spartito.launch.local import RUNTIME, Place, environments
+from tests.cluster.environments import (
+    TORCHRUN,
+    hydra_alone,
+    indexed_job,
+    open_mpi,
+    pytorch_job,
+    srun,
+)
 from tests.launch.supervised import vanished, wait_until
 
 LIMIT = 60.0
@@ -123,8 +136,67 @@ def test_an_evaluator_is_one_process_without_a_rank(tmp_path: Path) -> None:
     assert str(resolve(env).task) == "evaluator 0"
 
 
+@pytest.mark.parametrize(
+    "env",
+    [srun(3), srun(3, SPARTITO_PS="1"), open_mpi(3), indexed_job(1), TORCHRUN],
+    ids=["srun", "srun with a server", "mpirun", "Kubernetes", "torchrun"],
+)
+def test_inside_of_a_schedulers_task_it_is_that_task(tmp_path: Path, env: dict[str, str]) -> None:
+    ((_, _, told),), _ = run(tmp_path, "--strategy", "multi_worker_mirrored", **env)
+    assert resolve(told) == resolve(env)
+    assert told["SPARTITO_STRATEGY"] == "multi_worker_mirrored"
+
+
+def test_a_task_that_meets_the_others_in_a_directory_leaves_that_to_the_script(
+    tmp_path: Path,
+) -> None:
+    meeting = {"SPARTITO_CLUSTER_DIR": str(tmp_path / "meeting"), "SPARTITO_WORKERS": "2"}
+    ((_, _, told),), _ = run(tmp_path, **meeting, SPARTITO_TASK="worker 1")
+    assert meeting.items() <= told.items()
+    assert "RANK" not in told
+    assert not (tmp_path / "meeting").exists()
+
+
+def test_several_processes_of_a_schedulers_task_are_counted_over_all(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, "--workers", "2", **pytorch_job(1))
+    assert [name for name, _, _ in rows] == ["worker 2", "worker 3"]
+    for local, (_, _, env) in enumerate(rows):
+        spec = resolve(env)
+        assert (spec.rank, spec.num_replicas) == (2 + local, 4)
+        assert (spec.local_rank, spec.local_size) == (local, 2)
+        assert spec.rendezvous == "train-master-0:23456"
+
+
+def test_one_machine_by_hand_is_a_job_of_its_own(tmp_path: Path) -> None:
+    ((_, _, env),), _ = run(tmp_path, "--nnodes", "1", **srun(3))
+    assert resolve(env).num_replicas == 1
+
+
+@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
+def test_mpirun_of_run_is_one_job(tmp_path: Path) -> None:
+    script = tmp_path / "show.py"
+    script.write_text(
+        f"import os, pathlib; pathlib.Path({str(tmp_path)!r}, 'told.' + "
+        "os.environ['OMPI_COMM_WORLD_RANK']).write_text(repr(dict(os.environ)))"
+    )
+    clean = {k: v for k, v in os.environ.items() if k in {"PATH", "HOME", "PYTHONPATH"}}
+    words = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-n", "2", sys.executable]
+    got = subprocess.run(
+        [*words, "-m", "spartito", "run", script],
+        capture_output=True,
+        text=True,
+        env=clean,
+        timeout=LIMIT,
+    )
+    assert got.returncode == 0, got.stderr
+    specs = [resolve(literal_eval((tmp_path / f"told.{rank}").read_text())) for rank in range(2)]
+    assert [(spec.rank, spec.num_replicas) for spec in specs] == [(0, 2), (1, 2)]
+    assert len({spec.rendezvous for spec in specs}) == 1
+
+
 def test_each_task_of_a_role_learns_who_it_is(tmp_path: Path) -> None:
-    rows, _ = run(tmp_path, "--workers", "2", "--ps", "2", "--evaluator", "--chief", RANK="3")
+    options = ["--workers", "2", "--ps", "2", "--evaluator", "--chief", "--nnodes", "1"]
+    rows, _ = run(tmp_path, *options, RANK="3")
     told = {name: env for name, _, env in rows}
     assert sorted(told) == ["chief 0", "evaluator 0", "ps 0", "ps 1", "worker 0", "worker 1"]
     for name, env in told.items():
@@ -262,6 +334,11 @@ def test_ranks_of_all_nodes_are_all_ranks(nodes: int, workers: int, cores: int) 
         ({"ps": 1, "nnodes": 2}, ["--ps 1 starts on one machine only", "TF_CONFIG"]),
         ({"evaluator": True, "master_addr": "a:1"}, ["--evaluator starts on one", "TF_CONFIG"]),
         ({"ps": 1, "env": {"TF_CONFIG": tf_config("worker", 0)}}, ["--ps 1, but TF_CONFIG"]),
+        ({"ps": 1, "env": srun(1)}, ["--ps 1, but Slurm says already", "--nnodes 1"]),
+        ({"workers": 2, "env": srun(1, SPARTITO_PS="1")}, ["--workers 2", "Slurm is one process"]),
+        ({"master_addr": "a:1", "env": srun(1)}, ["--master-addr a:1", "worker 1", "--nnodes"]),
+        ({"strategy": "one_device", "env": srun(1)}, ["one_device", "4"]),
+        ({"env": hydra_alone(1)}, ["PMI_SIZE=2", "LOCAL_WORLD_SIZE"]),
         ({"slow": {"worker:1": 0.5}}, ["'worker:1'", "Known: worker:0"]),
         ({"slow": {"worker:0": 0}}, ["share 0"]),
         ({"strategy_options": "{"}, ["'{'", "not JSON"]),
@@ -284,6 +361,17 @@ def test_each_mistake_names_the_value_and_the_rule(
     with pytest.raises(UserError) as error:
         launch([str(script)], **chosen)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_what_starts_all_tasks_is_not_for_one_of_them(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.touch()
+    with pytest.raises(UserError, match="--hosts, but Slurm says already that this is worker 1"):
+        launch_on_hosts([str(script)], Reach("a,b"), env=srun(1))
+    plan = make_plan(str(script), [], out=tmp_path / "compared")
+    with pytest.raises(UserError, match="spartito compare, but Open MPI says already"):
+        compare_strategies(plan, env=open_mpi(0))
+    assert not (tmp_path / "compared").exists()
 
 
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:

@@ -142,6 +142,7 @@ def test_jobs_submitted_one_by_one_meet_in_a_directory(slurm: Slurm) -> None:
     ("source", "command"),
     [
         ("Slurm", f"srun {sys.executable} meets.py"),
+        ("Slurm", f"srun {' '.join(SPARTITO)} run meets.py"),
         (
             "torchrun's variables",
             f"srun {' '.join(TORCHRUN)} --nnodes=2 --nproc-per-node=1 --rdzv-backend=c10d "
@@ -154,7 +155,7 @@ def test_jobs_submitted_one_by_one_meet_in_a_directory(slurm: Slurm) -> None:
             marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here"),
         ),
     ],
-    ids=["srun", "torchrun", "mpirun"],
+    ids=["srun", "srun of run", "torchrun", "mpirun"],
 )
 def test_launchers_inside_of_a_job_know_both_nodes(slurm: Slurm, source: str, command: str) -> None:
     job = slurm.wait(by_hand(slurm, command, "--nodes=2", "--ntasks-per-node=1"))

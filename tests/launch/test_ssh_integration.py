@@ -12,7 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SPARTITO, Commands, Ended, Program, commands_in, eventually, running
+from tests.commands import (
+    SPARTITO,
+    Commands,
+    Ended,
+    Program,
+    commands_in,
+    eventually,
+    running,
+    tf_config,
+)
 from tests.launch.ssh_hosts import Site, machines, why_not
 from tests.netns import NoNamespacesError
 
@@ -329,5 +338,6 @@ def test_words_that_do_not_go_together(
 
 def test_a_cluster_that_is_told_already(site: Site, commands: Commands) -> None:
     commands.write("never.py", "print('it ran')")
-    got = ended(site.start(commands, "run", "--hosts", "near", "never.py", env={"TF_CONFIG": "{}"}))
+    env = tf_config({"worker": ["a:1", "b:1"]}, "worker", 1)
+    got = ended(site.start(commands, "run", "--hosts", "near", "never.py", env=env))
     assert (got.code, "--hosts, but TF_CONFIG says already" in got.err) == (2, True)

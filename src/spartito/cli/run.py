@@ -94,8 +94,13 @@ def run(
     chief: Chief = False,
     module: Annotated[bool, typer.Option("-m", help="Run a module, as python -m.")] = False,
     nnodes: Annotated[
-        int, typer.Option(help="Machines in the job.", parser=whole("--nnodes", 1), metavar="N")
-    ] = 1,
+        int | None,
+        typer.Option(
+            help="Machines in the job; 1 for a job of its own inside a scheduler's task.",
+            parser=whole("--nnodes", 1),
+            metavar="N",
+        ),
+    ] = None,
     node_rank: Annotated[
         int,
         typer.Option(
@@ -129,7 +134,7 @@ def run(
     reach = _reach(hosts, port, ssh, remote_dir, remote_python)
     if reach is not None:
         by_hand = {
-            "--nnodes": nnodes > 1,
+            "--nnodes": nnodes is not None,
             "--node-rank": node_rank > 0,
             "--master-addr": master_addr is not None,
             "--slow": bool(slow),

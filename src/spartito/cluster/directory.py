@@ -66,14 +66,7 @@ def from_directory(env: Mapping[str, str]) -> ClusterSpec | None:
     """
     if not speaks(env):
         return None
-    task, expected = named_task(env), _expected(env)
-    if task is None:
-        raise UserError(f"{VARIABLE} is set, but {ENV_TASK} is not", f"Set {ENV_TASK}='worker 0'")
-    if task not in expected:
-        raise UserError(
-            f"{ENV_TASK} names {task}, but the job has {', '.join(map(str, expected))}",
-            f"{COUNTS[task.type]} says how many there are.",
-        )
+    task, expected = _named(env)
     folder = Path(env[VARIABLE].strip())
     found = _join(folder, task, expected, env.get(ENV_ADDRESS, "").strip(), time_limit(env=env))
     cluster: dict[str, tuple[str, ...]] = {}
@@ -81,6 +74,12 @@ def from_directory(env: Mapping[str, str]) -> ClusterSpec | None:
         cluster[other.type] = (*cluster.get(other.type, ()), found[other])
     check_addresses(cluster, str(folder))
     return spec_of(cluster, task, str(folder))
+
+
+def own_task(env: Mapping[str, str]) -> Task | None:
+    """The task that we are of those that will come; None where nobody else will. Does not wait."""
+    task, expected = _named(env)
+    return task if len(expected) > 1 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,6 +160,19 @@ def _join(
 
 def _path(folder: Path, task: Task) -> Path:
     return folder / f"{task.type}-{task.index}.json"
+
+
+def _named(env: Mapping[str, str]) -> tuple[Task, tuple[Task, ...]]:
+    """Who we are, and all that will come."""
+    task, expected = named_task(env), _expected(env)
+    if task is None:
+        raise UserError(f"{VARIABLE} is set, but {ENV_TASK} is not", f"Set {ENV_TASK}='worker 0'")
+    if task not in expected:
+        raise UserError(
+            f"{ENV_TASK} names {task}, but the job has {', '.join(map(str, expected))}",
+            f"{COUNTS[task.type]} says how many there are.",
+        )
+    return task, expected
 
 
 def _expected(env: Mapping[str, str]) -> tuple[Task, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from spartito.cluster import mpi
+from spartito.cluster import mpi, srun
 from spartito.cluster.listed import (
     ENV_EVALUATOR,
     address,
@@ -22,19 +22,12 @@ from spartito.errors import UserError
 
 SOURCE = "Slurm"
 
-SHELLS = ("bash", "csh", "dash", "fish", "ksh", "sh", "tcsh", "zsh")
-"""Names of jobs in which a person types. Not ``interactive``, salloc's name: where its shell is
-on a node, all that ``srun`` starts from it looks like a shell of ``srun --pty``."""
-
 FIRST_PORT, PORT_STRIDE, PORT_SLOTS = 12_000, 64, 312
 """Ports from 12000 to 31967, below those that Linux gives to outgoing connections. A job has 64
 in a row, one for each task of a node; jobs with near numbers have others."""
 
 LOOPBACK = "127.0.0.1"
 """Where the tasks of a step on one node meet."""
-
-REAL_STEPS = 0xFFFFFFF0
-"""Step numbers from here on are Slurm's own: the batch script, an interactive shell."""
 
 
 def speaks(env: Mapping[str, str]) -> bool:
@@ -44,8 +37,8 @@ def speaks(env: Mapping[str, str]) -> bool:
     has a step and a person in it: all of these are alone. So are the processes of ``mpirun``,
     which starts its daemons, not them, by ``srun``.
     """
-    several = _tasks(env) not in ("", "1")
-    return _in_step(env) and several and not mpi.size(env) and not _is_typed(env)
+    several = srun.tasks(env) not in ("", "1")
+    return srun.in_step(env) and several and not srun.is_typed(env) and not mpi.started(env)
 
 
 def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
@@ -59,7 +52,7 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
     """
     if not speaks(env):
         return None
-    tasks, rank = count({"tasks": _tasks(env)}, "tasks"), count(env, "SLURM_PROCID")
+    tasks, rank = count({"tasks": srun.tasks(env)}, "tasks"), count(env, "SLURM_PROCID")
     nodes, counts = _nodes(env), _counts(env)
     if len(nodes) != len(counts) or sum(counts) != tasks or rank >= tasks:
         raise UserError(
@@ -88,9 +81,9 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
 def remark(env: Mapping[str, str]) -> str | None:
     """What to tell who is inside an allocation for several tasks, but in none of them."""
     tasks = env.get("SLURM_NTASKS", "")
-    if not env.get("SLURM_JOB_ID") or tasks in ("", "1") or mpi.size(env):
+    if not env.get("SLURM_JOB_ID") or tasks in ("", "1") or mpi.started(env):
         return None
-    if _in_step(env) and not _is_typed(env):
+    if srun.in_step(env) and not srun.is_typed(env):
         return None
     return f"this Slurm job has {tasks} tasks, but this process is none: start them with srun"
 
@@ -108,24 +101,6 @@ def _roles(env: Mapping[str, str], everyone: Sequence[str]) -> dict[str, tuple[s
 def _task(rank: int, cluster: Mapping[str, tuple[str, ...]]) -> Task:
     last = rank == sum(map(len, cluster.values())) - 1
     return Task(EVALUATOR, 0) if EVALUATOR in cluster and last else task_of(rank, cluster)
-
-
-def _in_step(env: Mapping[str, str]) -> bool:
-    step = env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID") or ""
-    return bool(env.get("SLURM_PROCID")) and step.isdecimal() and int(step) < REAL_STEPS
-
-
-def _is_typed(env: Mapping[str, str]) -> bool:
-    """Whether ``srun --pty`` opened a shell, and this runs in it (a later step does not)."""
-    terminal = "SLURM_PTY_PORT" in env or "SLURM_PTY_WIN_COL" in env
-    first = (env.get("SLURM_STEP_ID") or env.get("SLURM_STEPID")) == "0"
-    return terminal and first and env.get("SLURM_JOB_NAME") in SHELLS
-
-
-def _tasks(env: Mapping[str, str]) -> str:
-    """The number of tasks of the step, as it is written."""
-    names = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
-    return next((env[name].strip() for name in names if env.get(name)), "")
 
 
 def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:

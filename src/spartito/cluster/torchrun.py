@@ -25,10 +25,11 @@ def from_torchrun(env: Mapping[str, str]) -> ClusterSpec | None:
     missing = [name for name in VARIABLES if not env.get(name)]
     if missing:
         given = " ".join(f"{name}={env[name]}" for name in VARIABLES if env.get(name))
+        one_each = " (LOCAL_RANK=0 LOCAL_WORLD_SIZE=1: one process on each machine)"
         raise UserError(
             f"{given} is set, but {', '.join(missing)} is not; torchrun sets all of them",
-            f"Start with 'spartito run' or torchrun, set {', '.join(missing)}, "
-            "or unset RANK and WORLD_SIZE.",
+            f"Start with torchrun, set {', '.join(missing)}"
+            f"{one_each if 'LOCAL_RANK' in missing else ''}, or unset RANK and WORLD_SIZE.",
         )
     rank, size, local_rank, local_size = (_count(env, name) for name in COUNTS)
     for name, value, limit in (

@@ -12,9 +12,10 @@ from difflib import get_close_matches
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-from spartito.cluster import tf_config
+from spartito.cluster import Task, tf_config
 from spartito.cluster.ports import free_port, free_ports
-from spartito.cluster.spec import NO_RANK, ClusterSpec, is_loopback, split_address
+from spartito.cluster.resolver import Joined, joined
+from spartito.cluster.spec import NO_RANK, REPLICA_ROLES, is_loopback, split_address
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch import roles
@@ -45,6 +46,9 @@ at once (sharded parameters then weigh what they should), both fall to 0.55 time
 RUNTIME = MALLOC | TORCH_LEVEL
 """What glibc and torch read when a process loads them, so that its launcher must say it."""
 
+SETTINGS = RUNTIME | {"PYTHONUNBUFFERED": "1"}
+"""What each process gets wherever it runs."""
+
 WORD = 5.0
 """Seconds in which tasks may tell those on other machines whom they lost."""
 
@@ -59,7 +63,7 @@ def launch(
     chief: bool = False,
     strategy: str | None = None,
     strategy_options: str | None = None,
-    nnodes: int = 1,
+    nnodes: int | None = None,
     node_rank: int = 0,
     master_addr: str | None = None,
     result: bool = False,
@@ -70,8 +74,9 @@ def launch(
 
     ``workers`` processes start here: one per GPU, or one, when nothing is said. Of ``nnodes``
     machines this is number ``node_rank``, and all meet at ``master_addr`` (host:port). Without
-    these a ``TF_CONFIG`` in ``env`` says the same: each of its tasks becomes ``workers``
-    processes. ``strategy_options`` is a JSON object. With ``result`` the last line that the
+    ``nnodes``, where ``env`` makes this process one of several tasks (by ``TF_CONFIG``, Slurm,
+    ``mpirun``, ...), it joins their job: each of the tasks becomes ``workers`` processes.
+    ``strategy_options`` is a JSON object. With ``result`` the last line that the
     first process prints to stdout is printed last, without the task's name.
 
     ``ps`` parameter servers, an ``evaluator`` and a ``chief`` that does nothing but hand out the
@@ -83,12 +88,24 @@ def launch(
     """
     variables = dict(os.environ if env is None else env)
     check_program(argv, module)
-    cast = Roles(_count_workers(workers, variables), ps, evaluator, chief)
-    if cast.asked and (nnodes > 1 or master_addr is not None):
+    job = joined(variables) if nnodes is None else None
+    machines = 1 if nnodes is None else nnodes
+    cast = Roles(_count_workers(workers, variables, job), ps, evaluator, chief)
+    if cast.asked and (machines > 1 or master_addr is not None):
         raise UserError(f"{cast.asked} starts on one machine only", SEVERAL_MACHINES)
-    place = _place(variables, nnodes, node_rank, master_addr)
+    if job is None:
+        place = _place(machines, node_rank, master_addr)
+    elif master_addr is None:
+        place = _place_in(job, cast.workers)
+    else:
+        raise UserError(
+            f"--master-addr {master_addr}, but {job.source} says already that this is {job.task}",
+            "Leave it out; or give --nnodes and --node-rank as well.",
+        )
     check_strategy(strategy, strategy_options, place, cast.workers)
-    cast.check(strategy or variables.get(ENV_STRATEGY), place.task is not None, nnodes)
+    cast.check(
+        strategy or variables.get(ENV_STRATEGY), None if job is None else job.source, machines
+    )
     for note in _notes(place, cast.workers):
         print(f"spartito: note: {note}", file=sys.stderr, flush=True)
     chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
@@ -150,7 +167,8 @@ class Place:
     """This launcher's place in the job: the ``node``-th of ``nodes``, which meet at ``host:port``.
 
     Several launchers may share a machine (two tasks of a `TF_CONFIG` on one host): this one is
-    the ``local``-th of ``locals`` there. ``task`` is the one of `TF_CONFIG` that we are, if any.
+    the ``local``-th of ``locals`` there. ``task`` is the one that we are already, if any; with
+    ``itself`` the process that starts here is that task, as its environment says.
     """
 
     node: int
@@ -159,17 +177,18 @@ class Place:
     port: int
     local: int = 0
     locals: int = 1
-    task: ClusterSpec | None = None
+    task: Task | None = None
+    itself: bool = False
 
     @property
     def trains(self) -> bool:
-        """Whether what starts here are replicas, not a `TF_CONFIG`'s ps or evaluator."""
-        return self.task is None or self.task.rank != NO_RANK
+        """Whether what starts here are replicas, not a job's ps or evaluator."""
+        return self.task is None or self.task.type in REPLICA_ROLES
 
     def name(self, index: int, workers: int) -> str:
         """What the ``index``-th process here is called."""
         if self.task is not None and (workers == 1 or not self.trains):
-            return str(self.task.task)
+            return str(self.task)
         return f"worker {self.node * workers + index}"
 
 
@@ -181,11 +200,13 @@ def environments(
     The names are torchrun's. Cores (``usable``, by default those of this process) are shared
     out as threads, unless ``env`` says otherwise.
     """
+    if place.itself:
+        return [SETTINGS | dict(env)]
     here = place.locals * workers
     cores = available_cores() if usable is None else usable
     base = defaults(max(1, cores // here)) | dict(env)
     if not place.trains:
-        return [base]  # such a task has no rank: its TF_CONFIG says all, and it is one process
+        return [base]  # such a task has no rank: its environment says all, and it is one process
     if place.task is None or workers > 1:
         base.pop(tf_config.VARIABLE, None)
     return [
@@ -220,11 +241,11 @@ def role_environments(
 
 def defaults(threads: int) -> dict[str, str]:
     """What each process gets unless the user's environment says otherwise."""
-    return RUNTIME | {"OMP_NUM_THREADS": str(threads), "PYTHONUNBUFFERED": "1"}
+    return SETTINGS | {"OMP_NUM_THREADS": str(threads)}
 
 
-def _place(env: Mapping[str, str], nnodes: int, node_rank: int, master_addr: str | None) -> Place:
-    """What the arguments say, else what `TF_CONFIG` says, else this machine alone."""
+def _place(nnodes: int, node_rank: int, master_addr: str | None) -> Place:
+    """What the arguments say, else this machine alone."""
     if nnodes < 1:
         raise UserError(f"--nnodes {nnodes} is less than 1")
     if not 0 <= node_rank < nnodes:
@@ -239,21 +260,35 @@ def _place(env: Mapping[str, str], nnodes: int, node_rank: int, master_addr: str
             f"--nnodes {nnodes} needs a place where the machines meet",
             "Give each the address of the first: --master-addr host:29500",
         )
-    spec = tf_config.from_tf_config(env)
+    return Place(0, 1, "127.0.0.1", free_port())
+
+
+def _place_in(job: Joined, workers: int) -> Place:
+    """The place of a launcher of so many ``workers`` that is one of the tasks of ``job``."""
+    itself = workers == 1 and job.source != tf_config.VARIABLE
+    spec = job.spec
     if spec is None or spec.rendezvous is None:
-        return Place(0, 1, "127.0.0.1", free_port(), task=spec)
+        return Place(0, 1, "127.0.0.1", free_port(), task=job.task, itself=itself)
     host, port = split_address(spec.rendezvous)
     if spec.rank == NO_RANK:
-        return Place(0, 1, host, port, task=spec)
-    return Place(spec.rank, spec.num_replicas, host, port, spec.local_rank, spec.local_size, spec)
+        return Place(0, 1, host, port, task=job.task, itself=itself)
+    counts = spec.rank, spec.num_replicas, host, port, spec.local_rank, spec.local_size
+    return Place(*counts, task=job.task, itself=itself)
 
 
-def _count_workers(workers: int | None, env: Mapping[str, str]) -> int:
-    if workers is None:
-        return max(1, count_gpus(env))
-    if workers < 1:
+def _count_workers(workers: int | None, env: Mapping[str, str], job: Joined | None) -> int:
+    """As asked, else one per GPU; one in tasks that share a machine or have servers."""
+    if workers is not None and workers < 1:
         raise UserError(f"--workers {workers} is less than 1")
-    return workers
+    if job is not None and not job.divisible and (workers or 1) > 1:
+        raise UserError(
+            f"--workers {workers}, but each task of {job.source} is one process",
+            "Leave --workers out, and start more tasks.",
+        )
+    if workers is not None:
+        return workers
+    own = job is None or (job.divisible and not job.shares_machine)
+    return max(1, count_gpus(env)) if own else 1
 
 
 def check_strategy(strategy: str | None, options: str | None, place: Place, workers: int) -> None:

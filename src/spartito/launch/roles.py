@@ -77,17 +77,17 @@ class Roles:
         """The threads of ``task`` when the workers, who compute, share ``cores``."""
         return max(1, cores // self.workers) if task.type == "worker" else 1
 
-    def check(self, strategy: str | None, in_task: bool, machines: int) -> None:
+    def check(self, strategy: str | None, source: str | None, machines: int) -> None:
         """Raise `UserError` where these roles cannot be.
 
-        ``in_task``: a `TF_CONFIG` says already who is in the job. ``machines``: how many there
-        are, when given by hand.
+        ``source`` is what says already who is in the job, if anything does. ``machines``: how many
+        there are, when given by hand.
         """
-        if in_task:
+        if source is not None:
             if self.asked:
                 raise UserError(
-                    f"{self.asked}, but {tf_config.VARIABLE} says already who is in the job",
-                    f"Leave {self.asked} out, or unset {tf_config.VARIABLE}.",
+                    f"{self.asked}, but {source} says already who is in the job",
+                    f"Leave {self.asked} out; --nnodes 1 starts a job of its own here.",
                 )
             return
         if strategy == PARAMETER_SERVER and not self.ps:

@@ -17,7 +17,7 @@ def choose_strategy(strategy: str | None, options: str | None, roles: Roles) -> 
     """
     if strategy is not None and strategy not in STRATEGIES:
         raise UserError(f"{strategy!r} is not a strategy", nearest(strategy, STRATEGIES))
-    roles.check(strategy, in_task=False, machines=1)
+    roles.check(strategy, source=None, machines=1)
     several = "multi_worker_mirrored" if roles.workers > 1 else "one_device"
     chosen = strategy or (PARAMETER_SERVER if roles.ps else several)
     if chosen == "one_device" and roles.workers > 1:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import IO, Any, BinaryIO, Protocol
 
+from spartito.cluster.resolver import check_alone
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.comparison.containers import InContainers
@@ -79,10 +80,12 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
     ``compare.json`` is written after every run, ``compare.html`` at the end. 0 when all went
     well, 1 when a run failed (the others are run all the same), 128 + n when signal n stopped
     us. Raises `UserError` when the goal names a figure that no run reports: after the first
-    run, whose results are kept; and before the first one for containers that cannot be. Must be
-    called from the main thread.
+    run, whose results are kept; and before the first one for containers that cannot be, and in
+    a process that is one of several tasks. Must be called from the main thread.
     """
-    base = {k: v for k, v in (os.environ if env is None else env).items() if k not in NOT_INHERITED}
+    variables = os.environ if env is None else env
+    check_alone(variables, "spartito compare")
+    base = {name: value for name, value in variables.items() if name not in NOT_INHERITED}
     place = InContainers.of(plan, plan.containers) if plan.containers else InProcesses(plan)
     board = _Board(plan, place)
     for why in plan.left_out:

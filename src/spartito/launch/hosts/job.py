@@ -7,12 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spartito.cluster import tf_config
+from spartito.cluster.resolver import check_alone
 from spartito.errors import UserError
 from spartito.launch.hosts.check import ask_hosts, find_hosts, notes
 from spartito.launch.hosts.far_facts import Facts, Question
 from spartito.launch.hosts.names import Host
-from spartito.launch.hosts.plan import PORT, Plan
+from spartito.launch.hosts.plan import OF_A_PLACE, PORT, Plan
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
 from spartito.launch.local import Place, check_strategy, snapshots
 from spartito.launch.roles import Roles
@@ -55,11 +55,7 @@ def launch_on_hosts(
     job's exit code; raises `UserError` before anything starts, after all machines were asked.
     """
     variables = dict(os.environ if env is None else env)
-    if variables.get(tf_config.VARIABLE):
-        raise UserError(
-            f"--hosts, but {tf_config.VARIABLE} says already who is in the job",
-            f"Leave --hosts out, or unset {tf_config.VARIABLE}.",
-        )
+    check_alone({n: v for n, v in variables.items() if n not in OF_A_PLACE}, "--hosts")
     ssh = Ssh(
         parse_ssh(reach.ssh or "ssh"), reach.folder or os.getcwd(), reach.python or sys.executable
     )
@@ -72,7 +68,7 @@ def launch_on_hosts(
     cast = Roles(each * count, ps, evaluator, chief)
     place = Place(0, count, hosts[0].address, port)
     check_strategy(strategy, strategy_options, place, each)
-    cast.check(strategy or variables.get(ENV_STRATEGY), in_task=False, machines=1)
+    cast.check(strategy or variables.get(ENV_STRATEGY), source=None, machines=1)
     chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
     variables |= {name: value for name, value in chosen.items() if value is not None}
     words = (*(("-m",) if module else ()), *argv)
