@@ -98,3 +98,34 @@ def uneven_sizes(strategy: Strategy) -> list[Tensor]:
     made = trainer(strategy)
     made.fit(sp.data.per_worker(batches), epochs=1, verbose=0)
     return [parameter.detach().clone() for parameter in made.model.parameters()]
+
+
+def resume_uneven(strategy: Strategy, folder: str) -> list[tuple[list[Tensor], int, int]]:
+    """Rank 0 has 2 batches a pass, rank 1 has 5: weights, steps and batches read at the end.
+
+    Of a whole training, and of one that goes on after each of its 9 first steps.
+    """
+    x, y = data(30)
+    read = 0
+
+    def batches(context: sp.data.InputContext) -> Iterator[Any]:
+        nonlocal read
+        for start in range(0, 30, 6)[: 5 if context.rank else 2]:
+            read += 1
+            yield x[start : start + 6], y[start : start + 6]
+
+    class Save(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            self.trainer.save(f"{folder}/{self.trainer.step}")
+
+    chain = sp.data.per_worker(batches)
+    made = trainer(strategy)
+    made.fit(chain, epochs=2, callbacks=[Save()], verbose=0)
+    found = [([p.detach().clone() for p in made.model.parameters()], made.step, read)]
+    for step in range(1, 10):
+        strategy.reduce("sum", torch.zeros(1))  # all of it is written
+        made.load(f"{folder}/{step}")
+        read = 0
+        made.fit(chain, epochs=2, verbose=0)
+        found.append(([p.detach().clone() for p in made.model.parameters()], made.step, read))
+    return found

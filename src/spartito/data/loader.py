@@ -64,15 +64,24 @@ class Loader:
 
     def __iter__(self) -> Iterator[Batch]:
         """From the present place to the end of the epoch (of the passes that it has)."""
-        repeats = self.dataset.repeats
         while True:
             fresh = self._step == 0
-            yield from self._rest_of_pass()
+            yield from self.rest_of_pass()
             if fresh and self._step == 0:
                 raise UserError("the data set has no examples")
-            self._pass, self._step = self._pass + 1, 0
-            if repeats is not None and self._pass % repeats == 0:
+            self.next_pass()
+            if self.begins_epoch:
                 return
+
+    @property
+    def begins_epoch(self) -> bool:
+        """Whether the present pass is the first one of an epoch."""
+        repeats = self.dataset.repeats
+        return repeats is not None and self._pass % repeats == 0
+
+    def next_pass(self) -> None:
+        """Go to the beginning of the next pass."""
+        self._pass, self._step = self._pass + 1, 0
 
     def endless(self) -> Iterator[Batch]:
         """From the present place on, pass after pass."""
@@ -87,7 +96,8 @@ class Loader:
         """Go to a place that `state` answered, under any number of replicas."""
         self._pass, self._step = state["pass"], state["step"]
 
-    def _rest_of_pass(self) -> Iterator[Batch]:
+    def rest_of_pass(self) -> Iterator[Batch]:
+        """From the present place to the end of the pass, and no further."""
         tasks = self._feed.tasks(self._pass, self._step)
         batches = read_ahead(tasks, self.dataset.ahead, self.dataset.threads)
         try:

@@ -103,41 +103,65 @@ def _next(stream: Iterator[Batch], count: int) -> Generator[Batch]:
 class Together(Share):
     """Sources of unequal length: who ran out goes on with empty batches until all have ended.
 
-    Local batches may differ in size too: each is told how large the global one has become.
+    Local batches may differ in size too: each is told how large the global one has become. The
+    position counts these common steps, so it is the same on all replicas.
     """
 
     def __init__(self, loader: Loader, collective: Collective) -> None:
         self._loader, self._collective = loader, collective
+        self._position = loader.state()
 
     def __iter__(self) -> Iterator[Batch]:
-        last: Batch | None = None
-        batches = iter(self._loader)
         while True:
-            batch = next(batches, None)
-            mine = torch.tensor([-1 if batch is None else batch.size])
-            sizes = [int(size) for size in self._collective.all_gather(mine)]
-            if max(sizes) < 0:
+            yield from self._rest_of_pass()
+            if self._loader.begins_epoch:
                 return
-            last = batch or last
-            if last is None:
-                raise UserError("a replica's source has no batch at all", "Give each some data.")
-            sizes = [max(0, size) for size in sizes]
-            first = sum(sizes[: self._collective.rank])
-            found = batch or _emptied(last)
-            places = torch.arange(first, first + found.size)
-            yield replace(found, global_size=sum(sizes), places=places)
 
     def endless(self) -> Iterator[Batch]:
         while True:
             yield from self
 
     def state(self) -> dict[str, int]:
-        return self._loader.state()
+        return dict(self._position)
 
     def load_state(self, state: dict[str, Any]) -> None:
         self._loader.load_state(state)
+        self._position = self._loader.state()
+
+    def _rest_of_pass(self) -> Iterator[Batch]:
+        position, last = self._position, None
+        batches = self._loader.rest_of_pass()
+        while True:
+            batch = next(batches, None)
+            mine = torch.tensor([-1 if batch is None else batch.size])
+            sizes = [int(size) for size in self._collective.all_gather(mine)]
+            if max(sizes) < 0:
+                break
+            last = batch or last or self._first()
+            sizes = [max(0, size) for size in sizes]
+            first = sum(sizes[: self._collective.rank])
+            found = batch or _emptied(last)
+            places = torch.arange(first, first + found.size)
+            step, position["step"] = position["step"], position["step"] + 1
+            yield replace(found, global_size=sum(sizes), places=places, step=step)
+        if not position["step"]:
+            raise UserError("the data set has no examples")
+        position["step"] = 0
+        self.load_state(position)
+        self._loader.next_pass()
+        self._position = self._loader.state()
+
+    def _first(self) -> Batch:
+        """The first batch of a pass: what the rest would look like where this source has none."""
+        position = self._loader.state()
+        self._loader.load_state({**position, "step": 0})
+        found = next(iter(self._loader.rest_of_pass()), None)
+        self._loader.load_state(position)
+        if found is None:
+            raise UserError("a replica's source has no batch at all", "Give each some data.")
+        return found
 
 
 def _emptied(batch: Batch) -> Batch:
     data = rows(batch.data, lambda tensor: tensor[:0])
-    return replace(batch, data=data, size=0, places=batch.places[:0], step=batch.step + 1)
+    return replace(batch, data=data, size=0, places=batch.places[:0])

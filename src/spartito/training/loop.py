@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain as flatten
+from itertools import islice
 from typing import Any
 
 import torch
@@ -17,10 +18,12 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
+from spartito.log import warn
 from spartito.strategies import StepResult, Strategy
 from spartito.training.callback import Callback, Training
 from spartito.training.history import History
 from spartito.training.metrics import MeanMetric
+from spartito.training.resume import check_position, meaning, next_epoch
 
 
 class Clock:
@@ -107,9 +110,11 @@ class TrainingLoop:
         self._batches = trainer.strategy.distribute(chain, seed=trainer.seed)
         self.clock = Clock(lambda: self._batches.waited, self._batches.goes_on)
         if before is not None:  # other data, but no order of passes that was seen already
-            self._batches.load_state({"pass": before._batches.state()["pass"] + 1, "step": 0})
+            position = before._batches.state()
+            self._batches.load_state(next_epoch({**position, "step": 1}, chain))
         self._metrics = [copy.copy(metric) for metric in trainer.metrics]
         self._logs = StepLogs(self._metrics)
+        self._steps: int | None = None
         self._own_examples = self._own_batches = 0
         self._waited = 0.0  # for other tasks, inside of epochs
         self._forget()
@@ -123,6 +128,7 @@ class TrainingLoop:
     ) -> None:
         """Train the ``epochs``, each of ``steps`` batches or as many as there are."""
         callbacks = self._trainer.callbacks
+        self._steps = steps
         for callback in callbacks:
             callback.on_train_begin()
         batches = self._batches.epochs(len(epochs), steps, self._done, self._own)
@@ -152,6 +158,7 @@ class TrainingLoop:
         loss, weight, *metrics = self._sums()
         return {
             "data": self._batches.state(),
+            "meaning": meaning(self.chain, self._steps, self._trainer.seed),
             "done": self._done,
             "examples": self.clock.examples if self._done else 0,
             "loss": loss,
@@ -161,8 +168,15 @@ class TrainingLoop:
             },
         }
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Go there, under any number of replicas."""
+    def load_state(self, state: dict[str, Any], steps: int | None, whole: bool) -> None:
+        """Go there, under any number of replicas; ``whole`` begins an epoch after it instead.
+
+        Raises `UserError` where an epoch of ``steps`` of this data has no such position.
+        """
+        if whole:
+            self._batches.load_state(next_epoch(state["data"], self.chain))
+            return
+        check_position(state, meaning(self.chain, steps, self._trainer.seed))
         self._batches.load_state(state["data"])
         self._done, self._examples = state["done"], state["examples"]
         self._before = [state["loss"], state["weight"]]
@@ -312,7 +326,8 @@ class Evaluation:
     ) -> None:
         self._strategy, self._model, self._loss = strategy, model, loss
         self._metrics = [copy.copy(metric) for metric in metrics]
-        self._batches, self._steps = strategy.distribute(chain, training=False), steps
+        self._batches, self._chain = strategy.distribute(chain, training=False), chain
+        self._steps = steps
 
     def run(self) -> dict[str, float]:
         """The figures, equal on all replicas: ``{"loss": ..., "accuracy": ...}``."""
@@ -322,7 +337,7 @@ class Evaluation:
         self._strategy.synchronize()
         with evaluating(self._model):
             self._batches.load_state({"pass": 0, "step": 0})  # kept: a corrupt one is named once
-            for batch in flatten.from_iterable(self._batches.epochs(1, self._steps, 0, list)):
+            for batch in self._once():
                 loss, weight, output = self._strategy.evaluate(batch, self._loss)
                 losses[0] += loss
                 losses[1] += weight
@@ -335,6 +350,19 @@ class Evaluation:
             raise UserError("an evaluation without examples", "Give it some data.")
         names = ["loss", *(metric.name for metric in self._metrics)]
         return {name: total / count for name, (total, count) in zip(names, sums, strict=True)}
+
+    def _once(self) -> Iterator[Batch]:
+        """The batches of one epoch, no more than the steps that were asked for."""
+        if self._chain.repeats is None:
+            yield from flatten.from_iterable(self._batches.epochs(1, self._steps, 0, list))
+            return
+        done = 0
+        for batch in islice(self._batches, self._steps):
+            done += 1
+            yield batch
+        if self._steps is not None and done < self._steps:
+            warn("%d steps to evaluate, and the data has %d batches", self._steps, done)
+            self._steps = None  # said once
 
 
 @contextmanager

@@ -136,8 +136,9 @@ class Trainer:
 
         ``data`` is anything that `as_dataset` takes; ``batch_size`` (global) is used where it
         brings none. Calling `fit` again goes on with the same weights, optimizer and order of
-        examples. After `load`, training goes on at the place that was saved, up to ``epochs``;
-        ``initial_epoch`` says otherwise; ``SPARTITO_EPOCHS`` overrides ``epochs``.
+        examples. After `load`, training goes on at the position that was saved, up to ``epochs``;
+        in the middle of an epoch the data must be the same. ``initial_epoch`` begins that epoch
+        from its first batch instead; ``SPARTITO_EPOCHS`` overrides ``epochs``.
 
         In a job with an evaluator the validation is left to it. On the evaluator itself `fit`
         trains nothing: it evaluates each new checkpoint until the training ends, and answers
@@ -184,7 +185,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.set_trainer(self)
         if restored:
-            loop.load_state(restored["loop"])
+            loop.load_state(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
             _restore(self._given, restored["callbacks"])
         try:
             loop.run(range(first, epochs), steps_per_epoch, validation, history)

@@ -1,0 +1,55 @@
+"""Where a saved position in the data means the same examples, and where it would not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spartito.data.chain import Chain
+from spartito.errors import UserError
+
+_ORDER = ("batch_size", "examples", "drop_remainder", "shuffled", "seed")
+
+
+def meaning(chain: Chain, steps: int | None, seed: int) -> dict[str, Any]:
+    """What a position (pass, step) and a number of batches done depend on, as JSON."""
+    return {
+        "batch_size": chain.batch_size,
+        "examples": chain.examples,
+        "drop_remainder": chain.drop_remainder,
+        "shuffled": chain.shuffled,
+        "seed": seed if chain.seed is None else chain.seed,
+        "repeats": chain.repeats,
+        "steps_per_epoch": steps,
+    }
+
+
+def check_position(saved: dict[str, Any], now: dict[str, Any]) -> None:
+    """Refuse to go on in the middle of a pass or epoch that would be another one now.
+
+    ``saved`` is what `TrainingLoop.state` returned. Between two passes everything may change, in
+    the middle of one nothing that says which examples come next.
+    """
+    then = saved.get("meaning")
+    if then is None:  # a checkpoint of an earlier version
+        return
+    position, done = saved["data"], saved["done"]
+    keys = list(_ORDER) if position["step"] else []
+    if done:
+        keys += ["steps_per_epoch"]
+    if done or (now["repeats"] and position["pass"] % now["repeats"]):
+        keys += ["repeats"]
+    for key in keys:
+        if then[key] != now[key]:
+            raise UserError(
+                f"the checkpoint was written after {position['step']} batches of a pass "
+                f"({done} of its epoch) with {key}={then[key]}, and this fit has {key}={now[key]}",
+                "Go on with the same until the epoch is over, or begin a whole epoch: "
+                "fit(..., initial_epoch=N).",
+            )
+
+
+def next_epoch(position: dict[str, Any], chain: Chain) -> dict[str, int]:
+    """The first position of an epoch whose order of examples was not begun before ``position``."""
+    number = position["pass"] + (position["step"] > 0)
+    repeats = chain.repeats or 1
+    return {"pass": -(-number // repeats) * repeats, "step": 0}

@@ -1,0 +1,109 @@
+"""Going on in the middle of an epoch: exactly there, or not at all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import spartito as sp
+from spartito.errors import UserError
+from tests.training.jobs import data, on_replicas, resume_uneven, trainer
+
+
+def chain(count: int = 20, batch: int = 5) -> sp.data.Dataset:
+    return sp.data.arrays(*data(count)).shuffle().batch(batch)
+
+
+def saved(folder: Path, after: int, steps: int | None = None) -> Path:
+    """A checkpoint after so many steps."""
+
+    class Save(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            if self.trainer.step == after:
+                self.trainer.save(folder / "saved")
+
+    trainer().fit(chain(), epochs=2, steps_per_epoch=steps, callbacks=[Save()], verbose=0)
+    return folder / "saved"
+
+
+@pytest.mark.parametrize(
+    ("given", "options", "text"),
+    [
+        (chain(batch=10), {}, "batch_size=5, and this fit has batch_size=10"),
+        (chain(40), {}, "examples=20, and this fit has examples=40"),
+        (sp.data.arrays(*data()).batch(5), {}, "shuffled=True, and this fit has shuffled=False"),
+        (chain().shuffle(8), {}, "seed=0, and this fit has seed=8"),
+        (chain().repeat(2), {}, "repeats=1, and this fit has repeats=2"),
+        (chain(), {"steps_per_epoch": 3}, "steps_per_epoch=None, and this fit has"),
+    ],
+)
+def test_other_data_in_the_middle_of_an_epoch(
+    tmp_path: Path, given: Any, options: dict[str, Any], text: str
+) -> None:
+    made = trainer()
+    made.load(saved(tmp_path, 2))
+    with pytest.raises(UserError, match=text) as info:
+        made.fit(given, epochs=2, verbose=0, **options)
+    assert "after 2 batches of a pass (2 of its epoch)" in str(info.value)
+    made.load(tmp_path / "saved")
+    history = made.fit(given, epochs=1, initial_epoch=0, verbose=0, **options)  # a whole one
+    assert history.epoch == [0]
+    assert made.step == 2 + (options.get("steps_per_epoch") or len(given))
+
+
+def test_between_epochs_all_may_change(tmp_path: Path) -> None:
+    before = trainer()
+    before.fit(chain(), epochs=1, steps_per_epoch=3, verbose=0)  # ends in the middle of a pass
+    before.save(tmp_path)
+    made = trainer()
+    made.load(tmp_path)
+    made.fit(chain(), epochs=2, steps_per_epoch=5, verbose=0)
+    assert (made.step, made.epoch) == (8, 2)
+    made.load(tmp_path)
+    with pytest.raises(UserError, match="this fit has batch_size=4"):
+        made.fit(chain(batch=4), epochs=2, steps_per_epoch=3, verbose=0)
+    before.fit(chain(), verbose=0)  # ends with its pass
+    before.save(tmp_path / "whole")
+    made.load(tmp_path / "whole")
+    made.fit(chain(30, 6), epochs=2, steps_per_epoch=5, verbose=0)
+    assert made.step == 3 + 4 + 5
+
+
+def test_the_passes_of_other_data_are_whole() -> None:
+    made = trainer()
+    made.fit(chain(), verbose=0)
+    made.fit(chain().repeat(3), verbose=0)
+    assert made.step == 4 + 12
+
+
+def test_sources_of_unequal_length_go_on_where_they_were(tmp_path: Path) -> None:
+    for rank, answers in enumerate(on_replicas(resume_uneven, 2, str(tmp_path))):
+        whole, steps, read = answers[0]
+        assert (steps, read) == (10, (4, 10)[rank])
+        for resumed, its_steps, its_read in answers[1:]:
+            assert its_steps == 10
+            assert its_read <= (5, 10)[rank]  # no pass too much; one batch to know the shape
+            for one, other in zip(whole, resumed, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-12)
+
+
+def test_an_evaluation_does_not_begin_again(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = data(13)
+    made = trainer()
+    with torch.no_grad():
+        expected = cross_entropy(made.model(x), y).item()
+    for _ in range(2):
+        figures = made.evaluate((x, y), steps=5, batch_size=5)
+        assert figures["loss"] == pytest.approx(expected, abs=1e-12)
+    assert "5 steps to evaluate, and the data has 3 batches" in caplog.text
+    with torch.no_grad():
+        some = cross_entropy(made.model(x[:10]), y[:10]).item()
+    assert made.evaluate((x, y), steps=2, batch_size=5)["loss"] == pytest.approx(some, abs=1e-12)
+    endless = sp.data.arrays(x[:5], y[:5]).batch(5).repeat()
+    with torch.no_grad():
+        some = cross_entropy(made.model(x[:5]), y[:5]).item()
+    assert made.evaluate(endless, steps=3)["loss"] == pytest.approx(some, abs=1e-12)
