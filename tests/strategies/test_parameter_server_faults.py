@@ -15,7 +15,7 @@ import torch
 from spartito.ps.log import entries
 from spartito.storage import load_tensors
 from tests.commands import SPARTITO, addresses, commands_in, eventually, tf_config
-from tests.strategies.ps_jobs import Asked, Job, job, replayed
+from tests.strategies.ps_jobs import LIMIT, Asked, Job, job, replayed
 
 LOST = 69
 
@@ -182,6 +182,56 @@ def test_a_stopped_worker_does_not_hold_up_a_group(tmp_path: Path) -> None:
         assert found.ends("ps 0") == [0], found.text
         assert found.said("worker 0", "worker 1 has not been heard of")
         applied_once(found, 1)
+
+
+def frozen_worker(folder: Path) -> Any:
+    """A job with bound 2 on two servers, whose worker 1 freezes in its third batch.
+
+    The epoch is long: worker 0 does its own slice and comes to its 30th batch meanwhile, so
+    nobody has computed the piece that worker 1 holds.
+    """
+    holds = {"worker 1": 3, "worker 0": 30}
+    asked = Asked(options={"max_staleness": 2}, holds=holds, epochs=1, examples=384)
+    return job(folder, asked, worker=2, ps=2, lease=1.0)
+
+
+def bounded(found: Job) -> None:
+    """No server applied a push that was staler than the bound, and each piece came once."""
+    applied_once(found, 2)
+    for number in range(2):
+        assert max(map(int, found.record(f"ps {number}")["staleness"])) <= 2
+
+
+def test_a_worker_that_comes_back_is_held_to_the_bound_by_every_server(tmp_path: Path) -> None:
+    with frozen_worker(tmp_path) as found:
+        found.held("worker 1")
+        found.signal(signal.SIGSTOP, "worker 1")
+        found.held("worker 0")
+        found.go("worker 1")
+        found.signal(signal.SIGCONT, "worker 1")
+        assert eventually(lambda: found.said("worker 0", "worker 1 is back"))
+        found.go("worker 0")
+        found.finish()
+        bounded(found)
+
+
+def test_a_worker_whose_place_was_taken_pushes_nowhere(tmp_path: Path) -> None:
+    """Its successor holds a pull when the old process wakes up with a gradient."""
+    with frozen_worker(tmp_path) as found:
+        found.held("worker 1")
+        found.signal(signal.SIGSTOP, "worker 1")
+        found.held("worker 0")
+        old = found.members["worker 1"]
+        found.start("worker 1", asked=Asked(**{**found.asked.__dict__, "holds": {"worker 1": 1}}))
+        found.held("worker 1")
+        old.pipe.send("go")
+        os.kill(old.process.pid, signal.SIGCONT)
+        old.process.join(LIMIT)
+        assert old.process.exitcode == 2, found.text
+        assert found.said("worker 1", "error: another process has taken the place of worker 1")
+        found.go("worker 0", "worker 1")
+        found.finish()
+        bounded(found)
 
 
 @pytest.mark.parametrize("shared", [True, False])

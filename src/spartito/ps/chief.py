@@ -20,19 +20,25 @@ JOB = 0  # what is published first
 
 OnLost = Callable[[int, Lease | None], None]
 """Is told of a worker that is gone, and of the lease that it had."""
+OnCame = Callable[[int, int], None]
+"""Is told of a worker that comes, and which generation in its place it is."""
 
 
 class Chief:
     """Holds the coordinator and the control of the servers; each hears of the other's losses."""
 
     def __init__(
-        self, make: Callable[[OnLost], Coordinator], control: Control, job: str, slices: int
+        self,
+        make: Callable[[OnLost, OnCame], Coordinator],
+        control: Control,
+        job: str,
+        slices: int,
     ) -> None:
-        """``make`` answers a coordinator that tells of lost workers; ``control`` has links of
-        the job ``job``; a global batch has ``slices`` pieces.
+        """``make`` answers a coordinator that tells of workers that are lost or come;
+        ``control`` has links of the job ``job``; a global batch has ``slices`` pieces.
         """
-        self.coordinator = make(self._worker_lost)
         self.control, self.job = control, job
+        self.coordinator = make(self._worker_lost, control.fence)
         self.lost = 0
         """Pieces whose updates were lost with a server, and are computed again."""
         self._slices = slices

@@ -23,6 +23,7 @@ from spartito.ps.messages import (
     Applied,
     Done,
     End,
+    Fence,
     Flush,
     GetApplied,
     GetRecord,
@@ -107,7 +108,7 @@ class Connection(threading.Thread):
         super().__init__(name="spartito-serve", daemon=True)
         self._server, self._store = server, server.store
         self._wire = Wire(sock, Request, timeout=GREETING_SECONDS)
-        self._worker, self._chief = -1, False
+        self._worker, self._generation, self._chief = -1, 0, False
         self._loading: OptimizerState = {}
         self._expected = 0
         self._pending: Load | None = None
@@ -153,9 +154,15 @@ class Connection(threading.Thread):
         finally:
             self._wire.close()
             if hello is not None:
-                with self._store.turn:
-                    self._store.release(self._worker)
+                self._release()
                 self._server.left(self, hello.chief)
+
+    def _release(self) -> None:
+        """This process computes nothing any more, if it still has its worker's place."""
+        with self._store.turn, suppress(UserError):
+            if not self._chief:
+                self._store.check(self._worker, self._generation)
+                self._store.release(self._worker)
 
     def _refuse(self, error: SpartitoError) -> None:
         with suppress(OSError, SpartitoError):
@@ -174,6 +181,10 @@ class Connection(threading.Thread):
             self._wire.send(refusal)
             return None
         self._worker, self._chief = hello.worker, hello.chief
+        self._generation = hello.generation
+        if not self._chief:
+            with self._store.turn:
+                self._store.meet(self._worker, self._generation, GREETING_SECONDS)
         self._server.came(self, hello.chief)
         same_host = bool(hello.host) and hello.host == host_key()
         if self._server.shares and same_host:
@@ -234,7 +245,9 @@ class Connection(threading.Thread):
                     self._codec.decode(inbox)
                 with store.turn:
                     self._need_values()
+                    store.check(self._worker, self._generation)
                     status, staleness = store.push(self._worker, message, inbox)
+                    store.check(self._worker, self._generation)  # a round takes its time
                     if message.pull:
                         store.admit(self._worker)
                         outbox.copy_(store.shard.values)
@@ -243,6 +256,7 @@ class Connection(threading.Thread):
             elif isinstance(message, Pull):
                 with store.turn:
                     self._need_values()
+                    store.check(self._worker, self._generation)
                     if message.admit:
                         store.admit(self._worker)
                     outbox.copy_(store.shard.values)
@@ -298,7 +312,12 @@ class Connection(threading.Thread):
                 wire.send(Record(self._server.record()))
                 return
             if isinstance(message, Release):
+                store.check(self._worker, self._generation)
                 store.release(self._worker)
+            elif isinstance(message, Fence):
+                known = all(0 <= worker < store.rules.workers for worker in message.generations)
+                _need(known, "no such workers")
+                store.fence(message.generations)
             elif isinstance(message, Lost):
                 store.lose(message.worker, message.group, message.size)
             elif isinstance(message, Flush):

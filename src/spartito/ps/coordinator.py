@@ -38,6 +38,7 @@ class Coordinator:
     lease_seconds  a worker that is silent so long is lost; it may come back
     timeout        seconds that the chief waits without any progress before it gives up
     on_lost        is told (worker, lease) of each lease of a lost worker, or (worker, None)
+    on_came        is told (worker, session) before a worker hears that it may come in
     expect_all     nothing is given out until every worker has come
     bad_limit      how many pushes may be dropped because they were not finite
     """
@@ -49,13 +50,14 @@ class Coordinator:
         lease_seconds: float = 10.0,
         timeout: float = 300.0,
         on_lost: Callable[[int, Lease | None], None] = lambda worker, lease: None,
+        on_came: Callable[[int, int], None] = lambda worker, session: None,
         expect_all: bool = False,
         bad_limit: int = 100,
     ) -> None:
         self.lease_seconds = lease_seconds
         self.timeout = timeout
         self._members = [Member(name) for name in names]
-        self._on_lost = on_lost
+        self._on_lost, self._on_came = on_lost, on_came
         self._expect_all = expect_all
         self._bad_limit = bad_limit
         self._changed = threading.Condition()
@@ -82,6 +84,8 @@ class Coordinator:
     def enter(self, worker: int, local: bool = False) -> int:
         """``worker`` has come; answers its session. It takes the place of one there before.
 
+        Sessions grow: that of a later process in a place is larger.
+
         A ``local`` one lives as long as the coordinator. Raises `UserError` if the job has
         ended or has no such worker.
         """
@@ -105,6 +109,10 @@ class Coordinator:
             self._changed.notify_all()
             session = member.session
         self._tell_lost(worker, dropped)
+        try:
+            self._on_came(worker, session)
+        except SpartitoError as error:
+            self.fail(error)
         return session
 
     def hear(self, worker: int, session: int) -> None:

@@ -21,7 +21,7 @@ from spartito.collectives.versions import Versions
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_SNAPSHOT_DIR
-from spartito.ps.chief import JOB, Chief, OnLost
+from spartito.ps.chief import JOB, Chief, OnCame, OnLost
 from spartito.ps.client import Address, Link
 from spartito.ps.coordinator import Coordinator
 from spartito.ps.layout import Layout, Span, cut, table
@@ -143,9 +143,13 @@ class Job:
         link = WorkerLink(host, port, name, self._index, timeout=self.options.timeout)
         return link, link.published(JOB).decode()
 
-    def exchange(self, name: str) -> Exchange:
-        """Our way to all servers."""
-        links = [self._link(number, name, control=False) for number in range(len(self._spans))]
+    def exchange(self, name: str, work: WorkSource | None) -> Exchange:
+        """Our way to all servers, in the place that the coordinator gave us."""
+        generation = work.generation if work is not None else 0
+        links = [
+            self._link(number, name, control=False, generation=generation)
+            for number in range(len(self._spans))
+        ]
         return Exchange(Servers(links, self.vector, self.rules.waits), self.rules.waits)
 
     def give(self, chief: Chief) -> None:
@@ -181,17 +185,18 @@ class Job:
         names = [f"ps {number}" for number in range(len(self._spans))]
         return table(self.vector.layout, self._spans, names)
 
-    def _coordinator(self, on_lost: OnLost) -> Coordinator:
+    def _coordinator(self, on_lost: OnLost, on_came: OnCame) -> Coordinator:
         return Coordinator(
             [str(task) for task in self.workers],
             lease_seconds=self.options.lease_seconds,
             timeout=self.options.timeout,
             on_lost=on_lost,
+            on_came=on_came,
             expect_all=self.rules.together,
             bad_limit=self.options.nan_limit,
         )
 
-    def _link(self, number: int, job: str, *, control: bool) -> Link:
+    def _link(self, number: int, job: str, *, control: bool, generation: int = 0) -> Link:
         options = self.options
         hello = Hello(
             task=str(self.cluster.task),
@@ -202,6 +207,7 @@ class Job:
             versions=Versions.own(),
             rules=str(self.rules),
             host=host_key() if options.shared_memory and supported() and not control else "",
+            generation=generation,
         )
         address = Address.of(number, self._addresses[number])
         span = self._spans[number]

@@ -43,6 +43,10 @@ class LocalLink(WorkSource):
         self._session = coordinator.enter(worker, local=True)
 
     @property
+    def generation(self) -> int:
+        return self._session
+
+    @property
     def rates(self) -> bytes:
         return self._coordinator.rates
 
@@ -90,10 +94,15 @@ class WorkerLink(WorkSource):
         except BaseException:
             self._wire.close()
             raise
+        self._generation = welcome.generation
         self._beats = threading.Thread(
             target=self._beat, args=(welcome.beat,), name="spartito-beat", daemon=True
         )
         self._beats.start()
+
+    @property
+    def generation(self) -> int:
+        return self._generation
 
     @property
     def rates(self) -> bytes:

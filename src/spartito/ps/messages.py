@@ -28,6 +28,8 @@ class Hello(Message, frozen=True, tag="hello"):
     """What must be equal on all tasks beside the schema, as text."""
     host: str
     """`host_key` of its machine, empty when it wants no shared memory."""
+    generation: int = 0
+    """Which process in the worker's place it is, as the coordinator numbers them."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -108,6 +110,16 @@ class Lost(Message, frozen=True, tag="lost"):
     size: int
 
 
+class Fence(Message, frozen=True, tag="fence"):
+    """The chief: which process, by its generation, has each worker's place. Earlier ones are out.
+
+    A server knows generations from the chief alone, and keeps them in its memory alone: one that
+    was started again lets no worker in before the chief has told it.
+    """
+
+    generations: dict[int, int]
+
+
 class Flush(Message, frozen=True, tag="flush"):
     """The chief: apply what waits to be put together with more pushes."""
 
@@ -164,7 +176,7 @@ class End(Message, frozen=True, tag="end"):
 
 
 Request = (
-    Hello | Load | LoadState | Push | Pull | Release | Lost | Flush | Status | GetState
+    Hello | Load | LoadState | Push | Pull | Release | Lost | Fence | Flush | Status | GetState
     | GetApplied | GetRecord | End
 )  # fmt: skip
 Answer = Welcome | Values | State | LoadState | Applied | Record | Done | Refused

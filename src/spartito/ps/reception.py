@@ -120,7 +120,7 @@ class Reception:
         session = self._coordinator.enter(worker)
         lost = True
         try:
-            wire.send(Welcome(self._beat))
+            wire.send(Welcome(self._beat, session))
             wire.timeout = None  # a silent worker is the watch's business
             lost = not self._converse(wire, worker, session)
         finally:

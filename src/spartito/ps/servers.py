@@ -14,7 +14,7 @@ from torch import Tensor
 from spartito.errors import SpartitoError
 from spartito.ps.client import Link, Restarted
 from spartito.ps.keys import Keys
-from spartito.ps.messages import End, Load, Lost, Message, Pull, Push, Release, Values
+from spartito.ps.messages import End, Fence, Load, Lost, Message, Pull, Push, Release, Values
 from spartito.ps.shard import State as OptimizerState
 from spartito.ps.vector import Vector
 
@@ -32,6 +32,7 @@ class Servers:
         self.links, self.vector = list(links), vector
         self._ordered = ordered and len(links) > 1
         self._sent: list[Push] = []
+        self._early: list[Values] = []  # what all but the first said to a push that is ordered
         self._versions = [0] * len(self.links)
         self.far = Values(0, 0, 0, 0)
         """How far the first server is."""
@@ -55,7 +56,7 @@ class Servers:
         ]
         if self._ordered:
             others = [replace(push, pull=False) for push in self._sent[1:]]
-            self._exchange(self.links[1:], others)
+            self._early = self._exchange(self.links[1:], others)
             self.links[0].send(self._sent[0])
         else:
             self._send(self.links, self._sent)
@@ -63,7 +64,11 @@ class Servers:
     def answers(self) -> list[Values]:
         """What the servers say to the last `push`, with the new values in the model."""
         if self._ordered:
-            found = [self.links[0].receive(self._sent[0]), *self._look(self.links[1:])]
+            first, *rest = self.links[0].receive(self._sent[0]), *self._look(self.links[1:])
+            told = [
+                replace(now, status=was.status) for now, was in zip(rest, self._early, strict=True)
+            ]
+            found = [first, *told]
         else:
             found = self._receive(self.links, self._sent)
         self._take(found)
@@ -138,6 +143,7 @@ class Control:
         self.links = list(links)
         self._turn = threading.Lock()
         self._lost: deque[Lost] = deque(maxlen=64)
+        self._generations: dict[int, int] = {}
         self.restarted: set[int] = set()
 
     def tell(self, message: Message) -> list[Any]:
@@ -151,6 +157,13 @@ class Control:
             self._lost.append(lost)
             for number in range(len(self.links)):
                 self._ask(number, lost)
+
+    def fence(self, worker: int, generation: int) -> None:
+        """Have the servers serve no process in a worker's place that is older than this one."""
+        with self._turn:
+            self._generations[worker] = max(generation, self._generations.get(worker, 0))
+            for number in range(len(self.links)):
+                self._ask(number, Fence(self._generations))
 
     def applied(self, number: int, slices: int) -> Keys:
         """Which pieces a server has applied."""
@@ -195,8 +208,8 @@ class Control:
         link, forgetful = self.links[number], False
         while True:
             try:
-                for lost in self._lost if forgetful else ():
-                    link.ask(lost)
+                for told in (*self._lost, Fence(self._generations)) if forgetful else ():
+                    link.ask(told)
                 return ask(link, *what)
             except Restarted:
                 self.restarted.add(number)

@@ -6,14 +6,15 @@ All of it happens under one lock, `Store.turn`; whoever has to wait for others w
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spartito.errors import SpartitoError
+from spartito.errors import SpartitoError, UserError
 from spartito.ps.keys import Key, Keys
 from spartito.ps.log import PushLog
 from spartito.ps.messages import Push, Values
@@ -73,6 +74,7 @@ class Store:
         self._ended: dict[int, tuple[int, int, int]] = {}  # each worker's last round that is over
         self._absent: dict[int, dict[int, int]] = {}
         self._asked: dict[int, object] = {}  # who waits for a pull in each worker's name
+        self._generations: dict[int, int] = {}  # of the process that has each worker's place
         self._spare: Tensor | None = None
 
     def begin(self, job: str) -> None:
@@ -85,6 +87,7 @@ class Store:
             self._rounds.clear()
             self._ended.clear()
             self._absent.clear()
+            self._generations.clear()
             if self._gate is not None:
                 self._gate = Gate(self.rules.max_staleness or 0)
             if self.log is not None:
@@ -97,6 +100,35 @@ class Store:
     def fail(self, failure: SpartitoError) -> None:
         """Nothing more can be done: all who wait are told so. Called with `turn` held."""
         self.failure = self.failure or failure
+        self.turn.notify_all()
+
+    def meet(self, worker: int, generation: int, seconds: float) -> None:
+        """Wait until the chief has told of this process in ``worker``'s place.
+
+        Called with `turn` held. Raises as `check`, and `TimeoutError` after ``seconds``.
+        """
+        end = time.monotonic() + seconds
+        while self._generations.get(worker, 0) < generation:
+            if time.monotonic() > end:
+                raise TimeoutError(f"the chief did not tell of worker {worker} in {seconds:g} s")
+            self._wait()
+        self.check(worker, generation)
+
+    def check(self, worker: int, generation: int) -> None:
+        """Raise `UserError` if a later process has taken ``worker``'s place."""
+        if generation < self._generations.get(worker, 0):
+            raise UserError(
+                f"another process has taken the place of worker {worker}",
+                "It was given up, or two tasks have the same index.",
+            )
+
+    def fence(self, generations: Mapping[int, int]) -> None:
+        """Serve no process older than these any more. Called with `turn` held."""
+        for worker, generation in generations.items():
+            if generation > self._generations.get(worker, 0):
+                self._generations[worker] = generation
+                self._asked.pop(worker, None)
+                self.release(worker)
         self.turn.notify_all()
 
     def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[str, int]:
@@ -113,7 +145,8 @@ class Store:
         if status == "applied" and not push.dropped:
             self._apply(push, gradient, staleness)
         if self._gate is not None:
-            if status == "applied" and not push.dropped:
+            # What is known here may be an update of a server that was started again.
+            if status != "stale" and not push.dropped and self._gate.holds(worker):
                 self._gate.push(worker)
             else:
                 self._gate.release(worker)
@@ -131,7 +164,7 @@ class Store:
         self._gate.ask(worker)
         while worker not in self._gate.grantable():
             self._wait()
-            if self._asked[worker] is not mine:
+            if self._asked.get(worker) is not mine:
                 raise SpartitoError(f"worker {worker} has come again by another connection")
             self._gate.ask(worker)  # it may have been given up meanwhile, though it is here
         self._gate.grant(worker, self.version)
@@ -177,7 +210,7 @@ class Store:
             return "duplicate"
         late = self._gate is not None and not self._gate.holds(worker)
         limit = self.rules.max_staleness
-        beyond = limit is not None and staleness > limit and self.rules.on_stale == "reject"
+        beyond = limit is not None and staleness > limit and self.rules.on_stale != "compensate"
         if late or beyond:
             self.refused += 1
             return "stale"

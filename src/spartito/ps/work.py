@@ -47,6 +47,11 @@ class WorkSource(Protocol):
     """Where a task that computes gets its work: a link to the coordinator."""
 
     @property
+    def generation(self) -> int:
+        """Which process in its worker's place this one is; a later one has a larger number."""
+        ...
+
+    @property
     def rates(self) -> bytes:
         """What the chief decided about learning rates, as of the last answer."""
         ...
@@ -108,9 +113,10 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Come in, and let us hear of you every ``beat`` seconds."""
+    """Come in as ``generation`` of your place, and let us hear of you every ``beat`` seconds."""
 
     beat: float
+    generation: int
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):

@@ -389,6 +389,6 @@ class ParameterServerStrategy(ReplicaStrategy):
             sys.exit(0)
         self.chief = job.begin() if self.is_chief else None
         self.work, name = job.work(self.chief)
-        self.pusher = Pusher(pair, job.exchange(name), self._rules, self._again)
+        self.pusher = Pusher(pair, job.exchange(name, self.work), self._rules, self._again)
         if self.chief is not None:
             self.chief.gather(min(START_SECONDS, self._options.timeout))
