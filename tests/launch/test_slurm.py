@@ -15,7 +15,8 @@ from spartito.cli import main
 from spartito.cluster.slurm import from_slurm
 from spartito.errors import UserError
 from spartito.launch.roles import Roles
-from spartito.launch.slurm import BatchJob, batch_file, plan_batch, time_seconds
+from spartito.launch.slurm import BatchJob, batch_file, plan_batch
+from spartito.launch.slurm_values import time_seconds
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "clusters.md"
 CASTS = st.builds(Roles, st.integers(1, 6), st.integers(0, 3), st.booleans())
@@ -162,6 +163,37 @@ def test_what_slurm_is_asked_for() -> None:
     }
 
 
+def test_what_clusters_want_of_their_users() -> None:
+    plan = plan_batch(
+        "mnist",
+        workers=2,
+        qos="high",
+        constraint="[rack1*2]&a100|h100",
+        gpus_per_node="a100:2",
+        exclusive=True,
+        lines=["--mail-type=END", "--reservation 'my own'"],
+        setup=["module load cuda", 'export GREETING="a  b"'],
+    )
+    text = batch_file(plan)
+    found = options(text)
+    assert [found[name] for name in ("qos", "constraint", "gpus-per-node", "mail-type")] == [
+        *("high", "[rack1*2]&a100|h100", "a100:2", "END")
+    ]
+    assert "\n#SBATCH --exclusive\n" in text
+    assert "\n#SBATCH --reservation 'my own'\n" in text
+    last = text.rindex("#SBATCH")
+    assert last < text.index("module load cuda") < text.index("export SPARTITO_STRATEGY")
+    _, told, _ = played(text.replace("module load cuda\n", ""))
+    assert told["GREETING"] == "a  b"
+
+
+def test_workers_spread_over_the_nodes_and_servers_beside_them() -> None:
+    assert "distribution" not in options(batch_file(plan_batch("mnist", nodes=2, workers=4)))
+    for others in ({"ps": 2}, {"evaluator": True}):
+        plan = plan_batch("mnist", nodes=2, workers=2, **others)
+        assert options(batch_file(plan))["distribution"] == "cyclic"
+
+
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
@@ -179,6 +211,17 @@ def test_what_slurm_is_asked_for() -> None:
         ({"account": "x\n#SBATCH --nodes=9"}, "--account"),
         ({"gres": ""}, "--gres ''"),
         ({"gres": "gpu:1", "workers": 2}, "1 GPU for each node, where 2 workers"),
+        ({"gpus_per_node": "1", "workers": 2}, "1 GPU for each node, where 2 workers"),
+        ({"gpus_per_node": "all"}, "--gpus-per-node 'all' is no number"),
+        ({"gpus_per_node": "2", "gres": "gpu:2"}, "say both how many GPUs"),
+        ({"constraint": "a b"}, "--constraint 'a b'"),
+        ({"qos": ""}, "--qos ''"),
+        ({"lines": ["mail-type=END"]}, "is no option of sbatch"),
+        ({"lines": ["--x\n#SBATCH --nodes=9"]}, "is no option of sbatch"),
+        ({"lines": ["--nodes=9"]}, "the file says --nodes already"),
+        ({"lines": ["-n9"]}, "the file says --ntasks already"),
+        ({"setup": ["a\nb"]}, "is not one line"),
+        ({"setup": ["#SBATCH --x"]}, "too late for Slurm"),
         ({"time": "soon"}, "--time 'soon' is no time limit"),
         ({"time": "01:75:00"}, "no time limit"),
         ({"signal": "USR9"}, "--signal 'USR9'"),

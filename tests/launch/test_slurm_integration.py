@@ -106,6 +106,30 @@ def test_servers_and_an_evaluator_have_tasks_of_their_own(slurm: Slurm) -> None:
     assert (run / "evaluations.jsonl").read_text().count("\n") == 1
 
 
+def test_servers_take_no_node_from_the_workers(slurm: Slurm) -> None:
+    (slurm.work / "who.py").write_text(
+        "import os, socket\nfrom spartito.cluster import resolve\n"
+        "print(f'{resolve().task} on {socket.gethostname()}', os.environ['GREETING'], flush=True)\n"
+    )
+    own = (
+        "--qos=normal",
+        "--exclusive",
+        "--setup=export GREETING=hello",
+        "--sbatch=--comment=mine",
+    )
+    job = train(slurm, "who", "who.py", "--workers=3", "--ps=2", "--evaluator", *own)
+    assert job.code == 0, job.text
+    found = dict(re.findall(r"^\d: (\w+ \d) on (\w+) hello$", job.text, re.MULTILINE))
+    assert found == {
+        "worker 0": "node1",
+        "worker 1": "node2",
+        "worker 2": "node1",
+        "ps 0": "node2",
+        "ps 1": "node1",
+        "evaluator 0": "node2",
+    }
+
+
 def test_a_killed_worker_is_named_and_ends_the_job_with_69(slurm: Slurm) -> None:
     (slurm.work / "dies.py").write_text(DIES)
     job = train(slurm, "dies", "dies.py", "--workers=2")

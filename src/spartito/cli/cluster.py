@@ -185,8 +185,26 @@ def slurm(
     time: Annotated[
         str | None, typer.Option(help="The time limit, as 01:00:00.", metavar="TIME")
     ] = None,
+    qos: Annotated[str | None, typer.Option(help="The quality of service.", metavar="NAME")] = None,
+    constraint: Annotated[
+        str | None, typer.Option(help="Features of the nodes, as a100&nvlink.", metavar="LIST")
+    ] = None,
+    exclusive: Annotated[
+        bool, typer.Option("--exclusive", help="Nodes that no other job shares.")
+    ] = False,
     gres: Annotated[
         str | None, typer.Option(help="What each node must have, as gpu:1.", metavar="LIST")
+    ] = None,
+    gpus_per_node: Annotated[
+        str | None, typer.Option(help="GPUs of each node, as 2 or a100:2.", metavar="N")
+    ] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(help="A further option of sbatch, as --mail-type=END.", metavar="OPTION"),
+    ] = None,
+    setup: Annotated[
+        list[str] | None,
+        typer.Option(help="A line of the shell before it starts, as 'module load cuda'."),
     ] = None,
     signal: Annotated[
         str | None,
@@ -230,7 +248,13 @@ def slurm(
         partition=partition,
         account=account,
         time=time,
+        qos=qos,
+        constraint=constraint,
+        exclusive=exclusive,
         gres=gres,
+        gpus_per_node=gpus_per_node,
+        lines=sbatch or [],
+        setup=setup or [],
         signal=signal,
         cpus_per_task=cpus_per_task,
         memory=memory,

@@ -13,7 +13,15 @@ from spartito.cluster.listed import ENV_EVALUATOR, ENV_PS
 from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.containers.plan import LEAST_MEMORY, memory_bytes
 from spartito.launch.local import RUNTIME
-from spartito.launch.roles import PARAMETER_SERVER, Roles
+from spartito.launch.roles import Roles
+from spartito.launch.slurm_values import (
+    check_gpus,
+    check_lines,
+    check_setup,
+    check_signal,
+    check_values,
+    time_seconds,
+)
 from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here
 from spartito.names import ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 
@@ -27,26 +35,7 @@ RUN_DIR = f'"${ENV_RUN_DIR}"'
 KILLED = (129, 137, 143)
 """How srun says that SIGHUP, SIGKILL or SIGTERM ended a task."""
 
-MOST_SIGNAL_SECONDS = 65535  # Slurm keeps it in 16 bits
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
-VALUE = re.compile(r"[A-Za-z0-9_.,:=+@/-]+")
-MINUTES = re.compile(r"(?P<minutes>\d+)(?::(?P<seconds>[0-5]?\d))?")
-HOURS = re.compile(r"(?P<hours>\d+):(?P<minutes>[0-5]?\d):(?P<seconds>[0-5]?\d)")
-DAYS = re.compile(
-    r"(?P<days>\d+)-(?P<hours>[01]?\d|2[0-3])"
-    r"(?::(?P<minutes>[0-5]?\d)(?::(?P<seconds>[0-5]?\d))?)?"
-)
-SECONDS = {"days": 86_400, "hours": 3_600, "minutes": 60, "seconds": 1}
-SIGNAL = re.compile(
-    r"(?:(?P<whom>[RB]{1,2}):)?(?P<signal>\d+|(?:SIG)?[A-Z][A-Z0-9]+)(?:@(?P<before>\d+))?"
-)
-SIGNALS = ("HUP", "INT", "QUIT", "ABRT", "ALRM", "TERM", "USR1", "USR2", "URG", "CONT", "TSTP")
-"""Signals that Slurm knows by name and that a script can handle."""
-
-SIGNAL_SECONDS = 60
-"""How long before the end Slurm sends a signal when nothing else is said."""
-
-GPUS = re.compile(r"gpu(?::[A-Za-z][\w.-]*)?(?::(\d+))?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +44,8 @@ class BatchJob:
 
     ``command`` is what every task runs, in the shell's words. ``out`` is the run folder; None
     means one by the job's number. ``time``, ``gres``, ``signal`` and the others are as Slurm
-    writes them, ``memory`` is in MiB for each node.
+    writes them, ``memory`` is in MiB for each node. ``lines`` are further options of ``sbatch``,
+    ``setup`` lines of the shell.
     """
 
     name: str
@@ -73,6 +63,12 @@ class BatchJob:
     signal: str | None = None
     cpus_per_task: int = 1
     memory: int | None = None
+    qos: str | None = None
+    constraint: str | None = None
+    gpus_per_node: str | None = None
+    exclusive: bool = False
+    lines: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
 
     @property
     def tasks(self) -> int:
@@ -104,6 +100,12 @@ def plan_batch(
     signal: str | None = None,
     cpus_per_task: int = 1,
     memory: str | None = None,
+    qos: str | None = None,
+    constraint: str | None = None,
+    gpus_per_node: str | None = None,
+    exclusive: bool = False,
+    lines: Sequence[str] = (),
+    setup: Sequence[str] = (),
     name: str | None = None,
     out: Path | None = None,
     data: Path | None = None,
@@ -111,16 +113,17 @@ def plan_batch(
 ) -> BatchJob:
     """The job that these words ask for, ``target`` being a script or a recipe.
 
-    ``workers`` are those of all nodes; ``memory`` is that of each node, as ``8g``. ``python`` is
-    this one unless it is named. Raises `UserError` for what cannot run, before it is in a queue.
+    ``workers`` are those of all nodes; ``memory`` is that of each node, as ``8g``. ``lines`` are
+    further options of ``sbatch``, ``setup`` lines of the shell before the tasks start. ``python``
+    is this one unless it is named. Raises `UserError` for what cannot run, before it is in a queue.
     """
     roles = Roles(workers, ps, evaluator)
     chosen = choose_strategy(strategy, strategy_options, roles)
     _check_nodes(chosen, nodes, roles)
-    _check_gpus(chosen, gres, nodes, roles)
+    check_gpus(chosen, gres, gpus_per_node, nodes, roles)
     limit = None if time is None else time_seconds(time)
     if signal is not None:
-        _check_signal(signal, limit)
+        check_signal(signal, limit)
     check_folder("--data", data)
     about, command = _program(target, arguments, data, python or sys.executable)
     job = name or re.sub(r"[^A-Za-z0-9_-]+", "-", about.removesuffix(".py")).strip("-_")
@@ -129,10 +132,18 @@ def plan_batch(
             f"--name {job!r} cannot name a job",
             "Use letters, digits, ., - and _, with a letter or a digit first.",
         )
-    for option, value in (("--partition", partition), ("--account", account), ("--gres", gres)):
-        if value is not None and not VALUE.fullmatch(value):
-            raise UserError(f"{option} {value!r} is nothing that Slurm could read")
-    return BatchJob(
+    check_values(
+        {
+            "partition": partition,
+            "account": account,
+            "qos": qos,
+            "constraint": constraint,
+            "gres": gres,
+            "gpus-per-node": gpus_per_node,
+        }
+    )
+    check_setup(setup)
+    planned = BatchJob(
         name=job,
         about=about,
         command=command,
@@ -148,7 +159,15 @@ def plan_batch(
         signal=signal,
         cpus_per_task=cpus_per_task,
         memory=None if memory is None else _memory(memory, nodes, roles),
+        qos=qos,
+        constraint=constraint,
+        gpus_per_node=gpus_per_node,
+        exclusive=exclusive,
+        lines=tuple(lines),
+        setup=tuple(setup),
     )
+    check_lines(lines, [*(name for name, _ in _options(planned)), "ntasks-per-node"])
+    return planned
 
 
 def batch_file(job: BatchJob) -> str:
@@ -158,26 +177,15 @@ def batch_file(job: BatchJob) -> str:
             "#!/bin/bash",
             *_heading(job),
             *(f"#SBATCH --{option}={value}" for option, value in _options(job)),
+            *(["#SBATCH --exclusive"] if job.exclusive else []),
+            *(f"#SBATCH {line}" for line in job.lines),
             "",
+            *([*job.setup, ""] if job.setup else []),
             *(f"export {name}={value}" for name, value in _told(job)),
             "",
             *_step(job),
             "",
         ]
-    )
-
-
-def time_seconds(text: str) -> int | None:
-    """The seconds of a time limit as Slurm writes it; None for no limit, `UserError` if none."""
-    if text in ("0", "UNLIMITED", "INFINITE"):
-        return None
-    for form in (MINUTES, HOURS, DAYS):
-        if found := form.fullmatch(text):
-            given = found.groupdict(default="0")
-            return sum(int(number) * SECONDS[unit] for unit, number in given.items()) or None
-    raise UserError(
-        f"--time {text!r} is no time limit",
-        "Write minutes (90), hours:minutes:seconds (01:30:00), or days-hours (2-12).",
     )
 
 
@@ -210,15 +218,24 @@ def _options(job: BatchJob) -> Iterator[tuple[str, str | int]]:
         yield "partition", job.partition
     if job.account is not None:
         yield "account", job.account
+    if job.qos is not None:
+        yield "qos", job.qos
+    if job.constraint is not None:
+        yield "constraint", job.constraint
     yield "nodes", job.nodes
     yield "ntasks", job.tasks
     if job.tasks % job.nodes == 0:
         yield "ntasks-per-node", job.tasks // job.nodes
+    if job.nodes > 1 and job.tasks > job.roles.workers:
+        # Servers and the evaluator come last: in blocks they would have nodes of their own.
+        yield "distribution", "cyclic"
     yield "cpus-per-task", job.cpus_per_task
     if job.memory is not None:
         yield "mem", f"{job.memory}M"
     if job.gres is not None:
         yield "gres", job.gres
+    if job.gpus_per_node is not None:
+        yield "gpus-per-node", job.gpus_per_node
     if job.time is not None:
         yield "time", job.time
     if job.signal is not None:
@@ -306,47 +323,6 @@ def _check_nodes(strategy: str, nodes: int, roles: Roles) -> None:
         raise UserError(
             f"--nodes {nodes} are more than the job's {_plural(len(roles.tasks), 'task')}",
             f"Add workers: --workers {nodes}; they count over all nodes.",
-        )
-
-
-def _check_gpus(strategy: str, gres: str | None, nodes: int, roles: Roles) -> None:
-    """Replicas that update together need a GPU each; ``--gres`` counts those of one node."""
-    found = [GPUS.fullmatch(part) for part in (gres or "").split(",")]
-    counts = [int(part[1] or 1) for part in found if part is not None]
-    here = -(-roles.workers // nodes)
-    if counts and sum(counts) < here and strategy != PARAMETER_SERVER:
-        raise UserError(
-            f"--gres {gres} is {_plural(sum(counts), 'GPU')} for each node, where {here} workers "
-            "will be",
-            f"Write --gres gpu:{here}.",
-        )
-
-
-def _check_signal(text: str, limit: int | None) -> None:
-    found = SIGNAL.fullmatch(text)
-    name = found["signal"].removeprefix("SIG") if found else ""
-    known = 0 < int(name) < 65 if name.isdigit() else name in SIGNALS
-    if found is None or not known:
-        raise UserError(
-            f"--signal {text!r} is none that Slurm could send",
-            "Write a signal and the seconds before the end, as USR1@120.",
-        )
-    if "B" in (found["whom"] or ""):
-        raise UserError(
-            f"--signal {text} goes to the batch script alone, which would end, and all tasks "
-            "with it",
-            f"Leave the B out: with {text.partition(':')[2]} each task gets the signal.",
-        )
-    before = int(found["before"] or SIGNAL_SECONDS)
-    if before > MOST_SIGNAL_SECONDS:
-        raise UserError(
-            f"--signal {text}: {before} seconds before the end are too many for Slurm",
-            f"It can count to {MOST_SIGNAL_SECONDS}.",
-        )
-    if limit is not None and before >= limit:
-        raise UserError(
-            f"--signal {text} comes {before} s before the end, but --time gives only {limit} s",
-            "It would come at once: give more time, or a smaller number of seconds.",
         )
 
 
