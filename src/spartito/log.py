@@ -6,6 +6,8 @@ import ctypes
 import logging
 import os
 import sys
+import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -20,6 +22,34 @@ def note(message: str, *args: object) -> None:
 def warn(message: str, *args: object) -> None:
     """Tell the user of something that probably should not be so."""
     logger.warning(message, *args)
+
+
+def shown(text: str, most: int = 100) -> str:
+    """``text`` of a stranger for a log: on one line, without control characters, cut off."""
+    plain = "".join(char if char.isprintable() else "?" for char in text[: most + 1])
+    return plain if len(plain) <= most else plain[:most] + "..."
+
+
+class Seldom:
+    """Warns, but not more often than every ``seconds``: then says how many were left out."""
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        self._seconds = seconds
+        self._next = 0.0
+        self._left_out = 0
+        self._guard = threading.Lock()
+
+    def warn(self, message: str, *args: object) -> None:
+        """As `warn`, or nothing."""
+        with self._guard:
+            now = time.monotonic()
+            if now < self._next:
+                self._left_out += 1
+                return
+            self._next, left_out = now + self._seconds, self._left_out
+            self._left_out = 0
+        more = f" ({left_out} more such lines were left out)" if left_out else ""
+        warn(message + "%s", *args, more)
 
 
 def configure() -> None:

@@ -17,9 +17,10 @@ from torch.distributed import HashStore
 
 from spartito.cluster.ports import free_port
 from spartito.collectives.meeting import connect
-from spartito.collectives.peers import HELLO, connect_all
+from spartito.collectives.peers import RANK, connect_all
 from spartito.collectives.tcp import SMALL, SocketCollective, rest, shares
 from spartito.errors import TaskLostError, UserError
+from tests.callers import call, hung_up
 from tests.collectives.group import join, running, spec
 from tests.collectives.jobs import values
 
@@ -115,48 +116,33 @@ def test_who_ends_in_the_middle_of_a_transfer_is_named(victim: int) -> None:
 def test_strangers_at_the_port_are_hung_up_on() -> None:
     """We are worker 1; before our hello come those who say something else, or nothing."""
     store = HashStore()
+    key = b"the secret of this job"
     with ThreadPoolExecutor() as pool:
-        meeting = pool.submit(connect_all, 0, NAMES, store, LONG, "127.0.0.1")
+        meeting = pool.submit(connect_all, 0, NAMES, store, LONG, "127.0.0.1", key)
         store.set("1", "127.0.0.1 1 00")  # nobody dials the last rank
-        host, port, secret = store.get("0").decode().split()
-        word, address = bytes.fromhex(secret), (host, int(port))
-        strangers = [socket.create_connection(address, LONG) for _ in range(5)]
-        for stranger, says in zip(
-            strangers,
-            [
-                HELLO.pack(bytes(16), 1),
-                HELLO.pack(word, 0),  # knows the secret, but is nobody that is missing
-                HELLO.pack(word, 2),
-                b"GET / HTTP/1.1\r\n\r\n and more",
-                b"",
-            ],
-            strict=True,
-        ):
-            stranger.sendall(says)
-        strangers[-1].shutdown(socket.SHUT_WR)
-        for stranger in strangers:
-            assert hung_up(stranger)
-            stranger.close()
-        silent = socket.create_connection(address, LONG)
-        with socket.create_connection(address, LONG) as ours:
-            hello = HELLO.pack(word, 1)
-            ours.sendall(hello[:7])
-            ours.sendall(hello[7:])
+        _, text, word = store.get("0").decode().split()
+        port, purpose = int(text), f"sockets {word}"
+        silent = socket.create_connection(("127.0.0.1", port), LONG)
+        with pytest.raises(UserError, match="does not know the secret"):
+            call(port, purpose)  # has read the store
+        with pytest.raises(UserError, match="does not know the secret"):
+            call(port, "sockets 00", key)  # is of another meeting
+        with socket.create_connection(("127.0.0.1", port), LONG) as other:
+            other.sendall(b"GET / HTTP/1.1\r\n\r\n and more")
+            assert hung_up(other) == b""
+        for rank in (0, 2):  # knows the secret, but is nobody that is missing
+            with call(port, purpose, key) as wrong:
+                wrong.sendall(RANK.pack(rank))
+                assert hung_up(wrong) == b""
+        with call(port, purpose, key) as ours:
+            ours.sendall(RANK.pack(1)[:3])
+            ours.sendall(RANK.pack(1)[3:])
             (theirs,) = meeting.result(LONG).values()
-            with theirs:
-                assert hung_up(silent)
+            with theirs, silent:
+                assert hung_up(silent) == b""
                 ours.sendall(b"here")
                 theirs.settimeout(LONG)
                 assert theirs.recv(4) == b"here"
-        silent.close()
-
-
-def hung_up(connection: socket.socket) -> bool:
-    """Whether the other end closes the connection within the limit."""
-    try:
-        return connection.recv(1) == b""
-    except ConnectionResetError:  # what we said was not read to its end
-        return True
 
 
 def test_who_does_not_call_is_named() -> None:

@@ -16,6 +16,7 @@ from spartito.ps.lease import Lease, Plan
 from spartito.ps.link import WorkerLink
 from spartito.ps.reception import Reception
 from spartito.ps.work import Complete, Report, Totals, WorkSource
+from tests.callers import hung_up
 
 HOST = "127.0.0.1"
 LIMIT = 30.0
@@ -124,7 +125,4 @@ def stranger(port: int, data: bytes) -> bytes:
     """What a connection that sends ``data`` hears until it is closed."""
     with socket.create_connection((HOST, port), LIMIT) as connection:
         connection.sendall(data)
-        heard = b""
-        while chunk := connection.recv(4096):
-            heard += chunk
-        return heard
+        return hung_up(connection)

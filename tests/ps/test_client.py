@@ -27,12 +27,13 @@ from spartito.ps.connection import areas
 from spartito.ps.layout import LINE, Span, cut
 from spartito.ps.messages import Hello, Lost, Pull, Push, Status, Values, Welcome
 from spartito.ps.rules import Rules
-from spartito.ps.server import Server
+from spartito.ps.server import PURPOSE, Server
 from spartito.ps.servers import Control, Servers
 from spartito.ps.shard import Shard, State, settings
 from spartito.ps.store import Store
 from spartito.ps.vector import Copies, Vector, allocate
 from spartito.ps.wire import Wire
+from tests.callers import answer
 
 HOST = "127.0.0.1"
 LIMIT = 30.0  # seconds that no passing test comes near
@@ -465,7 +466,7 @@ def test_a_server_that_always_hangs_up_is_named() -> None:
 
         def greet_only() -> None:
             for _ in range(BREAKS + 1):
-                wire = Wire(listener.accept()[0], Hello, timeout=LIMIT)
+                wire = Wire(answer(listener, PURPOSE), Hello, timeout=LIMIT)
                 wire.receive()
                 wire.send(Welcome(True, "life"))
                 wire.close()

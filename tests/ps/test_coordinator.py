@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import socket
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +15,7 @@ from spartito.errors import SpartitoError, UserError
 from spartito.ps.coordinator import Coordinator
 from spartito.ps.lease import Lease
 from spartito.ps.link import LocalLink, WorkerLink
+from spartito.ps.reception import PURPOSE
 from spartito.ps.wire import Wire
 from spartito.ps.work import (
     MAX_PUBLISHED,
@@ -29,6 +29,7 @@ from spartito.ps.work import (
     Totals,
     ToWorker,
 )
+from tests.callers import call
 from tests.ps import coordination as co
 
 HELLO = Hello(1, Versions.own())
@@ -201,7 +202,7 @@ def test_who_comes_after_the_end_is_told() -> None:
         link.close()
 
 
-@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"SPTO" + bytes(60), b"\xff" * 64])
+@pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"SPTO" + bytes(64), b"\xff" * 64])
 def test_strangers_are_shown_out_and_the_next_is_served(data: bytes) -> None:
     with co.serving(2) as (coordinator, port):
         co.stranger(port, data)
@@ -214,7 +215,7 @@ def test_strangers_are_shown_out_and_the_next_is_served(data: bytes) -> None:
 @pytest.mark.parametrize("messages", [[Beat()], [HELLO, HELLO], [Take(0, 0, None, True)]])
 def test_messages_out_of_turn_end_the_connection(messages: list[Any]) -> None:
     with co.serving(2) as (coordinator, port):
-        wire = Wire(socket.create_connection((co.HOST, port)), ToWorker, timeout=co.LIMIT)
+        wire = Wire(call(port, PURPOSE), ToWorker, timeout=co.LIMIT)
         for message in messages:
             wire.send(message)
         with pytest.raises(ConnectionError):
@@ -229,7 +230,7 @@ def test_messages_out_of_turn_end_the_connection(messages: list[Any]) -> None:
 
 def turned_away(port: int) -> str:
     """What worker 1 is told that has another Spartito."""
-    wire = Wire(socket.create_connection((co.HOST, port)), ToWorker, timeout=co.LIMIT)
+    wire = Wire(call(port, PURPOSE), ToWorker, timeout=co.LIMIT)
     wire.send(Hello(1, Versions("0.0.1", Versions.own().torch)))
     answer = wire.receive()
     wire.close()

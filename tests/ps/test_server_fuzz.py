@@ -43,11 +43,12 @@ from spartito.ps.messages import (
     Welcome,
 )
 from spartito.ps.rules import Rules
-from spartito.ps.server import Server
+from spartito.ps.server import PURPOSE, Server
 from spartito.ps.shard import Shard
 from spartito.ps.store import Store
 from spartito.ps.vector import Vector, allocate
 from spartito.ps.wire import PREFIX, Gone, Wire
+from tests.callers import call
 
 HOST, LIMIT, JOB = "127.0.0.1", 10.0, "a job"
 
@@ -85,8 +86,7 @@ class Live:
         return wire
 
     def stranger(self) -> Wire:
-        return Wire(socket.create_connection((HOST, self.port), LIMIT), Answer, limit=1 << 16,
-                    timeout=LIMIT)  # fmt: skip
+        return Wire(call(self.port, PURPOSE), Answer, limit=1 << 16, timeout=LIMIT)
 
     def serves(self, step: int) -> None:
         """A proper client's push is applied, and it hears the new values."""
@@ -154,7 +154,7 @@ def frame(message: msgspec.Struct, **facts: int) -> bytes:
 
 def hear(live: Live, data: bytes) -> None:
     """Send raw bytes and our end; what comes is a refusal or the end."""
-    with socket.create_connection((HOST, live.port), LIMIT) as raw:
+    with call(live.port, PURPOSE) as raw:
         with contextlib.suppress(OSError):  # it may close before it has heard all
             raw.sendall(data)
             raw.shutdown(socket.SHUT_WR)
@@ -362,7 +362,7 @@ def test_an_optimizer_that_fails_ends_the_server_and_is_told(tmp_path: Path) -> 
 
     thread = threading.Thread(target=serve)
     thread.start()
-    wire = Wire(socket.create_connection((HOST, port), LIMIT), Answer, timeout=LIMIT)
+    wire = Wire(call(port, PURPOSE), Answer, timeout=LIMIT)
     wire.send(Hello("worker 0", 0, True, JOB, vector.layout.digest, Versions.own(), str(rules), ""))
     assert isinstance(wire.receive(), Welcome)
     wire.send(Load(JOB, [{}], 0), allocate(span).numpy().data)

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from spartito.cluster.limits import time_limit
+from spartito.cluster.secret import job_key
 from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.hierarchical import HierarchicalCollective, Inside
@@ -70,17 +71,23 @@ def connect(
     share = device.type == "cpu" and communication == "auto"
     if share and len(placement.machines) == 1:
         return SharedMemoryCollective(cluster.rank, names, store, limit)
-    address = own_address(*_rendezvous(cluster), others=_hosts(cluster))
+    address, key = own_address(*_rendezvous(cluster), others=_hosts(cluster)), job_key(cluster)
     if share and placement.is_layered:
-        return _hierarchical(cluster.rank, names, store, limit, placement, address)
+        return _hierarchical(cluster.rank, names, store, limit, placement, address, key)
     if share or communication == "sockets":
-        return SocketCollective(cluster.rank, names, store, limit, address)
+        return SocketCollective(cluster.rank, names, store, limit, address, key)
     backend = "nccl" if device.type == "cuda" else "gloo"
     return ProcessGroupCollective(cluster.rank, names, store, limit, backend, address)
 
 
 def _hierarchical(
-    rank: int, names: list[str], store: dist.Store, limit: float, placement: Placement, address: str
+    rank: int,
+    names: list[str],
+    store: dist.Store,
+    limit: float,
+    placement: Placement,
+    address: str,
+    key: bytes,
 ) -> Collective:
     """Shared memory among the replicas of this machine, sockets among the leaders."""
     machine, members = placement.machine_of(rank), placement.members(rank)
@@ -93,7 +100,7 @@ def _hierarchical(
 
     def meet_leaders() -> Collective:
         leaders = [names[leader] for leader in placement.leaders]
-        return SocketCollective(machine, leaders, store, limit, address)
+        return SocketCollective(machine, leaders, store, limit, address, key)
 
     return HierarchicalCollective(rank, placement, inside, meet_leaders)
 

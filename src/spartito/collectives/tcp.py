@@ -90,12 +90,19 @@ class SocketCollective(Collective):
     """The group of all replicas, with a TCP connection between each two.
 
     ``store``, which the first task keeps, brings them together; ``names`` are the tasks' names in
-    rank order, for errors; ``address`` is this machine's as the others see it. No wait in which
-    nothing moves lasts longer than ``timeout`` seconds. A peer that hangs up is noticed at once.
+    rank order, for errors; ``address`` is this machine's as the others see it, and ``key`` the
+    job's secret. No wait in which nothing moves lasts longer than ``timeout`` seconds. A peer that
+    hangs up is noticed at once.
     """
 
     def __init__(
-        self, rank: int, names: Sequence[str], store: dist.Store, timeout: float, address: str
+        self,
+        rank: int,
+        names: Sequence[str],
+        store: dist.Store,
+        timeout: float,
+        address: str,
+        key: bytes = b"",
     ) -> None:
         self.rank = rank
         self.world_size = len(names)
@@ -107,7 +114,7 @@ class SocketCollective(Collective):
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.peers = [other for other in range(self.world_size) if other != rank]
         cards = dist.PrefixStore("sockets", store)
-        self._connections = connect_all(rank, names, cards, timeout, address)
+        self._connections = connect_all(rank, names, cards, timeout, address, key)
         try:
             self.barrier()
         except BaseException:

@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from spartito.cluster.spec import split_address
+from spartito.collectives.handshake import prove
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
 from spartito.ps.codec import make_codec
-from spartito.ps.connection import STATE_ROOM, areas, state_message
+from spartito.ps.connection import LOCAL, STATE_ROOM, areas, state_message
 from spartito.ps.keys import Keys
 from spartito.ps.layout import Span
 from spartito.ps.messages import (
@@ -35,6 +36,7 @@ from spartito.ps.messages import (
     Values,
     Welcome,
 )
+from spartito.ps.server import PURPOSE
 from spartito.ps.shard import State as OptimizerState
 from spartito.ps.vector import Copies, Vector, allocate, dtype_of
 from spartito.ps.wire import Gone, ProtocolError, Wire
@@ -66,13 +68,14 @@ class Link:
 
     ``push`` and ``pull`` are memory of the server's span, uint8 ``(bytes,)``: what is sent with
     `Push`, and where values arrive. No call takes longer than ``timeout`` seconds.
+    Both ends must know ``key``, the job's secret.
     """
 
     def __init__(
         self, address: Address, hello: Hello, span: Span, vector: Vector, wire_dtype: str | None,
-        timeout: float,
+        timeout: float, key: bytes = b"",
     ) -> None:  # fmt: skip
-        self.address, self.span = address, span
+        self.address, self.span, self._key = address, span, key
         self._hello, self._timeout = hello, timeout
         self._vector = vector
         self._codec = make_codec(vector.layout, span, wire_dtype)
@@ -224,9 +227,14 @@ class Link:
     def _meet(self, end: float) -> None:
         """Connect and say hello once; `Restarted` if it is another process than last time."""
         where, left = self.address, max(RETRY_SECONDS, end - time.monotonic())
-        wire = Wire(dial(where.host, where.port, where.name, left), Answer)
+        sock = dial(where.host, where.port, where.name, left)
         try:
-            wire.timeout = left
+            prove(sock, where.name, self._key, PURPOSE, time.monotonic() + left)
+            wire = Wire(sock, Answer, timeout=left)
+        except BaseException:
+            sock.close()
+            raise
+        try:
             wire.send(self._hello)
             welcome: Welcome = self._checked(wire.receive())
             self._shared = bool(welcome.segment)
@@ -236,6 +244,7 @@ class Link:
                 local = socket.socket(socket.AF_UNIX)
                 remote, wire = wire, Wire(local, Answer)
                 local.connect(welcome.socket)
+                prove(local, where.name, self._key, LOCAL, end)
                 remote.close()
                 push = torch.frombuffer(memory, dtype=torch.uint8)[push_at:][: self.span.size]
                 pull = torch.frombuffer(memory, dtype=torch.uint8)[pull_at:][: self.span.size]

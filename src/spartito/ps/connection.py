@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import tempfile
-import threading
+import time
 from contextlib import suppress
 from math import prod
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from spartito.collectives.handshake import GREETING_SECONDS, StrangerError, challenge
 from spartito.collectives.shared_memory import Segment, host_key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
@@ -48,7 +49,8 @@ from spartito.ps.store import Store
 from spartito.ps.vector import PAGE, STRIDE, allocate, dtype_of
 from spartito.ps.wire import Gone, ProtocolError, Wire
 
-GREETING_SECONDS = 10.0  # a stranger that says nothing is sent away
+LOCAL = "ps memory"
+"""The purpose of the second connection of a task that shares memory."""
 STATE_ROOM = 8  # the optimizer's tensors are at most so many times the values
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
@@ -67,6 +69,7 @@ class Host(Protocol):
     wire_dtype: str | None
     life: str
     shares: bool
+    key: bytes
 
     def greet(self, hello: Hello) -> Refused | None:
         """Whether a task may come in."""
@@ -101,11 +104,10 @@ class Host(Protocol):
         ...
 
 
-class Connection(threading.Thread):
-    """One task's requests, one after the other."""
+class Connection:
+    """One task's requests, one after the other; the task knows the job's key."""
 
     def __init__(self, server: Host, sock: socket.socket) -> None:
-        super().__init__(name="spartito-serve", daemon=True)
         self._server, self._store = server, server.store
         self._wire = Wire(sock, Request, timeout=GREETING_SECONDS)
         self._worker, self._generation, self._chief = -1, 0, False
@@ -221,6 +223,9 @@ class Connection(threading.Thread):
                     Welcome(self._store.ready, self._server.life, str(segment.path), str(path))
                 )
                 sock, _ = local.accept()
+            challenge(sock, self._server.key, LOCAL, time.monotonic() + GREETING_SECONDS)
+        except StrangerError as error:
+            raise ProtocolError(str(error)) from error
         finally:
             segment.path.unlink(missing_ok=True)
             path.unlink(missing_ok=True)

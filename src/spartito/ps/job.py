@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spartito.cluster.secret import job_key
 from spartito.cluster.spec import ClusterSpec, Task, split_address
 from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.sockets import listen
@@ -73,6 +74,7 @@ class Job:
     ) -> None:
         """Pure; raises `UserError` when there are more servers than the model can fill."""
         self.cluster, self.options = cluster, options
+        self._key = job_key(cluster)
         self.workers = workers_of(cluster)
         self.vector = Vector(model, optimizer)
         self._optimizer = optimizer
@@ -108,6 +110,7 @@ class Job:
             snapshots=Path(folder) / f"ps-{number}-{port}.safetensors",
             seconds=options.snapshot_seconds,
             shares=options.shared_memory,
+            key=self._key,
         )
         server.serve()
         return server.record()
@@ -128,7 +131,7 @@ class Job:
         chief = Chief(self._coordinator, Control(links), name, len(self.workers))
         self.give(chief)
         chief.begin()
-        Reception(chief.coordinator, listener)
+        Reception(chief.coordinator, listener, self._key)
         for line in shares(self.vector.layout, self._spans, [link.address.name for link in links]):
             note("%s", line)
         return chief
@@ -140,7 +143,9 @@ class Job:
             return local, chief.job
         host, port = split_address(self.cluster.rendezvous or "")
         name = self.cluster.name_of(0)
-        link = WorkerLink(host, port, name, self._index, timeout=self.options.timeout)
+        link = WorkerLink(
+            host, port, name, self._index, timeout=self.options.timeout, key=self._key
+        )
         return link, link.published(JOB).decode()
 
     def exchange(self, name: str, work: WorkSource | None) -> Exchange:
@@ -211,7 +216,9 @@ class Job:
         )
         address = Address.of(number, self._addresses[number])
         span = self._spans[number]
-        return Link(address, hello, span, self.vector, options.wire_dtype, options.timeout)
+        return Link(
+            address, hello, span, self.vector, options.wire_dtype, options.timeout, self._key
+        )
 
 
 def workers_of(cluster: ClusterSpec) -> list[Task]:

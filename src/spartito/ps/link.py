@@ -9,10 +9,11 @@ from typing import TypeVar
 
 import msgspec
 
-from spartito.collectives.sockets import dial
+from spartito.collectives.handshake import reach
 from spartito.collectives.versions import Versions
 from spartito.errors import TaskLostError, UserError
 from spartito.ps.coordinator import LOOK_SECONDS, Coordinator
+from spartito.ps.reception import PURPOSE
 from spartito.ps.wire import Gone, ProtocolError, Wire
 from spartito.ps.work import (
     MAX_PUBLISHED,
@@ -76,19 +77,21 @@ class WorkerLink(WorkSource):
     """A worker's connection to the coordinator at ``host:port``, which is ``chief``'s.
 
     A thread gives a sign of life as often as the coordinator wants. Calls raise `UserError`
-    if the job has ended or another process has this worker's place, and `TaskLostError` if the
-    chief is gone or does not answer within ``timeout`` seconds.
+    if the job has ended, another process has this worker's place or the chief does not know the
+    job's ``key``, and `TaskLostError` if the chief is gone or does not answer within ``timeout``
+    seconds.
     """
 
-    def __init__(self, host: str, port: int, chief: str, worker: int, *, timeout: float) -> None:
+    def __init__(
+        self, host: str, port: int, chief: str, worker: int, *, timeout: float, key: bytes = b""
+    ) -> None:
         self._chief = chief
         self._rates = b""
         self._turn = threading.Lock()  # of asking, and of hearing the answer
         self._pen = threading.Lock()  # of sending
         self._closed = threading.Event()
-        self._wire = Wire(
-            dial(host, port, chief, timeout), ToWorker, limit=MAX_PUBLISHED, timeout=timeout
-        )
+        sock = reach(host, port, chief, timeout, key=key, purpose=PURPOSE)
+        self._wire = Wire(sock, ToWorker, limit=MAX_PUBLISHED, timeout=timeout)
         try:
             welcome = self._ask(Hello(worker, Versions.own()), Welcome)[0]
         except BaseException:

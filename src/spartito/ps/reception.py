@@ -1,12 +1,12 @@
-"""The coordinator's door: one thread for each worker's connection."""
+"""Who comes to the coordinator: one thread for each worker's connection."""
 
 from __future__ import annotations
 
 import contextlib
 import socket
 import threading
-import time
 
+from spartito.collectives.door import Door
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
 from spartito.log import warn
@@ -28,51 +28,29 @@ from spartito.ps.work import (
 BEAT_SECONDS = 1.0
 HELLO_SECONDS = 10.0
 """A connection that has not said who it is by then is closed."""
-ACCEPT_SECONDS = 0.25  # how soon the door notices that it is closed
+PURPOSE = "coordinator"
 
 
 class Reception:
-    """Lets workers in at ``listener`` until the coordinator closes."""
+    """Lets workers in at ``listener`` that know the job's ``key``, until the coordinator closes."""
 
-    def __init__(self, coordinator: Coordinator, listener: socket.socket) -> None:
+    def __init__(self, coordinator: Coordinator, listener: socket.socket, key: bytes = b"") -> None:
         self._coordinator = coordinator
-        self._listener = listener
-        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._talks: dict[Wire, threading.Thread] = {}
         # Several signs of life in the time after which their absence is noticed.
         self._beat = min(BEAT_SECONDS, coordinator.lease_seconds / 4)
-        listener.settimeout(ACCEPT_SECONDS)
-        self._door = threading.Thread(target=self._accept, name="spartito-door", daemon=True)
-        self._door.start()
+        self._door = Door(listener, self._begin, key=key, purpose=PURPOSE, name="the chief")
         coordinator.on_close(self.close)
 
     def close(self) -> None:
         """End all connections and let nobody in. Calling it again changes nothing."""
-        self._closed.set()
-        with contextlib.suppress(OSError):  # wakes the door where the system can
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._door.join()
-        self._listener.close()
+        self._door.close()
         with self._lock:
             talks = dict(self._talks)
         for wire, thread in talks.items():
             wire.close()
             thread.join()
-
-    def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                sock, _ = self._listener.accept()
-            except TimeoutError:
-                continue
-            except OSError as error:
-                if self._closed.is_set():
-                    return
-                warn("the coordinator cannot let a worker in: %s", error)
-                time.sleep(ACCEPT_SECONDS)  # out of descriptors: some may come free
-                continue
-            self._begin(sock)
 
     def _begin(self, sock: socket.socket) -> None:
         try:
@@ -80,10 +58,9 @@ class Reception:
         except OSError:
             sock.close()  # it is gone already
             return
-        thread = threading.Thread(target=self._talk, args=(wire,), daemon=True)
         with self._lock:
-            self._talks[wire] = thread
-        thread.start()
+            self._talks[wire] = threading.current_thread()
+        self._talk(wire)
 
     def _talk(self, wire: Wire) -> None:
         try:

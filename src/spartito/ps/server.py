@@ -8,12 +8,12 @@ import secrets
 import socket
 import threading
 import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from spartito.collectives.door import Door
 from spartito.collectives.shared_memory import supported
 from spartito.errors import SpartitoError, TaskLostError
 from spartito.log import note, warn
@@ -23,6 +23,7 @@ from spartito.ps.store import Store
 from spartito.ps.tally import Tally
 from spartito.storage import load_tensors, save_tensors
 
+PURPOSE = "ps"
 LINGER_SECONDS = 30.0  # for tasks that still look at values when the job has ended
 LOOK_SECONDS = 0.5
 AWAY = 0.5  # of the time limit: who waits here is told of a lost chief before it gives us up
@@ -33,7 +34,8 @@ class Server:
 
     ``name`` and ``chief`` are tasks' names for messages; ``timeout`` is how long the chief may
     be silent, in seconds, and half of it how long its connection may be broken. ``snapshots`` is a
-    file, written every ``seconds``; beside it lies the tally of updates.
+    file, written every ``seconds``; beside it lies the tally of updates. Who comes must know
+    ``key``, the job's secret.
     """
 
     def __init__(
@@ -48,8 +50,9 @@ class Server:
         snapshots: Path,
         seconds: float,
         shares: bool = True,
+        key: bytes = b"",
     ) -> None:
-        self.store, self.name, self.wire_dtype = store, name, wire_dtype
+        self.store, self.name, self.wire_dtype, self.key = store, name, wire_dtype, key
         self.shares = shares and supported()
         self.sent = self.received = 0
         self.life = secrets.token_hex(4)
@@ -73,10 +76,9 @@ class Server:
         """
         keeper = threading.Thread(target=self._keep_snapshots, name="spartito-snapshot")
         keeper.start()
-        self._listener.settimeout(LOOK_SECONDS)
+        door = Door(self._listener, self._enter, key=self.key, purpose=PURPOSE, name=self.name)
         try:
-            while not self._ended.is_set():
-                self._accept()
+            while not self._ended.wait(LOOK_SECONDS):
                 self._look_for_chief()
             if self._failure is not None:
                 raise self._failure
@@ -84,7 +86,7 @@ class Server:
         finally:
             self._ended.set()
             keeper.join()
-            self._listener.close()
+            door.close()
             for connection in list(self._connections):
                 connection.close()
         for path in (self._snapshots, self._tally):
@@ -93,8 +95,6 @@ class Server:
     def end(self) -> None:
         """The job has ended."""
         self._ended.set()
-        with suppress(OSError):  # wakes `serve` where the system can
-            self._listener.shutdown(socket.SHUT_RDWR)
 
     def fail(self, failure: BaseException) -> None:
         """Serving a task went wrong in a way that is not the task's fault."""
@@ -214,16 +214,13 @@ class Server:
         self._linger()  # those who wait here hear of it
         raise lost
 
-    def _accept(self) -> None:
+    def _enter(self, sock: socket.socket) -> None:
         try:
-            sock, _ = self._listener.accept()
-        except TimeoutError:
-            return
+            connection = Connection(self, sock)
         except OSError:
-            if self._ended.is_set():
-                return
-            raise
-        Connection(self, sock).start()
+            sock.close()  # it is gone already
+        else:
+            connection.run()
 
     def _linger(self) -> None:
         limit = time.monotonic() + min(LINGER_SECONDS, self._timeout)

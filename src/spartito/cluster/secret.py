@@ -1,0 +1,79 @@
+"""The secret of a job: its tasks know it, strangers do not.
+
+A launcher makes one for each job that it starts and gives it to the tasks by their environment,
+or by a file; never by a command line, which every user of a machine can read.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+from spartito.cluster.spec import ClusterSpec, is_loopback, split_address
+from spartito.errors import UserError
+from spartito.log import warn
+from spartito.names import ENV_SECRET, ENV_SECRET_FILE
+
+LEAST = 16
+"""Characters that a secret has at least: a shorter one can be guessed."""
+
+NO_SECRET = b""
+"""The key of a job without a secret: everybody has it."""
+
+ADVICE = f"Leave both {ENV_SECRET} and {ENV_SECRET_FILE} out, or make one: openssl rand -hex 32"
+
+
+def new_secret() -> str:
+    """A secret for a new job: 32 random bytes, in hex."""
+    return secrets.token_hex(32)
+
+
+def with_secret(env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` for all tasks of a job, with a new secret unless it has one."""
+    given = env.get(ENV_SECRET) or env.get(ENV_SECRET_FILE)
+    return dict(env) if given else {**env, ENV_SECRET: new_secret()}
+
+
+def read_secret(env: Mapping[str, str] | None = None) -> str:
+    """The secret that the environment names; empty where it names none.
+
+    Raises `UserError` for one that is too short, or whose file cannot be read.
+    """
+    variables = os.environ if env is None else env
+    text, told = variables.get(ENV_SECRET, "").strip(), ENV_SECRET
+    path = variables.get(ENV_SECRET_FILE)
+    if not text and path:
+        told = f"{ENV_SECRET_FILE}={path}"
+        try:
+            text = Path(path).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{told} cannot be read: {error}", ADVICE) from error
+        if not text:
+            raise UserError(f"{told} is empty", ADVICE)
+    if text and len(text) < LEAST:
+        raise UserError(f"{told} has {len(text)} characters, at least {LEAST} are needed", ADVICE)
+    return text
+
+
+def job_key(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> bytes:
+    """The key by which the tasks of ``cluster`` know each other.
+
+    It is `NO_SECRET` where the environment names none; the chief then warns if others than
+    this machine could come.
+    """
+    key = read_secret(env).encode()
+    if not key and cluster.is_chief and (hosts := _open_hosts(cluster)):
+        warn(
+            "this job has no secret: whoever reaches %s can take part in it. Set %s or %s on all "
+            "tasks (openssl rand -hex 32 makes one)", hosts[0], ENV_SECRET, ENV_SECRET_FILE,
+        )  # fmt: skip
+    return key
+
+
+def _open_hosts(cluster: ClusterSpec) -> list[str]:
+    """Where tasks listen that others than this machine reach, as far as addresses tell."""
+    addresses = [address for tasks in cluster.addresses.values() for address in tasks]
+    hosts = [split_address(one)[0] for one in (*addresses, cluster.rendezvous) if one]
+    return [host for host in hosts if not is_loopback(host)]

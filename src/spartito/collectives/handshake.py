@@ -1,0 +1,136 @@
+"""Two ends of a new connection prove to each other that they know the job's secret.
+
+    caller:   magic, a nonce
+    listener: magic, a nonce
+    caller:   its proof
+    listener: its proof, or zeros
+
+A proof is an HMAC-SHA256 over both nonces, what the connection is for, and which end speaks: it
+is good for this connection alone. Who does not know the secret learns that a task of Spartito
+listens, and nothing else. It proves who came; what is said afterwards is not encrypted.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import secrets
+import socket
+import time
+
+from spartito.collectives.sockets import RETRY_SECONDS, dial
+from spartito.errors import SpartitoError, TaskLostError, UserError
+
+MAGIC = b"SPTO"
+NONCE = 32
+PROOF = hashlib.sha256().digest_size
+LABEL = "spartito 1"
+"""Another one wherever this handshake or what follows it changes its meaning."""
+
+GREETING_SECONDS = 5.0
+"""A caller that has not proved by then who it is gets sent away."""
+
+
+class StrangerError(SpartitoError):
+    """A caller does not know the job's secret, or is no task of Spartito."""
+
+
+def reach(
+    host: str, port: int, name: str, limit: float, *, key: bytes, purpose: str
+) -> socket.socket:
+    """A connection to task ``name``, once it listens at ``host:port`` and both know the secret.
+
+    Raises `TaskLostError` if that takes more than ``limit`` seconds, and `UserError` if another
+    program answers there or the secrets differ.
+    """
+    end = time.monotonic() + limit
+    where = f"{host}:{port}"
+    called = name if where in name else f"{name} at {where}"
+    while True:
+        connection = dial(host, port, name, max(RETRY_SECONDS, end - time.monotonic()))
+        try:
+            prove(connection, called, key, purpose, end)
+        except OSError as error:  # it died, or had too many callers: it may be there again
+            connection.close()
+            if time.monotonic() + RETRY_SECONDS >= end:
+                raise TaskLostError(
+                    f"{called} did not answer within {limit:g} s",
+                    "It may be stopped: look at its last lines. "
+                    "SPARTITO_TIMEOUT sets the limit in seconds.",
+                ) from error
+        except BaseException:
+            connection.close()
+            raise
+        else:
+            return connection
+        time.sleep(RETRY_SECONDS)
+
+
+def prove(connection: socket.socket, name: str, key: bytes, purpose: str, end: float) -> None:
+    """As the caller: the handshake with ``name``, until ``end`` of `time.monotonic`.
+
+    The socket is a blocking one afterwards. Raises `OSError` if the other end hangs up or is
+    silent, and `UserError` if it is no task of Spartito, or does not know the secret.
+    """
+    own = secrets.token_bytes(NONCE)
+    _send(connection, MAGIC + own, end)
+    answer = read(connection, len(MAGIC), end)
+    if answer != MAGIC:
+        raise UserError(
+            f"{name} is no task of Spartito: another program answers there",
+            "Mend the address, or end that program.",
+        )
+    nonces = own + read(connection, NONCE, end)
+    _send(connection, _proof(key, "caller", purpose, nonces), end)
+    found = read(connection, PROOF, end)
+    if not hmac.compare_digest(found, _proof(key, "listener", purpose, nonces)):
+        raise UserError(
+            f"{name} does not know the secret of this task: it is of another job, was given "
+            "another SPARTITO_SECRET, or runs another Spartito",
+            "Give all tasks the same SPARTITO_SECRET or SPARTITO_SECRET_FILE, or none; two jobs "
+            "need different ports.",
+        )
+    connection.settimeout(None)
+
+
+def challenge(connection: socket.socket, key: bytes, purpose: str, end: float) -> None:
+    """As the listener: the handshake with a caller, until ``end`` of `time.monotonic`.
+
+    The socket is a blocking one afterwards. Raises `OSError` if the caller hangs up or is
+    silent, and `StrangerError` for one that must be sent away.
+    """
+    if read(connection, len(MAGIC), end) != MAGIC:
+        raise StrangerError("it is no task of Spartito")
+    theirs, own = read(connection, NONCE, end), secrets.token_bytes(NONCE)
+    _send(connection, MAGIC + own, end)
+    nonces = theirs + own
+    found = read(connection, PROOF, end)
+    if not hmac.compare_digest(found, _proof(key, "caller", purpose, nonces)):
+        _send(connection, bytes(PROOF), end)
+        raise StrangerError("it does not know the job's secret")
+    _send(connection, _proof(key, "listener", purpose, nonces), end)
+    connection.settimeout(None)
+
+
+def _proof(key: bytes, end: str, purpose: str, nonces: bytes) -> bytes:
+    said = f"{LABEL}\n{purpose}\n{end}\n".encode() + nonces
+    return hmac.digest(key, said, "sha256")
+
+
+def _send(connection: socket.socket, data: bytes, end: float) -> None:
+    connection.settimeout(max(0.001, end - time.monotonic()))
+    connection.sendall(data)
+
+
+def read(connection: socket.socket, size: int, end: float) -> bytes:
+    """The next ``size`` bytes; `OSError` if they do not come until ``end``."""
+    data = b""
+    while len(data) < size:
+        connection.settimeout(max(0.001, end - time.monotonic()))
+        more = connection.recv(size - len(data))
+        if not more:
+            raise ConnectionResetError("it hung up")
+        data += more
+        if time.monotonic() > end:
+            raise TimeoutError("it did not prove in time who it is")
+    return data

@@ -1,0 +1,148 @@
+"""Who knows the job's secret comes in, who does not learns nothing, and floods change nothing."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+
+import pytest
+
+from spartito.collectives.door import MOST_UNKNOWN, Door
+from spartito.collectives.handshake import MAGIC, NONCE, PROOF, reach
+from spartito.collectives.sockets import listen
+from spartito.errors import UserError
+from spartito.log import shown
+from tests.callers import LIMIT, call, hung_up
+
+HOST, KEY, PURPOSE = "127.0.0.1", b"what the tasks of this job know", "test"
+
+
+@contextmanager
+def echo(key: bytes = KEY) -> Iterator[int]:
+    """A door behind which everybody hears what they say; answers its port."""
+
+    def enter(caller: socket.socket) -> None:
+        with caller:
+            while said := caller.recv(64):
+                caller.sendall(said)
+
+    listener = listen(HOST, 0, "ps 0", anywhere=False)
+    port = listener.getsockname()[1]
+    door = Door(listener, enter, key=key, purpose=PURPOSE, name="ps 0")
+    try:
+        yield port
+    finally:
+        door.close()
+
+
+def is_let_in(port: int, key: bytes = KEY) -> bool:
+    with reach(HOST, port, "ps 0", LIMIT, key=key, purpose=PURPOSE) as caller:
+        caller.settimeout(LIMIT)
+        caller.sendall(b"hello")
+        return caller.recv(5, socket.MSG_WAITALL) == b"hello"
+
+
+@pytest.mark.parametrize("key", [KEY, b""])
+def test_who_knows_the_secret_is_let_in(key: bytes) -> None:
+    with echo(key) as port:
+        assert is_let_in(port, key)
+
+
+@pytest.mark.parametrize(("key", "purpose"), [(b"", PURPOSE), (b"other", PURPOSE), (KEY, "ps")])
+def test_who_does_not_is_told_nothing(
+    key: bytes, purpose: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING), echo() as port:
+        with pytest.raises(UserError, match=r"ps 0 .* does not know the secret of this task"):
+            reach(HOST, port, "ps 0", LIMIT, key=key, purpose=purpose)
+        with socket.create_connection((HOST, port)) as raw:
+            raw.sendall(MAGIC + bytes(NONCE + PROOF))
+            heard = hung_up(raw)
+        assert heard[: len(MAGIC)] == MAGIC
+        assert heard[len(MAGIC) + NONCE :] == bytes(PROOF)
+        assert is_let_in(port)
+    assert "ps 0 sent 127.0.0.1 away: it does not know the job's secret" in caplog.text
+    assert len(caplog.records) == 1  # the second within ten seconds is left out
+
+
+@pytest.mark.parametrize(
+    ("says", "what"),
+    [
+        (b"220 mail.example ESMTP\r\n", "is no task of Spartito"),
+        (MAGIC + bytes(NONCE + PROOF), "does not know the secret"),
+    ],
+)
+def test_a_listener_must_prove_itself_too(says: bytes, what: str) -> None:
+    with socket.create_server((HOST, 0)) as server, ThreadPoolExecutor(1) as pool:
+        port = server.getsockname()[1]
+        calling = pool.submit(is_let_in, port)
+        with server.accept()[0] as theirs:
+            theirs.sendall(says)
+            with pytest.raises(UserError, match=f"ps 0 at {HOST}:{port} {what}"):
+                calling.result(LIMIT)
+
+
+def test_more_strangers_than_a_door_takes() -> None:
+    with echo() as port, ExitStack() as strangers:
+        for _ in range(3 * MOST_UNKNOWN):
+            strangers.enter_context(socket.create_connection((HOST, port), LIMIT))
+        assert is_let_in(port)
+
+
+FEW = """
+import resource, socket, sys
+from spartito.collectives.door import Door
+from spartito.collectives.sockets import listen
+
+def enter(caller):
+    kept.append(caller)
+    caller.sendall(b"in")
+
+kept = []
+listener = listen("127.0.0.1", 0, "ps 0", anywhere=False)
+resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+door = Door(listener, enter, key=b"k", purpose="test", name="ps 0")
+print(listener.getsockname()[1], flush=True)
+sys.stdin.readline()
+for caller in kept:
+    caller.close()
+kept.clear()
+print("some are free", flush=True)
+sys.stdin.readline()
+door.close()
+"""
+
+
+def test_more_connections_than_descriptors() -> None:
+    """Tasks and strangers take all descriptors; when some come free the next one is let in."""
+    with ExitStack() as ends:
+        program = ends.enter_context(
+            subprocess.Popen(
+                [sys.executable, "-c", FEW],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+        )
+        ends.callback(program.kill)
+        assert program.stdin is not None
+        assert program.stdout is not None
+        port = int(program.stdout.readline())
+        for _ in range(15):
+            ends.enter_context(call(port, PURPOSE, b"k"))
+        for _ in range(40):
+            ends.enter_context(socket.create_connection((HOST, port), LIMIT))
+        print("go", file=program.stdin, flush=True)
+        assert program.stdout.readline() == "some are free\n"
+        ends.enter_context(reach(HOST, port, "ps 0", LIMIT, key=b"k", purpose=PURPOSE))
+
+
+def test_what_a_stranger_is_called_is_one_line_of_plain_text() -> None:
+    assert shown("worker 1") == "worker 1"
+    assert shown("a\nspartito: all is well\x1b[2J") == "a?spartito: all is well?[2J"
+    assert shown("x" * 5000) == "x" * 100 + "..."
