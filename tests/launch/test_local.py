@@ -124,6 +124,7 @@ def test_several_processes_of_one_tf_config_task(tmp_path: Path) -> None:
 def test_one_process_is_the_tf_config_task_itself(tmp_path: Path) -> None:
     ((_, _, env),), _ = run(tmp_path, "--workers", "1", TF_CONFIG=tf_config("worker", 1))
     spec = resolve(env)
+    assert "SPARTITO_SECRET" not in env  # who starts the others would not know it
     assert spec.name_of(1) == "worker 1 (a:2000)"
     by_torchruns_names = resolve({k: v for k, v in env.items() if k != "TF_CONFIG"})
     for one in (spec, by_torchruns_names):
@@ -204,6 +205,8 @@ def test_each_task_of_a_role_learns_who_it_is(tmp_path: Path) -> None:
         assert str(spec.task) == name
         assert spec.num_replicas == 3
         assert "RANK" not in env
+    (secret,) = {env["SPARTITO_SECRET"] for env in told.values()}
+    assert len(secret) == 64
     (folder,) = {env["SPARTITO_SNAPSHOT_DIR"] for env in told.values()}
     assert Path(folder).is_absolute()
     assert not Path(folder).exists()

@@ -99,6 +99,7 @@ def test_a_recipe_gets_its_folders() -> None:
         *(sys.executable, "-m", "spartito.recipes.mnist"),
         *("--out=runs/mnist-7", "--data=digits", "--epochs=1"),
     ]
+    assert re.fullmatch("[0-9a-f]{64}", told["SPARTITO_SECRET"])
     assert told["SPARTITO_RUN_DIR"] == "runs/mnist-7"
     assert told["SPARTITO_STRATEGY"] == "multi_worker_mirrored"
 

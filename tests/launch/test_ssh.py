@@ -109,7 +109,8 @@ def test_cores_are_those_of_each_machine(plan: Plan) -> None:
 
 @given(PLANS)
 def test_only_what_is_elsewhere_needs_ssh(plan: Plan) -> None:
-    env = {"SPARTITO_TIMEOUT": "9", "PASSWORD": "hunter2", "PATH": "/bin"}
+    secret = {"SPARTITO_SECRET": "known to the tasks alone"}
+    env = {"SPARTITO_TIMEOUT": "9", "PASSWORD": "hunter2", "PATH": "/bin"} | secret
     for task in plan.cast.tasks:
         host = plan.hosts[plan.machine_of(task)]
         process = plan.process(task, env)
@@ -127,6 +128,7 @@ def test_only_what_is_elsewhere_needs_ssh(plan: Plan) -> None:
         assert told == plan.environment(task, {"SPARTITO_TIMEOUT": "9"})
         assert argv == ["/opt/python", "train.py", "--name=it's"]
         assert "hunter2" not in " ".join(process.argv)
+        assert secret["SPARTITO_SECRET"] not in " ".join(process.argv)
 
 
 def test_many_tasks_of_a_machine_do_not_knock_all_at_once() -> None:

@@ -28,6 +28,9 @@ signal.signal(signal.SIGTERM, end)
 )
 
 
+SECRET = "known to the tasks alone"
+
+
 @pytest.fixture
 def commands(tmp_path: Path) -> Iterator[Commands]:
     with commands_in(tmp_path) as found:
@@ -41,7 +44,7 @@ def start(commands: Commands) -> Callable[[str], Program]:
     def starter(script: str) -> Program:
         python = [sys.executable, "-S", commands.write("task.py", script)]
         far = far_end.command({"TOLD": "it's so"}, list(map(str, python)), sys.executable)
-        return commands.start(*near_end.command("b", far))
+        return commands.start(*near_end.command("b", far), env={"SPARTITO_SECRET": SECRET})
 
     return starter
 
@@ -49,7 +52,7 @@ def start(commands: Commands) -> Callable[[str], Program]:
 @pytest.mark.parametrize(
     ("script", "code"),
     [
-        ("import os; print(os.environ['TOLD'])", 0),
+        ("import os; print(os.environ['TOLD'], os.environ['SPARTITO_SECRET'])", 0),
         ("raise SystemExit(3)", 3),
         ("raise SystemExit(69)", 69),
         ("raise SystemExit(200)", 200),
@@ -65,7 +68,7 @@ def test_it_ends_here_as_it_ended_there(
 ) -> None:
     ended = start(script).end()
     assert ended.code == code, ended.text
-    assert ended.out == ("it's so\n" if code == 0 else "")
+    assert ended.out == (f"it's so {SECRET}\n" if code == 0 else "")
     assert ("exit code 255 is told as 1" in ended.err) == ("255" in script)
 
 
@@ -129,19 +132,22 @@ def test_silence_ends_the_task() -> None:
         text=True,
     )
     with far:
+        assert far.stdin is not None
         assert far.stdout is not None
+        print(file=far.stdin, flush=True)  # no secret
         pid = int(far.stdout.readline().split()[1])
         assert far.wait(60) == 128 + signal.SIGKILL
     assert not is_alive(pid)
 
 
 def test_the_near_end_keeps_speaking(commands: Commands) -> None:
-    reads = "import os; [os.read(0, 2) for _ in range(3)]; print('three', flush=True)"
+    reads = "import os; [os.read(0, 2) for _ in range(4)]; print('three', flush=True)"
     quick = (
         "import sys\nfrom spartito.launch.hosts import near_end\n"
         "near_end.BEATS = 0.1\nsys.exit(near_end.main(sys.argv[1:]))"
     )
-    ended = commands.python("-c", quick, "b", "0", sys.executable, "-S", "-c", reads)
+    words = ("-c", quick, "b", "0", sys.executable, "-S", "-c", reads)
+    ended = commands.python(*words, env={"SPARTITO_SECRET": "x"})
     assert (ended.code, ended.out) == (0, "three\n")
 
 

@@ -52,6 +52,8 @@ def read_secret(env: Mapping[str, str] | None = None) -> str:
             raise UserError(f"{told} cannot be read: {error}", ADVICE) from error
         if not text:
             raise UserError(f"{told} is empty", ADVICE)
+    if not text.isprintable():
+        raise UserError(f"{told} has more than one line", ADVICE)
     if text and len(text) < LEAST:
         raise UserError(f"{told} has {len(text)} characters, at least {LEAST} are needed", ADVICE)
     return text

@@ -15,6 +15,7 @@ from pathlib import Path
 from spartito.cluster import Task, tf_config
 from spartito.cluster.ports import free_port, free_ports
 from spartito.cluster.resolver import Joined, joined
+from spartito.cluster.secret import with_secret
 from spartito.cluster.spec import NO_RANK, REPLICA_ROLES, is_loopback, split_address
 from spartito.device import available_cores
 from spartito.errors import UserError
@@ -110,6 +111,8 @@ def launch(
         print(f"spartito: note: {note}", file=sys.stderr, flush=True)
     chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
     variables |= {name: value for name, value in chosen.items() if value is not None}
+    if place.task is None and place.nodes == 1:  # else others start the rest of the job
+        variables = with_secret(variables)
     command = [sys.executable, *(["-m"] if module else []), *argv]
     with snapshots(cast, variables) as (folder, variables):
         processes = _processes(command, variables, place, cast, slow or {})

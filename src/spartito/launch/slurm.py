@@ -23,7 +23,7 @@ from spartito.launch.slurm_values import (
     time_seconds,
 )
 from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here
-from spartito.names import ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.names import ENV_RUN_DIR, ENV_SECRET, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 
 ONE_MACHINE = ("central_storage", "mirrored", "one_device")
 """Strategies whose replicas are all on one machine."""
@@ -31,6 +31,9 @@ ONE_MACHINE = ("central_storage", "mirrored", "one_device")
 NUMBER = "$SLURM_JOB_ID"
 RUN_DIR = f'"${ENV_RUN_DIR}"'
 """The run folder as the command names it: the shell puts it in."""
+
+RANDOM = "$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')"
+"""32 random bytes in the shell's words: a secret of this job, which no command line shows."""
 
 KILLED = (129, 137, 143)
 """How srun says that SIGHUP, SIGKILL or SIGTERM ended a task."""
@@ -252,6 +255,8 @@ def _told(job: BatchJob) -> Iterator[tuple[str, str | int]]:
         yield ENV_PS, job.roles.ps
     if job.roles.evaluator:
         yield ENV_EVALUATOR, 1
+    if job.tasks > 1:
+        yield ENV_SECRET, RANDOM
     yield ENV_RUN_DIR, job.run_dir
     yield "OMP_NUM_THREADS", job.cpus_per_task
     yield "PYTHONUNBUFFERED", 1

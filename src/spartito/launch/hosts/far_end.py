@@ -1,8 +1,9 @@
 """A task's keeper on another machine: ``python -m spartito.launch.hosts.far_end``.
 
-Its stdin is the connection to the launcher. A line there is the number of a signal for the task,
-0 means that all is well. When the connection closes, or is silent for too long, nobody is there
-any more who could end the task: it ends at once, with all that it started.
+Its stdin is the connection to the launcher. The first line there is the job's secret, empty where
+it has none. Every other line is the number of a signal for the task, 0 means that all is well.
+When the connection closes, or is silent for too long, nobody is there any more who could end the
+task: it ends at once, with all that it started.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from contextlib import suppress
 
 from spartito.cluster import tf_config, torchrun
 from spartito.launch.guard import Guard, die_with_parent
+from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 
 BEATS = 5.0
 """Seconds between two lines from the launcher's machine."""
@@ -75,9 +77,18 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     """Do what `command` says, in the environment of this machine."""
     silence, told, words = parse(argv)
-    silent = {tf_config.VARIABLE, *torchrun.VARIABLES}
+    silent = {tf_config.VARIABLE, *torchrun.VARIABLES, ENV_SECRET, ENV_SECRET_FILE}
     own = {name: value for name, value in os.environ.items() if name not in silent}
-    return keep(silence, own | told, words)
+    secret = _first_line(silence)
+    return keep(silence, own | told | ({ENV_SECRET: secret} if secret else {}), words)
+
+
+def _first_line(silence: float) -> str:
+    """The first line of stdin, and not a byte more; what there is of it when nothing follows."""
+    text = b""
+    while select.select([0], [], [], silence)[0] and (char := os.read(0, 1)) not in (b"", b"\n"):
+        text += char
+    return text.decode()
 
 
 def _listen(task: subprocess.Popen[bytes], silence: float) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from spartito.cluster.resolver import check_alone
+from spartito.cluster.secret import with_secret
 from spartito.errors import UserError
 from spartito.launch.hosts.check import ask_hosts, find_hosts, notes
 from spartito.launch.hosts.far_facts import Facts, Question
@@ -75,6 +76,7 @@ def launch_on_hosts(
     plan = Plan(hosts, tuple(f.cores for f in found), cast, words, ssh, port)
     for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
         _say(line)
+    variables = with_secret(variables)
     with snapshots(cast, variables) as (folder, _):
         own = {} if folder is None else {ENV_SNAPSHOT_DIR: folder}  # other machines have theirs
         processes = [

@@ -1,8 +1,9 @@
 """What stands here for a task on another machine: ``python -m spartito.launch.hosts.near_end``.
 
 It runs ssh and ends as the task ended, so that the supervisor sees a task like any other: by the
-same exit code, or by the same signal. Signals go to the task as lines (see `far_end`), because
-ssh carries none. When the connection is lost it ends by SIGHUP, the hang-up.
+same exit code, or by the same signal. The job's secret and then signals go to the far end as
+lines (see `far_end`): a command line would show the one, and ssh carries none of the others. When
+the connection is lost it ends by SIGHUP, the hang-up.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from types import FrameType
 
 from spartito.launch.guard import die_with_parent
 from spartito.launch.hosts.far_end import BEATS, OF_SSH
+from spartito.names import ENV_SECRET
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -53,6 +55,7 @@ def main(argv: Sequence[str]) -> int:
     """
     host, seconds, *words = argv
     out, line = os.pipe()
+    os.write(line, f"{os.environ.get(ENV_SECRET, '')}\n".encode())
 
     def say(number: int, frame: FrameType | None = None) -> None:
         with suppress(BrokenPipeError):  # ssh has ended

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spartito.cluster.listed import address
+from spartito.cluster.secret import read_secret
 from spartito.cluster.spec import Task
 from spartito.launch import roles
 from spartito.launch.hosts import far_end, near_end
@@ -15,6 +16,7 @@ from spartito.launch.hosts.ssh import Ssh
 from spartito.launch.local import RUNTIME, Place, defaults, environments
 from spartito.launch.process import Process
 from spartito.launch.roles import Roles
+from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 
 PORT = 29500
 """Where the tasks of a machine listen: the first one; the others follow."""
@@ -33,6 +35,9 @@ OF_A_PLACE = frozenset(
     }
 )
 """Variables that say who is in the job, which we say ourselves."""
+
+HIDDEN = frozenset({ENV_SECRET, ENV_SECRET_FILE})
+"""What no command line may show: `near_end` tells it by the connection itself."""
 
 TRAVEL = frozenset({"OMP_NUM_THREADS", *RUNTIME})
 """What goes to the other machines beside our own variables."""
@@ -93,7 +98,7 @@ class Plan:
             keeper = far_end.command(told, remote, self.ssh.python)
             words = self.ssh.python_command(host.name, keeper)
             argv = near_end.command(host.name, words, self.together(task).index(task))
-            own = dict(env)
+            own = {**env, ENV_SECRET: read_secret(env)}  # for the stream: no command shows it
         return Process(
             str(task),
             argv,
@@ -122,5 +127,5 @@ def travelling(env: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
         for name, value in env.items()
-        if name in TRAVEL or (name.startswith("SPARTITO_") and name not in OF_A_PLACE)
+        if name in TRAVEL or (name.startswith("SPARTITO_") and name not in OF_A_PLACE | HIDDEN)
     }
