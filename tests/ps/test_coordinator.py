@@ -13,7 +13,7 @@ import pytest
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, UserError
 from spartito.ps.coordinator import Coordinator
-from spartito.ps.lease import Lease
+from spartito.ps.lease import Lease, WorkRange
 from spartito.ps.link import LocalLink, WorkerLink
 from spartito.ps.reception import PURPOSE
 from spartito.ps.wire import Wire
@@ -136,8 +136,7 @@ def test_an_abandoned_lease_is_done_again_and_counted_once() -> None:
         assert (again.slice, again.start, again.counts) == (first.slice, first.start, True)
         link.take(0, 0, co.report(again), wait=False)
         assert coordinator.sums(0, 0).pieces == again.stop - again.start
-        assert coordinator.finished(0) == [(0, 0, 1)]
-        assert coordinator.finished(0) == [(0, 0, 1)]
+        assert coordinator.begun_in(0)[0] == WorkRange(0, 1, 0, 1)
         assert not coordinator.poll(0, 0, 0.0)
         link.close()
 
@@ -150,7 +149,7 @@ def test_lost_pieces_are_computed_again() -> None:
         assert isinstance(first, Lease)
         second = link.take(0, 0, co.report(first))
         assert coordinator.held(0) == [(1, second)]
-        assert coordinator.reopen(0, [(0, 0, 0)]) == 1
+        assert coordinator.reopen(0, [WorkRange(0, 0, 0, 1)]) == 1
         assert isinstance(second, Lease)
         again = link.take(0, 0, co.report(second))
         assert isinstance(again, Lease)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -36,6 +38,24 @@ def test_they_are_a_set(given: tuple[int, list[list[Key]]]) -> None:
                 (stream + 1, number, step, index),
             ]
             assert [key in made for key in near] == [key in known for key in near]
+
+
+@given(pieces(), st.integers(0, 50), st.integers(0, 800))
+def test_what_is_missing_of_a_range(
+    given: tuple[int, list[list[Key]]], start: int, length: int
+) -> None:
+    slices, pushes = given
+    keys = Keys(slices)
+    for push in pushes:
+        keys.add(push)
+    for index in range(slices):
+        found = keys.missing(1, 0, index, start, start + length)
+        steps = [step for first, last in found for step in range(first, last)]
+        known = set(keys)
+        assert steps == [
+            step for step in range(start, start + length) if (1, 0, step, index) not in known
+        ]
+        assert all(a[1] < b[0] for a, b in pairwise(found))
 
 
 def test_a_piece_takes_a_bit() -> None:

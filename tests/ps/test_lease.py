@@ -13,8 +13,11 @@ from hypothesis import strategies as st
 
 from spartito.errors import UserError
 from spartito.ps.course import Course
-from spartito.ps.lease import Lease, Piece, Plan, WorkQueue
+from spartito.ps.lease import Lease, Plan, WorkQueue, WorkRange
 from tests.ps.coordination import plan
+
+Piece = tuple[int, int, int]
+"""(pass, step, slice)"""
 
 
 def batches(plan: Plan, lengths: list[int]) -> list[list[tuple[int, int]]]:
@@ -151,7 +154,8 @@ class World:
         elif self.finished:
             done = [piece for piece, n in self.finished.items() if n > self.reopened[piece]]
             lost = self.random.sample(done, min(len(done), self.random.randrange(1, 5)))
-            assert self.queue.reopen(lost) == len(lost)
+            ranges = [WorkRange(number, index, step, step + 1) for number, step, index in lost]
+            assert self.queue.reopen(ranges) == len(lost)
             self.reopened.update(lost)
 
 
@@ -180,6 +184,11 @@ def worlds(draw: st.DrawFn, faults: float = 0.02, together: bool | None = None) 
     return World(made, lengths, random.Random(draw(st.integers())), faults)
 
 
+def pieces_in(queue: WorkQueue) -> list[Piece]:
+    """All that was begun, one by one."""
+    return [(w.pass_, step, w.slice) for w in queue.begun() for step in range(w.start, w.stop)]
+
+
 @given(worlds())
 @settings(max_examples=150)
 def test_each_piece_is_finished_and_counted_once(world: World) -> None:
@@ -195,7 +204,7 @@ def test_each_piece_is_finished_and_counted_once(world: World) -> None:
         assert world.queue.pieces_done(epoch) == len(pieces)
         assert world.queue.steps(epoch) == len(places)
     assert not world.finished
-    assert sorted(world.queue.finished()) == sorted(
+    assert sorted(pieces_in(world.queue)) == sorted(
         (*place, r) for places in expected for place in places for r in range(world.plan.slices)
     )
 
@@ -305,7 +314,7 @@ def test_lost_pieces_of_a_closed_epoch_come_first_and_count_no_more() -> None:
         assert lease is not None
         queue.finish(lease.id, [1.0], None, 0.0)
     queue.close(0)
-    assert queue.reopen([(0, 1, 0)]) == 1
+    assert queue.reopen([WorkRange(0, 0, 1, 2)]) == 1
     assert queue.frontier() == (0, 1)
     again = queue.take(0, 1, 0.0)
     assert again is not None
@@ -320,13 +329,14 @@ def test_pieces_lost_while_their_lease_is_out_come_after_it() -> None:
     queue = WorkQueue(plan(slices=1, steps_per_pass=8, multiple=4))
     out = queue.take(0, 0, 0.0)
     assert out is not None
-    assert queue.reopen([(0, 2, 0), (0, 7, 0), (5, 0, 0)]) == 1  # the second is not begun
+    lost = [WorkRange(0, 0, 2, 3), WorkRange(0, 0, 6, 8), WorkRange(5, 0, 0, 4)]
+    assert queue.reopen(lost) == 1  # only the first was begun
     queue.finish(out.id, [4.0], None, 1.0)
     again = queue.take(1, 0, 1.0)
     assert again is not None
     assert (again.start, again.stop, again.counts) == (2, 3, False)
     assert queue.frontier() == (0, 2)
-    assert (0, 3, 0) in queue.finished()
+    assert (0, 3, 0) in pieces_in(queue)
 
 
 def test_a_dropped_lease_is_the_next_one_given() -> None:

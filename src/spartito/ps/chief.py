@@ -10,7 +10,7 @@ from typing import Any
 from spartito.errors import SpartitoError
 from spartito.log import warn
 from spartito.ps.coordinator import Coordinator
-from spartito.ps.lease import Lease, Plan
+from spartito.ps.lease import Lease, Plan, WorkRange
 from spartito.ps.messages import Flush, GetRecord, Lost, Status, Values
 from spartito.ps.servers import Control
 from spartito.ps.staleness import Histogram
@@ -139,15 +139,12 @@ class Chief:
         """
         applied, count = self.control.applied(server, self._slices), 0
         for stream in self._streams:
-            held = [lease for _, lease in self.coordinator.held(stream)]
-            known = {
-                (lease.pass_, step, lease.slice)
-                for lease in held
-                for step in range(lease.start, lease.stop)
-            }
-            known.update(self.coordinator.finished(stream))
-            missing = [piece for piece in sorted(known) if (stream, *piece) not in applied]
-            count += self.coordinator.reopen(stream, missing)
+            missing = [
+                WorkRange(work.pass_, work.slice, *span)
+                for work in self.coordinator.begun_in(stream)
+                for span in applied.missing(stream, *work)
+            ]
+            count += self.coordinator.reopen(stream, sorted(missing))
         self.lost += count
         name = self.control.links[server].address.name
         warn("%s was started again: %d pieces of work are done again", name, count)

@@ -15,7 +15,7 @@ from math import inf
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note, warn
 from spartito.ps.board import Board
-from spartito.ps.lease import Lease, Piece, Plan, WorkQueue
+from spartito.ps.lease import Lease, Plan, WorkQueue, WorkRange
 from spartito.ps.members import Member, absence, absent
 from spartito.ps.work import Complete, Pause, Report, Totals, Work
 
@@ -248,20 +248,20 @@ class Coordinator:
         with self._changed:
             return self._queues[stream].frontier()
 
-    def finished(self, stream: int) -> list[Piece]:
-        """All finished pieces of a stream."""
+    def begun_in(self, stream: int) -> list[WorkRange]:
+        """All work of a stream that is finished or out."""
         with self._changed:
-            return self._queues[stream].finished()
+            return list(self._queues[stream].begun())
 
     def held(self, stream: int) -> list[tuple[int, Lease]]:
         """(worker, lease) of all leases that are out."""
         with self._changed:
             return self._queues[stream].held()
 
-    def reopen(self, stream: int, pieces: Iterable[Piece]) -> int:
-        """Have lost pieces computed again, first of all; answers how many."""
+    def reopen(self, stream: int, lost: Iterable[WorkRange]) -> int:
+        """Have lost work done again, first of all; returns how many pieces that are."""
         with self._changed:
-            count = self._queues[stream].reopen(pieces)
+            count = self._queues[stream].reopen(lost)
             self._changed.notify_all()
             return count
 

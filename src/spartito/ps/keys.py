@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+import numpy as np
+
 Key = tuple[int, int, int, int]
 """(stream, pass, step, slice)"""
 
@@ -55,6 +57,18 @@ class Keys:
             new += not bits[place >> 3] & bit
             bits[place >> 3] |= bit
         return new
+
+    def missing(
+        self, stream: int, number: int, index: int, start: int, stop: int
+    ) -> list[tuple[int, int]]:
+        """The ranges of steps of ``[start, stop)`` of slice ``index`` of a pass that are not in."""
+        bits = np.frombuffer(self._bits.get((stream, number), b""), np.uint8)
+        known = np.unpackbits(bits, bitorder="little")[index :: self.slices][start:stop]
+        absent = np.ones(stop - start + 2, np.int8)  # between two ends, so that ranges have edges
+        absent[[0, -1]] = 0
+        absent[1 : 1 + len(known)] -= known.astype(np.int8)
+        edges = np.flatnonzero(np.diff(absent)) + start
+        return [(int(first), int(last)) for first, last in edges.reshape(-1, 2)]
 
     def dump(self) -> dict[str, bytes]:
         """The bits of each pass, by ``stream/pass``."""

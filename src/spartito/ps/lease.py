@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
+from typing import NamedTuple
 
 import msgspec
 
@@ -22,8 +23,14 @@ from spartito.ps.spans import Spans
 END_SHARE = 4
 """A lease is at most this part of what is left of the epoch for each worker."""
 
-Piece = tuple[int, int, int]
-"""(pass, step, slice)"""
+
+class WorkRange(NamedTuple):
+    """Steps ``start`` to ``stop`` of one slice of pass ``pass_``."""
+
+    pass_: int
+    slice: int
+    start: int
+    stop: int
 
 
 class Lease(msgspec.Struct, frozen=True, tag="lease"):
@@ -165,24 +172,26 @@ class WorkQueue:
         (found.back if held.lease.counts else found.lost).add(held.start, held.stop)
         return True
 
-    def reopen(self, pieces: Iterable[Piece]) -> int:
-        """Pieces whose updates were lost are to be computed again; answers how many will be.
+    def reopen(self, lost: Iterable[WorkRange]) -> int:
+        """Work whose updates were lost is to be done again; returns how many pieces that are.
 
         Their sums were counted and count no more. Those of a lease that is out come after it;
         those that nobody has begun are left alone, as they will be computed anyway.
         """
         reopened = 0
-        for number, step, index in pieces:
-            batch, found = self._course.find(number, step), self._slices[index]
-            if batch is None:
+        for number, index, first, last in lost:
+            begin, found = self._course.find(number, first), self._slices[index]
+            if begin is None:
                 continue
-            if batch in found.done:
-                self._lose(found, batch, batch + 1)
-                reopened += 1
+            end = begin + last - first
+            for start, stop in found.done.overlap(begin, end):
+                self._lose(found, start, stop)
+                reopened += stop - start
             for held in self._held.values():
-                if held.lease.slice == index and held.start <= batch < held.stop:
-                    held.owed.add(batch, batch + 1)
-                    reopened += 1
+                start, stop = max(held.start, begin), min(held.stop, end)
+                if held.lease.slice == index and start < stop:
+                    held.owed.add(start, stop)
+                    reopened += stop - start
         return reopened
 
     # How far they are
@@ -214,14 +223,16 @@ class WorkQueue:
         """(pass, step) of the first global batch with a piece that is not finished."""
         return self._course.place(self._frontier())
 
-    def finished(self) -> list[Piece]:
-        """All finished pieces of this plan."""
-        return [
-            (*self._course.place(batch), index)
-            for index, found in enumerate(self._slices)
-            for start, stop in found.done
-            for batch in range(start, stop)
-        ]
+    def begun(self) -> Iterator[WorkRange]:
+        """All that is finished or out, each range of one pass."""
+        for index, found in enumerate(self._slices):
+            out = [(h.start, h.stop) for h in self._held.values() if h.lease.slice == index]
+            for start, stop in (*found.done, *out):
+                while start < stop:
+                    here = self._course.at(start)
+                    end, offset = min(stop, here.stop), here.step - here.first
+                    yield WorkRange(here.number, index, start + offset, end + offset)
+                    start = end
 
     # Inside
 

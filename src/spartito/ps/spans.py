@@ -42,9 +42,14 @@ class Spans:
             parts += [(first, min(last, start)), (max(first, stop), last)]
         self._spans = [part for part in parts if part[0] < part[1]]
 
+    def overlap(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """The ranges of numbers of ``[start, stop)`` that are in."""
+        cut = [(max(first, start), min(last, stop)) for first, last in self._spans]
+        return [part for part in cut if part[0] < part[1]]
+
     def within(self, start: int, stop: int) -> int:
         """How many numbers of ``[start, stop)`` are in."""
-        return sum(max(0, min(last, stop) - max(first, start)) for first, last in self._spans)
+        return sum(last - first for first, last in self.overlap(start, stop))
 
     def frontier(self) -> int:
         """The first number from 0 on that is not in."""
