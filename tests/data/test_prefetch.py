@@ -64,7 +64,7 @@ def test_closing_ends_the_threads_and_starts_nothing_more() -> None:
     batches = read_ahead((partial(ask, n) for n in range(100)), 3, 2)
     assert next(batches) == 0
     assert reading() != []
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     assert reading() == []
     assert max(asked) <= 4
 

@@ -16,7 +16,7 @@ from spartito.data.chain import Chain
 from spartito.data.collate import count_rows, take, tidy
 from spartito.data.draws import Draws
 from spartito.data.order import permutation, share
-from spartito.data.passes import make_pass
+from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
 from spartito.data.reading import Found, Processes, Wanted, changed, make_reading, mapped
 from spartito.data.source import BatchStream, ExampleStream, InputContext, PerWorker
@@ -30,8 +30,8 @@ _END = object()
 class Feed(Protocol):
     """One pass over a source for one replica, as tasks that each make one batch."""
 
-    def tasks(self, epoch: int, start: int, stop: int | None = None) -> Iterator[Task]:
-        """The batches of pass ``epoch`` from step ``start`` on, before ``stop`` or to the end."""
+    def tasks(self, epoch: int, start: int) -> Iterator[Task]:
+        """The batches of pass ``epoch`` from step ``start`` on."""
         ...
 
 
@@ -105,7 +105,7 @@ class Loader:
                 self._step = batch.step + 1
                 yield batch
         finally:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
 
 
 def examples(dataset: Chain) -> Iterator[Any]:
@@ -153,10 +153,20 @@ class _Part:
 class IndexedFeed:
     """Examples by index: the order is made first, then only this replica's share is read."""
 
-    def __init__(self, dataset: Chain, rank: int, world_size: int, seed: int) -> None:
+    def __init__(
+        self,
+        dataset: Chain,
+        rank: int,
+        world_size: int,
+        seed: int,
+        passes: Passes | None = None,
+    ) -> None:
+        """``passes`` are given where feeds read short ranges of them in turn: processes last."""
         self._dataset = dataset
         self._rank, self._world_size = rank, world_size
         self._seed = seed if dataset.seed is None else dataset.seed
+        self._passes = passes or Passes(dataset, self._seed)
+        self._lasting = passes is not None
         source: Any = dataset.source
         self._source, self._count = source, len(source)
         self._reading = make_reading(dataset, self._seed)
@@ -167,17 +177,16 @@ class IndexedFeed:
         limit = dataset.corrupt_limit
         self._limit = max(10, self._count // 100) if limit is None else limit
 
-    def tasks(self, epoch: int, start: int, stop: int | None = None) -> Iterator[Task]:
+    def tasks(self, epoch: int, start: int) -> Iterator[Task]:
         """As `Feed.tasks`."""
-        parts = self._parts(epoch, start, stop)
+        parts = self._parts(epoch, start)
         if self._dataset.gathers:
             yield from (partial(self._gather, part) for part in parts)
         elif self._dataset.processes is None:
             yield from (partial(self._read, part) for part in parts)
         else:
             if self._processes is None:
-                lasting = stop is not None  # many short ranges
-                self._processes = Processes(self._dataset.processes, self._reading, lasting)
+                self._processes = Processes(self._dataset.processes, self._reading, self._lasting)
             made, asked = tee(parts)
             found = self._processes.read(part.wanted for part in asked)
             yield from (partial(self._made, *pair) for pair in zip(made, found, strict=True))
@@ -195,9 +204,9 @@ class IndexedFeed:
             else:
                 yield example
 
-    def _parts(self, epoch: int, start: int, stop: int | None) -> Iterator[_Part]:
-        found = make_pass(self._dataset, self._seed, epoch)
-        for step in range(start, len(found) if stop is None else min(stop, len(found))):
+    def _parts(self, epoch: int, start: int) -> Iterator[_Part]:
+        found = self._passes.of(epoch)
+        for step in range(start, len(found)):
             size = found.size(step)
             rows, places = self._share(size)
             indices = found.indices(step, places if rows is None else rows)
@@ -268,9 +277,9 @@ class StreamFeed:
         self._dataset, self._rank, self._world_size = dataset, rank, world_size
         self._seed = seed
 
-    def tasks(self, epoch: int, start: int, stop: int | None = None) -> Iterator[Task]:
+    def tasks(self, epoch: int, start: int) -> Iterator[Task]:
         """As `Feed.tasks`; resuming reads past what was seen before."""
-        draws, batches = Draws(self._seed, epoch), islice(self._batches(epoch), start, stop)
+        draws, batches = Draws(self._seed, epoch), islice(self._batches(epoch), start, None)
         for step in count(start):
             with draws:
                 data = next(batches, _END)
@@ -311,10 +320,10 @@ class PerWorkerFeed:
         self._dataset, self._source = dataset, source
         self._rank, self._world_size = rank, world_size
 
-    def tasks(self, epoch: int, start: int, stop: int | None = None) -> Iterator[Task]:
+    def tasks(self, epoch: int, start: int) -> Iterator[Task]:
         """As `Feed.tasks`; resuming reads past what was seen before."""
         context = InputContext(self._rank, self._world_size, epoch)
-        for step, data in enumerate(islice(self._source.function(context), start, stop), start):
+        for step, data in enumerate(islice(self._source.function(context), start, None), start):
             yield partial(self._batch, epoch, step, data)
 
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:

@@ -74,6 +74,23 @@ class DrawnPass:
         return self.batches[step][rows]
 
 
+class Passes:
+    """The passes over a data set; the last one is kept.
+
+    Work may come in short ranges of a pass, and sorting ten million keys for each takes a second.
+    """
+
+    def __init__(self, chain: Chain, seed: int) -> None:
+        self._chain, self._seed = chain, seed
+        self._kept: tuple[int, Pass] | None = None
+
+    def of(self, epoch: int) -> Pass:
+        """As `make_pass`."""
+        if self._kept is None or self._kept[0] != epoch:
+            self._kept = epoch, make_pass(self._chain, self._seed, epoch)
+        return self._kept[1]
+
+
 def make_pass(chain: Chain, seed: int, epoch: int) -> Pass:
     """The global batches of pass ``epoch``: a function of (seed, epoch), if samplers are."""
     if chain.batch_sampler is not None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def read_ahead(tasks: Iterator[Callable[[], T]], depth: int, threads: int) -> Iterator[T]:
+def read_ahead(tasks: Iterator[Callable[[], T]], depth: int, threads: int) -> Generator[T]:
     """The answers of ``tasks`` in their order, up to ``depth`` of them made ahead of time.
 
     With depth 0 each is made when it is asked for. Closing the iterator ends the threads.

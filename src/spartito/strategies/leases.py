@@ -13,7 +13,8 @@ from torch import Tensor
 from spartito.data.batch import Batch
 from spartito.data.chain import Chain
 from spartito.data.collate import rows
-from spartito.data.loader import Feed, Loader, make_feed
+from spartito.data.loader import IndexedFeed, Loader, make_feed
+from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
 from spartito.data.source import PerWorker, Source
 from spartito.errors import UserError
@@ -106,6 +107,7 @@ class Leased(Distributed):
                 self._start = chief.coordinator.frontier(stream)
                 chief.end_stream(stream)
             self._stream = None
+            self._reader.close()
 
     def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
         mine = [*shared, *own]
@@ -222,7 +224,7 @@ class Leased(Distributed):
                 if place.abandoned:
                     return None
         finally:
-            batches.close()  # type: ignore[attr-defined]
+            batches.close()
         return None if expected == lease.stop else expected
 
     def _placed(self, batch: Batch) -> Batch:
@@ -240,26 +242,53 @@ def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
 class Reader(Protocol):
     """Reads the batches of a lease."""
 
-    def read(self, lease: Lease) -> Iterator[Batch]:
+    def read(self, lease: Lease) -> Generator[Batch]:
         """The local batches of the lease, fewer where the data ends before."""
+        ...
+
+    def close(self) -> None:
+        """End what reads ahead; the next `read` begins anew."""
         ...
 
 
 class IndexedReader:
-    """Examples by index: any piece can be read at any time."""
+    """Examples by index: any piece can be read at any time.
+
+    A lease mostly goes on where the last one ended: what was read ahead then is there already.
+    """
 
     def __init__(self, chain: Chain, slices: int, seed: int) -> None:
         self._chain, self._slices, self._seed = chain, slices, seed
-        self._feeds: dict[int, Feed] = {}
+        self._passes = Passes(chain, seed if chain.seed is None else chain.seed)
+        self._feeds: dict[int, IndexedFeed] = {}
+        self._next = (0, 0, 0)  # slice, pass and step of the next of these batches
+        self._batches: Generator[Batch] | None = None
 
-    def read(self, lease: Lease) -> Iterator[Batch]:
+    def read(self, lease: Lease) -> Generator[Batch]:
         """As `Reader.read`."""
+        start = lease.slice, lease.pass_, lease.start
+        if self._batches is None or self._next != start:
+            self.close()
+            self._batches = self._open(*start)
+        for step in range(lease.start, lease.stop):
+            batch = next(self._batches, None)
+            if batch is None:
+                return
+            self._next = lease.slice, lease.pass_, step + 1
+            yield batch
+
+    def close(self) -> None:
+        """As `Reader.close`."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    def _open(self, index: int, number: int, start: int) -> Generator[Batch]:
         chain = self._chain
-        feed = self._feeds.get(lease.slice)
-        if feed is None:
-            feed = make_feed(chain, lease.slice, self._slices, self._seed)
-            self._feeds[lease.slice] = feed
-        tasks = feed.tasks(lease.pass_, lease.start, lease.stop)
+        if index not in self._feeds:
+            made = IndexedFeed(chain, index, self._slices, self._seed, self._passes)
+            self._feeds[index] = made
+        tasks = self._feeds[index].tasks(number, start)
         return read_ahead(tasks, chain.ahead, chain.threads)
 
 
@@ -270,7 +299,10 @@ class StreamReader:
         self._chain, self._slices, self._seed = chain, slices, seed
         self._at: dict[int, tuple[int, int, Iterator[Callable[[], Batch]]]] = {}
 
-    def read(self, lease: Lease) -> Iterator[Batch]:
+    def close(self) -> None:
+        """As `Reader.close`: nothing reads ahead here."""
+
+    def read(self, lease: Lease) -> Generator[Batch]:
         """As `Reader.read`."""
         number, step, tasks = self._at.pop(lease.slice, (-1, 0, iter(())))
         if number != lease.pass_ or step > lease.start:
