@@ -254,6 +254,32 @@ def test_training_over_links_is_training(
     servers.close()
 
 
+class Crowded(SGD):
+    """As many groups as a large model has parameters."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        for _ in range(3000):
+            self.add_param_group({"params": []})
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_thousands_of_groups_and_passes_fit_into_a_message(job: Start, way: dict[str, Any]) -> None:
+    run = job(kind=Crowded, **way)
+    control = run.control()
+    servers, model, _ = run.worker()
+    servers.get(admit=True)
+    options = settings(make(model, Crowded))
+    for step in range(9000):
+        compute([model], 0) if not step else None
+        absent, _ = servers.fill()
+        key = (1, step, 0, 0)  # a pass of one piece
+        told = options if not step else None
+        exchange(servers, push(0, keys=[key], settings=told, dropped=step > 0), absent)
+    assert len(control.applied(0, 2)) == 9000
+    assert len(control.states()) == 1
+
+
 def test_half_the_bytes_arrive_nearly_right(job: Start) -> None:
     run = job(2, wire_dtype="bfloat16")
     run.control()

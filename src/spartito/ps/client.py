@@ -39,7 +39,7 @@ from spartito.ps.messages import (
 from spartito.ps.server import PURPOSE
 from spartito.ps.shard import State as OptimizerState
 from spartito.ps.vector import Copies, Vector, allocate, dtype_of
-from spartito.ps.wire import Gone, ProtocolError, Wire
+from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
 
 BREAKS = 5
 """So often in a row a server may break the connection, and no answer come."""
@@ -254,6 +254,7 @@ class Link:
             wire.close()
             raise
         wire.timeout = self._timeout
+        wire.header_limit = LONG_HEADER
         wire.limit = STATE_ROOM * self.span.size + (1 << 20)
         if self.push.numel():
             push.copy_(self.push)

@@ -47,7 +47,7 @@ from spartito.ps.shard import State as OptimizerState
 from spartito.ps.shard import settings
 from spartito.ps.store import Store
 from spartito.ps.vector import PAGE, STRIDE, allocate, dtype_of
-from spartito.ps.wire import Gone, ProtocolError, Wire
+from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
 
 LOCAL = "ps memory"
 """The purpose of the second connection of a task that shares memory."""
@@ -195,6 +195,7 @@ class Connection:
             self._inbox, self._outbox = allocate(self._span), allocate(self._span)
             self._wire.send(Welcome(self._store.ready, self._server.life))
         self._wire.timeout = None
+        self._wire.header_limit = LONG_HEADER
         self._wire.limit = STATE_ROOM * self._span.size + (1 << 20)
         return hello
 

@@ -14,7 +14,7 @@ from spartito.collectives.versions import Versions
 from spartito.errors import TaskLostError, UserError
 from spartito.ps.coordinator import LOOK_SECONDS, Coordinator
 from spartito.ps.reception import PURPOSE
-from spartito.ps.wire import Gone, ProtocolError, Wire
+from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.work import (
     MAX_PUBLISHED,
     Answer,
@@ -97,6 +97,7 @@ class WorkerLink(WorkSource):
         except BaseException:
             self._wire.close()
             raise
+        self._wire.header_limit = LONG_HEADER
         self._generation = welcome.generation
         self._beats = threading.Thread(
             target=self._beat, args=(welcome.beat,), name="spartito-beat", daemon=True

@@ -11,7 +11,7 @@ from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.ps.coordinator import ANSWER_SECONDS, Coordinator
-from spartito.ps.wire import Gone, ProtocolError, Wire
+from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.work import (
     Answer,
     Ask,
@@ -98,6 +98,7 @@ class Reception:
         lost = True
         try:
             wire.send(Welcome(self._beat, session))
+            wire.header_limit = LONG_HEADER
             wire.timeout = None  # a silent worker is the watch's business
             lost = not self._converse(wire, worker, session)
         finally:

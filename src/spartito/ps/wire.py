@@ -31,7 +31,9 @@ if TYPE_CHECKING:
 
 MAGIC = b"SPTO"
 VERSION = 1
-MAX_HEADER = 64 << 10  # bytes
+MAX_HEADER = 64 << 10  # bytes, of a stranger
+LONG_HEADER = 64 << 20
+"""The same of a task of the job: thousands of parameter groups, millions of passes."""
 
 PREFIX = struct.Struct("<4sBBHIQIQ")
 """Magic, version, flags, reserved, header bytes, payload bytes, CRC-32, sum of the payload."""
@@ -88,6 +90,8 @@ class Wire:
         silent, but slow), for ever if None.
         """
         self.limit = limit
+        self.header_limit = MAX_HEADER
+        """The most bytes of a header, sent or received; set it once both ends know each other."""
         self.sent = 0
         self.received = 0
         self.payload = memoryview(b"")
@@ -120,14 +124,15 @@ class Wire:
     def send(self, message: msgspec.Struct, *payload: Contiguous) -> None:
         """Send ``message`` and the bytes of ``payload``: contiguous buffers, never copied.
 
-        Raises `Gone`, `TimeoutError`, and `ProtocolError` for a header above `MAX_HEADER`.
+        Raises `Gone`, `TimeoutError`, and `ProtocolError` for a header above `header_limit`.
         """
         head = self._head
         self._encode(message, head, PREFIX.size)
         length = len(head) - PREFIX.size
-        if length > MAX_HEADER:
+        if length > self.header_limit:
             raise ProtocolError(
-                f"{type(message).__name__} has {length} bytes; a header has at most {MAX_HEADER}"
+                f"{type(message).__name__} has {length} bytes; a header has at most "
+                f"{self.header_limit}"
             )
         parts: list[Buffer] = [head]
         size = total = 0
@@ -184,10 +189,12 @@ class Wire:
             raise ProtocolError(
                 f"flags 0 and reserved 0 were expected, {flags} and {reserved} came"
             )
-        if header_size > MAX_HEADER:
+        if header_size > self.header_limit:
             raise ProtocolError(
-                f"a header of {header_size} bytes came; {MAX_HEADER} are the most it may have"
+                f"a header of {header_size} bytes came; it may have at most {self.header_limit}"
             )
+        if header_size > len(self._header):
+            self._header = memoryview(bytearray(header_size))
         prefix[_CRC_AT : _CRC_AT + _CRC.size] = _NO_CRC
         return header_size, payload_size, crc, total
 
