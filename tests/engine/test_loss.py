@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,12 +11,13 @@ from torch import Tensor, nn
 
 from spartito.data.batch import Batch
 from spartito.engine.loss import (
+    TokenWatch,
     align,
-    check_loss,
     describe,
     evaluate_loss,
     forward,
     in_dtype,
+    make_loss,
     own_loss,
     weigh,
 )
@@ -136,9 +138,9 @@ def test_only_classes_that_count_weigh() -> None:
 
 def test_sums_are_refused() -> None:
     with pytest.raises(UserError, match=r"BCELoss\(reduction='sum'\)"):
-        check_loss(nn.BCELoss(reduction="sum"))
+        make_loss(nn.BCELoss(reduction="sum"))
     for good in (None, nn.BCELoss(), nn.BCELoss(reduction="none"), lambda out, y: out):
-        check_loss(good)
+        make_loss(good)
 
 
 class Answer:
@@ -179,3 +181,58 @@ def test_floating_data_comes_in_the_models_dtype() -> None:
     assert in_dtype(batch(x), torch.float32).data.dtype == torch.float32
     without_parameters = batch(x, y)
     assert in_dtype(without_parameters, None) is without_parameters
+
+
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), nn.NLLLoss()])
+@pytest.mark.parametrize("shape", [(4, 1), (4,), (4, 1, 2)])
+def test_one_class_is_no_classification(loss: Any, shape: tuple[int, ...]) -> None:
+    output = torch.zeros(shape, requires_grad=True)
+    target = torch.ones(4, *shape[2:], dtype=torch.int64)
+    with pytest.raises(UserError, match="it has one class"):
+        evaluate_loss(loss, output, batch(output, target))
+
+
+def test_torchs_functions_are_its_modules() -> None:
+    assert isinstance(make_loss(nn.functional.cross_entropy), nn.CrossEntropyLoss)
+    assert isinstance(make_loss(nn.functional.mse_loss), nn.MSELoss)
+    with pytest.raises(UserError, match="loss=CrossEntropyLoss is a class"):
+        make_loss(nn.CrossEntropyLoss)
+
+
+@pytest.mark.parametrize("form", ["mapping", "attributes"])
+def test_a_models_own_mean_over_items(form: str) -> None:
+    logits = torch.ones(4, requires_grad=True)
+
+    def output(loss: Tensor, items: Any) -> Any:
+        parts = {"loss": loss, "logits": logits, "num_items": items}
+        return parts if form == "mapping" else SimpleNamespace(**parts)
+
+    for items in (10, torch.tensor(10)):
+        found = weigh(own_loss(output(logits.sum() / 10, items)), batch(FOUR))
+        assert found.value.item() * found.scale == pytest.approx(4.0)
+        assert found.weight == 10
+    nothing = weigh(own_loss(output(logits.sum() / 0 * 0, 0)), batch(FOUR))
+    nothing.value.backward()
+    assert (nothing.value.item(), nothing.weight) == (0.0, 0.0)
+    assert logits.grad is not None
+    assert logits.grad.tolist() == [0.0] * 4
+    with pytest.raises(UserError, match="beside num_items"):
+        own_loss(output(FOUR, 10))
+
+
+def test_labels_of_unequal_length_are_spoken_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    mean = torch.tensor(2.0)
+    plain, ignored = torch.ones(4, 6, dtype=torch.int64), torch.full((4, 6), -100)
+    for given, said in (
+        ([plain, plain], 0),
+        ([plain, plain[:, :3], ignored], 1),
+        ([ignored, ignored], 1),
+        ([plain[:, 0], plain[:, 0]], 0),
+    ):
+        caplog.clear()
+        watch = TokenWatch()
+        for labels in given:
+            watch.look(mean, {"input_ids": plain, "labels": labels})
+        watch.look((mean, 3), (plain, ignored))
+        assert len(caplog.records) == said
+    assert "num_items" in caplog.text or not said

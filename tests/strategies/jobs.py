@@ -433,3 +433,30 @@ def write_model(name: str, options: dict[str, Any], folder: str) -> dict[str, An
     trainer.fit(blobs(32), epochs=3, callbacks=[sp.callbacks.ModelCheckpoint(keep=2)], verbose=0)
     strategy.close()
     return trainer.history.history
+
+
+def best_weights(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A training that gets worse, with its rate halved by each epoch: what each task ends with."""
+    strategy = make_strategy(name or None, **options)
+    x, y = blobs(48)
+    net = mlp()
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.Adam(net.parameters(), 0.01, maximize=True),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+        scheduler_interval="epoch",
+    )
+    early = sp.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+    history = trainer.fit(
+        (x, y), epochs=9, batch_size=8, validation_data=(x, y), callbacks=[early], verbose=0
+    )
+    answer = {
+        "val_loss": history.history["val_loss"],
+        "evaluated": trainer.evaluate((x, y))["loss"],
+        "lr": strategy.lead(lambda: trainer.optimizer.param_groups[0]["lr"]),
+        "begun": strategy.lead(lambda: len(strategy.state()["optimizer"]["state"])),
+    }
+    strategy.close()
+    return answer

@@ -219,3 +219,12 @@ def test_the_run_folder(replicas: Replicas, case: Case, tmp_path: Path) -> None:
     assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 3
     assert (tmp_path / "report.html").exists()
     assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
+
+
+@every_strategy
+def test_the_best_weights_come_back_and_rates_follow_epochs(replicas: Replicas, case: Case) -> None:
+    answer = run(replicas, case, jobs.best_weights)
+    assert len(answer["val_loss"]) == 3  # the first was the best
+    assert answer["evaluated"] == pytest.approx(answer["val_loss"][0], abs=1e-12)
+    assert answer["lr"] == 0.01 / 2**3
+    assert answer["begun"] == 4  # no optimizer lost its state

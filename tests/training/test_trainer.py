@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.errors import UserError
-from tests.training.jobs import data, net, on_replicas, stop_early, trainer, uneven_sizes
+from tests.training.jobs import data, largest, net, on_replicas, stop_early, trainer, uneven_sizes
 
 
 def weights(made: sp.Trainer) -> list[Tensor]:
@@ -282,6 +282,82 @@ def test_a_schedule_that_watches_the_loss_and_a_given_one() -> None:
     given = trainer(model=model, optimizer=optimizer, scheduler=schedule)
     given.fit(data(), batch_size=10, verbose=0)
     assert optimizer.param_groups[0]["lr"] == 0.025
+
+
+def test_a_schedule_by_epochs_is_torchs(caplog: pytest.LogCaptureFixture) -> None:
+    made = trainer(
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), scheduler_interval="epoch"
+    )
+    made.fit(data(), epochs=3, batch_size=5, verbose=0)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    x, y = data()
+    for _ in range(3):
+        for start in range(0, 20, 5):
+            optimizer.zero_grad()
+            rows = slice(start, start + 5)
+            nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+        schedule.step()
+    assert made.optimizer.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
+    for one, other in zip(weights(made), model.parameters(), strict=True):
+        torch.testing.assert_close(one, other.detach(), rtol=0, atol=1e-12)
+    assert not caplog.records
+
+
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5), True),
+        (lambda o: torch.optim.lr_scheduler.CosineAnnealingLR(o, 20), False),
+        (lambda o: torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(o, 20), False),
+        (lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.5, total_steps=40), False),
+        (lambda o: torch.optim.lr_scheduler.LinearLR(o, 1.0, 1e-6, total_iters=20), False),
+    ],
+)
+def test_a_rate_that_collapses_within_an_epoch(
+    make: Any, said: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    batches = list(zip(*(part.split(4) for part in data(80)), strict=True))
+    for given in (data(80), sp.data.per_worker(lambda context: batches)):  # 20 steps; unknown
+        caplog.clear()
+        made = trainer(scheduler=make)
+        made.fit(given, epochs=1, batch_size=4, verbose=0)
+        assert ('scheduler_interval="epoch"' in caplog.text) == said
+        assert len(caplog.records) == said
+
+
+def test_a_plateau_watches_what_it_is_told() -> None:
+    def plateau(optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizer, mode="max", factor=0.5, patience=0
+        )
+
+    made = trainer(
+        metrics=["accuracy", largest],
+        scheduler=plateau,
+        scheduler_monitor="val_largest",
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 1e-3),
+    )
+
+    class Higher(sp.Callback):
+        def on_epoch_begin(self, epoch: int) -> None:
+            with torch.no_grad():
+                made.model[2].bias += 1.0 if epoch < 3 else -1.0  # type: ignore[index]
+
+    made.fit(data(), epochs=5, validation_data=data(), callbacks=[Higher()], verbose=0)
+    assert made.optimizer.param_groups[0]["lr"] == 1e-3 / 4  # of the last two, which got lower
+    with pytest.raises(UserError, match="monitor is 'val_largest', which no epoch reports"):
+        made.fit(data(), verbose=0)
+    for options, text in (
+        ({"scheduler": plateau}, "without a figure to watch"),
+        ({"scheduler": plateau, "scheduler_monitor": "loss"}, "of which less is better"),
+        ({"scheduler_monitor": "loss"}, "without a ReduceLROnPlateau"),
+        ({"scheduler_interval": "epochs"}, "scheduler_interval='epochs'"),
+    ):
+        with pytest.raises(UserError, match=text):
+            trainer(**options)
 
 
 class Diary(sp.Callback):

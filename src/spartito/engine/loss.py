@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.errors import UserError
+from spartito.log import warn
 
 LossFunction = Callable[[Any, Any], Any]
 """``(output, target)`` to a loss; see `weigh` for what it may answer."""
@@ -65,12 +67,15 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
     and the dtype differ (labels ``(n,)`` for logits ``(n, 1)``), and an error that names both.
     """
     if loss is None:
-        return own_loss(output)
+        answer = own_loss(output)
+        _tokens.look(answer, batch.data)
+        return answer
     target = batch.data if batch.y is None else batch.y
     if not of_torch(loss):
         return loss(output, target)
     if isinstance(output, Tensor) and output.dtype == torch.bfloat16:
         output = output.float()
+    _refuse_one_class(loss, output)
     target = align(output, target)
     try:
         return _exact(loss, output, target)
@@ -100,17 +105,49 @@ def align(output: Any, target: Any) -> Any:
     return target
 
 
-def check_loss(loss: LossFunction | None) -> None:
-    """Refuse a loss whose value no strategy could weigh."""
-    if loss is not None and not callable(loss):
+def make_loss(given: LossFunction | None) -> LossFunction | None:
+    """``given``, if a strategy can weigh its value; torch's functions become its modules."""
+    if isinstance(given, type):
         raise UserError(
-            f"loss={loss!r} is not a function",
+            f"loss={given.__name__} is a class",
+            f"Make one of it: {given.__name__}().",
+        )
+    if given is not None and not callable(given):
+        raise UserError(
+            f"loss={given!r} is not a function",
             "Give a torch loss, as torch.nn.CrossEntropyLoss(), or a function (output, target).",
         )
-    if loss is not None and getattr(loss, "reduction", "mean") == "sum":
+    if given is not None and getattr(given, "reduction", "mean") == "sum":
         raise UserError(
-            f"{type(loss).__name__}(reduction='sum')",
+            f"{type(given).__name__}(reduction='sum')",
             "Use 'mean' or 'none': Spartito divides by the global weight itself.",
+        )
+    for function, module in _MODULES.items():
+        if given is function:
+            return module()
+    return given
+
+
+_MODULES: dict[LossFunction, type[nn.Module]] = {
+    functional.binary_cross_entropy: nn.BCELoss,
+    functional.binary_cross_entropy_with_logits: nn.BCEWithLogitsLoss,
+    functional.cross_entropy: nn.CrossEntropyLoss,
+    functional.huber_loss: nn.HuberLoss,
+    functional.l1_loss: nn.L1Loss,
+    functional.mse_loss: nn.MSELoss,
+    functional.nll_loss: nn.NLLLoss,
+    functional.smooth_l1_loss: nn.SmoothL1Loss,
+}
+
+
+def _refuse_one_class(loss: LossFunction, output: Any) -> None:
+    """One class is always the right one: such a loss is 0, and stays so."""
+    if not (isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and isinstance(output, Tensor)):
+        return
+    if output.dim() < 2 or output.shape[1] == 1:
+        raise UserError(
+            f"{type(loss).__name__} of an output of {describe(output)}: it has one class",
+            "Give the model one output per class, or take BCEWithLogitsLoss for yes or no.",
         )
 
 
@@ -150,25 +187,81 @@ _ELEMENTWISE = (
 
 
 def own_loss(output: Any) -> Any:
-    """The loss inside the output of a model that computes it: itself, ``["loss"]``, ``.loss``."""
-    if isinstance(output, Tensor | tuple):
+    """The loss of a model that computes it: its output, or ``["loss"]`` or ``.loss`` of that.
+
+    With ``num_items`` beside it, it is the mean over so many items (tokens), not examples.
+    """
+    if isinstance(output, Tensor | tuple) and not hasattr(output, "loss"):
         return output
-    found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+    found, items = _entry(output, "loss"), _entry(output, "num_items")
     if found is None:
         raise UserError(
             f"no loss function, and the model answered {describe(output)}",
             'Give the Trainer a loss, or let the model answer {"loss": ..., "output": ...}.',
         )
-    return found
+    if items is None:
+        return found
+    if not isinstance(found, Tensor) or found.dim():
+        raise UserError(f"a loss of {describe(found)} beside num_items", "It is their scalar mean.")
+    return (found * items if items else _nothing(output, found), items)
+
+
+def _nothing(output: Any, found: Tensor) -> Tensor:
+    """0, with a gradient of 0 that leads to the model: a mean over nothing has NaN for both."""
+    parts = output.values() if isinstance(output, Mapping) else vars(output).values()
+    leading = [p for p in parts if isinstance(p, Tensor) and p is not found and p.requires_grad]
+    return (leading[0] if leading else found.nan_to_num()).sum() * 0.0
+
+
+def _entry(output: Any, name: str) -> Any:
+    return output.get(name) if isinstance(output, Mapping) else getattr(output, name, None)
+
+
+class TokenWatch:
+    """Says once that a model's own mean may be one over tokens, which differ between examples."""
+
+    def __init__(self) -> None:
+        self._width = 0
+        self._left = 100  # batches that are looked at
+
+    def look(self, answer: Any, data: Any) -> None:
+        """Look at a scalar that the model answered for ``data``."""
+        if not self._left or not isinstance(answer, Tensor) or answer.dim():
+            return
+        self._left -= 1
+        parts = [data.get("labels")] if isinstance(data, Mapping) else data
+        for labels in parts if isinstance(parts, tuple | list) else ():
+            if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
+                continue
+            uneven = self._width not in (0, labels.shape[1]) or bool((labels == IGNORED).any())
+            self._width = labels.shape[1]
+            if uneven:
+                self._left = 0
+                warn(
+                    "the model's own loss is taken as a mean over examples, but its labels are "
+                    "not equally many in each. If it is a mean over tokens, let the model answer "
+                    '{"loss": ..., "num_items": the number of tokens}, or (sum, number).'
+                )
+                return
+
+
+IGNORED = -100
+"""The label that torch and others leave out."""
+
+_tokens = TokenWatch()
 
 
 def weigh(answer: Any, batch: Batch) -> WeightedLoss:
     """A loss as its user wrote it: a mean over examples, one per example, or ``(sum, weight)``."""
     if isinstance(answer, tuple) and len(answer) == 2:
-        if not isinstance(answer[0], Tensor) or answer[0].dim():
+        number = isinstance(answer[1], int | float) or (
+            isinstance(answer[1], Tensor) and answer[1].numel() == 1
+        )
+        if not isinstance(answer[0], Tensor) or answer[0].dim() or not number:
             raise UserError(
                 f"a loss of {describe(answer)}",
-                "As (sum, weight) it is the scalar sum over the examples, and its divisor.",
+                "As (sum, weight) it is the scalar sum over the examples, and its divisor. "
+                'A model that computes its loss answers {"loss": ..., "output": ...}.',
             )
         return WeightedLoss(answer[0], 1.0, float(answer[1]))
     if not isinstance(answer, Tensor):

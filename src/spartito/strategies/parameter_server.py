@@ -272,6 +272,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         return found
 
     def load_state(self, state: dict[str, Any]) -> None:
+        if self.chief is not None and "optimizer" not in state:
+            state = {**self.state(), **state}  # the servers keep their optimizer's state
         super().load_state(state)
         pair = self._only_pair()
         if self.chief is not None and self._job is not None:

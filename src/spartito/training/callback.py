@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import nn
 from torch.optim import Optimizer
@@ -14,6 +14,9 @@ from spartito.engine.loss import LossFunction
 from spartito.strategies import Strategy
 from spartito.training.history import History
 from spartito.training.metrics import MeanMetric
+
+if TYPE_CHECKING:
+    from spartito.training.schedule import Schedule
 
 Logs = Mapping[str, float]
 
@@ -32,6 +35,7 @@ class Training(Protocol):
     loss: LossFunction | None
     metrics: list[MeanMetric]
     scheduler: LRScheduler | ReduceLROnPlateau | None
+    schedule: Schedule
     strategy: Strategy
     callbacks: list[Callback]
     history: History

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
@@ -210,8 +209,7 @@ class TrainingLoop:
         if validation is not None:
             figures |= {f"val_{name}": value for name, value in validation.run().items()}
         timing["seconds"] = self.clock.seconds
-        if isinstance(trainer.scheduler, ReduceLROnPlateau):
-            trainer.scheduler.step(figures.get("val_loss", figures["loss"]))
+        if trainer.schedule.end_epoch(figures):
             self._strategy.share_rates(trainer.optimizer)
         history.add(epoch, figures)
         return {**figures, **timing}
@@ -225,6 +223,7 @@ class TrainingLoop:
             if type(callback).on_train_batch_end is not Callback.on_train_batch_end
         ]
         trainer.model.train()
+        trainer.schedule.begin_epoch()
         clock.start(self._examples)
         waited = strategy.traffic.waited
         now = time.perf_counter
@@ -264,10 +263,8 @@ class TrainingLoop:
         if result.weight:
             self._logs.last, self._logs.seen = result.loss / result.weight, True
         trainer = self._trainer
-        for _ in range(result.updates):
-            trainer.step += 1
-            if trainer.scheduler and not isinstance(trainer.scheduler, ReduceLROnPlateau):
-                trainer.scheduler.step()
+        trainer.step += result.updates
+        trainer.schedule.came(result.batches, result.updates, trainer.steps_per_epoch)
 
     def _figures(self) -> tuple[dict[str, float], dict[str, float]]:
         """The epoch's loss and metrics over all replicas, and where its time went."""

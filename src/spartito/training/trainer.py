@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -11,13 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.checkpoint.manager import CheckpointManager, read_checkpoint, write_checkpoint
 from spartito.data.collate import rows
 from spartito.data.dataset import Dataset, as_dataset
-from spartito.engine.loss import LossFunction, check_loss
+from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike
 from spartito.errors import UserError
 from spartito.log import note
@@ -40,9 +39,7 @@ from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics import MetricFunction, make_metrics
 from spartito.training.run_folder import RunFolder
-
-Scheduler = LRScheduler | ReduceLROnPlateau
-SchedulerLike = Scheduler | Callable[[Optimizer], Scheduler]
+from spartito.training.schedule import Schedule, Scheduler, SchedulerLike
 
 
 class Trainer:
@@ -52,9 +49,11 @@ class Trainer:
     mean over examples, or a function ``(output, target)`` that answers one loss per example,
     their mean, or ``(sum, weight)``; None for a model that computes its own. ``metrics`` are
     names or functions. ``scheduler`` (one, or a function of the optimizer) is stepped once per
-    global step. ``accumulate`` batches make one step. ``clip_norm`` bounds the gradient's
-    global norm. ``precision`` "bf16" computes under autocast. ``deterministic`` gives one
-    device's numbers at any number of replicas, if all of BatchNorm and dropout are torch's.
+    global step, or with ``scheduler_interval="epoch"`` after each epoch; `ReduceLROnPlateau`
+    always is, and watches ``scheduler_monitor`` (``val_loss``, or ``loss`` without validation).
+    ``accumulate`` batches make one step. ``clip_norm`` bounds the gradient's global norm.
+    ``precision`` "bf16" computes under autocast. ``deterministic`` gives one device's numbers
+    at any number of replicas, if all of BatchNorm and dropout are torch's.
     ``run_dir`` (or ``SPARTITO_RUN_DIR``) keeps settings, history, checkpoints and a report.
     """
 
@@ -67,6 +66,8 @@ class Trainer:
         metrics: Sequence[str | MetricFunction] = (),
         strategy: Strategy | None = None,
         scheduler: SchedulerLike | None = None,
+        scheduler_interval: str = "step",
+        scheduler_monitor: str | None = None,
         accumulate: int = 1,
         clip_norm: float | None = None,
         precision: str = "fp32",
@@ -75,10 +76,9 @@ class Trainer:
         run_dir: str | Path | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
-        check_loss(loss)
         self.strategy = chosen_strategy() if strategy is None else strategy
-        self.loss = loss
-        self.metrics = make_metrics(metrics, loss)
+        self.loss = make_loss(loss)
+        self.metrics = make_metrics(metrics, self.loss)
         self.precision, self.deterministic, self.seed = precision, deterministic, seed
         self.about = about or {}
         found = run_dir or os.environ.get(ENV_RUN_DIR)
@@ -95,7 +95,8 @@ class Trainer:
             deterministic=deterministic,
             seed=seed,
         )
-        self.scheduler = self._schedule(scheduler)
+        self.scheduler = self._make_scheduler(scheduler)
+        self.schedule = Schedule(self.scheduler, scheduler_interval, scheduler_monitor)
 
         self.step = 0
         self.epoch = 0
@@ -160,6 +161,10 @@ class Trainer:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")
         apart = self.strategy.job.has_evaluator and validation_data is not None
         self.left_to_evaluator = apart and not self.strategy.is_evaluator
+        self.schedule.check_figures(
+            (metric.name for metric in self.metrics),
+            validates=validation_data is not None and not self.left_to_evaluator,
+        )
         self._fits += 1
         self._given = list(callbacks)
         if apart:
@@ -320,7 +325,7 @@ class Trainer:
             raise UserError("validation data that repeats without end", "Give validation_steps.")
         return Evaluation(self.strategy, self.model, self.loss, self.metrics, chain, steps)
 
-    def _schedule(self, given: SchedulerLike | None) -> Scheduler | None:
+    def _make_scheduler(self, given: SchedulerLike | None) -> Scheduler | None:
         if given is None:
             return None
         made = given if isinstance(given, LRScheduler) else given(self.optimizer)

@@ -16,6 +16,12 @@ class Place:
     """What a strategy says of this replica."""
 
     is_chief: bool = True
+    model: torch.nn.Module | None = None
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Put the model's values back."""
+        assert self.model is not None
+        self.model.load_state_dict(state["model"])
 
 
 @dataclass
@@ -51,6 +57,7 @@ class Loop:
     def fit(self, *callbacks: Callback, epochs: list[Logs], losses: list[float] = []) -> int:  # noqa: B006
         """Run as many epochs as there are logs; answers how many it came to."""
         self.callbacks, self.stop_training = callbacks, False
+        self.strategy.model = self.model
         self.epochs = len(epochs)
         for callback in callbacks:
             callback.set_trainer(self)  # type: ignore[arg-type]

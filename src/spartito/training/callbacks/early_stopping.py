@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from spartito.engine.optimizers import plain
 from spartito.errors import UserError
 from spartito.log import note, warn
 from spartito.training.callback import Callback, Logs
@@ -63,7 +64,7 @@ class EarlyStopping(Callback):
         if self.monitor.better(value, self.best):
             self.best, self.best_epoch, self.wait = value, epoch, 0
             if self.restore_best_weights:
-                self._weights = _copy(self.trainer.model)
+                self._weights = _copy(plain(self.trainer.model))
             return
         self.wait += 1
         if self.wait >= self.patience and epoch > 0:
@@ -81,7 +82,7 @@ class EarlyStopping(Callback):
                 self.best_epoch + 1,
             )
         if self._weights is not None:
-            self.trainer.model.load_state_dict(self._weights)
+            self.trainer.strategy.load_state({"model": self._weights})
         elif self.restore_best_weights and self.best is not None:
             warn("the weights of epoch %d were not kept over the resume", self.best_epoch + 1)
 

@@ -1,0 +1,124 @@
+"""When the learning rates change: after each global step, or after an epoch and its figures."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from spartito.errors import UserError
+from spartito.log import warn
+from spartito.names import nearest
+from spartito.report.figures import VALIDATION, higher_is_better
+from spartito.training.callbacks.monitor import Monitor
+
+Scheduler = LRScheduler | ReduceLROnPlateau
+SchedulerLike = Scheduler | Callable[[Optimizer], Scheduler]
+
+INTERVALS = ("step", "epoch")
+COLLAPSE = 0.01
+"""A rate that stays below this part of what it was at the beginning of the epoch has collapsed."""
+LONG = 0.25
+"""The part of an epoch that it must stay there: a cosine that ends with the epoch does not."""
+
+
+class Schedule:
+    """A scheduler of torch's, or none, and when it is stepped.
+
+    `ReduceLROnPlateau` is stepped after each epoch with the figure ``monitor``; None takes
+    ``val_loss``, or ``loss`` without validation. All others follow ``interval``.
+    """
+
+    def __init__(self, scheduler: Scheduler | None, interval: str, monitor: str | None) -> None:
+        """Raise `UserError` for what does not go together."""
+        if interval not in INTERVALS:
+            raise UserError(f"scheduler_interval={interval!r}", nearest(interval, INTERVALS))
+        self.scheduler = scheduler
+        self._by_epoch = interval == "epoch" or isinstance(scheduler, ReduceLROnPlateau)
+        self._monitor = None if monitor is None else Monitor(monitor)
+        self._check_monitor()
+        self._warned = False
+        self.begin_epoch()
+
+    def check_figures(self, metrics: Iterable[str], validates: bool) -> None:
+        """Raise `UserError` when no epoch of a fit will report the figure to watch."""
+        if self._monitor is None:
+            return
+        names = ["loss", *metrics]
+        known = [*names, *(VALIDATION + name for name in names if validates)]
+        self._monitor.read(dict.fromkeys(known, 0.0))
+
+    def begin_epoch(self) -> None:
+        """Remember the rate that an epoch begins with."""
+        self._first = self._rate()
+        self._seen = self._low = 0
+
+    def came(self, batches: int, updates: int, steps: int | None) -> None:
+        """After ``batches`` of the epoch's ``steps``, which made ``updates`` global steps."""
+        if self.scheduler is None or self._by_epoch:
+            return
+        for _ in range(updates):
+            self.scheduler.step()
+        self._seen += batches
+        self._low = self._low + batches if self._rate() < COLLAPSE * self._first else 0
+        if steps is not None:
+            self._judge(steps)
+
+    def end_epoch(self, figures: Mapping[str, float]) -> bool:
+        """After an epoch; returns whether that changed the rates."""
+        if self.scheduler is None:
+            return False
+        if not self._by_epoch:
+            self._judge(self._seen)
+            return False
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            watched = figures.get("val_loss", figures["loss"])
+            if self._monitor is not None:
+                watched = self._monitor.read(figures)
+            self.scheduler.step(watched)
+        else:
+            self.scheduler.step()
+        return True
+
+    def _rate(self) -> float:
+        if self.scheduler is None:
+            return 0.0
+        return max(float(group["lr"]) for group in self.scheduler.optimizer.param_groups)
+
+    def _judge(self, steps: int) -> None:
+        if self._warned or self._low < max(1.0, LONG * steps):
+            return
+        self._warned = True
+        warn(
+            "the learning rate fell from %.3g to %.3g within one epoch: %s is stepped after each "
+            "of its %d global steps. If its numbers mean epochs, give the Trainer "
+            'scheduler_interval="epoch".',
+            self._first,
+            self._rate(),
+            type(self.scheduler).__name__,
+            steps,
+        )
+
+    def _check_monitor(self) -> None:
+        plateau = self.scheduler if isinstance(self.scheduler, ReduceLROnPlateau) else None
+        if self._monitor is None:
+            if plateau is not None and plateau.mode == "max":
+                raise UserError(
+                    "ReduceLROnPlateau(mode='max') without a figure to watch: that is no loss",
+                    'Name it: Trainer(..., scheduler_monitor="val_accuracy").',
+                )
+            return
+        name = self._monitor.name
+        if plateau is None:
+            raise UserError(
+                f"scheduler_monitor={name!r} without a ReduceLROnPlateau",
+                "Other schedules follow the steps alone: leave it out.",
+            )
+        higher, lower = higher_is_better(name), name.removeprefix(VALIDATION) == "loss"
+        if (higher and plateau.mode == "min") or (lower and plateau.mode == "max"):
+            raise UserError(
+                f"ReduceLROnPlateau(mode={plateau.mode!r}) watches {name!r}, "
+                f"of which {'more' if higher else 'less'} is better",
+                f"Use mode={'max' if higher else 'min'!r}.",
+            )
