@@ -306,7 +306,7 @@ def test_the_time_limit_can_be_changed() -> None:
         (forged(b"", reserved=9), "flags 0 and reserved 0 were expected, 0 and 9 came"),
         (
             forged(b"", header_size=MAX_HEADER + 1),
-            "a header of 65537 bytes came; 65536 are the most",
+            "a header of 65537 bytes came; it may have at most 65536",
         ),
         (
             forged(b"\xc0", payload_size=LIMIT + 1),
