@@ -111,10 +111,11 @@ def weighted(
     """Loss and gradients of all rows, read in parts (one per entry of ``cuts``, accumulated)."""
     model = classifier()
     parameters = list(model.parameters())
+    optimizer = torch.optim.SGD(parameters, 0.1, fused=not private)
     gradients: Gradients = (
-        PackedGradients(parameters, collective, private)
+        PackedGradients(optimizer, collective)
         if collective.world_size > 1
-        else LocalGradients(parameters)
+        else LocalGradients(optimizer)
     )
     function: LossFunction = LOSSES[loss]()
     x, y = inputs(), targets(loss)
@@ -158,7 +159,7 @@ def layouts(collective: Collective) -> list[Any]:
     rare, never = nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(2))
     frozen = nn.Parameter(torch.zeros(2), requires_grad=False)
     parameters = [conv.weight, half.weight, wide, rare, never, frozen]
-    gradients = PackedGradients(parameters, collective, private=False)
+    gradients = PackedGradients(torch.optim.SGD(parameters, 0.1, fused=True), collective)
     gradients.begin(4.0)
     gradients.add(1.0, 2.0)
     base = torch.arange(4 * 3 * 3 * 3.0).view(4, 3, 3, 3)
@@ -177,7 +178,7 @@ def layouts(collective: Collective) -> list[Any]:
 def sparse(collective: Collective) -> str:
     """The message that a sparse gradient brings."""
     table = nn.Embedding(5, 2, sparse=True)
-    gradients = PackedGradients([*table.parameters()], collective, private=False)
+    gradients = PackedGradients(torch.optim.SGD(table.parameters(), 0.1), collective)
     gradients.begin(1.0)
     table(torch.tensor([1, 2])).sum().backward()
     try:

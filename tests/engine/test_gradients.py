@@ -83,24 +83,34 @@ def test_sparse_gradients_are_refused() -> None:
 
 def test_weights_go_with_gradients_that_the_user_drops() -> None:
     weight = nn.Parameter(torch.zeros(2))
-    gradients = LocalGradients([weight])
+    gradients = LocalGradients(torch.optim.SGD([weight], 0.1))
     assert gradients.begin(4.0) == 4.0
     weight.grad = torch.ones(2)
     gradients.add(3.0, 4.0)
     assert gradients.begin(2.0) == 4.0  # the unit of the first batch, until it is cleared
     weight.grad = None
-    assert gradients.begin(2.0) == 2.0
+    assert gradients.begin(2.0) == 4.0  # who had no rows does not see what was dropped
     assert (gradients.weight, gradients.loss) == (0.0, 0.0)
     weight.grad = torch.ones(2)
     gradients.add(5.0, 1.0)
     assert gradients.reduce((7.0,)) == (1.0, 5.0, 7.0)
-    assert weight.grad.tolist() == [2.0, 2.0]
+    assert weight.grad.tolist() == [4.0, 4.0]
 
 
-def test_a_parameter_that_is_unfrozen_later_joins_in() -> None:
-    late = nn.Parameter(torch.ones(2), requires_grad=False)
-    gradients = LocalGradients([nn.Parameter(torch.ones(1)), late])
-    assert all(parameter is not late for parameter in gradients.parameters)
+def test_parameters_are_followed() -> None:
+    first, late, left = (nn.Parameter(torch.ones(1), requires_grad=n != 1) for n in range(3))
+    left.sum().backward()  # in a training before
+    optimizer = torch.optim.SGD([first, late], 0.1)
+    gradients = LocalGradients(optimizer)
+    assert gradients.parameters == [first]
     late.requires_grad_(True)
     gradients.begin(4.0)
-    assert any(parameter is late for parameter in gradients.parameters)
+    assert gradients.parameters == [first, late]
+    optimizer.add_param_group({"params": [left]})
+    gradients.reduce()
+    assert gradients.parameters == [first, late, left]
+    assert left.grad is None
+    optimizer.param_groups[0]["params"] = [late]
+    late.requires_grad_(False)
+    gradients.begin(4.0)
+    assert gradients.parameters == [late, left]

@@ -5,15 +5,13 @@ The engine for GPUs, where NCCL's traffic hides behind the computation. On CPUs 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
 from spartito.collectives.collective import Collective, Riders
-from spartito.engine.gradients import Gradients, scale_gradients
-from spartito.errors import UserError
+from spartito.engine.gradients import PackedGradients, scale_gradients
 
 
 def overlap(model: nn.Module, device: torch.device) -> nn.Module:
@@ -30,31 +28,28 @@ def overlap(model: nn.Module, device: torch.device) -> nn.Module:
     )
 
 
-class OverlappedGradients(Gradients):
-    """Gradients that backward has reduced already; only the weights are left to agree on."""
+class OverlappedGradients(PackedGradients):
+    """Gradients that backward has reduced already; only the weights are left to agree on.
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], collective: Collective, device: torch.device
-    ) -> None:
-        self._wrapped = False
-        super().__init__(parameters)
-        self._wrapped = True
-        self._collective, self._device = collective, device
+    Parameters that DDP did not see learn when it wrapped ``model`` are reduced after backward.
+    """
+
+    def __init__(self, optimizer: Optimizer, collective: Collective, model: nn.Module) -> None:
+        self._wrapped = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.replicas = float(collective.world_size)  # DDP divides by it; we want the sum
+        super().__init__(optimizer, collective)
 
-    def _choose(self) -> None:
-        if self._wrapped:
-            raise UserError(
-                "parameters that were frozen when DDP wrapped the model learn now",
-                "Unfreeze them before the Trainer is made, or make a new one.",
-            )
-        super()._choose()
+    @property
+    def _packed(self) -> list[nn.Parameter]:
+        wrapped = {id(parameter) for parameter in self._wrapped}
+        return [parameter for parameter in self.parameters if id(parameter) not in wrapped]
 
     def reduce(self, riders: Riders = ()) -> Riders:
-        brought = torch.tensor(
-            (self.weight, self.loss, *riders), dtype=torch.float64, device=self._device
-        )
-        total = tuple(self._collective.all_reduce(brought).tolist())
+        total = super().reduce(riders)
+        late = self._packed
+        ours = {id(parameter) for parameter in late}
         if total[0] and total[0] != self.unit:
-            scale_gradients(self.parameters, self.unit / total[0])
+            overlapped = [p for p in self.parameters if id(p) not in ours]
+            scale_gradients(overlapped, self.unit / total[0])
+        scale_gradients(late, 1 / self.replicas)
         return total

@@ -9,42 +9,76 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from operator import is_
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from spartito.collectives.collective import Collective, Reducer, Riders
+from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
 
 
 class Gradients(ABC):
-    """What waits for the next update of one optimizer."""
+    """What waits for the next update of one optimizer.
 
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._given = list(parameters)
-        self._choose()
-        self.replicas = 1.0  # what a backward pass divides by on its own
-        self.unit = 0.0
-        self.weight = 0.0
-        self.loss = 0.0
+    The optimizer is asked for its parameters before every backward pass and every update: groups
+    that are added, and parameters that are unfrozen, replaced or taken out later, are followed.
+    """
+
+    replicas = 1.0
+    """What a backward pass divides by on its own."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._given: list[nn.Parameter] = []
+        self._frozen: list[nn.Parameter] = []
+        self.parameters: list[nn.Parameter] = []
+        """Those that learn, or did."""
+        self.unit = self.weight = self.loss = 0.0
+        self.follow()
 
     def begin(self, unit: float) -> float:
-        """Before a backward pass over a batch planned as ``unit`` examples; answers the unit.
+        """Before a backward pass over a batch planned as ``unit`` examples; returns the unit.
 
-        The unit stays that of the first batch until `clear`. Gradients that the user dropped
-        (``optimizer.zero_grad()``) take their weight along.
+        The unit stays that of the first batch until `clear`: all replicas know it, also those
+        that had no rows. Gradients that the user dropped (``optimizer.zero_grad()``) take their
+        weight along.
         """
-        if self._frozen and any(parameter.requires_grad for parameter in self._frozen):
-            self._choose()
-        if self.unit and all(parameter.grad is None for parameter in self.parameters):
-            self.clear()
+        self.follow()
+        if self.weight and all(parameter.grad is None for parameter in self.parameters):
+            self.weight = self.loss = 0.0
         self.unit = self.unit or unit
         return self.unit
 
-    def _choose(self) -> None:
-        """Take the parameters that learn; called again when users unfreeze some."""
-        self.parameters = [p for p in self._given if p.requires_grad]
-        self._frozen = [p for p in self._given if not p.requires_grad]
+    def rescale(self, unit: float) -> None:
+        """Divide what waits by another unit, as the next backward pass does."""
+        if self.unit != unit:
+            scale_gradients(self.parameters, self.unit / unit)
+            self.unit = unit
+
+    def follow(self) -> None:
+        """Take the parameters that the optimizer has now, without what old ones left in ``.grad``.
+
+        All replicas do this at the same point: they may meet to make room for the sum.
+        """
+        given = optimizer_parameters(self._optimizer)
+        if same(given, self._given) and not any(p.requires_grad for p in self._frozen):
+            return
+        known = {id(parameter) for parameter in self._given}
+        learned = {id(parameter) for parameter in self.parameters}
+        for parameter in given:
+            if id(parameter) not in known:
+                parameter.grad = None
+        self._given = given
+        self.parameters = [p for p in given if p.requires_grad or id(p) in learned]
+        chosen = {id(parameter) for parameter in self.parameters}
+        self._frozen = [parameter for parameter in given if id(parameter) not in chosen]
+        self._plan()
+
+    def _plan(self) -> None:  # noqa: B027 - not all have something to do
+        """Prepare for the parameters that learn now."""
 
     def add(self, loss: float, weight: float) -> None:
         """After it: the sum of the local losses, and how much they weigh."""
@@ -75,10 +109,16 @@ class Gradients(ABC):
             parameter.grad = grad
 
 
+def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    """Whether these are the same tensors in the same order."""
+    return len(one) == len(other) and all(map(is_, one, other))
+
+
 class LocalGradients(Gradients):
     """One replica: the gradients are where backward left them."""
 
     def reduce(self, riders: Riders = ()) -> Riders:
+        self.follow()
         if self.weight and self.weight != self.unit:
             scale_gradients(self.parameters, self.unit / self.weight)
         return (self.weight, self.loss, *riders)
@@ -94,49 +134,59 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
 class PackedGradients(Gradients):
     """Several replicas: packed into one flat tensor per dtype, reduced, and seen through views.
 
-    ``private`` copies the result out, for optimizers that may write into ``.grad``.
+    An optimizer that may write into ``.grad``, which all but torch's fused ones do, gets copies.
     """
 
-    def __init__(
-        self, parameters: Sequence[nn.Parameter], collective: Collective, private: bool
-    ) -> None:
-        self._collective, self._private = collective, private
-        super().__init__(parameters)
-        self._checked = False
+    def __init__(self, optimizer: Optimizer, collective: Collective) -> None:
+        self._collective = collective
+        super().__init__(optimizer)
 
-    def _choose(self) -> None:
-        super()._choose()
-        kinds = dict.fromkeys((p.dtype, p.device) for p in self.parameters)
+    @property
+    def _packed(self) -> list[nn.Parameter]:
+        """What is to be reduced here."""
+        return self.parameters
+
+    def _plan(self) -> None:
+        self._checked = False
+        packed = self._packed
+        private = not all(group.get("fused") for group in self._optimizer.param_groups)
+        kinds = dict.fromkeys((p.dtype, p.device) for p in packed)
         self._packs = [
-            _Pack(
-                [p for p in self.parameters if (p.dtype, p.device) == kind],
-                self._collective,
-                self._private,
-            )
+            _Pack([p for p in packed if (p.dtype, p.device) == kind], self._collective, private)
             for kind in kinds
         ]
 
     def reduce(self, riders: Riders = ()) -> Riders:
+        self.follow()
+        packed = self._packed
         if not self._checked:
-            _refuse_sparse(self.parameters)
+            _refuse_sparse(packed)
             self._checked = True
-        absent = sum(parameter.grad is None for parameter in self.parameters)
-        brought = (self.weight, self.loss, *riders, float(absent))
+        absent = sum(parameter.grad is None for parameter in packed)
+        total = brought = (self.weight, self.loss, *riders, float(absent), self.unit)
         for pack in self._packs:
             pack.fill()
             total = pack.reducer.reduce(brought, self.unit)
-        unused = self._unused() if total[-1] else frozenset()
+        if not self._packs:
+            beside = torch.tensor(brought, dtype=torch.float64)
+            total = tuple(self._collective.all_reduce(beside).tolist())
+        if total[-1] != self.unit * self._collective.world_size:
+            raise UserError(
+                f"an update of batches of {self.unit:g} examples here, of another number elsewhere",
+                "Call backward() on every replica for every batch, also for one without rows.",
+            )
+        unused = self._unused(packed) if total[-2] else frozenset()
         for pack in self._packs:
             pack.give_back(unused)
-        return total[:-1]
+        return total[:-2]
 
-    def _unused(self) -> frozenset[int]:
+    def _unused(self, packed: Sequence[nn.Parameter]) -> frozenset[int]:
         """The parameters (by id) that no replica has a gradient for: they keep None."""
-        used = torch.tensor([float(parameter.grad is not None) for parameter in self.parameters])
+        used = torch.tensor([float(parameter.grad is not None) for parameter in packed])
         self._collective.all_reduce(used)
         return frozenset(
             id(parameter)
-            for parameter, count in zip(self.parameters, used.tolist(), strict=True)
+            for parameter, count in zip(packed, used.tolist(), strict=True)
             if not count
         )
 

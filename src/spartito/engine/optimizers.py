@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
 
 from spartito.errors import UserError
 
@@ -54,14 +54,7 @@ def make_optimizer(given: OptimizerLike, model: nn.Module) -> Optimizer:
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -> None:
     """Refuse an optimizer that would silently do nothing, or something else on each replica."""
-    known = {id(parameter) for parameter in model.parameters()}
-    strange = [p for p in optimizer_parameters(optimizer) if id(p) not in known]
-    if strange:
-        raise UserError(
-            f"{len(strange)} of the optimizer's parameters are not the model's, "
-            f"the first of shape {tuple(strange[0].shape)}",
-            "Build the optimizer from this model's parameters(), after its last .to() or .double()",
-        )
+    check_members(optimizer, model)
     if num_replicas == 1:
         return
     begun = sum(_has_begun(values) for values in optimizer.state.values())
@@ -75,6 +68,18 @@ def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -
         raise UserError(
             f"LBFGS calls a closure several times a step, on {num_replicas} replicas",
             "Use it on one device, or choose Adam or SGD.",
+        )
+
+
+def check_members(optimizer: Optimizer, model: nn.Module) -> None:
+    """Refuse an optimizer of parameters that are not the model's."""
+    known = {id(parameter) for parameter in model.parameters()}
+    strange = [p for p in optimizer_parameters(optimizer) if id(p) not in known]
+    if strange:
+        raise UserError(
+            f"{len(strange)} of the optimizer's parameters are not the model's, "
+            f"the first of shape {tuple(strange[0].shape)}",
+            "Build the optimizer from this model's parameters(), after its last .to() or .double()",
         )
 
 
@@ -97,10 +102,34 @@ def fuse(optimizer: Optimizer) -> None:
             group.get("fused", True) is None
             and not group.get("foreach")
             and not group.get("differentiable")
+            and not group.get("dampening")
             and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in tensors)
         ):
             group["fused"] = True
             group["foreach"] = False
+            if isinstance(optimizer, SGD) and not hasattr(optimizer, _FILLS):
+                setattr(optimizer, _FILLS, optimizer.register_step_pre_hook(_fill_momentum))
+
+
+_FILLS = "_spartito_fills_momentum"
+
+
+def _fill_momentum(optimizer: Optimizer, *_: object) -> None:
+    """Begin with zeros the momentum of parameters that learn later than others.
+
+    torch's fused SGD wants it of all parameters or of none. Without dampening zeros are what a
+    first step begins with.
+    """
+    for group in optimizer.param_groups:
+        if not (group["fused"] and group["momentum"]):
+            continue
+        learn = [parameter for parameter in group["params"] if parameter.grad is not None]
+        states = [optimizer.state[parameter] for parameter in learn]
+        fresh = [state.get("momentum_buffer") is None for state in states]
+        if any(fresh) and not all(fresh):
+            for parameter, state, is_fresh in zip(learn, states, fresh, strict=True):
+                if is_fresh:
+                    state["momentum_buffer"] = torch.zeros_like(parameter)
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.shared_memory import LINE, Segment, SharedMemoryCollective
-from spartito.engine.gradients import Gradients
+from spartito.engine.gradients import Gradients, same
 from spartito.engine.optimizers import optimizer_parameters, plain
 from spartito.errors import UserError
 from spartito.strategies.replica import Pair
@@ -23,13 +23,21 @@ from spartito.strategies.synchronous import SynchronousStrategy
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """Who updates which of an optimizer's parameters, and so holds their state.
+    """Who updates which of an optimizer's parameters, and so holds their state: their ranks."""
 
-    ``owners`` are ranks by the parameters' names; ``others`` those that are not this rank's.
-    """
+    parameters: list[nn.Parameter]
+    owners: list[int]
 
-    owners: dict[str, int]
-    others: list[nn.Parameter]
+    def others(self, rank: int) -> list[nn.Parameter]:
+        """The parameters that are not this rank's."""
+        pairs = zip(self.parameters, self.owners, strict=True)
+        return [parameter for parameter, owner in pairs if owner != rank]
+
+    def by_name(self, model: nn.Module) -> dict[str, int]:
+        """The owners by the parameters' names."""
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        pairs = zip(self.parameters, self.owners, strict=True)
+        return {names[id(parameter)]: owner for parameter, owner in pairs}
 
 
 class CentralStorageStrategy(SynchronousStrategy):
@@ -87,12 +95,14 @@ class CentralStorageStrategy(SynchronousStrategy):
 
     def state(self) -> dict[str, Any]:
         state = super().state()
-        owners = self._shares[self._only_pair().optimizer].owners
+        pair = self._only_pair()
+        owners = self._divide(pair.optimizer).by_name(plain(pair.model))
         return {**state, "optimizer": self._collect(state["optimizer"], owners)}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:
-            owners, own = self._shares[self._only_pair().optimizer].owners, self.cluster.rank
+            pair, own = self._only_pair(), self.cluster.rank
+            owners = self._divide(pair.optimizer).by_name(plain(pair.model))
             values = state["optimizer"]["state"].items()
             kept = {name: value for name, value in values if owners.get(name, own) == own}
             state = {**state, "optimizer": {**state["optimizer"], "state": kept}}
@@ -100,12 +110,13 @@ class CentralStorageStrategy(SynchronousStrategy):
         super().load_state(state)
         self._collective.barrier()  # nobody still writes when the first one trains
 
-    def _share(self, model: nn.Module) -> None:
+    def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         if not isinstance(self._collective, SharedMemoryCollective):
             return
-        for buffer in model.buffers():
-            self._collective.broadcast(buffer)
-        parameters = list(model.parameters())
+        parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
+        for buffer in tensors:
+            if not isinstance(buffer, nn.Parameter):
+                self._collective.broadcast(buffer)
         offsets, size = places([p.numel() * p.element_size() for p in parameters])
         segment = self._collective.segment(size)
         for parameter, offset in zip(parameters, offsets, strict=True):
@@ -121,19 +132,34 @@ class CentralStorageStrategy(SynchronousStrategy):
         return 1 / self.num_replicas_in_sync
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
-        names = {id(parameter): name for name, parameter in plain(model).named_parameters()}
-        parameters = optimizer_parameters(optimizer)
-        replicas = self.num_replicas_in_sync if _is_torchs_own(optimizer) else 1
-        owners = balanced([parameter.numel() for parameter in parameters], replicas)
-        pairs = list(zip(parameters, owners, strict=True))
-        others = [parameter for parameter, owner in pairs if owner != self.cluster.rank]
-        for parameter in others:
-            optimizer.state.pop(parameter, None)  # some begin theirs when they are built
-        self._shares[optimizer] = Shares({names[id(p)]: owner for p, owner in pairs}, others)
+        self._divide(optimizer)
         return super()._gradients(model, optimizer)
 
+    def _divide(self, optimizer: Optimizer) -> Shares:
+        """Who updates what; parameters that are new are given out, the others stay."""
+        parameters, before = optimizer_parameters(optimizer), self._shares.get(optimizer)
+        if before is not None and same(parameters, before.parameters):
+            return before
+        known = (
+            {}
+            if before is None
+            else dict(zip(map(id, before.parameters), before.owners, strict=True))
+        )
+        loads = [0] * (self.num_replicas_in_sync if _is_torchs_own(optimizer) else 1)
+        for parameter in parameters:
+            if id(parameter) in known:
+                loads[known[id(parameter)]] += parameter.numel()
+        new = [parameter for parameter in parameters if id(parameter) not in known]
+        owners = balanced([parameter.numel() for parameter in new], loads)
+        known |= dict(zip(map(id, new), owners, strict=True))
+        shares = Shares(parameters, [known[id(parameter)] for parameter in parameters])
+        for parameter in shares.others(self.cluster.rank):
+            optimizer.state.pop(parameter, None)  # some begin theirs when they are built
+        self._shares[optimizer] = shares
+        return shares
+
     def _optimize(self, pair: Pair) -> None:
-        for parameter in self._shares[pair.optimizer].others:
+        for parameter in self._divide(pair.optimizer).others(self.cluster.rank):
             parameter.grad = None  # optimizers pass over it
         super()._optimize(pair)
         self._collective.barrier()
@@ -172,12 +198,12 @@ class CentralStorageStrategy(SynchronousStrategy):
         )
 
 
-def balanced(sizes: Sequence[int], ranks: int) -> list[int]:
+def balanced(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     """An owner for each size, the largest first, always the one who has least so far.
 
-    No two sums differ by more than the largest size.
+    ``loads`` is what each has at first; from zeros no two sums differ by more than the largest.
     """
-    loads = [0] * ranks
+    loads = list(loads)
     owners = [0] * len(sizes)
     for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
         owners[place] = loads.index(min(loads))

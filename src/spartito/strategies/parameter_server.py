@@ -6,7 +6,7 @@ import atexit
 import dataclasses
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -24,7 +24,7 @@ from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.context import enter
 from spartito.engine.gradients import Gradients, LocalGradients
 from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import OptimizerLike, named_state, optimizer_parameters, plain
+from spartito.engine.optimizers import OptimizerLike, named_state, plain
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.ps.chief import JOB, Chief
@@ -45,6 +45,21 @@ from spartito.strategies.sharing import Placed
 T = TypeVar("T")
 
 START_SECONDS = 60.0  # that a chief waits for workers which start more slowly
+
+
+class ServedGradients(LocalGradients):
+    """Gradients of parameters whose places on the servers were laid out once."""
+
+    _planned = False
+
+    def _plan(self) -> None:
+        if self._planned:
+            raise UserError(
+                "the optimizer's parameters changed, or others learn now, under parameter_server",
+                "The servers hold what learned at the start: make a new Trainer, in a new job, or "
+                "choose a synchronous strategy.",
+            )
+        self._planned = True
 
 
 class ParameterServerStrategy(ReplicaStrategy):
@@ -367,7 +382,7 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     # Inside: the job
 
-    def _share(self, model: nn.Module) -> None:
+    def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         """The chief's values come by the servers."""
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
@@ -375,7 +390,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         alone = self.cluster.local_size == 1  # among the workers of this machine
         if self.device.type == "cuda" and alone and torch.cuda.device_count() > 1:
             whole = nn.DataParallel(model)  # divides the local batch over all its devices
-        return whole, LocalGradients(optimizer_parameters(optimizer))
+        return whole, ServedGradients(optimizer)
 
     def _join(self, pair: Pair) -> None:
         """Take our place in the job: a ps serves, all others come back with links."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import NO_RANK, ClusterSpec
@@ -24,6 +24,7 @@ from spartito.engine.memory import check_memory
 from spartito.engine.optimizers import (
     NoOptimizer,
     OptimizerLike,
+    check_members,
     check_optimizer,
     fuse,
     load_named_state,
@@ -49,7 +50,13 @@ class Pair:
     precision: str
     waits: bool  # a forward pass waits for the other replicas: even an empty batch runs one
     dtype: torch.dtype | None  # what floating data is cast to: that of the parameters
+    shared: dict[int, Tensor]  # by id: the chief's values of these have come to all replicas
     passes: int = 0
+
+    @property
+    def new(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer has got since."""
+        return [p for p in optimizer_parameters(self.optimizer) if id(p) not in self.shared]
 
 
 class ReplicaStrategy(Strategy):
@@ -72,7 +79,7 @@ class ReplicaStrategy(Strategy):
         self._collective: Collective = IdentityCollective()
         self._pairs: list[Pair] = []
         self._seed = 0
-        self._needs_context = False
+        self._needs_context = self._synchronized = False
         _share_cores(self.cluster)
 
     def prepare(
@@ -98,17 +105,19 @@ class ReplicaStrategy(Strategy):
         if self.device.type == "cpu" and self.cluster.rank != NO_RANK:
             check_memory(optimizer_parameters(made), made, self._state_share)
         synchronized = deterministic if self._sync_batchnorm is None else self._sync_batchnorm
+        self._synchronized = self._synchronized or synchronized
         if synchronized:
             synchronize_batchnorm(model)
         if deterministic:
             globalize_dropout(model)
         self._seed = seed
         self._needs_context = self._needs_context or synchronized or deterministic
-        self._share(model)
+        tensors = _tensors(model)
+        self._share(model, list(tensors.values()))
         whole, gradients = self._gradients(model, made)
         waits = whole is not model or (self.num_replicas_in_sync > 1 and has_synchronized(model))
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-        pair = Pair(whole, made, gradients, accumulate, clip_norm, precision, waits, dtype)
+        pair = Pair(whole, made, gradients, accumulate, clip_norm, precision, waits, dtype, tensors)
         self._pairs.append(pair)
         return whole, made
 
@@ -183,7 +192,14 @@ class ReplicaStrategy(Strategy):
         self._collective.close()
 
     def enter(self, batch: Batch) -> None:
-        """Tell the modules that look beyond their replica which batch comes next."""
+        """Tell the modules that look beyond their replica which batch comes next.
+
+        All replicas come here before a batch: parameters that are new since the last one get
+        the chief's values.
+        """
+        for pair in self._pairs:
+            if pair.new:
+                self._welcome(pair)
         if self._needs_context:
             step = batch.epoch << 32 | batch.step
             enter(StepContext(self._collective, self._seed, step, batch.global_size, batch.places))
@@ -194,8 +210,8 @@ class ReplicaStrategy(Strategy):
         return 0.0
 
     @abstractmethod
-    def _share(self, model: nn.Module) -> None:
-        """Give every replica the chief's parameters and buffers."""
+    def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        """Give every replica the chief's values of these parameters and buffers of ``model``."""
 
     @abstractmethod
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
@@ -205,11 +221,21 @@ class ReplicaStrategy(Strategy):
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         """Make one update of the gradients that wait, and clear them."""
 
+    def _welcome(self, pair: Pair) -> None:
+        """Take in what was put into the model after it was prepared."""
+        model = plain(pair.model)
+        check_members(pair.optimizer, model)
+        fuse(pair.optimizer)
+        if self._synchronized:
+            synchronize_batchnorm(model)
+        known, pair.shared = pair.shared, _tensors(model)
+        self._share(model, [tensor for key, tensor in pair.shared.items() if key not in known])
+
     def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
         """The output for a batch, whose gradients wait with those before."""
         output = None
+        self.enter(batch)
         if batch.size or pair.waits:
-            self.enter(batch)
             batch = in_dtype(batch, pair.dtype)
             with autocast(pair.precision, self.device):
                 output = forward(pair.model, batch.data, loss is not None)
@@ -236,13 +262,19 @@ class ReplicaStrategy(Strategy):
                 "Compute it from the model's output by differentiable functions of torch, "
                 "and leave requires_grad on where it is to learn.",
             )
-        units = [pair.gradients.begin(self._unit(batch)) for pair in pairs]
-        if len(set(units)) != 1:
-            raise UserError(
-                f"one backward pass for optimizers in the middle of batches of {units}",
-                "Update every optimizer, or clear it by zero_grad(), before the next batch.",
-            )
-        scale = found.scale * pairs[0].gradients.replicas / units[0] if found.weight else 0.0
+        for pair in pairs:
+            if self.num_replicas_in_sync > 1 and (new := pair.new):
+                raise UserError(
+                    f"{len(new)} parameters were put into the model after this batch was given "
+                    "out: each replica computed with its own values of them",
+                    "Change the model between two calls of fit, or before the loop takes a batch.",
+                )
+        unit = 0.0
+        for pair in pairs:
+            own = pair.gradients.begin(unit or self._unit(batch))
+            unit = unit or own
+            pair.gradients.rescale(unit)
+        scale = found.scale * pairs[0].gradients.replicas / unit if found.weight else 0.0
         found.value.backward(torch.full_like(found.value, scale))
         loss = found.value.detach().item() * found.scale if found.weight else 0.0
         for pair in pairs:
@@ -255,6 +287,11 @@ class ReplicaStrategy(Strategy):
                 "Prepare one model for it; with several, use backward() and update().",
             )
         return self._pairs[0]
+
+
+def _tensors(model: nn.Module) -> dict[int, Tensor]:
+    """The parameters and buffers of ``model`` by id."""
+    return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
 
 
 def _own_device(cluster: ClusterSpec) -> torch.device:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import atexit
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -19,7 +19,6 @@ from spartito.data.source import PerWorker
 from spartito.engine.batchnorm import average_statistics
 from spartito.engine.ddp import OverlappedGradients, overlap
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
-from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.strategies.base import Distributed, StepResult
@@ -105,11 +104,10 @@ class SynchronousStrategy(ReplicaStrategy):
     def _state_share(self) -> float:
         return 1.0
 
-    def _share(self, model: nn.Module) -> None:
+    def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         """The chief's values to all, as one message per dtype."""
         if self.num_replicas_in_sync == 1:
             return
-        tensors = [*model.parameters(), *model.buffers()]
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
             flat = self._collective.broadcast(torch.cat([tensor.reshape(-1) for tensor in alike]))
@@ -117,14 +115,12 @@ class SynchronousStrategy(ReplicaStrategy):
                 tensor.copy_(part.view(tensor.shape))
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
-        parameters = optimizer_parameters(optimizer)
         if self.num_replicas_in_sync == 1:
-            return model, LocalGradients(parameters)
+            return model, LocalGradients(optimizer)
         if self._overlaps:
-            gradients = OverlappedGradients(parameters, self._collective, self.device)
-            return overlap(model, self.device) if parameters else model, gradients
-        fused = all(group.get("fused") for group in optimizer.param_groups)
-        return model, PackedGradients(parameters, self._collective, private=not fused)
+            gradients = OverlappedGradients(optimizer, self._collective, model)
+            return overlap(model, self.device) if gradients.parameters else model, gradients
+        return model, PackedGradients(optimizer, self._collective)
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         weight, loss, stops = pair.gradients.reduce((float(stop),))

@@ -1,0 +1,184 @@
+"""Models whose parameters change during a training, by a strategy and by torch alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import spartito as sp
+from spartito.strategies import strategy as make_strategy
+from tests.strategies.jobs import CLASSES, FEATURES, blobs
+
+BATCH, EXAMPLES = 8, 22
+
+
+class Network(nn.Module):
+    """A body and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.body = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh()).double()
+        self.head = nn.Linear(5, CLASSES).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.body(x))
+        return out
+
+
+Change = Callable[[Network, Optimizer, int], None]
+
+
+def start_head_alone(net: Network) -> Optimizer:
+    net.body.requires_grad_(False)
+    return torch.optim.Adam(net.head.parameters(), 0.05, weight_decay=0.1)
+
+
+def start_all(net: Network) -> Optimizer:
+    return torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=0.1)
+
+
+def start_frozen(net: Network) -> Optimizer:
+    net.body.requires_grad_(False)
+    return start_all(net)
+
+
+def add_group(net: Network, optimizer: Optimizer, rank: int) -> None:
+    net.body.requires_grad_(True)
+    optimizer.add_param_group({"params": list(net.body.parameters()), "lr": 0.01})
+
+
+def unfreeze(net: Network, optimizer: Optimizer, rank: int) -> None:
+    net.body.requires_grad_(True)
+    net.head.bias.requires_grad_(False)
+
+
+def replace_head(net: Network, optimizer: Optimizer, rank: int) -> None:
+    torch.manual_seed(50 + rank)  # each replica starts its head anew, as scripts without a seed do
+    net.head = nn.Linear(5, CLASSES).double()
+    optimizer.param_groups[0]["params"] = list(net.parameters())
+
+
+def take_out(net: Network, optimizer: Optimizer, rank: int) -> None:
+    optimizer.param_groups[0]["params"] = list(net.head.parameters())
+
+
+CHANGES: dict[str, tuple[Callable[[Network], Optimizer], Change]] = {
+    "add a group": (start_head_alone, add_group),
+    "unfreeze": (start_frozen, unfreeze),
+    "replace": (start_all, replace_head),
+    "take out": (start_all, take_out),
+}
+
+
+def weights(net: nn.Module) -> dict[str, Tensor]:
+    return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+def by_torch(change: str) -> dict[str, Any]:
+    """Two epochs, the change, two more."""
+    net = Network()
+    start, alter = CHANGES[change]
+    optimizer = start(net)
+    x, y = blobs(EXAMPLES)
+    for epoch in range(4):
+        if epoch == 2:
+            alter(net, optimizer, 0)
+        for at in range(0, EXAMPLES, BATCH):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x[at : at + BATCH]), y[at : at + BATCH]).backward()
+            optimizer.step()
+    return weights(net)
+
+
+def by_trainer(name: str, options: dict[str, Any], change: str) -> dict[str, Any]:
+    """The same by two calls of `fit`."""
+    strategy = make_strategy(name, **options)
+    net = Network()
+    start, alter = CHANGES[change]
+    trainer = sp.Trainer(net, optimizer=start(net), loss=nn.CrossEntropyLoss(), strategy=strategy)
+    try:
+        trainer.fit(blobs(EXAMPLES), epochs=2, batch_size=BATCH, verbose=0)
+        alter(net, trainer.optimizer, strategy.cluster.rank)
+        trainer.fit(blobs(EXAMPLES), epochs=2, batch_size=BATCH, verbose=0)
+        trainer.state()  # all shares of it can be collected
+        return weights(net)
+    finally:
+        strategy.close()
+
+
+def by_hand(name: str, options: dict[str, Any], change: str) -> dict[str, Any]:
+    """The same by a loop, which changes the model while a batch is at hand."""
+    strategy = make_strategy(name, **options)
+    net = Network()
+    start, alter = CHANGES[change]
+    model, optimizer = strategy.prepare(net, start(net))
+    data = strategy.distribute(sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH))
+    for epoch in range(4):
+        for step, batch in enumerate(data):
+            if epoch == 2 and step == 0:
+                alter(net, optimizer, strategy.cluster.rank)
+            losses = nn.functional.cross_entropy(model(batch.x), batch.y, reduction="none")
+            strategy.backward(losses, batch)
+            strategy.update(optimizer)
+    found = weights(net)
+    strategy.close()
+    return found
+
+
+def accumulated_by_torch(
+    examples: int, batch: int, accumulate: int, steps: int, epochs: int
+) -> dict[str, Any]:
+    """Losses and weights of epochs of so many batches, the data read again and again."""
+    net = Network()
+    optimizer = start_all(net)
+    x, y = blobs(examples)
+
+    def endless() -> Iterator[tuple[Tensor, Tensor]]:
+        while True:
+            yield from zip(x.split(batch), y.split(batch), strict=True)
+
+    stream, losses = endless(), []
+    for _ in range(epochs):
+        total = count = 0.0
+        for first in range(0, steps, accumulate):
+            window = [next(stream) for _ in range(min(accumulate, steps - first))]
+            size = sum(len(part) for part, _ in window)
+            optimizer.zero_grad()
+            for inputs, targets in window:
+                loss = nn.functional.cross_entropy(net(inputs), targets, reduction="sum")
+                (loss / size).backward()
+                total += loss.item()
+            count += size
+            optimizer.step()
+        losses.append(total / count)
+    return {"loss": losses, "weights": weights(net)}
+
+
+def accumulated(
+    name: str,
+    options: dict[str, Any],
+    examples: int,
+    batch: int,
+    accumulate: int,
+    steps: int,
+    epochs: int,
+) -> dict[str, Any]:
+    """The same by a strategy."""
+    strategy = make_strategy(name, **options)
+    net = Network()
+    trainer = sp.Trainer(
+        net,
+        optimizer=start_all(net),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+        accumulate=accumulate,
+    )
+    data = sp.data.arrays(*blobs(examples)).batch(batch)
+    history = trainer.fit(data, epochs=epochs, steps_per_epoch=steps, verbose=0)
+    strategy.close()
+    return {"loss": history.history["loss"], "weights": weights(net)}
