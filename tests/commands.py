@@ -58,6 +58,7 @@ class Program:
 
     popen: subprocess.Popen[str]
     mark: str
+    directory: Path
     _lines: queue.Queue[str | None] = field(default_factory=queue.Queue)
     _out: list[str] = field(default_factory=list)
     _err: list[str] = field(default_factory=list)
@@ -142,7 +143,7 @@ class Commands:
             errors="replace",
             bufsize=1,
         )
-        self._programs.append(Program(popen, mark))
+        self._programs.append(Program(popen, mark, self.directory))
         return self._programs[-1]
 
     def spartito(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Ended:

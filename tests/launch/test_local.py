@@ -275,6 +275,57 @@ def test_the_folder_goes_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     assert vanished([int(line[-1]) for line in lines])
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_what_each_task_prints_is_in_a_file_of_its_own(tmp_path: Path, workers: int) -> None:
+    script = tmp_path / "prints.py"
+    script.write_text(
+        "import os, sys, time, pathlib\n"
+        "rank, other = os.environ['RANK'], pathlib.Path(sys.argv[1], 'worker-1.log')\n"
+        "print('rank', rank)\n"
+        "print('to stderr', file=sys.stderr)\n"
+        "while os.environ['WORLD_SIZE'] == '2' and rank == '0':\n"
+        "    if other.exists() and 'rank 1' in other.read_text(): break\n"
+        "if rank == '0': raise ValueError('the cause')\n"
+        "time.sleep(300)\n"
+    )
+    logs = tmp_path / "some" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "worker-0.log").write_text("of an earlier job\n")
+    command = [sys.executable, "-m", "spartito", "run", f"--workers={workers}", f"--log-dir={logs}"]
+    got = subprocess.run(
+        [*command, str(script), str(logs)], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert got.returncode == 1
+    assert got.stderr.count("ValueError: the cause") == 1
+    assert sorted(path.name for path in logs.iterdir()) == [
+        f"worker-{rank}.log" for rank in range(workers)
+    ]
+    first = (logs / "worker-0.log").read_text()
+    assert {"rank 0", "to stderr"} == set(first.splitlines()[:2])
+    assert "Traceback" in first
+    assert first.endswith("ValueError: the cause\n")
+    assert ("[worker 0] rank 0\n" if workers > 1 else "rank 0\n") in got.stdout
+
+
+def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
+    script = tmp_path / "prints.py"
+    script.write_text("print('x' * 100)")
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match=r"--log-dir: .*file"):
+        launch([str(script)], workers=1, env={}, log_dir=tmp_path / "file" / "logs")
+    (tmp_path / "logs").mkdir()
+    (tmp_path / "logs" / "worker-0.log").symlink_to("/dev/full")
+    command = [sys.executable, "-m", "spartito", "run", "--workers=1"]
+    got = subprocess.run(
+        [*command, f"--log-dir={tmp_path / 'logs'}", str(script)],
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+    )
+    assert (got.returncode, got.stdout) == (0, "x" * 100 + "\n")
+    assert got.stderr.count("cannot be written any more: No space left on device") == 1
+
+
 def test_a_slow_task_has_a_throttle(tmp_path: Path) -> None:
     script = tmp_path / "find.py"
     script.write_text(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shlex
 import subprocess
 import sys
@@ -13,11 +14,11 @@ from hypothesis import strategies as st
 
 from spartito.cluster import resolve
 from spartito.errors import UserError
-from spartito.launch.hosts import far_end
+from spartito.launch.hosts import far_end, near_end
 from spartito.launch.hosts.check import ask_hosts, notes
 from spartito.launch.hosts.far_facts import Facts, Question, facts, parse
 from spartito.launch.hosts.names import Host, check_names, is_here, parse_hosts
-from spartito.launch.hosts.plan import OF_A_PLACE, Plan, travelling
+from spartito.launch.hosts.plan import OF_A_PLACE, Plan, check_passed, travelling
 from spartito.launch.hosts.ssh import MOST, Answer, Ssh, address_of, ask_all, parse_ssh, refusal
 from spartito.launch.roles import Roles
 
@@ -119,16 +120,16 @@ def test_only_what_is_elsewhere_needs_ssh(plan: Plan) -> None:
             assert process.argv == [sys.executable, "train.py", "--name=it's"]
             assert env.items() <= process.env.items()
             continue
-        assert process.env == env
+        told = json.loads(process.env[near_end.TOLD])
+        assert told == plan.environment(task, {"SPARTITO_TIMEOUT": "9", **secret})
+        assert process.env.items() - env.items() == {(near_end.TOLD, process.env[near_end.TOLD])}
         assert process.argv[3:8] == [host.name, "0", *SSH.words]
         assert process.argv[-2] == host.name
         (script,) = shlex.split(process.argv[-1])[3:]
         assert script.startswith("cd /home/me/job")
-        _, told, argv = far_end.parse(shlex.split(script.split("exec ", 1)[1])[3:])
-        assert told == plan.environment(task, {"SPARTITO_TIMEOUT": "9"})
-        assert argv == ["/opt/python", "train.py", "--name=it's"]
-        assert "hunter2" not in " ".join(process.argv)
-        assert secret["SPARTITO_SECRET"] not in " ".join(process.argv)
+        words = shlex.split(script.split("exec ", 1)[1])
+        assert words == far_end.command(["/opt/python", "train.py", "--name=it's"], "/opt/python")
+        assert "=" not in " ".join(words[:4])
 
 
 def test_many_tasks_of_a_machine_do_not_knock_all_at_once() -> None:
@@ -162,13 +163,22 @@ def test_words_arrive_as_they_were(words: list[str], folder: str) -> None:
     assert got.stdout.decode().split("\0") == ["first", *words, ""]
 
 
-@given(st.dictionaries(NAMES, WORDS), st.lists(WORDS), st.floats(1, 1e3))
-def test_the_other_end_reads_what_was_meant(
-    env: dict[str, str], argv: list[str], silence: float
-) -> None:
-    seconds, told, words = far_end.parse(far_end.command(env, argv, "python", silence)[3:])
-    assert (told, words) == (env, argv)
-    assert seconds == pytest.approx(silence, rel=1e-4)
+def test_a_variable_of_the_users_travels_by_its_name() -> None:
+    env = {"TOKEN": "hunter2", "OTHER": "x"}
+    check_passed(["TOKEN"], env)
+    assert travelling(env, ("TOKEN",)) == {"TOKEN": "hunter2"}
+    for names, words in (
+        (["TOKEN=hunter2"], ["--env TOKEN=...", "--env TOKEN"]),
+        (["NONE"], ["--env NONE", "is set here"]),
+        (["TF_CONFIG"], ["--env TF_CONFIG", "who is in the job"]),
+    ):
+        with pytest.raises(UserError) as error:
+            check_passed(names, env)
+        assert all(word in str(error.value) for word in words)
+        assert "hunter2" not in str(error.value)
+    plan = Plan((Host("a", "a"),), (1,), Roles(1), ("x.py",), SSH, passed=("TOKEN",))
+    with pytest.raises(UserError, match="the environment for worker 0 has"):
+        plan.process(plan.cast.tasks[0], {"TOKEN": "x" * near_end.MOST_TOLD})
 
 
 def test_a_folder_below_the_home_there() -> None:

@@ -28,7 +28,7 @@ signal.signal(signal.SIGTERM, end)
 )
 
 
-SECRET = "known to the tasks alone"
+TOLD = "it's so,\nin 2 lines: \u00e4"
 
 
 @pytest.fixture
@@ -43,8 +43,9 @@ def start(commands: Commands) -> Callable[[str], Program]:
 
     def starter(script: str) -> Program:
         python = [sys.executable, "-S", commands.write("task.py", script)]
-        far = far_end.command({"TOLD": "it's so"}, list(map(str, python)), sys.executable)
-        return commands.start(*near_end.command("b", far), env={"SPARTITO_SECRET": SECRET})
+        far = far_end.command(list(map(str, python)), sys.executable)
+        told = far_end.tell({"TOLD": TOLD})
+        return commands.start(*near_end.command("b", far), env={near_end.TOLD: told})
 
     return starter
 
@@ -52,7 +53,7 @@ def start(commands: Commands) -> Callable[[str], Program]:
 @pytest.mark.parametrize(
     ("script", "code"),
     [
-        ("import os; print(os.environ['TOLD'], os.environ['SPARTITO_SECRET'])", 0),
+        ("import os; print(os.environ['TOLD'])", 0),
         ("raise SystemExit(3)", 3),
         ("raise SystemExit(69)", 69),
         ("raise SystemExit(200)", 200),
@@ -68,7 +69,7 @@ def test_it_ends_here_as_it_ended_there(
 ) -> None:
     ended = start(script).end()
     assert ended.code == code, ended.text
-    assert ended.out == (f"it's so {SECRET}\n" if code == 0 else "")
+    assert ended.out == (f"{TOLD}\n" if code == 0 else "")
     assert ("exit code 255 is told as 1" in ended.err) == ("255" in script)
 
 
@@ -126,7 +127,7 @@ def test_all_ends_when_the_near_end_is_gone(start: Callable[[str], Program], scr
 def test_silence_ends_the_task() -> None:
     python = [sys.executable, "-S", "-c", SLEEPS]
     far = subprocess.Popen(
-        far_end.command({}, python, sys.executable, silence=5.0),
+        far_end.command(python, sys.executable, silence=5.0),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -134,7 +135,7 @@ def test_silence_ends_the_task() -> None:
     with far:
         assert far.stdin is not None
         assert far.stdout is not None
-        print(file=far.stdin, flush=True)  # no secret
+        print(far_end.tell({}), end="", file=far.stdin, flush=True)
         pid = int(far.stdout.readline().split()[1])
         assert far.wait(60) == 128 + signal.SIGKILL
     assert not is_alive(pid)
@@ -147,7 +148,7 @@ def test_the_near_end_keeps_speaking(commands: Commands) -> None:
         "near_end.BEATS = 0.1\nsys.exit(near_end.main(sys.argv[1:]))"
     )
     words = ("-c", quick, "b", "0", sys.executable, "-S", "-c", reads)
-    ended = commands.python(*words, env={"SPARTITO_SECRET": "x"})
+    ended = commands.python(*words, env={near_end.TOLD: "x\n"})
     assert (ended.code, ended.out) == (0, "three\n")
 
 

@@ -79,6 +79,21 @@ RemotePython = Annotated[
         metavar="PATH",
     ),
 ]
+Passed = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        help="With --hosts: a variable that the other machines get too, by its name.",
+        metavar="NAME",
+    ),
+]
+LogDir = Annotated[
+    Path | None,
+    typer.Option(
+        help="A folder for what each task prints: worker-0.log and so on, written anew.",
+        metavar="DIR",
+    ),
+]
 
 
 def run(
@@ -115,6 +130,8 @@ def run(
     ssh: SshWords = None,
     remote_dir: RemoteDir = None,
     remote_python: RemotePython = None,
+    env: Passed = None,
+    log_dir: LogDir = None,
     slow: Annotated[
         list[str] | None,
         typer.Option(
@@ -131,7 +148,7 @@ def run(
     from spartito.launch.hosts.job import launch_on_hosts
 
     words = [script, *(arguments or [])]
-    reach = _reach(hosts, port, ssh, remote_dir, remote_python)
+    reach = reach_of(hosts, port, ssh, remote_dir, remote_python, env)
     if reach is not None:
         by_hand = {
             "--nnodes": nnodes is not None,
@@ -162,6 +179,7 @@ def run(
         chief=chief,
         strategy=strategy,
         strategy_options=strategy_options,
+        log_dir=log_dir,
     )
     raise typer.Exit(code)
 
@@ -178,6 +196,8 @@ def train(
     ssh: SshWords = None,
     remote_dir: RemoteDir = None,
     remote_python: RemotePython = None,
+    env: Passed = None,
+    log_dir: LogDir = None,
     out: Annotated[Path | None, typer.Option(help="The run folder to write.")] = None,
     epochs: Annotated[
         int | None,
@@ -230,7 +250,7 @@ def train(
     switches = {"--resume": resume, "--json": json}
     arguments += [name for name, on in switches.items() if on]
     words = [f"spartito.recipes.{recipe}", *arguments]
-    reach = _reach(hosts, port, ssh, remote_dir, remote_python)
+    reach = reach_of(hosts, port, ssh, remote_dir, remote_python, env)
     start = partial(launch, words) if reach is None else partial(launch_on_hosts, words, reach)
     code = start(
         module=True,
@@ -240,23 +260,26 @@ def train(
         chief=chief,
         strategy=strategy,
         result=json,
+        log_dir=log_dir,
     )
     raise typer.Exit(code)
 
 
-def _reach(
+def reach_of(
     hosts: str | None,
     port: int | None,
     ssh: str | None,
     folder: str | None,
     python: str | None,
+    env: list[str] | None = None,
 ) -> Reach | None:
     """Which machines take part, None for this one alone; `UserError` for options without any."""
     from spartito.launch.hosts.job import Reach
 
     if hosts is not None:
-        return Reach(hosts, ssh, port, folder, python)
+        return Reach(hosts, ssh, port, folder, python, tuple(env or ()))
     given = {"--port": port, "--ssh": ssh, "--remote-dir": folder, "--remote-python": python}
+    given["--env"] = " ".join(env) if env else None
     if typed := [name for name, value in given.items() if value is not None]:
         raise UserError(f"{' '.join(typed)} without --hosts", "Name the machines: --hosts a,b,c")
     return None

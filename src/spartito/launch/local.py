@@ -22,7 +22,7 @@ from spartito.errors import UserError
 from spartito.launch import roles
 from spartito.launch.gpus import count_gpus
 from spartito.launch.pace import shares_of
-from spartito.launch.process import Process
+from spartito.launch.process import Process, with_logs
 from spartito.launch.roles import SEVERAL_MACHINES, Roles
 from spartito.launch.supervisor import Patience, supervise
 from spartito.launch.target import check_options
@@ -69,6 +69,7 @@ def launch(
     master_addr: str | None = None,
     result: bool = False,
     slow: Mapping[str, float] | None = None,
+    log_dir: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> int:
     """Run ``argv`` (a script, or with ``module`` a module's name, and its arguments).
@@ -83,7 +84,7 @@ def launch(
     ``ps`` parameter servers, an ``evaluator`` and a ``chief`` that does nothing but hand out the
     work start beside the workers, on this machine only; each task then reads in its own
     ``TF_CONFIG`` who is in the job. ``slow`` names tasks that run only a share of the time, as
-    ``{"worker:1": 0.25}``.
+    ``{"worker:1": 0.25}``. What each task prints goes into a file of ``log_dir`` as well.
 
     Answers the job's exit code; raises `UserError` before anything starts.
     """
@@ -115,7 +116,7 @@ def launch(
         variables = with_secret(variables)
     command = [sys.executable, *(["-m"] if module else []), *argv]
     with snapshots(cast, variables) as (folder, variables):
-        processes = _processes(command, variables, place, cast, slow or {})
+        processes = with_logs(_processes(command, variables, place, cast, slow or {}), log_dir)
         # Elsewhere nobody sees what fails here unless one of our tasks says it.
         patience = Patience(word=WORD) if place.nodes > place.locals else Patience()
         return supervise(

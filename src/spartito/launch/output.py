@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import BinaryIO
 
@@ -71,7 +72,9 @@ class Sink:
         self.stream.flush()
 
     def prefix(self, name: str, place: int) -> bytes:
-        """What stands before each line of the task ``name``, the ``place``-th."""
+        """What stands before each line of the task ``name``, the ``place``-th; "" has nothing."""
+        if not name:
+            return b""
         text = f"[{name}] "
         if self.coloured:
             text = f"\033[{COLOURS[place % len(COLOURS)]}m[{name}]\033[0m "
@@ -82,13 +85,15 @@ class Sink:
 class Channel:
     """One output of one task, on its way from a pipe to a sink.
 
-    With ``keeps_last`` the last line waits for `close`: it is the result of the job.
+    With ``keeps_last`` the last line waits for `close`: it is the result of the job. ``log``
+    gets every line as it comes.
     """
 
     fd: int
     sink: Sink
     prefix: bytes
     keeps_last: bool = False
+    log: Callable[[list[bytes]], None] | None = None
     last: list[bytes] = field(default_factory=list)
     cutter: LineCutter = field(default_factory=LineCutter)
 
@@ -98,7 +103,7 @@ class Channel:
             data = os.read(self.fd, READ_SIZE)
         except BlockingIOError:
             return True
-        self.take(self.cutter.feed(data) if data else self.cutter.finish())
+        self._came(self.cutter.feed(data) if data else self.cutter.finish())
         return bool(data)
 
     def drain(self) -> None:
@@ -109,9 +114,14 @@ class Channel:
             except BlockingIOError:  # someone else holds the pipe open; we wait for nobody
                 data = b""
             if not data:
-                self.take(self.cutter.finish())
+                self._came(self.cutter.finish())
                 return
-            self.take(self.cutter.feed(data))
+            self._came(self.cutter.feed(data))
+
+    def _came(self, lines: list[bytes]) -> None:
+        if self.log is not None:
+            self.log(lines)
+        self.take(lines)
 
     def take(self, lines: list[bytes]) -> None:
         """Print ``lines``, or keep them."""

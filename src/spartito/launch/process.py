@@ -7,9 +7,11 @@ import signal
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 from spartito.errors import EXIT_TASK_LOST
+from spartito.launch.logs import TaskLog, refused
 from spartito.launch.output import Channel, ErrorChannel
 from spartito.launch.pace import FULL
 
@@ -23,7 +25,8 @@ class Process:
 
     When it is killed from outside it is started again ``restarts`` times; after that the others
     go on without it unless it is ``vital``. It runs only ``share`` of the time. One that
-    ``outlives`` the job ends by itself, however long after all vital ones.
+    ``outlives`` the job ends by itself, however long after all vital ones. ``log`` is a file for
+    all that it prints.
     """
 
     name: str
@@ -33,6 +36,24 @@ class Process:
     vital: bool = True
     share: float = FULL
     outlives: bool = False
+    log: Path | None = None
+
+
+def with_logs(processes: Sequence[Process], folder: Path | None) -> list[Process]:
+    """``processes`` with a file in ``folder`` each, as ``worker-0.log``; without one, as they are.
+
+    Makes the folder; `UserError` where that cannot be.
+    """
+    if folder is None:
+        return list(processes)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise refused(folder, error) from error
+    return [
+        replace(process, log=folder.resolve() / f"{process.name.replace(' ', '-')}.log")
+        for process in processes
+    ]
 
 
 @dataclass
@@ -48,6 +69,7 @@ class Running:
     popen: subprocess.Popen[bytes]
     channels: list[Channel]
     starts: int = 1
+    log: TaskLog | None = None
     brake: subprocess.Popen[bytes] | None = None
     released: bool = False
     let_go: bool = False
@@ -92,6 +114,8 @@ class Running:
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()
+        if self.log is not None:
+            self.log.close()
 
     @property
     def outcome(self) -> int:

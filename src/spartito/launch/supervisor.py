@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from spartito.errors import UserError
 from spartito.launch.guard import Guard, die_with_parent
+from spartito.launch.logs import TaskLog
 from spartito.launch.output import Channel, ErrorChannel, Sink
 from spartito.launch.pace import FULL, brake
 from spartito.launch.process import Process, Running, exit_code
@@ -60,7 +61,8 @@ def supervise(
     is shown whole, once, after the others were stopped, and its exit code is the job's; 69 when
     it was killed from outside, 128 + n when it crashed by signal n. A task that exits with 69
     lost another one, so that one is looked for first. Ctrl-C and SIGTERM go to all tasks once;
-    then the code is 130 or 143. A single task keeps the terminal, without a prefix.
+    then the code is 130 or 143. A single task keeps the terminal, without a prefix, unless what
+    it prints is logged.
 
     A task that is killed from outside may start again, or the others may go on without it, as
     its `Process` says. Then it does not fail the job; nor does one that is not vital and lost
@@ -160,7 +162,8 @@ class _Supervisor:
         """Start the task of this place, in the stead of one that ended."""
         process = self.processes[place]
         single = len(self.processes) == 1
-        pipe = None if single else subprocess.PIPE
+        pipe = None if single and process.log is None else subprocess.PIPE
+        log = TaskLog(process.log, starts > 1, self._say) if process.log else None
         try:
             popen = subprocess.Popen(
                 list(process.argv),
@@ -178,15 +181,18 @@ class _Supervisor:
             ) from error
         channels: list[Channel] = []
         if popen.stdout is not None and popen.stderr is not None:
-            prefix = self.out.prefix(process.name, place), self.err.prefix(process.name, place)
+            name = "" if single else process.name
+            prefix = self.out.prefix(name, place), self.err.prefix(name, place)
+            write = None if log is None else log.write
+            last = place == self.result_of
             channels = [
-                Channel(popen.stdout.fileno(), self.out, prefix[0], place == self.result_of),
-                ErrorChannel(popen.stderr.fileno(), self.err, prefix[1]),
+                Channel(popen.stdout.fileno(), self.out, prefix[0], last, log=write),
+                ErrorChannel(popen.stderr.fileno(), self.err, prefix[1], log=write),
             ]
         for channel in channels:
             os.set_blocking(channel.fd, False)
             self.selector.register(channel.fd, selectors.EVENT_READ, channel)
-        task = Running(process, place, popen, channels, starts)
+        task = Running(process, place, popen, channels, starts, log=log)
         self.tasks[place : place + 1] = [task]
         self._slow_down(task)
 

@@ -1,13 +1,15 @@
 """A task's keeper on another machine: ``python -m spartito.launch.hosts.far_end``.
 
-Its stdin is the connection to the launcher. The first line there is the job's secret, empty where
-it has none. Every other line is the number of a signal for the task, 0 means that all is well.
+Its stdin is the connection to the launcher. The first line there is a JSON object: what the task
+is told in its environment, which no command line shows. Every other line is the number of a signal
+for the task, 0 means that all is well.
 When the connection closes, or is silent for too long, nobody is there any more who could end the
 task: it ends at once, with all that it started.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import signal
@@ -34,18 +36,14 @@ OF_SSH = 255
 """The exit code that ssh keeps for itself."""
 
 
-def command(
-    env: Mapping[str, str], argv: Sequence[str], python: str, silence: float = SILENCE
-) -> list[str]:
-    """What runs ``argv`` with ``env`` beside the environment of the other machine."""
-    told = [f"{name}={value}" for name, value in env.items()]
-    return [python, "-m", "spartito.launch.hosts.far_end", f"{silence:g}", *told, "--", *argv]
+def command(argv: Sequence[str], python: str, silence: float = SILENCE) -> list[str]:
+    """What runs ``argv`` in the environment of the other machine and what `tell` tells."""
+    return [python, "-m", "spartito.launch.hosts.far_end", f"{silence:g}", *argv]
 
 
-def parse(argv: Sequence[str]) -> tuple[float, dict[str, str], Sequence[str]]:
-    """``SECONDS NAME=VALUE... -- ARGV...``: the silence, the environment, what to run."""
-    end = argv.index("--")
-    return float(argv[0]), dict(word.split("=", 1) for word in argv[1:end]), argv[end + 1 :]
+def tell(env: Mapping[str, str]) -> str:
+    """``env`` as the first line that a far end reads."""
+    return json.dumps(dict(env)) + "\n"
 
 
 def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
@@ -75,20 +73,24 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what `command` says, in the environment of this machine."""
-    silence, told, words = parse(argv)
+    """Do what `command` says, in the environment of this machine and with what is told."""
+    silence = float(argv[0])
+    line = _first_line(silence)
+    if not line:
+        return 1  # nobody is there who could want a task
     silent = {tf_config.VARIABLE, *torchrun.VARIABLES, ENV_SECRET, ENV_SECRET_FILE}
     own = {name: value for name, value in os.environ.items() if name not in silent}
-    secret = _first_line(silence)
-    return keep(silence, own | told | ({ENV_SECRET: secret} if secret else {}), words)
+    return keep(silence, own | json.loads(line), argv[1:])
 
 
-def _first_line(silence: float) -> str:
-    """The first line of stdin, and not a byte more; what there is of it when nothing follows."""
+def _first_line(silence: float) -> bytes:
+    """The first line of stdin, and not a byte more; nothing where it does not come whole."""
     text = b""
-    while select.select([0], [], [], silence)[0] and (char := os.read(0, 1)) not in (b"", b"\n"):
+    while select.select([0], [], [], silence)[0] and (char := os.read(0, 1)):
+        if char == b"\n":
+            return text
         text += char
-    return text.decode()
+    return b""
 
 
 def _listen(task: subprocess.Popen[bytes], silence: float) -> None:

@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from spartito.cluster.resolver import check_alone
 from spartito.cluster.secret import with_secret
@@ -13,9 +14,10 @@ from spartito.errors import UserError
 from spartito.launch.hosts.check import ask_hosts, find_hosts, notes
 from spartito.launch.hosts.far_facts import Facts, Question
 from spartito.launch.hosts.names import Host
-from spartito.launch.hosts.plan import OF_A_PLACE, PORT, Plan
+from spartito.launch.hosts.plan import OF_A_PLACE, PORT, Plan, check_passed
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
 from spartito.launch.local import Place, check_strategy, snapshots
+from spartito.launch.process import with_logs
 from spartito.launch.roles import Roles
 from spartito.launch.supervisor import supervise
 from spartito.names import ENV_SNAPSHOT_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
@@ -26,7 +28,8 @@ class Reach:
     """Which machines take part, as typed, and how the others are reached.
 
     ``ssh`` is the command, ``port`` the first where tasks listen. ``folder`` and ``python`` are
-    those of the other machines: by default the same as here.
+    those of the other machines: by default the same as here. ``passed`` are names of variables
+    that the tasks there get as well.
     """
 
     hosts: str
@@ -34,6 +37,7 @@ class Reach:
     port: int | None = None
     folder: str | None = None
     python: str | None = None
+    passed: tuple[str, ...] = ()
 
 
 def launch_on_hosts(
@@ -48,6 +52,7 @@ def launch_on_hosts(
     strategy: str | None = None,
     strategy_options: str | None = None,
     result: bool = False,
+    log_dir: Path | None = None,
     env: Mapping[str, str] | None = None,
 ) -> int:
     """Run ``argv`` on the machines of ``reach``, ``workers`` processes on each; see `launch`.
@@ -57,6 +62,7 @@ def launch_on_hosts(
     """
     variables = dict(os.environ if env is None else env)
     check_alone({n: v for n, v in variables.items() if n not in OF_A_PLACE}, "--hosts")
+    check_passed(reach.passed, variables)
     ssh = Ssh(
         parse_ssh(reach.ssh or "ssh"), reach.folder or os.getcwd(), reach.python or sys.executable
     )
@@ -73,7 +79,7 @@ def launch_on_hosts(
     chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
     variables |= {name: value for name, value in chosen.items() if value is not None}
     words = (*(("-m",) if module else ()), *argv)
-    plan = Plan(hosts, tuple(f.cores for f in found), cast, words, ssh, port)
+    plan = Plan(hosts, tuple(f.cores for f in found), cast, words, ssh, port, reach.passed)
     for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
         _say(line)
     variables = with_secret(variables)
@@ -83,6 +89,7 @@ def launch_on_hosts(
             plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
             for task in cast.tasks
         ]
+        processes = with_logs(processes, log_dir)
         code = supervise(processes, result_of=0 if result else None, private=folder)
     if code == 0 and not hosts[0].here:
         _say(f"what {cast.tasks[0]} wrote is on {hosts[0].name}, in {ssh.folder}")

@@ -1,9 +1,9 @@
 """What stands here for a task on another machine: ``python -m spartito.launch.hosts.near_end``.
 
 It runs ssh and ends as the task ended, so that the supervisor sees a task like any other: by the
-same exit code, or by the same signal. The job's secret and then signals go to the far end as
-lines (see `far_end`): a command line would show the one, and ssh carries none of the others. When
-the connection is lost it ends by SIGHUP, the hang-up.
+same exit code, or by the same signal. What the task is told in its environment and then signals
+go to the far end as lines (see `far_end`): a command line would show the one, and ssh carries none
+of the others. When the connection is lost it ends by SIGHUP, the hang-up.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from contextlib import suppress
 from types import FrameType
 
 from spartito.launch.guard import die_with_parent
-from spartito.launch.hosts.far_end import BEATS, OF_SSH
-from spartito.names import ENV_SECRET
+from spartito.launch.hosts.far_end import BEATS, OF_SSH, tell
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -37,6 +36,12 @@ FATAL = frozenset(
     }
 )
 """By these a task ends when nobody handles them; an exit code of 128 + n tells of one."""
+
+TOLD = "SPARTITO_NEAR_END_TELLS"
+"""The variable with the first line for the far end."""
+
+MOST_TOLD = 60_000
+"""Bytes of that line: a pipe takes 65,536 that nobody has read yet."""
 
 AT_ONCE = 8
 """Connections that one machine gets at once: sshd begins to drop them at 10 (MaxStartups)."""
@@ -55,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     """
     host, seconds, *words = argv
     out, line = os.pipe()
-    os.write(line, f"{os.environ.get(ENV_SECRET, '')}\n".encode())
+    os.write(line, os.environ.pop(TOLD, tell({})).encode())
 
     def say(number: int, frame: FrameType | None = None) -> None:
         with suppress(BrokenPipeError):  # ssh has ended

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from spartito.cluster import tf_config, torchrun
 from spartito.cluster.listed import address
 from spartito.cluster.secret import read_secret
 from spartito.cluster.spec import Task
+from spartito.errors import UserError
 from spartito.launch import roles
 from spartito.launch.hosts import far_end, near_end
 from spartito.launch.hosts.names import Host
@@ -36,9 +38,6 @@ OF_A_PLACE = frozenset(
 )
 """Variables that say who is in the job, which we say ourselves."""
 
-HIDDEN = frozenset({ENV_SECRET, ENV_SECRET_FILE})
-"""What no command line may show: `near_end` tells it by the connection itself."""
-
 TRAVEL = frozenset({"OMP_NUM_THREADS", *RUNTIME})
 """What goes to the other machines beside our own variables."""
 
@@ -47,7 +46,8 @@ TRAVEL = frozenset({"OMP_NUM_THREADS", *RUNTIME})
 class Plan:
     """A job on ``hosts``: ``argv`` (after ``python``) for each task, ``workers`` on each machine.
 
-    ``cores`` are those of each machine. Pure: all that it answers follows from these.
+    ``cores`` are those of each machine. ``passed`` are variables of the user's that go to the
+    other machines too. Pure: all that it answers follows from these.
     """
 
     hosts: tuple[Host, ...]
@@ -56,6 +56,7 @@ class Plan:
     argv: tuple[str, ...]
     ssh: Ssh
     port: int = PORT
+    passed: tuple[str, ...] = ()
 
     @property
     def workers(self) -> int:
@@ -93,12 +94,18 @@ class Plan:
         if host.here:
             argv, own = [sys.executable, *self.argv], self.environment(task, env)
         else:
-            told = self.environment(task, travelling(env))
+            told = far_end.tell(self.environment(task, travelling(env, self.passed)))
+            if len(told) > near_end.MOST_TOLD:
+                raise UserError(
+                    f"the environment for {task} has {len(told)} bytes, more than "
+                    f"{near_end.MOST_TOLD}",
+                    "Give what is long in a file that the script reads.",
+                )
             remote = [self.ssh.python, *self.argv]
-            keeper = far_end.command(told, remote, self.ssh.python)
+            keeper = far_end.command(remote, self.ssh.python)
             words = self.ssh.python_command(host.name, keeper)
             argv = near_end.command(host.name, words, self.together(task).index(task))
-            own = {**env, ENV_SECRET: read_secret(env)}  # for the stream: no command shows it
+            own = {**env, near_end.TOLD: told}
         return Process(
             str(task),
             argv,
@@ -122,10 +129,33 @@ class Plan:
         ]
 
 
-def travelling(env: Mapping[str, str]) -> dict[str, str]:
-    """What of ``env`` goes to other machines: Spartito's own settings, and how to compute."""
-    return {
+def travelling(env: Mapping[str, str], passed: Collection[str] = ()) -> dict[str, str]:
+    """What of ``env`` goes to other machines: Spartito's own settings, how to compute, ``passed``.
+
+    The secret goes as it is: a file with it is one of this machine.
+    """
+    own = {
         name: value
         for name, value in env.items()
-        if name in TRAVEL or (name.startswith("SPARTITO_") and name not in OF_A_PLACE | HIDDEN)
+        if name in TRAVEL
+        or name in passed
+        or (name.startswith("SPARTITO_") and name not in OF_A_PLACE | {ENV_SECRET_FILE})
     }
+    secret = read_secret(env)
+    return own | ({ENV_SECRET: secret} if secret else {})
+
+
+def check_passed(names: Sequence[str], env: Mapping[str, str]) -> None:
+    """Raise `UserError` for an ``--env`` that names no variable of ``env``, or one of ours."""
+    for text in names:
+        name, equals, _ = text.partition("=")
+        if equals:
+            raise UserError(
+                f"--env {name}=... gives a value, which other users could read in the list of "
+                "processes",
+                f"Set it here and give its name only: --env {name}",
+            )
+        if name in OF_A_PLACE or name in (tf_config.VARIABLE, *torchrun.VARIABLES):
+            raise UserError(f"--env {name}: who is in the job is what --hosts itself says")
+        if name not in env:
+            raise UserError(f"--env {name}: no such variable is set here", f"export {name}=...")
