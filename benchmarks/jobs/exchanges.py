@@ -220,7 +220,7 @@ def by_model(servers: Servers, keys: Iterator[tuple[int, int, int, int]]) -> Cal
 
 def push_of(key: tuple[int, int, int, int]) -> Push:
     """A push of one piece."""
-    return Push([key], pulled=0, weight=1.0, examples=32, absent=[], settings=None)
+    return Push([key], pulled=0, weight=1.0, examples=32, absent=[])
 
 
 def pieces(worker: int) -> Iterator[tuple[int, int, int, int]]:

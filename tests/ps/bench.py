@@ -78,7 +78,7 @@ class Bench:
 def push(step: int, part: int = 0, /, **facts: Any) -> Push:
     given: dict[str, Any] = {
         "keys": [(1, 0, step, part)], "pulled": 0, "weight": 1.0, "examples": 4,
-        "absent": [1], "settings": None,
+        "absent": [1],
     }  # fmt: skip
     return Push(**(given | facts))
 

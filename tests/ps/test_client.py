@@ -31,6 +31,7 @@ from spartito.ps.server import PURPOSE, Server
 from spartito.ps.servers import Control, Servers
 from spartito.ps.shard import Shard, State, settings
 from spartito.ps.store import Store
+from spartito.ps.timetable import Timetable
 from spartito.ps.vector import Copies, Vector, allocate
 from spartito.ps.wire import Wire
 from tests.callers import answer
@@ -178,7 +179,7 @@ Start = Callable[..., Job]
 def push(step: int, **facts: Any) -> Push:
     given: dict[str, Any] = {
         "keys": [(1, 0, step, 0)], "pulled": 0, "weight": 1.0, "examples": 4,
-        "absent": [], "settings": None,
+        "absent": [],
     }  # fmt: skip
     return Push(**(given | facts))
 
@@ -246,7 +247,7 @@ def test_training_over_links_is_training(
     size = sum(span.size for span in run.spans)
     assert 4 * size <= sum(link.sent for link in servers.links) <= 4 * size + 20_000
     states = control.states()
-    for span, (values, state) in zip(run.spans, states, strict=True):
+    for span, (values, state, _) in zip(run.spans, states, strict=True):
         Copies(run.vector, span, values).load()
         assert bool(state) == (kind is Adam)
     assert_close(run.model, expected)
@@ -269,13 +270,12 @@ def test_thousands_of_groups_and_passes_fit_into_a_message(job: Start, way: dict
     control = run.control()
     servers, model, _ = run.worker()
     servers.get(admit=True)
-    options = settings(make(model, Crowded))
+    control.schedule(Timetable(0, [settings(make(model, Crowded))]))
     for step in range(9000):
         compute([model], 0) if not step else None
         absent, _ = servers.fill()
         key = (1, step, 0, 0)  # a pass of one piece
-        told = options if not step else None
-        exchange(servers, push(0, keys=[key], settings=told, dropped=step > 0), absent)
+        exchange(servers, push(0, keys=[key], dropped=step > 0), absent)
     assert len(control.applied(0, 2)) == 9000
     assert len(control.states()) == 1
 
@@ -312,7 +312,7 @@ def test_a_state_that_was_given_comes_back(job: Start, way: dict[str, Any]) -> N
             states[-1][slot, "exp_avg_sq"] = torch.rand(size, dtype=torch.float64)
             states[-1][slot, "step"] = torch.tensor(7.0)
     control.load("job", values, states, settings(run.optimizer))
-    for before, own, (after, found) in zip(values, states, control.states(), strict=True):
+    for before, own, (after, found, _) in zip(values, states, control.states(), strict=True):
         assert torch.equal(before, after)
         assert found.keys() == own.keys()
         assert all(torch.equal(found[place], value) for place, value in own.items())

@@ -17,8 +17,9 @@ from spartito.ps.layout import Span
 from spartito.ps.log import PushLog, entries, replay
 from spartito.ps.messages import Push
 from spartito.ps.rules import Rules
-from spartito.ps.shard import Shard, settings
+from spartito.ps.shard import Shard
 from spartito.ps.store import Store
+from spartito.ps.timetable import Timetable
 from spartito.ps.vector import Copies, Vector, allocate
 
 Opened = Callable[[], PushLog]
@@ -74,13 +75,12 @@ def test_a_replay_gives_the_same_bits(
 ) -> None:
     (shard, vector), (again, _) = shard_of(net(), kind), shard_of(net(), kind)
     store = Store(shard, rules, gates=False, log=opened())
+    store.schedule(Timetable(1, [[{"lr": 0.1 / (1 + step)}] for step in range(3)]))
     for step in range(9):
         memory, absent = gradient(vector, shard.span, step)
-        options = settings(shard.optimizer)
-        options[0]["lr"] = 0.1 / (1 + step)  # a schedule
         push = Push(
             keys=[(1, 0, step, 0)], pulled=max(0, store.version - step % 4), weight=1.0 + step,
-            examples=4, absent=absent, settings=options if step % 2 else None, dropped=step == 5,
+            examples=4, absent=absent, dropped=step == 5,
         )  # fmt: skip
         with store.turn:
             store.push(0, push, memory)
@@ -104,7 +104,7 @@ def test_what_a_snapshot_lacks_is_cut_off(
     def push(to: Store, step: int) -> None:
         memory, absent = gradient(vector, shard.span, step)
         with to.turn:
-            to.push(0, Push([(1, 0, step, 0)], to.version, 1.0, 1, absent, None), memory)
+            to.push(0, Push([(1, 0, step, 0)], to.version, 1.0, 1, absent), memory)
 
     for step in range(3):
         push(store, step)

@@ -27,6 +27,7 @@ from spartito.ps.messages import (
     Answer,
     Done,
     End,
+    Fence,
     Flush,
     GetApplied,
     GetState,
@@ -38,6 +39,7 @@ from spartito.ps.messages import (
     Push,
     Refused,
     Release,
+    Schedule,
     Status,
     Values,
     Welcome,
@@ -114,7 +116,6 @@ class Live:
 def push_of(**facts: Any) -> Push:
     plain: dict[str, Any] = {
         "keys": [(1, 0, 0, 1)], "pulled": 0, "weight": 1.0, "examples": 4, "absent": [],
-        "settings": None,
     }  # fmt: skip
     return Push(**(plain | facts))
 
@@ -246,10 +247,8 @@ def test_a_hello_that_does_not_fit(
         push_of(dropped=True, weight=-1.0),
         push_of(dropped=True, examples=-5),
         push_of(dropped=True, group=1, parties=2),
-        push_of(dropped=True, settings=[]),
-        push_of(dropped=True, settings=[{}, {}]),
-        push_of(dropped=True, settings=[{"params": []}]),
-        push_of(dropped=True, settings=[{"lr": "fast"}]),
+        Schedule(),
+        Fence({1: 7}),
         Load(JOB, [{}], 0),
         LoadState(0, "momentum_buffer", "float32", [8]),
         Lost(0, 1, 1),
@@ -316,6 +315,29 @@ def test_a_load_that_does_not_fit(live: Live, steps: None, load: Load) -> None:
     wire.send(Load(JOB, [{}], 0), b"too short")
     assert isinstance(answers_or_closes(wire), Refused)
     assert torch.equal(live.store.shard.values, before)
+
+
+@pytest.mark.parametrize(
+    "timetable",
+    [
+        b"",
+        b"\x00" * 40,
+        msgspec.msgpack.encode({"first": -1, "rows": [[{}]]}),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": 0.1}], []]}),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": "fast"}]]}),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"params": []}]]}),
+    ],
+)
+def test_a_timetable_that_does_not_fit(live: Live, steps: None, timetable: bytes) -> None:
+    wire = live.wire(replace(live.hello, chief=True))
+    wire.send(Schedule(), timetable)
+    assert isinstance(answers_or_closes(wire), Refused)
+
+
+def test_a_fence_for_workers_that_are_not_there(live: Live, steps: None) -> None:
+    wire = live.wire(replace(live.hello, chief=True))
+    wire.send(Fence({2: 1}))
+    assert isinstance(answers_or_closes(wire), Refused)
 
 
 def test_a_second_hello_and_a_release(live: Live, steps: None) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
 from spartito.ps.rules import Rules
+from spartito.ps.timetable import Timetable
 from tests.ps.bench import Bench, push
 
 LIMIT = 60.0  # seconds that no passing test comes near
@@ -50,12 +51,16 @@ def test_a_dropped_push_counts_and_changes_nothing() -> None:
     assert bench.push(0, push(0), 1.0) == "duplicate"
 
 
-def test_new_options_hold_from_their_push_on() -> None:
-    bench = Bench(Rules(1))
-    bench.push(0, push(0), 1.0)
-    bench.push(0, push(1, settings=[{"lr": 0.5}]), 1.0)
-    bench.push(0, push(2), 1.0)
-    assert bench.values() == [-2.0]
+def test_options_hold_from_their_global_step_on() -> None:
+    bench = Bench(Rules(2))  # two pushes are a global step
+    with bench.store.turn:
+        bench.store.schedule(Timetable(1, [[{"lr": 0.5}], [{"lr": 0.25}]]))
+    expected = 0.0
+    for step, rate in enumerate([0.5, 0.5, 0.25, 0.25]):
+        for part in (0, 1):
+            bench.push(part, push(step, part), 1.0)
+            expected -= rate
+    assert bench.values() == [expected]
 
 
 # Stale pushes
@@ -139,7 +144,8 @@ def test_a_restored_store_goes_on_with_the_same_bits(
 ) -> None:
     one, other = (Bench(rules, kind=kind, **options) for _ in range(2))
     one.store.job = "ours"
-    one.push(0, push(0, settings=[{"lr": 0.3}]), 0.1, 0.7)
+    one.store.schedule(Timetable(0, [[{"lr": 0.3}]]))
+    one.push(0, push(0), 0.1, 0.7)
     one.push(1, push(0, 1, dropped=True))
     one.push(1, push(1, 1), 0.3)
     one.push(0, push(0), 0.3)

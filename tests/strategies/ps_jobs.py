@@ -59,6 +59,24 @@ class Whole(torch.optim.Optimizer):
                     parameter.sub_(grad, alpha=group["lr"])
 
 
+class Counting(torch.optim.SGD):
+    """Counts its updates in its groups, as Prodigy and schedule-free optimizers do."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, lr=lr)
+        for group in self.param_groups:
+            group["k"] = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        super().step()
+        for group in self.param_groups:
+            group["k"] += 1
+
+
+OWN = {"Whole": Whole, "Counting": Counting}
+
+
 @dataclass(frozen=True)
 class Asked:
     """What a job is to do. ``holds`` maps a task to the batches in which it waits to be told."""
@@ -103,7 +121,7 @@ def network(asked: Asked) -> nn.Module:
 
 
 def make_optimizer(asked: Asked, net: nn.Module) -> torch.optim.Optimizer:
-    kind = Whole if asked.optimizer == "Whole" else getattr(torch.optim, asked.optimizer)
+    kind = OWN.get(asked.optimizer) or getattr(torch.optim, asked.optimizer)
     made: torch.optim.Optimizer = kind(net.parameters(), lr=asked.rate)
     return made
 
@@ -129,6 +147,7 @@ def schedule(asked: Asked) -> Any:
     return {
         "": None,
         "steps": lambda o: torch.optim.lr_scheduler.StepLR(o, 4, 0.5),
+        "cycle": lambda o: torch.optim.lr_scheduler.OneCycleLR(o, 0.1, total_steps=asked.plan),
         "plateau": lambda o: torch.optim.lr_scheduler.ReduceLROnPlateau(
             o, factor=0.5, patience=0, threshold=1e6
         ),
@@ -249,7 +268,7 @@ def replayed(asked: Asked, folder: Path, servers: int) -> dict[str, Tensor]:
     try:
         net = network(asked)
         vector = Vector(net, make_optimizer(asked, net))
-        whole = asked.optimizer == "Whole"
+        whole = asked.optimizer in OWN
         fine = asked.options.get("min_shard_bytes", 256 << 10)
         for number, span in enumerate(cut(vector.layout, servers, fine, whole)):
             optimizer = make_optimizer(asked, net)

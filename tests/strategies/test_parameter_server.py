@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
 from spartito.data.packaged import TRAINING
 from spartito.strategies import strategy
 from tests.commands import commands_in
@@ -188,6 +189,27 @@ def test_checkpoints_cross_strategies(
         assert len(answer["histories"][0]["loss"]) == 3
         assert answer["evaluated"]["loss"] < one["evaluated"]["loss"]
     assert one["evaluated"]["loss"] < run.first["evaluated"]["loss"]
+
+
+@pytest.mark.parametrize("bound", [None, 0])
+def test_counters_in_parameter_groups_are_those_of_the_servers(
+    replicas: Replicas, tmp_path: Path, bound: int | None
+) -> None:
+    """A schedule is no reason to give the servers, or a checkpoint, the chief's own counters."""
+    folder = tmp_path / "checkpoints"
+    ends: list[tuple[int, float]] = []
+    for epochs in (2, 4):
+        (tmp_path / str(epochs)).mkdir()
+        asked = Asked(optimizer="Counting", schedule="steps", rate=0.2, callbacks="save",
+                      checkpoints=str(folder), epochs=epochs, load=str(folder) if ends else "",
+                      options={"max_staleness": bound})  # fmt: skip
+        Run(replicas, tmp_path / str(epochs), 2, 2, asked)
+        newest = CheckpointManager(folder).latest()
+        assert newest is not None
+        (group,) = read_checkpoint(newest)["optimizer"]["groups"]
+        ends.append((group["k"], group["lr"]))
+    each = 12 if bound == 0 else 24  # updates of an epoch
+    assert ends == [(2 * each, 0.2 * 0.5**6), (4 * each, 0.2 * 0.5**12)]
 
 
 def filled(asked: Asked, folder: Path) -> Asked:

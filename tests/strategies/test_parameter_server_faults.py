@@ -15,7 +15,16 @@ import torch
 from spartito.ps.log import entries
 from spartito.storage import load_tensors
 from tests.commands import SPARTITO, addresses, commands_in, eventually, tf_config
-from tests.strategies.ps_jobs import LIMIT, Asked, Job, job, replayed
+from tests.strategies.ps_jobs import (
+    LIMIT,
+    Asked,
+    Job,
+    job,
+    make_optimizer,
+    network,
+    replayed,
+    schedule,
+)
 
 LOST = 69
 
@@ -70,6 +79,58 @@ def test_a_killed_worker_that_is_started_again_gets_work(tmp_path: Path) -> None
         found.finish()
         applied_once(found, 1)
         assert found.record("worker 1")["batches"] >= 4
+
+
+def rates(found: Job) -> list[float]:
+    """The learning rate of each global step, by torch."""
+    net = network(found.asked)
+    optimizer = make_optimizer(found.asked, net)
+    scheduler = schedule(found.asked)(optimizer)
+    told = []
+    for step in range(found.asked.plan):
+        told.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        if step + 1 < found.asked.plan:
+            scheduler.step()
+    return told
+
+
+def scheduled(found: Job, servers: int) -> None:
+    """Every update of every server had the learning rate of its global step."""
+    workers, expected = len(found.cluster["worker"]), rates(found)
+    for number in range(servers):
+        for at, entry in enumerate(entries(found.folder / "pushes" / f"ps-{number}.log")):
+            assert entry.settings[0]["lr"] == expected[at // workers], (number, at)
+
+
+def test_a_worker_that_is_started_again_leaves_the_learning_rate_alone(tmp_path: Path) -> None:
+    asked = Asked(optimizer="SGD", rate=0.2, schedule="steps", epochs=6,
+                  holds={"worker 1": 3, "worker 0": 20})  # fmt: skip
+    with job(tmp_path, asked, worker=2, ps=2) as found:
+        found.held("worker 0", "worker 1")
+        found.kill("worker 1")
+        found.start("worker 1", asked=Asked(**{**found.asked.__dict__, "holds": {"worker 1": 2}}))
+        found.held("worker 1")  # it has pushed
+        found.go("worker 0", "worker 1")
+        found.finish()
+        applied_once(found, 2)
+        scheduled(found, 2)
+
+
+def test_a_server_that_is_started_again_counts_no_global_step_twice(tmp_path: Path) -> None:
+    asked = Asked(
+        optimizer="SGD", schedule="cycle", epochs=4, holds={"worker 0": 13, "worker 1": 13}
+    )
+    with job(tmp_path, asked, worker=2, ps=2) as found:
+        found.held("worker 0", "worker 1")
+        found.kill("ps 0")
+        found.start("ps 0")
+        found.go("worker 0", "worker 1")
+        found.finish()
+        applied_once(found, 2)
+        scheduled(found, 2)
+        for name in ("worker 0", "worker 1"):
+            assert found.answer(name)["steps"] == asked.plan
 
 
 def test_accumulated_pieces_of_a_killed_worker_are_done_again_as_one(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from spartito.ps.lease import Lease, Plan, WorkRange
 from spartito.ps.messages import Flush, GetRecord, Lost, Status, Values
 from spartito.ps.servers import Control
 from spartito.ps.staleness import Histogram
+from spartito.ps.timetable import Planner
 
 WATCH_SECONDS = 1.0  # between two looks at the servers
 JOB = 0  # what is published first
@@ -100,8 +101,14 @@ class Chief:
         self._published += 1
         self.coordinator.board.publish(self._published, json.dumps(value).encode())
 
+    def schedule(self, planner: Planner, step: int) -> None:
+        """Tell the servers what options hold from global step ``step`` on, if they do not know."""
+        timetable = planner.write(step)
+        if timetable is not None:
+            self.control.schedule(timetable)
+
     def share_rates(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Tell all tasks these learning rates."""
+        """Show all tasks these learning rates."""
         self.coordinator.rates = json.dumps([group.get("lr") for group in settings]).encode()
 
     def close(self) -> None:

@@ -32,6 +32,7 @@ from spartito.ps.messages import (
     Message,
     Push,
     Refused,
+    Schedule,
     State,
     Values,
     Welcome,
@@ -143,12 +144,24 @@ class Link:
                 self._checked(answer)
                 return
 
-    def state(self) -> tuple[Tensor, OptimizerState]:
-        """The server's values, uint8 ``(bytes,)``, and the optimizer's tensors."""
+    def schedule(self, timetable: bytes) -> None:
+        """Tell the server the optimizer's options by global step."""
+        while True:
+            try:
+                self._open.send(Schedule(), timetable)
+                answer = self._open.receive()
+            except (Gone, TimeoutError, ProtocolError) as error:
+                self._recover(error)
+            else:
+                self._checked(answer)
+                return
+
+    def state(self) -> tuple[Tensor, OptimizerState, list[dict[str, Any]]]:
+        """The server's values, uint8 ``(bytes,)``, the optimizer's tensors and its options."""
         while True:
             head: State = self.ask(GetState())
             try:
-                return self._state(head)
+                return *self._state(head), head.settings
             except (Gone, TimeoutError, ProtocolError) as error:
                 self._recover(error)
 

@@ -10,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -39,6 +40,7 @@ from spartito.ps.messages import (
     Refused,
     Release,
     Request,
+    Schedule,
     State,
     Status,
     Welcome,
@@ -46,6 +48,7 @@ from spartito.ps.messages import (
 from spartito.ps.shard import State as OptimizerState
 from spartito.ps.shard import settings
 from spartito.ps.store import Store
+from spartito.ps.timetable import Timetable
 from spartito.ps.vector import PAGE, STRIDE, allocate, dtype_of
 from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
 
@@ -302,8 +305,6 @@ class Connection:
         _need(all(0 <= entry < entries for entry in push.absent), "no such parameters")
         _need(all(rounds) if rules.together else not push.group, "a round was not expected")
         _need(0 <= push.weight < float("inf") and push.examples >= 0, "a weight is not a number")
-        known = push.settings is None or store.shard.accepts(push.settings)
-        _need(known, "the optimizer has no such options")
 
     def _control(self, message: Any) -> None:
         """What comes seldom: of the chief, and of workers that rest."""
@@ -341,12 +342,23 @@ class Connection:
                 self._begin_load(message)
             elif isinstance(message, LoadState):
                 self._load_state(message)
+            elif isinstance(message, Schedule):
+                store.schedule(self._timetable())
             else:
                 raise ProtocolError(f"{type(message).__name__.lower()} came in the middle")
         if isinstance(message, Load | LoadState):
             self._finish_load()
         else:
             wire.send(Done())
+
+    def _timetable(self) -> Timetable:
+        try:
+            found = msgspec.msgpack.decode(self._wire.payload, type=Timetable)
+        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+            raise ProtocolError(f"a timetable that is none came: {error}") from error
+        known = found.first >= 0 and all(map(self._store.shard.accepts, found.rows))
+        _need(known, "the optimizer has no such options")
+        return found
 
     def _begin_load(self, load: Load) -> None:
         size = len(self._wire.payload)
@@ -355,6 +367,7 @@ class Connection:
         values = torch.frombuffer(bytearray(self._wire.payload), dtype=torch.uint8)
         self._store.shard.values.copy_(values)
         self._store.shard.set(load.settings)
+        self._store.schedule(Timetable())
         self._pending, self._expected, self._loading = load, load.tensors, {}
 
     def _load_state(self, message: LoadState) -> None:

@@ -170,9 +170,13 @@ class Job:
         chief.control.load(chief.job, values, states, settings(self._optimizer))
 
     @torch.no_grad()
-    def fetch(self, chief: Chief) -> None:
-        """The servers' values into the model, and the state of their optimizers into ours."""
-        for span, (values, state) in zip(self._spans, chief.control.states(), strict=True):
+    def fetch(self, chief: Chief) -> list[dict[str, Any]]:
+        """The servers' values into the model, and the state of their optimizers into ours.
+
+        Answers the options of the first server's optimizer.
+        """
+        states = chief.control.states()
+        for span, (values, state, _) in zip(self._spans, states, strict=True):
             Copies(self.vector, span, values).load()
             found = slots(self.vector.layout, span, self._whole)
             for part, key, value in split_state(found, state):
@@ -184,6 +188,7 @@ class Job:
                 if key not in own:
                     own[key] = torch.zeros_like(tensor.detach(), dtype=value.dtype)
                 flat(own[key])[part.begin : part.end] = value
+        return states[0][2]
 
     def table(self) -> list[tuple[str, str, str, str]]:
         """Which server holds what: rows of server, tensor, which part of it, size."""

@@ -70,8 +70,6 @@ class Push(Message, frozen=True, tag="push"):
     weight: float
     examples: int
     absent: list[int]
-    settings: list[dict[str, Any]] | None
-    """The options of the optimizer's groups, where they changed since the last push."""
     dropped: bool = False
     """The gradient was not finite: the pieces count as applied, and change nothing."""
     pull: bool = True
@@ -98,6 +96,16 @@ class Values(Message, frozen=True, tag="values"):
     staleness: int = 0
 
 
+def furthest(one: Values, other: Values) -> Values:
+    """The larger of each count."""
+    return Values(
+        max(one.version, other.version),
+        max(one.pushes, other.pushes),
+        max(one.pieces, other.pieces),
+        max(one.examples, other.examples),
+    )
+
+
 class Release(Message, frozen=True, tag="release"):
     """This worker has nothing to compute: nobody needs to wait for it."""
 
@@ -118,6 +126,10 @@ class Fence(Message, frozen=True, tag="fence"):
     """
 
     generations: dict[int, int]
+
+
+class Schedule(Message, frozen=True, tag="schedule"):
+    """The chief: the optimizer's options by global step; a `Timetable` is the payload."""
 
 
 class Flush(Message, frozen=True, tag="flush"):
@@ -176,7 +188,7 @@ class End(Message, frozen=True, tag="end"):
 
 
 Request = (
-    Hello | Load | LoadState | Push | Pull | Release | Lost | Fence | Flush | Status | GetState
-    | GetApplied | GetRecord | End
+    Hello | Load | LoadState | Schedule | Push | Pull | Release | Lost | Fence | Flush | Status
+    | GetState | GetApplied | GetRecord | End
 )  # fmt: skip
 Answer = Welcome | Values | State | LoadState | Applied | Record | Done | Refused

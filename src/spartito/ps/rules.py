@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import msgspec
 
@@ -60,6 +60,31 @@ class Rules:
     def waits(self) -> bool:
         """Whether a pull may have to wait, so that no push gets too stale."""
         return bool(self.max_staleness) and self.on_stale == "wait"
+
+    def check_deterministic(self, has_batchnorm: bool) -> None:
+        """Raise `UserError` where two runs would not be alike."""
+        if not self.together:
+            raise UserError(
+                f"deterministic training with max_staleness={self.max_staleness}",
+                "Workers that do not wait for each other never run twice alike: "
+                "use max_staleness=0, or a synchronous strategy.",
+            )
+        if has_batchnorm:
+            raise UserError(
+                "deterministic training of a model with BatchNorm under parameter_server",
+                "Its replicas do not meet in the forward pass: leave deterministic out, "
+                "or choose mirrored.",
+            )
+
+    def clipping_means(self, clip_norm: float, servers: int) -> Rules:
+        """The same with the norm of a mean over workers bounded, which one server has whole."""
+        if servers > 1:
+            raise UserError(
+                f"clip_norm={clip_norm} of a mean over workers, on several servers",
+                "No server has the whole of it: use one ps, or neither max_staleness=0 "
+                "nor aggregate.",
+            )
+        return replace(self, clip_norm=clip_norm)
 
     def __str__(self) -> str:
         return msgspec.json.encode(asdict(self)).decode()

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 import torch
 from msgspec.structs import replace
 from torch import Tensor
@@ -16,6 +17,7 @@ from spartito.ps.client import Link, Restarted
 from spartito.ps.keys import Keys
 from spartito.ps.messages import End, Fence, Load, Lost, Message, Pull, Push, Release, Values
 from spartito.ps.shard import State as OptimizerState
+from spartito.ps.timetable import Timetable
 from spartito.ps.vector import Vector
 
 T = TypeVar("T")
@@ -144,6 +146,7 @@ class Control:
         self._turn = threading.Lock()
         self._lost: deque[Lost] = deque(maxlen=64)
         self._generations: dict[int, int] = {}
+        self._timetable = b""
         self.restarted: set[int] = set()
 
     def tell(self, message: Message) -> list[Any]:
@@ -174,12 +177,20 @@ class Control:
              settings: list[dict[str, Any]]) -> None:  # fmt: skip
         """Give every server its values and the state of its optimizer."""
         with self._turn:
+            self._timetable = b""
             for number, (own, state) in enumerate(zip(values, states, strict=True)):
                 load = Load(job, settings, len(state))
                 self._insist(number, Link.load, load, own, state)
 
-    def states(self) -> list[tuple[Tensor, OptimizerState]]:
-        """Every server's values and the state of its optimizer."""
+    def schedule(self, timetable: Timetable) -> None:
+        """Tell every server the optimizer's options, also one that is started again later."""
+        with self._turn:
+            self._timetable = msgspec.msgpack.encode(timetable)
+            for number in range(len(self.links)):
+                self._insist(number, Link.schedule, self._timetable)
+
+    def states(self) -> list[tuple[Tensor, OptimizerState, list[dict[str, Any]]]]:
+        """Every server's values, the state of its optimizer, and its options."""
         with self._turn:
             return [self._insist(number, Link.state) for number in range(len(self.links))]
 
@@ -208,6 +219,8 @@ class Control:
         link, forgetful = self.links[number], False
         while True:
             try:
+                if forgetful and self._timetable:
+                    link.schedule(self._timetable)
                 for told in (*self._lost, Fence(self._generations)) if forgetful else ():
                     link.ask(told)
                 return ask(link, *what)

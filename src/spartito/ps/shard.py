@@ -70,6 +70,13 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
     ]
 
 
+def set_options(groups: Sequence[dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
+    """Give parameter groups the options that `settings` answered, as far as they have such."""
+    for group, new in zip(groups, options, strict=True):
+        for name in new.keys() & group.keys():
+            group[name] = tuple(new[name]) if isinstance(group[name], tuple) else new[name]
+
+
 class Shard:
     """The values of one span, updated in place by the user's own optimizer.
 
@@ -162,9 +169,7 @@ class Shard:
 
         What the groups here do not have, such as a schedule's ``initial_lr``, is left out.
         """
-        for group, new in zip(self.optimizer.param_groups, options, strict=True):
-            for name in new.keys() & group.keys():
-                group[name] = tuple(new[name]) if isinstance(group[name], tuple) else new[name]
+        set_options(self.optimizer.param_groups, options)
 
     def state(self) -> State:
         """The optimizer's tensors, by slot and key. Not copied.

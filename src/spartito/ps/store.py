@@ -22,6 +22,7 @@ from spartito.ps.rules import Rules
 from spartito.ps.shard import Shard, settings
 from spartito.ps.staleness import Gate, Histogram
 from spartito.ps.tally import Tally
+from spartito.ps.timetable import Row, Timetable
 from spartito.ps.vector import allocate
 
 TICK = 1.0  # seconds after which a waiter looks around even if nobody woke it
@@ -76,6 +77,8 @@ class Store:
         self._asked: dict[int, object] = {}  # who waits for a pull in each worker's name
         self._generations: dict[int, int] = {}  # of the process that has each worker's place
         self._spare: Tensor | None = None
+        self._timetable = Timetable()
+        self._obeyed: Row | None = None
 
     def begin(self, job: str) -> None:
         """The values are there, and are this job's; of another one nothing else is kept."""
@@ -131,13 +134,15 @@ class Store:
                 self.release(worker)
         self.turn.notify_all()
 
+    def schedule(self, timetable: Timetable) -> None:
+        """From now on these options hold. Called with `turn` held."""
+        self._timetable, self._obeyed = timetable, None
+
     def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[str, int]:
         """Apply ``gradient``, uint8 ``(bytes,)``; answers the status and how stale it was.
 
         Called with `turn` held. With ``max_staleness=0`` it returns when all of the group came.
         """
-        if push.settings is not None:
-            self.shard.set(push.settings)
         if push.group:
             return self._push_together(worker, push, gradient), 0
         staleness = self.version - push.pulled
@@ -308,6 +313,10 @@ class Store:
         self._spare = mean.total if mean.mixed else None
 
     def _update(self, gradient: Tensor, absent: Sequence[int], rate: float) -> None:
+        options = self._timetable.at(self.pushes // self.rules.workers)
+        if options is not None and options is not self._obeyed:
+            self.shard.set(options)
+            self._obeyed = options
         if self.log is not None:
             self.log.append(self.shard, gradient, absent, rate)
         self.shard.update(gradient, absent, rate)

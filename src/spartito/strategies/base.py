@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
@@ -222,6 +223,12 @@ class Strategy(ABC):
     @abstractmethod
     def share_rates(self, optimizer: Optimizer) -> None:
         """Give all tasks the learning rates that the chief has chosen by its evaluation."""
+
+    def follow(self, schedule: LRScheduler | None) -> None:  # noqa: B027 - few have to
+        """``schedule`` steps once per global step; None: nobody knows the options to come.
+
+        For strategies whose updates are made by other tasks than those that have the schedule.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:

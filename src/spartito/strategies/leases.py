@@ -44,8 +44,12 @@ class Desk(Protocol):
         """The number of a new stream, equal on all tasks."""
         ...
 
+    def tell(self) -> None:
+        """As the chief: have the servers know which options of the optimizer hold when."""
+        ...
+
     def heed(self, rates: bytes) -> None:
-        """Take over what the chief decided about learning rates."""
+        """Show the learning rates that hold at the chief."""
         ...
 
     def enter(self, batch: Batch) -> None:
@@ -93,6 +97,7 @@ class Leased(Distributed):
         desk, chief = self._desk, self._desk.chief
         stream = desk.next_stream()
         if chief is not None:
+            desk.tell()  # before anybody pushes
             plan = desk.plan(self._chain, count, steps)
             chief.open(stream, replace(plan, start=self._start, first_epoch_done=done))
         self._stream = stream

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.limits import time_limit
 from spartito.cluster.spec import ClusterSpec
@@ -31,9 +32,10 @@ from spartito.ps.chief import JOB, Chief
 from spartito.ps.codec import check_wire_dtype
 from spartito.ps.job import Job, Options, workers_of
 from spartito.ps.lease import Plan
-from spartito.ps.messages import Values
+from spartito.ps.messages import Values, furthest
 from spartito.ps.rules import Rules
-from spartito.ps.shard import settings
+from spartito.ps.shard import set_options, settings
+from spartito.ps.timetable import Planner, Row
 from spartito.ps.work import WorkSource
 from spartito.strategies.base import Distributed, StepResult
 from spartito.strategies.leases import Leased
@@ -126,6 +128,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         self._loss: LossFunction | None = None
         self._rates = b""
         self._seen = Values(0, 0, 0, 0)
+        self._planner: Planner | None = None
         self._stopped = False
         atexit.register(self.close)
 
@@ -173,27 +176,12 @@ class ParameterServerStrategy(ReplicaStrategy):
                 "a second model under parameter_server",
                 "It serves one model with one optimizer; a synchronous strategy takes several.",
             )
-        if deterministic and not self._rules.together:
-            raise UserError(
-                f"deterministic training with max_staleness={self._rules.max_staleness}",
-                "Workers that do not wait for each other never run twice alike: "
-                "use max_staleness=0, or a synchronous strategy.",
-            )
-        if deterministic and has_batchnorm(model):
-            raise UserError(
-                "deterministic training of a model with BatchNorm under parameter_server",
-                "Its replicas do not meet in the forward pass: leave deterministic out, "
-                "or choose mirrored.",
-            )
         means = self._rules.together or self._rules.aggregate > 1
+        if deterministic:
+            self._rules.check_deterministic(has_batchnorm(model))
         if clip_norm is not None and means:
-            if len(self.cluster.addresses.get("ps", ())) > 1:
-                raise UserError(
-                    f"clip_norm={clip_norm} of a mean over workers, on several servers",
-                    "No server has the whole of it: use one ps, or neither max_staleness=0 "
-                    "nor aggregate.",
-                )
-            self._rules = dataclasses.replace(self._rules, clip_norm=clip_norm)
+            servers = len(self.cluster.addresses.get("ps", ()))
+            self._rules = self._rules.clipping_means(clip_norm, servers)
         found = super().prepare(
             model,
             optimizer,
@@ -219,6 +207,7 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         self.agree_to_stop(stop)
+        self.tell()
         if not batch.global_size:  # a tick of a chief that computes nothing
             return self._progress(None, 0.0, 0.0)
         self._in_job().repeats, self._loss = True, loss
@@ -237,6 +226,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         if optimizer is not pair.optimizer:
             return super().update(optimizer)
         if self._is_due(pair):
+            self.tell()
             self._update(pair, None, 0, False)
         return None
 
@@ -273,18 +263,24 @@ class ParameterServerStrategy(ReplicaStrategy):
         return self._stopped
 
     def share_rates(self, optimizer: Optimizer) -> None:
-        if self.chief is not None:
-            self.chief.share_rates(settings(optimizer))
+        self.tell()
+
+    def follow(self, schedule: LRScheduler | None) -> None:
+        if self._planner is not None:
+            self._planner.schedule = schedule
 
     def state(self) -> dict[str, Any]:
         pair = self._only_pair()
+        served: Row | None = None
         if self.chief is not None and self._job is not None:
             self._in_job().arrive()
-            self._job.fetch(self.chief)
+            served = self._job.fetch(self.chief)
         model = plain(pair.model)
-        found = {"model": dict(model.state_dict()), "optimizer": named_state(model, pair.optimizer)}
+        optimizer = named_state(model, pair.optimizer)
+        if served is not None and self._planner is not None:
+            set_options(optimizer["groups"], self._planner.counters(served))
         pair.optimizer.state.clear()  # it lives on the servers
-        return found
+        return {"model": dict(model.state_dict()), "optimizer": optimizer}
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self.chief is not None and "optimizer" not in state:
@@ -293,6 +289,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         pair = self._only_pair()
         if self.chief is not None and self._job is not None:
             self._job.give(self.chief)
+        if self._planner is not None:
+            self._planner.begin()
         pair.optimizer.state.clear()
 
     def close(self) -> None:
@@ -329,9 +327,15 @@ class ParameterServerStrategy(ReplicaStrategy):
         self._stopped = False
         return self._streams
 
+    def tell(self) -> None:
+        """As the chief: have the servers know which options of the optimizer hold when."""
+        if self.chief is not None and self._planner is not None:
+            self.chief.share_rates(settings(self._pairs[0].optimizer))
+            self.chief.schedule(self._planner, self._seen.pushes // self._rules.workers)
+
     def heed(self, rates: bytes) -> None:
-        """Take over what the chief decided about learning rates."""
-        if rates != self._rates:
+        """Show the learning rates that hold at the chief."""
+        if self.chief is None and rates != self._rates:
             self._rates = rates
             groups = self._pairs[0].optimizer.param_groups
             for group, rate in zip(groups, json.loads(rates), strict=True):
@@ -355,8 +359,9 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     def _progress(self, output: Any, loss: float, weight: float) -> StepResult:
         """How far the whole training has come since the last result."""
-        far, seen, slices = self._far(), self._seen, self._rules.workers
-        self._seen = far
+        seen, slices = self._seen, self._rules.workers
+        # A server that was started again counts some work a second time: nobody else does.
+        far = self._seen = furthest(seen, self._far())
         return StepResult(
             output,
             examples=max(0, far.examples - seen.examples),
@@ -405,6 +410,7 @@ class ParameterServerStrategy(ReplicaStrategy):
                 write_record(self.record_to, self.task, record)
             sys.exit(0)
         self.chief = job.begin() if self.is_chief else None
+        self._planner = Planner(pair.optimizer) if self.is_chief else None
         self.work, name = job.work(self.chief)
         self.pusher = Pusher(pair, job.exchange(name, self.work), self._rules, self._again)
         if self.chief is not None:

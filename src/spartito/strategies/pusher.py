@@ -12,7 +12,6 @@ from spartito.errors import UserError
 from spartito.ps.lease import Lease
 from spartito.ps.messages import Push
 from spartito.ps.rules import Rules
-from spartito.ps.shard import settings
 from spartito.ps.worker import EXPIRED, RESTARTED, STALE, Exchange
 from spartito.strategies.replica import Pair
 
@@ -61,7 +60,6 @@ class Pusher:
         self._rules, self._compute = rules, compute
         self._batches: list[Batch] = []  # of the next push, or of the last one that was sent
         self._sent: Push | None = None
-        self._told: list[dict[str, Any]] | None = None
 
     def ready(self, batch: Batch) -> None:
         """Have values to compute with before the forward pass of ``batch``."""
@@ -76,25 +74,23 @@ class Pusher:
 
         The answer is awaited when the values are needed.
         """
-        place, pair = self.place, self.pair
+        place = self.place
         if place is None:
             raise UserError(
                 "an update outside of the batches that the chief gave out",
                 "Iterate over strategy.distribute(data), and update once for each batch.",
             )
-        lease, options = place.lease, settings(pair.optimizer)
+        lease = place.lease
         self._sent = Push(
             keys=place.keys,
             pulled=0,
             weight=0.0,
             examples=sum(batch.size for batch in self._batches),
             absent=[],
-            settings=None if options == self._told else options,
             group=lease.group,
             index=place.first - lease.start,
             parties=lease.parties(place.first - lease.start),
         )
-        self._told = options
         found = self._send(self._sent, place)
         place.first = place.step + 1
         if self._rules.together:  # nobody goes on before all have come
@@ -112,7 +108,6 @@ class Pusher:
             status = self.exchange.arrive()
         if status in (STALE, EXPIRED, RESTARTED) and self.place is not None:
             self.place.abandoned = True  # others, or we ourselves, compute the lease again
-            self._told = None
 
     def settle(self) -> None:
         """Have everything pushed, and answered."""

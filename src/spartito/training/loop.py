@@ -264,7 +264,8 @@ class TrainingLoop:
             self._logs.last, self._logs.seen = result.loss / result.weight, True
         trainer = self._trainer
         trainer.step += result.updates
-        trainer.schedule.came(result.batches, result.updates, trainer.steps_per_epoch)
+        if self._strategy.leads:  # under servers the chief's options are everybody's
+            trainer.schedule.came(result.batches, result.updates, trainer.steps_per_epoch)
 
     def _figures(self) -> tuple[dict[str, float], dict[str, float]]:
         """The epoch's loss and metrics over all replicas, and where its time went."""

@@ -41,6 +41,11 @@ class Schedule:
         self._warned = False
         self.begin_epoch()
 
+    @property
+    def by_step(self) -> LRScheduler | None:
+        """The scheduler, if it is stepped once per global step."""
+        return None if self._by_epoch else self.scheduler
+
     def check_figures(self, metrics: Iterable[str], validates: bool) -> None:
         """Raise `UserError` when no epoch of a fit will report the figure to watch."""
         if self._monitor is None:

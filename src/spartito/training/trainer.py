@@ -97,6 +97,7 @@ class Trainer:
         )
         self.scheduler = self._make_scheduler(scheduler)
         self.schedule = Schedule(self.scheduler, scheduler_interval, scheduler_monitor)
+        self.strategy.follow(self.schedule.by_step)
 
         self.step = 0
         self.epoch = 0
