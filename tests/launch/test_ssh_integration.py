@@ -341,3 +341,43 @@ def test_a_cluster_that_is_told_already(site: Site, commands: Commands) -> None:
     env = tf_config({"worker": ["a:1", "b:1"]}, "worker", 1)
     got = ended(site.start(commands, "run", "--hosts", "near", "never.py", env=env))
     assert (got.code, "--hosts, but TF_CONFIG says already" in got.err) == (2, True)
+
+
+def test_the_doctor_of_all_machines(site: Site, commands: Commands) -> None:
+    words = ["--workers", "2", "--ps", "1", "--timeout", "60"]
+    got = ended(site.start(commands, "doctor", "--hosts", "near,node2", *words, "--json"))
+    assert got.code == 0, got.text
+    found = json.loads(got.out)
+    assert found["absent"] == []
+    assert found["addresses"]["ps 0"] == "near:29502"
+    names = {task: facts["network"] for task, facts in found["facts"].items()}
+    assert len({names[task] for task in ("worker 0", "worker 1", "ps 0")}) == 1
+    assert names["worker 2"] == names["worker 3"] != names["worker 0"]
+    assert re.search(
+        r"near +worker 0 \(29500\), worker 1.*, ps 0 \(29502\)$", got.err, re.MULTILINE
+    )
+
+
+def test_the_doctor_finds_a_way_that_is_closed(site: Site, commands: Commands) -> None:
+    closed = 29700  # no other test uses it
+    site.one.drop(site.two, closed)
+    words = ["--workers", "1", "--port", str(closed), "--timeout", "5"]
+    got = ended(site.start(commands, "doctor", "--hosts", "node1,node2", *words))
+    assert got.code == 69, got.text
+    assert "missing: worker 1 did not come" in got.out
+    assert "[worker" not in got.text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--hosts", "node1,gone"], "ssh to gone"),
+        (["--hosts", "node1", "--compose", "x.yaml"], "--hosts and --compose exclude each other"),
+    ],
+)
+def test_the_doctor_needs_its_machines(
+    site: Site, commands: Commands, words: list[str], told: str
+) -> None:
+    got = ended(site.start(commands, "doctor", *words))
+    assert got.code == 2
+    assert told in got.err

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from spartito.cli.options import whole
+from spartito.cli.run import Hosts, Port, RemoteDir, RemotePython, SshWords, reach_of
 from spartito.errors import UserError
 
 
@@ -15,7 +16,8 @@ def doctor(
     workers: Annotated[
         int | None,
         typer.Option(
-            help="Examine so many processes started here, not the cluster we are in.",
+            help="Examine so many processes started here, not the cluster we are in; with --hosts "
+            "so many on each machine.",
             parser=whole("--workers"),
             metavar="N",
         ),
@@ -24,6 +26,17 @@ def doctor(
         Path | None,
         typer.Option(help="Examine the tasks of this compose file, in containers.", metavar="FILE"),
     ] = None,
+    hosts: Hosts = None,
+    ps: Annotated[
+        int | None,
+        typer.Option(
+            "--ps", help="With --hosts: parameter servers.", parser=whole("--ps", 1), metavar="N"
+        ),
+    ] = None,
+    port: Port = None,
+    ssh: SshWords = None,
+    remote_dir: RemoteDir = None,
+    remote_python: RemotePython = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds until it ends, whoever is there.", metavar="SECONDS")
     ] = 10.0,
@@ -33,10 +46,19 @@ def doctor(
 ) -> None:
     """Say whether the tasks of a cluster reach each other; run it on every one of them.
 
-    Example: spartito doctor --workers 2
+    Example: spartito doctor --hosts a,b
     """
-    if workers is not None and compose is not None:
-        raise UserError("--workers and --compose exclude each other", "Give one of them.")
+    others = {"--workers": workers is not None, "--hosts": hosts is not None}
+    if compose is not None and (typed := [name for name, given in others.items() if given]):
+        raise UserError(f"{' '.join(typed)} and --compose exclude each other", "Give one of them.")
+    reach = reach_of(hosts, port, ssh, remote_dir, remote_python)
+    if reach is not None:
+        from spartito.launch.doctor.hosts import examine_hosts
+
+        code = examine_hosts(reach, timeout, workers=workers, ps=ps or 0, as_json=json)
+        raise typer.Exit(code)
+    if ps is not None:
+        raise UserError(f"--ps {ps} without --hosts", "Name the machines: --hosts a,b,c")
     if compose is not None:
         from spartito.launch.doctor.containers import examine_containers
 

@@ -69,7 +69,7 @@ def examine(
     if len(addresses) == 1:
         facts = _facts(spec, variables, limit)
         report = Report([name], addresses, name, {name: facts}, limit=limit)
-        return _finish(msgspec.structs.replace(report, seconds=_since(began)), as_json, into)
+        return finish(msgspec.structs.replace(report, seconds=_since(began)), as_json, into)
     candidates = _candidates(spec, lead)
     station, own = _open(spec, candidates, variables, began + FACTS * limit)
     try:
@@ -84,7 +84,7 @@ def examine(
         print(f"{name}: {ended.words}", file=sys.stderr if as_json else sys.stdout, flush=True)
         return ended.code
     ended = msgspec.structs.replace(ended, limit=limit, seconds=_since(began))
-    return _finish(ended, as_json, None)
+    return finish(ended, as_json, None)
 
 
 def examine_here(workers: int, seconds: float = TIMEOUT, *, as_json: bool = False) -> int:
@@ -108,7 +108,7 @@ def examine_here(workers: int, seconds: float = TIMEOUT, *, as_json: bool = Fals
             sys.stderr.write(errors.read_text(errors="replace"))
             return code or EXIT_TASK_LOST
         report = msgspec.json.decode(result.read_bytes(), type=Report)
-    return _finish(report, as_json, None)
+    return finish(report, as_json, None)
 
 
 def as_object(report: Report, verdicts: list[Verdict]) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def _lead(leader: Leader, as_json: bool, into: Path | None) -> int:
     code, words = 1, f"{name} could not finish the report"
     try:
         report = leader.examine()
-        code = _finish(report, as_json, into)
+        code = finish(report, as_json, into)
         words = f"{tables.closing(report, judge(report))}; {name} shows the whole"
         if into is not None and code != EXIT_TASK_LOST:
             code = 0  # who reads the file decides; only a lost task must end the others at once
@@ -137,7 +137,7 @@ def _lead(leader: Leader, as_json: bool, into: Path | None) -> int:
         leader.dismiss(code, words)
 
 
-def _finish(report: Report, as_json: bool, into: Path | None) -> int:
+def finish(report: Report, as_json: bool, into: Path | None) -> int:
     """Show ``report``; answers the exit code."""
     verdicts = judge(report)
     if into is not None:

@@ -61,8 +61,50 @@ def launch_on_hosts(
     job's exit code; raises `UserError` before anything starts, after all machines were asked.
     """
     variables = dict(os.environ if env is None else env)
-    check_alone({n: v for n, v in variables.items() if n not in OF_A_PLACE}, "--hosts")
-    check_passed(reach.passed, variables)
+    chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
+    variables |= {name: value for name, value in chosen.items() if value is not None}
+    plan = plan_on_hosts(
+        argv,
+        reach,
+        variables,
+        module=module,
+        workers=workers,
+        ps=ps,
+        evaluator=evaluator,
+        chief=chief,
+    )
+    variables = with_secret(variables)
+    cast, hosts = plan.cast, plan.hosts
+    with snapshots(cast, variables) as (folder, _):
+        own = {} if folder is None else {ENV_SNAPSHOT_DIR: folder}  # other machines have theirs
+        processes = [
+            plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
+            for task in cast.tasks
+        ]
+        processes = with_logs(processes, log_dir)
+        code = supervise(processes, result_of=0 if result else None, private=folder)
+    if code == 0 and not hosts[0].here:
+        _say(f"what {cast.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
+    return code
+
+
+def plan_on_hosts(
+    argv: Sequence[str],
+    reach: Reach,
+    env: Mapping[str, str],
+    *,
+    module: bool = False,
+    workers: int | None = None,
+    ps: int = 0,
+    evaluator: bool = False,
+    chief: bool = False,
+) -> Plan:
+    """Ask the machines of ``reach``, and say which task of such a job would be where.
+
+    Raises `UserError` where one of them cannot take part, or the job cannot be.
+    """
+    check_alone({name: value for name, value in env.items() if name not in OF_A_PLACE}, "--hosts")
+    check_passed(reach.passed, env)
     ssh = Ssh(
         parse_ssh(reach.ssh or "ssh"), reach.folder or os.getcwd(), reach.python or sys.executable
     )
@@ -74,26 +116,13 @@ def launch_on_hosts(
     each = _workers(hosts, found, workers)
     cast = Roles(each * count, ps, evaluator, chief)
     place = Place(0, count, hosts[0].address, port)
-    check_strategy(strategy, strategy_options, place, each)
-    cast.check(strategy or variables.get(ENV_STRATEGY), source=None, machines=1)
-    chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
-    variables |= {name: value for name, value in chosen.items() if value is not None}
+    check_strategy(env.get(ENV_STRATEGY), env.get(ENV_STRATEGY_OPTIONS), place, each)
+    cast.check(env.get(ENV_STRATEGY), source=None, machines=1)
     words = (*(("-m",) if module else ()), *argv)
     plan = Plan(hosts, tuple(f.cores for f in found), cast, words, ssh, port, reach.passed)
     for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
         _say(line)
-    variables = with_secret(variables)
-    with snapshots(cast, variables) as (folder, _):
-        own = {} if folder is None else {ENV_SNAPSHOT_DIR: folder}  # other machines have theirs
-        processes = [
-            plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
-            for task in cast.tasks
-        ]
-        processes = with_logs(processes, log_dir)
-        code = supervise(processes, result_of=0 if result else None, private=folder)
-    if code == 0 and not hosts[0].here:
-        _say(f"what {cast.tasks[0]} wrote is on {hosts[0].name}, in {ssh.folder}")
-    return code
+    return plan
 
 
 def _workers(hosts: Sequence[Host], found: Sequence[Facts], workers: int | None) -> int:
