@@ -58,6 +58,48 @@ def test_a_write_that_is_cut_short_goes_on() -> None:
     assert stream.getvalue() == b"a line of words\nanother\n"
 
 
+def test_a_bar_keeps_what_came_after_the_last_carriage_return() -> None:
+    cutter = LineCutter()
+    assert cutter.feed(b"a\nno bar") == [b"a\n"]
+    assert cutter.bar() is None
+    for data, bar in ((b"\r1%\r2%", b"2%"), (b" of all", b"2% of all"), (b"\r3%\r", b"3%")):
+        assert cutter.feed(data) == []
+        assert cutter.bar() == bar
+    assert cutter.feed(b"\nnext") == [b"\r3%\r\n"]
+    assert cutter.bar() is None
+
+
+def test_bars_of_several_tasks_and_lines_share_a_stream() -> None:
+    stream = io.BytesIO()
+    sink = Sink(stream, False)
+    sink.write_bar(b"1%", b"[a] ")
+    sink.write_bar(b"5%", b"[b] ")
+    sink.write([b"\r6%\r\n", b"x\r\n", b"y\rz\n"], b"[b] ")
+    sink.write_bar(b"2%", b"[a] ")
+    sink.write([b"told\n"])
+    assert stream.getvalue() == (
+        b"\r[a] 1%\r[b] 5%\r[b] 6%\r\n[b] x\r\n[b] y\r[b] z\n\r[a] 2%\ntold\n"
+    )
+
+
+def test_a_terminal_has_one_line_for_both_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    out, err = Sink.pair(Terminal(), Terminal())
+    err.write_bar(b"1%", b"[a] ")
+    out.write([b"line\n"], b"[b] ")
+    assert out.stream.getvalue() == b"\r\x1b[K[b] line\n"  # type: ignore[attr-defined]
+
+
+def test_an_error_behind_a_bar_is_one() -> None:
+    stream = io.BytesIO()
+    errors = ErrorChannel(-1, Sink(stream, False), b"[w] ")
+    errors.take([b"\r3%Traceback (most recent call last):\n", b"ValueError: no\n"])
+    assert stream.getvalue() == b"[w] 3%\n"
+    assert errors.held == [b"Traceback (most recent call last):\n", b"ValueError: no\n"]
+    errors.show_bar(b"4%")
+    assert stream.getvalue() == b"[w] 3%\n"
+
+
 def test_the_last_line_waits_to_be_the_result() -> None:
     for as_result, end in ((True, b"3\n"), (False, b"[w] 3\n")):
         stream = io.BytesIO()

@@ -33,12 +33,40 @@ def test_a_partial_last_line_and_long_lines_and_bytes_come_through(start: Start)
     script = (
         "import sys\n"
         "sys.stdout.write('x' * 1_000_000 + '\\n'); sys.stdout.flush()\n"
-        "sys.stdout.buffer.write(bytes(b for b in range(256) if b != 10)); sys.stdout.flush()"
+        "some = bytes(b for b in range(256) if b not in b'\\r\\n')\n"
+        "sys.stdout.buffer.write(some); sys.stdout.flush()"
     )
     job = start(script, "")
     out, _ = job.popen.communicate(timeout=LIMIT)
-    binary = bytes(b for b in range(256) if b != 10)
+    binary = bytes(b for b in range(256) if b not in b"\r\n")
     assert out == b"[worker 0] " + b"x" * 1_000_000 + b"\n[worker 0] " + binary + b"\n"
+
+
+BAR = """
+import sys
+for step in range(3):
+    sys.stderr.write(f"\\r{step}%")
+    sys.stderr.flush()
+    open(sys.argv[0] + ".go").read()
+raise ValueError("boom")
+"""
+
+
+def test_a_progress_bar_is_shown_as_it_comes(start: Start, tmp_path: Path) -> None:
+    go = tmp_path / "task0.py.go"
+    os.mkfifo(go)
+    job = start(BAR, SLEEPS)
+    assert job.popen.stderr is not None
+    for step in range(3):
+        shown = b"\r[worker 0] %d%%" % step
+        assert job.popen.stderr.read(len(shown)) == shown
+        go.write_text("")
+    code, _, err = job.end()
+    assert code == 1
+    bar, told, first, *_ = err.split("\n")
+    assert bar == "\r[worker 0] 2%"
+    assert told == "spartito: worker 1 was stopped because worker 0 failed with exit code 1"
+    assert first == "Traceback (most recent call last):"
 
 
 def test_a_single_task_keeps_the_terminal(start: Start) -> None:

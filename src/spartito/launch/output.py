@@ -15,7 +15,11 @@ LONGEST_LINE = 8 << 20
 """Bytes of one line that are kept in memory; a longer one is cut into several."""
 
 READ_SIZE = 1 << 16
+ERASE = b"\r\033[K"
+"""To the beginning of the terminal's line, and clear it."""
+
 TORCH_RANK = re.compile(rb"^\[rank\d+\]: ")
+BEHIND_A_BAR = re.compile(rb"(\[rank\d+\]: )?Traceback \(most recent|" + re.escape(PREFIX.encode()))
 COLOURS = (36, 33, 35, 32, 34, 91, 96, 93)
 
 
@@ -40,6 +44,20 @@ class LineCutter:
             lines.append(self._take(b"") + b"\n")
         return lines
 
+    def bar(self) -> bytes | None:
+        """What a progress bar shows that rewrites its line by carriage returns; None without any.
+
+        It is what came after the last one (or before one that ends the line). What came before is
+        forgotten: nobody would see it any more.
+        """
+        if not any(b"\r" in part for part in self._parts):
+            return None
+        line = b"".join(self._parts)
+        shown = line.rstrip(b"\r")
+        start = max(0, shown.rfind(b"\r"))
+        self._parts, self._size = [line[start:]], len(line) - start
+        return shown[start:].lstrip(b"\r")
+
     def finish(self) -> list[bytes]:
         """The line without a newline at the end of the stream, if any; it gets one."""
         return [self._take(b"") + b"\n"] if self._parts else []
@@ -52,21 +70,60 @@ class LineCutter:
 
 
 @dataclass
+class Line:
+    """The line where the next output goes: ``bar_of`` is the prefix of the bar there, if any."""
+
+    bar_of: bytes | None = None
+
+
+@dataclass
 class Sink:
-    """Where lines of all tasks go: one of our own two streams."""
+    """Where lines of all tasks go: one of our own two streams.
+
+    ``erases``: it is a terminal on which a line can be cleared. Two streams that are the same
+    terminal have one ``line``.
+    """
 
     stream: BinaryIO
     coloured: bool
+    erases: bool = False
+    line: Line = field(default_factory=Line)
 
     @classmethod
     def of(cls, stream: BinaryIO) -> Sink:
         """Coloured on a terminal that shows colours, unless NO_COLOR asks for none."""
-        plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
-        return cls(stream, stream.isatty() and not plain)
+        smart = stream.isatty() and os.environ.get("TERM") != "dumb"
+        return cls(stream, smart and not os.environ.get("NO_COLOR"), smart)
 
-    def write(self, lines: list[bytes]) -> None:
-        """Print ``lines`` as they are."""
-        rest = memoryview(b"".join(lines))
+    @classmethod
+    def pair(cls, out: BinaryIO, err: BinaryIO) -> tuple[Sink, Sink]:
+        """One for each of our two streams."""
+        sinks = cls.of(out), cls.of(err)
+        if all(sink.erases for sink in sinks):
+            sinks[1].line = sinks[0].line
+        return sinks
+
+    def write(self, lines: list[bytes], prefix: bytes = b"") -> None:
+        """Print ``lines`` with ``prefix`` before each of them, over a progress bar of the same."""
+        if not lines:
+            return
+        begin = b""
+        if self.line.bar_of is not None:
+            over = self.erases or self.line.bar_of == prefix
+            begin, self.line.bar_of = (self._back if over else b"\n"), None
+        self._put(begin + b"".join(prefixed(prefix, line) for line in lines))
+
+    def write_bar(self, bar: bytes, prefix: bytes) -> None:
+        """Show a progress bar in the line where we are, over any other."""
+        self._put(self._back + prefix + bar)
+        self.line.bar_of = prefix
+
+    @property
+    def _back(self) -> bytes:
+        return ERASE if self.erases else b"\r"
+
+    def _put(self, data: bytes) -> None:
+        rest = memoryview(data)
         while rest:  # without a buffer (python -u) a signal may cut a write short
             rest = rest[self.stream.write(rest) :]
         self.stream.flush()
@@ -104,6 +161,8 @@ class Channel:
         except BlockingIOError:
             return True
         self._came(self.cutter.feed(data) if data else self.cutter.finish())
+        if (bar := self.cutter.bar()) is not None:
+            self.show_bar(bar)
         return bool(data)
 
     def drain(self) -> None:
@@ -140,7 +199,11 @@ class Channel:
 
     def show(self, lines: list[bytes]) -> None:
         """Print ``lines`` with the task's name."""
-        self.sink.write([self.prefix + line for line in lines])
+        self.sink.write(lines, self.prefix)
+
+    def show_bar(self, bar: bytes) -> None:
+        """Print a progress bar with the task's name."""
+        self.sink.write_bar(bar, self.prefix)
 
 
 @dataclass
@@ -157,12 +220,18 @@ class ErrorChannel(Channel):
 
     def take(self, lines: list[bytes]) -> None:
         """Print ``lines`` up to the first that begins an error."""
+        lines = [part for line in lines for part in parted(line)]
         if not self.held:
             start = next((i for i, line in enumerate(lines) if begins_error(line)), len(lines))
             self.show(lines[:start])
             lines = lines[start:]
             self.since = time.monotonic()
         self.held += map(bare, lines)
+
+    def show_bar(self, bar: bytes) -> None:
+        """Print a progress bar, unless an error is held back that came before it."""
+        if not self.held:
+            super().show_bar(bar)
 
     def release(self) -> None:
         """Print what was held back as ordinary lines."""
@@ -173,6 +242,22 @@ class ErrorChannel(Channel):
     def is_own_error(self) -> bool:
         """Whether what is held is a message of ours, not a traceback."""
         return bool(self.held) and self.held[0].startswith(PREFIX.encode())
+
+
+def prefixed(prefix: bytes, line: bytes) -> bytes:
+    """``line`` with ``prefix`` before all that stands at its beginning on a terminal."""
+    if not prefix or b"\r" not in line:
+        return prefix + line
+    text = line.rstrip(b"\r\n")
+    return prefix + text.lstrip(b"\r").replace(b"\r", b"\r" + prefix) + line[len(text) :]
+
+
+def parted(line: bytes) -> list[bytes]:
+    """``line``, or a progress bar's line and the error that was written behind it."""
+    found = BEHIND_A_BAR.search(line) if b"\r" in line else None
+    if found is None:
+        return [line]
+    return [line[: found.start()] + b"\n", line[found.start() :]]
 
 
 def begins_error(line: bytes) -> bool:

@@ -74,7 +74,7 @@ def supervise(
     called from the main thread, as it takes over signals. Raises `UserError` when a process
     cannot be started.
     """
-    sinks = Sink.of(out or sys.stdout.buffer), Sink.of(err or sys.stderr.buffer)
+    sinks = Sink.pair(out or sys.stdout.buffer, err or sys.stderr.buffer)
     return _Supervisor(processes, patience, *sinks, result_of).run(private)
 
 

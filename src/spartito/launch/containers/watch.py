@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from spartito.errors import EXIT_TASK_LOST
 from spartito.launch.containers.engine import Engine, TaskState
 from spartito.launch.containers.file import JobFile
-from spartito.launch.output import Sink
+from spartito.launch.output import Sink, prefixed
 
 LOOK_SECONDS = 2.0
 """How often we look how the containers go, when none of them has ended."""
@@ -190,7 +190,7 @@ class Watch:
                     continue  # read before the container was started again
                 self._last[service] = at
                 with self._pen:
-                    self._print(prefix + (text or b"\n"))
+                    self._print(prefixed(prefix, text or b"\n"))
         popen.wait()
         self._news.set()
 
