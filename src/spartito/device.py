@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 _CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
@@ -11,6 +13,7 @@ _CGROUP_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
 _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUP_NAMESPACE = Path("/proc/self/ns/cgroup")
+_KERNEL = Path("/proc/vmstat")
 _STATUS = Path("/proc/self/status")
 _NO_LIMIT = 1 << 60
 """More than this is how a cgroup of version 1 says that there is no limit of memory."""
@@ -69,26 +72,59 @@ def anonymous_memory() -> int:
 def cgroup_memory(cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP) -> list[tuple[int, int]]:
     """(limit, bytes in use that cannot be dropped) of each cgroup with a limit above us."""
     found = []
+    for folder, version in _memory_groups(cgroups, own):
+        if version == 1:
+            names, cache = ("memory.limit_in_bytes", "memory.usage_in_bytes"), "total_inactive_file"
+        else:
+            names, cache = ("memory.max", "memory.current"), "inactive_file"
+        limit, used = (_text(folder / name).strip() for name in names)
+        if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
+            found.append((int(limit), int(used) - _counts(folder / "memory.stat").get(cache, 0)))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryKills:
+    """How many processes the kernel has killed because memory had run out.
+
+    ``group``: of this process's own cgroup, where its children are too; ``machine``: of all.
+    """
+
+    group: int
+    machine: int
+
+    def since(self, before: MemoryKills) -> MemoryKills:
+        """Those that came after ``before``."""
+        return MemoryKills(self.group - before.group, self.machine - before.machine)
+
+
+def memory_kills(
+    cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP, kernel: Path = _KERNEL
+) -> MemoryKills:
+    """What the kernel counts so far; 0 where it does not tell."""
+    counted = [
+        _counts(folder / ("memory.oom_control" if version == 1 else "memory.events"))
+        for folder, version in _memory_groups(cgroups, own)
+    ]
+    of_group = sum(counts.get("oom_kill", 0) for counts in counted)
+    return MemoryKills(of_group, _counts(kernel).get("oom_kill", 0))
+
+
+def _memory_groups(cgroups: Path, own: Path) -> Iterator[tuple[Path, int]]:
+    """The folders of the cgroups that count our memory, each with its version, 1 or 2."""
     for line in _text(own).splitlines():
         _, controllers, path = line.split(":", 2)
-        if controllers == "memory":
-            root, names = cgroups / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes")
-            cache = "total_inactive_file"
-        elif not controllers:
-            root, names, cache = cgroups, ("memory.max", "memory.current"), "inactive_file"
-        else:
-            continue
-        # Inside of a container its own cgroup is the root, whatever the path says.
-        for folder in {root, root / path.lstrip("/")}:
-            limit, used = (_text(folder / name).strip() for name in names)
-            if limit.isdigit() and used.isdigit() and int(limit) < _NO_LIMIT:
-                stat = dict(
-                    words
-                    for text in _text(folder / "memory.stat").splitlines()
-                    if len(words := text.split()) == 2
-                )
-                found.append((int(limit), int(used) - int(stat.get(cache, "0"))))
-    return found
+        if controllers in ("memory", ""):
+            root = cgroups / controllers
+            # Inside of a container its own cgroup is the root, whatever the path says.
+            for folder in {root, root / path.lstrip("/")}:
+                yield folder, 1 if controllers else 2
+
+
+def _counts(path: Path) -> dict[str, int]:
+    """The lines ``name number`` of a file."""
+    lines = (line.split() for line in _text(path).splitlines())
+    return {words[0]: int(words[1]) for words in lines if len(words) == 2 and words[1].isdigit()}
 
 
 def _text(path: Path) -> str:

@@ -34,6 +34,7 @@ GRANDCHILD = (
     "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'])\n"
     "print('pid', child.pid, flush=True)\n" + SLEEPS
 )
+DAEMON = GRANDCHILD.replace("300)'])", "300)'], start_new_session=True)")
 
 
 @dataclass
@@ -118,6 +119,11 @@ def is_alive(pid: int) -> bool:
     except OSError:
         return False
     return state != "Z"
+
+
+def stands_still(pid: int) -> bool:
+    """Whether the process is stopped by a signal."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
 def vanished(pids: list[int]) -> bool:

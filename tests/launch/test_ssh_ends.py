@@ -14,7 +14,7 @@ import pytest
 from spartito.launch.hosts import far_end, near_end
 from spartito.launch.hosts.ssh import OPTIONS
 from tests.commands import Commands, Program, commands_in
-from tests.launch.supervised import GRANDCHILD, SLEEPS, is_alive
+from tests.launch.supervised import DAEMON, GRANDCHILD, SLEEPS, is_alive, stands_still, wait_until
 
 SAVES = (
     """
@@ -110,8 +110,21 @@ def test_a_frozen_task_hears_it(start: Callable[[str], Program]) -> None:
     assert program.end().code == 7
 
 
-def test_what_the_task_left_behind_ends_with_it(start: Callable[[str], Program]) -> None:
-    program = start(GRANDCHILD.replace("time.sleep(300)", "pass") + "\nraise SystemExit(5)")
+def test_a_pause_reaches_the_task_and_ends(start: Callable[[str], Program]) -> None:
+    program = start(GRANDCHILD)
+    pids = [int(program.wait_for(r"pid (\d+)")[1]) for _ in range(2)]
+    for number, still in ((signal.SIGTSTP, True), (signal.SIGCONT, False)):
+        program.send(number)
+        wait_until(lambda still=still: [stands_still(pid) for pid in pids] == [still] * 2)  # type: ignore[misc]
+    program.send(signal.SIGTERM)
+    assert program.end().code == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("script", [GRANDCHILD, DAEMON])
+def test_what_the_task_left_behind_ends_with_it(
+    start: Callable[[str], Program], script: str
+) -> None:
+    program = start(script.replace("time.sleep(300)", "pass") + "\nraise SystemExit(5)")
     program.wait_for("pid")
     assert program.end().code == 5  # `end` sees that nothing is left
 

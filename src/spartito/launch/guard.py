@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -11,23 +12,36 @@ from collections.abc import Callable, Iterable
 
 PR_SET_PDEATHSIG = 1
 
-# Keeps the newest list of process groups; when the pipe closes, the supervisor is gone.
-WATCH = (
-    'while read -r line; do groups=$line; done; for g in $groups; do kill -s KILL -- "-$g"; done; '
-    '[ -z "$1" ] || rm -rf -- "$1"'
-)
+MARK = "SPARTITO_JOB"
+"""The environment variable by which those are found that left their process group."""
+
+# Keeps the newest list of process groups; when the pipe closes, the supervisor is gone. Who is
+# marked may start another while we look: we look again, but not for ever.
+WATCH = rf"""
+while read -r line; do groups=$line; done
+for g in $groups; do kill -s KILL -- "-$g"; done
+for again in 1 2 3 4 5; do
+    found=$(grep -lsz "^{MARK}=$2\$" /proc/[0-9]*/environ)
+    [ -n "$found" ] || break
+    for path in $found; do path=${{path#/proc/}}; kill -s KILL "${{path%/environ}}"; done
+done
+[ -z "$1" ] || rm -rf -- "$1"
+"""
 
 
 class Guard:
     """A shell of a few kilobytes that ends the listed process groups when we are gone.
 
     The kernel's death signal (see `die_with_parent`) reaches only a child itself; this reaches
-    its children too. ``private`` is a folder that it removes then.
+    its children too. Where ``mark`` is in their environment, it reaches those that have left
+    the group as well, as daemons do. ``private`` is a folder that it removes then.
     """
 
     def __init__(self, private: str | None = None) -> None:
+        token = secrets.token_hex(8)
+        self.mark = {MARK: token}
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", WATCH, "guard", private or ""],
+            ["/bin/sh", "-c", WATCH, "guard", private or "", token],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -49,7 +63,7 @@ class Guard:
             return  # someone killed the guard; the kernel's death signal is left
 
     def close(self) -> None:
-        """Dismiss the guard; whatever is still on its list ends."""
+        """Dismiss the guard; whatever is on its list or has its mark ends."""
         self._shell.communicate()
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import BinaryIO
+from typing import Any, BinaryIO, TextIO, cast
 
 from spartito.errors import PREFIX
 
@@ -21,6 +23,30 @@ ERASE = b"\r\033[K"
 TORCH_RANK = re.compile(rb"^\[rank\d+\]: ")
 BEHIND_A_BAR = re.compile(rb"(\[rank\d+\]: )?Traceback \(most recent|" + re.escape(PREFIX.encode()))
 COLOURS = (36, 33, 35, 32, 34, 91, 96, 93)
+
+
+class TextWriter(io.RawIOBase):
+    """Bytes for a stream that takes text alone, as the standard output of a notebook."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def writable(self) -> bool:
+        return True
+
+    def write(self, data: Any, /) -> int:
+        self._stream.write(self._decoder.decode(data))
+        return len(data)
+
+    def flush(self) -> None:
+        self._stream.flush()
+
+
+def binary(stream: TextIO) -> BinaryIO:
+    """Where to write the bytes of ``stream``."""
+    found: BinaryIO = getattr(stream, "buffer", None) or cast("BinaryIO", TextWriter(stream))
+    return found
 
 
 class LineCutter:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spartito.device import MemoryKills
 from spartito.errors import EXIT_TASK_LOST
 from spartito.launch.logs import TaskLog, refused
 from spartito.launch.output import Channel, ErrorChannel
@@ -26,7 +27,7 @@ class Process:
     When it is killed from outside it is started again ``restarts`` times; after that the others
     go on without it unless it is ``vital``. It runs only ``share`` of the time. One that
     ``outlives`` the job ends by itself, however long after all vital ones. ``log`` is a file for
-    all that it prints.
+    all that it prints. One that is ``far`` stands for a task on another machine.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Process:
     vital: bool = True
     share: float = FULL
     outlives: bool = False
+    far: bool = False
     log: Path | None = None
 
 
@@ -61,7 +63,7 @@ class Running:
     """One started process, the ``starts``-th at this ``place`` of the job.
 
     ``brake`` is the process that slows it down, until it is ``released``. Once it is
-    ``let_go``, how it ended does not matter to the job.
+    ``let_go``, how it ended does not matter to the job. ``memory`` says whether it had run out.
     """
 
     process: Process
@@ -74,6 +76,7 @@ class Running:
     released: bool = False
     let_go: bool = False
     code: int | None = None
+    memory: str = ""
     failed_at: float = 0.0
     ended_at: float = 0.0
     forwarded: bool = False
@@ -100,6 +103,21 @@ class Running:
         if self.brake is None or self.released or self.code is not None:
             return False
         return self.brake.poll() is not None
+
+    def pause(self) -> None:
+        """Let it stand still, with all that it started and what slows it down."""
+        if self.brake is not None:
+            self.brake.send_signal(signal.SIGSTOP)
+        if self.process.far:
+            self.popen.send_signal(signal.SIGTSTP)  # it tells the other machine
+        else:
+            self.signal_group(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """The end of a `pause`."""
+        self.signal_group(signal.SIGCONT)
+        if self.brake is not None:
+            self.brake.send_signal(signal.SIGCONT)
 
     def signal_group(self, number: int) -> None:
         """Signal the process and all that it started; harmless when they have ended."""
@@ -133,7 +151,9 @@ class Running:
         """As an error says it: ``failed with exit code 1``."""
         code = self.outcome
         return (
-            f"was killed by {_signal_name(-code)}" if code < 0 else f"failed with exit code {code}"
+            f"was killed by {_signal_name(-code)}{self.memory}"
+            if code < 0
+            else f"failed with exit code {code}"
         )
 
     @property
@@ -165,6 +185,28 @@ def exit_code(code: int) -> int:
     if code >= 0:
         return code
     return EXIT_TASK_LOST if -code in FROM_OUTSIDE else 128 - code
+
+
+def out_of_memory(kills: MemoryKills) -> str:
+    """How to go on after ``was killed by SIGKILL``, where the kernel did ``kills`` meanwhile.
+
+    It counts whom it kills for want of memory, but does not say whom; empty if it killed nobody.
+    """
+    if kills.group > 0:
+        return (
+            ", most likely because memory ran out (the kernel counts "
+            f"{_plural(kills.group)} for that in its control group)"
+        )
+    if kills.machine > 0:
+        return (
+            ", perhaps because memory ran out (the kernel counts "
+            f"{_plural(kills.machine)} for that on this machine)"
+        )
+    return ""
+
+
+def _plural(kills: int) -> str:
+    return f"{kills} kill{'s' if kills > 1 else ''}"
 
 
 def _signal_name(number: int) -> str:

@@ -8,18 +8,20 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import BinaryIO
 
+from spartito.device import MemoryKills, memory_kills
 from spartito.errors import UserError
 from spartito.launch.guard import Guard, die_with_parent
 from spartito.launch.logs import TaskLog
-from spartito.launch.output import Channel, ErrorChannel, Sink
+from spartito.launch.output import Channel, ErrorChannel, Sink, binary
 from spartito.launch.pace import FULL, brake
-from spartito.launch.process import Process, Running, exit_code
+from spartito.launch.pause import pausing
+from spartito.launch.process import Process, Running, exit_code, out_of_memory
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DOUBLE_CLICK = 0.05
@@ -61,8 +63,8 @@ def supervise(
     is shown whole, once, after the others were stopped, and its exit code is the job's; 69 when
     it was killed from outside, 128 + n when it crashed by signal n. A task that exits with 69
     lost another one, so that one is looked for first. Ctrl-C and SIGTERM go to all tasks once;
-    then the code is 130 or 143. A single task keeps the terminal, without a prefix, unless what
-    it prints is logged.
+    then the code is 130 or 143. Ctrl-Z stops the tasks too, until ``fg`` or ``bg``. A single
+    task keeps the terminal, without a prefix, unless what it prints is logged.
 
     A task that is killed from outside may start again, or the others may go on without it, as
     its `Process` says. Then it does not fail the job; nor does one that is not vital and lost
@@ -70,12 +72,15 @@ def supervise(
 
     ``result_of`` is the place of a process whose last line on stdout is the result of the job:
     it is printed last and as it is. ``private`` is a folder of the job that is removed at its
-    end, even when we are killed. ``out`` and ``err`` default to our own streams. Must be
+    end, even when we are killed. ``out`` and ``err`` default to our own streams, which may be
+    a notebook's. What a task started ends with the job, in a session of its own too. Must be
     called from the main thread, as it takes over signals. Raises `UserError` when a process
     cannot be started.
     """
-    sinks = Sink.pair(out or sys.stdout.buffer, err or sys.stderr.buffer)
-    return _Supervisor(processes, patience, *sinks, result_of).run(private)
+    has_terminal = out is None and err is None and hasattr(sys.stdout, "buffer")
+    sinks = Sink.pair(out or binary(sys.stdout), err or binary(sys.stderr))
+    keeps_terminal = len(processes) == 1 and has_terminal
+    return _Supervisor(processes, patience, *sinks, result_of, keeps_terminal).run(private)
 
 
 @dataclass
@@ -85,18 +90,27 @@ class _Supervisor:
     out: Sink
     err: Sink
     result_of: int | None
+    keeps_terminal: bool = False
     tasks: list[Running] = field(default_factory=list)
     cause: Running | None = None
     interrupted: signal.Signals | None = None
     interrupted_at: float = 0.0
     kill_at: float = float("inf")
+    mark: Mapping[str, str] = field(default_factory=dict)
+    memory: MemoryKills = field(default_factory=memory_kills)
     wake: int = -1
     before_exec: Callable[[], None] | None = field(default_factory=die_with_parent)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
 
+    @property
+    def running(self) -> list[Running]:
+        """The tasks that have not ended, as far as we know."""
+        return [task for task in self.tasks if task.code is None]
+
     def run(self, private: str | None) -> int:
-        with self._signals():
+        with self._signals(), pausing(self._pause, self._go_on):
             guard = Guard(private)
+            self.mark = guard.mark
             try:
                 for place in range(len(self.processes)):
                     if self.interrupted is None:
@@ -151,6 +165,14 @@ class _Supervisor:
         elif number == signal.SIGINT and now - self.interrupted_at > DOUBLE_CLICK:
             self._kill()
 
+    def _pause(self) -> None:
+        for task in self.running:
+            task.pause()
+
+    def _go_on(self) -> None:
+        for task in self.running:
+            task.go_on()
+
     def _forward(self) -> None:
         if self.interrupted is not None:
             for task in self.tasks:
@@ -161,14 +183,13 @@ class _Supervisor:
     def _start(self, place: int, starts: int = 1) -> None:
         """Start the task of this place, in the stead of one that ended."""
         process = self.processes[place]
-        single = len(self.processes) == 1
-        pipe = None if single and process.log is None else subprocess.PIPE
         log = TaskLog(process.log, starts > 1, self._say) if process.log else None
+        pipe = None if self.keeps_terminal and log is None else subprocess.PIPE
         try:
             popen = subprocess.Popen(
                 list(process.argv),
-                env=dict(process.env),
-                stdin=None if single else subprocess.DEVNULL,
+                env={**process.env, **self.mark},
+                stdin=None if self.keeps_terminal else subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
                 bufsize=0,
@@ -181,7 +202,7 @@ class _Supervisor:
             ) from error
         channels: list[Channel] = []
         if popen.stdout is not None and popen.stderr is not None:
-            name = "" if single else process.name
+            name = process.name if len(self.processes) > 1 else ""
             prefix = self.out.prefix(name, place), self.err.prefix(name, place)
             write = None if log is None else log.write
             last = place == self.result_of
@@ -208,9 +229,8 @@ class _Supervisor:
 
     def _groups(self) -> list[int]:
         """The process groups of the tasks that run, and of their brakes."""
-        running = [task for task in self.tasks if task.code is None]
-        brakes = [task.brake.pid for task in running if task.brake is not None]
-        return [task.popen.pid for task in running] + brakes
+        brakes = [task.brake.pid for task in self.running if task.brake is not None]
+        return [task.popen.pid for task in self.running] + brakes
 
     def _wait(self) -> None:
         """Until something is printed, a process ends, a signal comes, or a time limit passes."""
@@ -235,7 +255,7 @@ class _Supervisor:
 
     def _held(self) -> list[tuple[float, ErrorChannel]]:
         """The running tasks' errors that are held back, and since when."""
-        errors = (task.errors for task in self.tasks if task.code is None)
+        errors = (task.errors for task in self.running)
         return [(e.since, e) for e in errors if e is not None and e.held]
 
     def _holds(self, errors: ErrorChannel) -> float:
@@ -243,12 +263,14 @@ class _Supervisor:
 
     def _reap(self) -> bool:
         """Take note of the processes that ended, and end what they left behind."""
-        ended = [task for task in self.tasks if task.code is None and task.popen.poll() is not None]
+        ended = [task for task in self.running if task.popen.poll() is not None]
         if ended:
             self._read(0.0)  # another's traceback that came before theirs counts as the first
         for task in ended:
             task.signal_group(signal.SIGKILL)
             task.code = task.popen.returncode
+            if task.code == -signal.SIGKILL:
+                task.memory = self._ran_out()
             for channel in task.channels:
                 channel.drain()
                 if channel.fd in self.selector.get_map():
@@ -264,6 +286,11 @@ class _Supervisor:
             task.release()
             task.signal_group(signal.SIGCONT)
         return bool(ended)
+
+    def _ran_out(self) -> str:
+        """Whether memory ran out since we looked last, as an error says it."""
+        before, self.memory = self.memory, memory_kills()
+        return out_of_memory(self.memory.since(before))
 
     def _mend(self) -> None:
         """Start again, or do without, those that ended and may; the job then goes on."""
@@ -343,9 +370,8 @@ class _Supervisor:
             task.send(signal.SIGCONT)  # one that is frozen would not hear it
 
     def _kill(self) -> None:
-        for task in self.tasks:
-            if task.code is None:
-                task.signal_group(signal.SIGKILL)
+        for task in self.running:
+            task.signal_group(signal.SIGKILL)
 
     def _report(self) -> int:
         """Say how it ended; answers the exit code."""

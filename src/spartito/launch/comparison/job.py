@@ -23,7 +23,8 @@ from spartito.errors import UserError
 from spartito.launch.comparison.containers import InContainers
 from spartito.launch.comparison.plan import Launch, Plan, Planned
 from spartito.launch.guard import Guard
-from spartito.launch.output import LineCutter
+from spartito.launch.output import LineCutter, binary
+from spartito.launch.pause import pausing
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
 
 NOT_INHERITED = ("TF_CONFIG", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR, ENV_EPOCHS)
@@ -121,7 +122,8 @@ class _Stop:
         ours = [n for n in INTERRUPTS if signal.getsignal(n) != signal.SIG_IGN]  # nohup
         old = {number: signal.signal(number, self._hear) for number in ours}
         try:
-            yield self
+            with pausing(self._pause, self._go_on):
+                yield self
         finally:
             for number, handler in old.items():
                 signal.signal(number, handler)
@@ -131,6 +133,12 @@ class _Stop:
         self.running = run
         if run is not None and self.number is not None:
             self._send(self.number)
+
+    def _pause(self) -> None:
+        self._send(signal.SIGTSTP)
+
+    def _go_on(self) -> None:
+        self._send(signal.SIGCONT)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         self.number = self.number or signal.Signals(number)
@@ -278,8 +286,8 @@ def _run(
     readers = [
         threading.Thread(target=_pass_on, args=(source, ours, kept), daemon=True)
         for source, ours, kept in (
-            (popen.stdout, sys.stdout.buffer, last if launch.mixed else deque(maxlen=0)),
-            (popen.stderr, sys.stderr.buffer, last),
+            (popen.stdout, binary(sys.stdout), last if launch.mixed else deque(maxlen=0)),
+            (popen.stderr, binary(sys.stderr), last),
         )
     ]
     for reader in readers:
@@ -301,12 +309,15 @@ def _pass_on(source: IO[bytes], ours: BinaryIO, kept: deque[bytes]) -> None:
     cutter = LineCutter()
     while data := source.read(READ_SIZE):
         _write(cutter.feed(data), ours, kept)
+        if (bar := cutter.bar()) is not None:
+            _write([b"\r" + bar], ours)
     _write(cutter.finish(), ours, kept)
     source.close()
 
 
-def _write(lines: Sequence[bytes], ours: BinaryIO, kept: deque[bytes]) -> None:
-    kept.extend(lines)
+def _write(lines: Sequence[bytes], ours: BinaryIO, kept: deque[bytes] | None = None) -> None:
+    if kept is not None:
+        kept.extend(lines)
     with suppress(BrokenPipeError):  # nobody reads us any more; the results are files
         ours.writelines(lines)
         ours.flush()

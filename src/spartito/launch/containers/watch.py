@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from spartito.errors import EXIT_TASK_LOST
 from spartito.launch.containers.engine import Engine, TaskState
 from spartito.launch.containers.file import JobFile
-from spartito.launch.output import Sink, prefixed
+from spartito.launch.output import Sink, binary, prefixed
 
 LOOK_SECONDS = 2.0
 """How often we look how the containers go, when none of them has ended."""
@@ -82,7 +82,7 @@ class Watch:
     engine: Engine
     job: JobFile
     only_now: bool = False
-    sink: Sink = field(default_factory=lambda: Sink.of(sys.stdout.buffer))
+    sink: Sink = field(default_factory=lambda: Sink.of(binary(sys.stdout)))
     _pen: threading.Lock = field(default_factory=threading.Lock)
     _news: threading.Event = field(default_factory=threading.Event)
     _readers: dict[str, threading.Thread] = field(default_factory=dict)

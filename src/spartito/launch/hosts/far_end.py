@@ -2,7 +2,7 @@
 
 Its stdin is the connection to the launcher. The first line there is a JSON object: what the task
 is told in its environment, which no command line shows. Every other line is the number of a signal
-for the task, 0 means that all is well.
+for the task (SIGTSTP: it stands still until SIGCONT), 0 means that all is well.
 When the connection closes, or is silent for too long, nobody is there any more who could end the
 task: it ends at once, with all that it started.
 """
@@ -20,7 +20,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 
 from spartito.cluster import tf_config, torchrun
+from spartito.device import memory_kills
 from spartito.launch.guard import Guard, die_with_parent
+from spartito.launch.process import out_of_memory
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 
 BEATS = 5.0
@@ -51,11 +53,11 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
 
     As ssh keeps 255 for itself, a task that ends with it is noted and counts as 1.
     """
-    guard = Guard()
+    guard, before = Guard(), memory_kills()
     try:
         task = subprocess.Popen(
             list(argv),
-            env=dict(env),
+            env={**env, **guard.mark},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=die_with_parent(),  # safe: we have one thread
@@ -63,6 +65,8 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
         guard.watch([task.pid])
         threading.Thread(target=_listen, args=(task, silence), daemon=True).start()
         code = task.wait()
+        if code == -signal.SIGKILL and (why := out_of_memory(memory_kills().since(before))):
+            print(f"spartito: the task was killed{why}", file=sys.stderr)
         _kill(task)  # what it left behind
     finally:
         guard.close()
@@ -100,7 +104,9 @@ def _listen(task: subprocess.Popen[bytes], silence: float) -> None:
         while select.select([0], [], [], silence)[0] and (data := os.read(0, 4096)):
             *lines, text = (text + data).split(b"\n")
             for number in map(int, lines):
-                if number:
+                if number in (signal.SIGTSTP, signal.SIGCONT):
+                    _send_all(task, signal.SIGSTOP if number == signal.SIGTSTP else number)
+                elif number:
                     task.send_signal(number)
                     task.send_signal(signal.SIGCONT)  # one that is frozen would not hear it
     finally:
@@ -108,8 +114,12 @@ def _listen(task: subprocess.Popen[bytes], silence: float) -> None:
 
 
 def _kill(task: subprocess.Popen[bytes]) -> None:
+    _send_all(task, signal.SIGKILL)
+
+
+def _send_all(task: subprocess.Popen[bytes], number: int) -> None:
     with suppress(ProcessLookupError, PermissionError):
-        os.killpg(task.pid, signal.SIGKILL)
+        os.killpg(task.pid, number)
 
 
 if __name__ == "__main__":

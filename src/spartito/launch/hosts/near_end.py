@@ -21,11 +21,12 @@ from types import FrameType
 from spartito.launch.guard import die_with_parent
 from spartito.launch.hosts.far_end import BEATS, OF_SSH, tell
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_ON = (*ENDING, signal.SIGTSTP, signal.SIGCONT)
 
 FATAL = frozenset(
     {
-        *PASSED_ON,
+        *ENDING,
         signal.SIGABRT,
         signal.SIGBUS,
         signal.SIGFPE,

@@ -113,6 +113,7 @@ class Plan:
             self.cast.restarts(task) if self.cast.asked else 0,
             self.cast.is_vital(task) if self.cast.asked else True,
             outlives=task.type == "evaluator",
+            far=not host.here,
         )
 
     def lines(self) -> list[str]:
