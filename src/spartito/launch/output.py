@@ -36,6 +36,7 @@ class TextWriter(io.RawIOBase):
         return True
 
     def write(self, data: Any, /) -> int:
+        """Write all of ``data`` as text."""
         self._stream.write(self._decoder.decode(data))
         return len(data)
 
