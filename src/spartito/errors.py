@@ -2,7 +2,8 @@
 
 SpartitoError               1
 ├── UserError               2    the user's mistake: one clear message, no traceback
-│   └── CorruptSampleError  2    one example of a data set cannot be read
+│   ├── CorruptSampleError  2    one example of a data set cannot be read
+│   └── MismatchedCallsError 2   replicas meet in calls that do not match
 └── TaskLostError          69    a task of the cluster did not come, or is gone
 """
 
@@ -36,6 +37,10 @@ class UserError(SpartitoError):
 
 class CorruptSampleError(UserError):
     """One example of a data set cannot be read: the loader skips, counts and names it."""
+
+
+class MismatchedCallsError(UserError):
+    """Replicas met in different calls: no figure that came of it may be used."""
 
 
 class TaskLostError(SpartitoError):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -29,6 +30,11 @@ STRATEGIES = (
 PRECISIONS = ("bf16", "fp32")
 RECIPES = ("cats_vs_dogs", "mnist")
 RECIPE_SEED = 1337
+
+
+def new_run_folder(recipe: str) -> str:
+    """A folder for a run that begins now and has no name."""
+    return f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def nearest(name: str, choices: Iterable[str]) -> str:

@@ -28,7 +28,7 @@ from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.shared_memory import SLOT, SharedMemoryCollective
 from spartito.collectives.store import absentees
 from spartito.collectives.tcp import SocketCollective
-from spartito.errors import TaskLostError
+from spartito.errors import TaskLostError, UserError
 from spartito.log import logger
 from tests.collectives.group import join, spec
 from tests.netns import Machine
@@ -134,6 +134,23 @@ def _rows_and_bytes(group: Collective, check: Any) -> None:
         rows = [torch.full((counts[r], 2, 3), float(r)) for r in ranks]
         for got, expected in zip(group.all_gather_rows(rows[rank]), rows, strict=True):
             check(f"rows {counts}", got, expected)
+    one = torch.ones(1, 2)
+    for name, odd in {
+        "(1, 3) float32": torch.ones(1, 3),
+        "(1, 2) float64": one.double(),
+        "(1, 2, 1) float32": one[..., None],
+        "a float32 scalar": torch.tensor(1.0),
+    }.items():
+        try:
+            group.all_gather_rows(odd if rank == group.world_size - 1 else one)
+            text = "nothing"
+        except UserError as error:
+            text = str(error)
+        told = f"{name} on {group.names[-1]}\n" in text and "(1, 2) float32 on" in text
+        check(f"{name}: {text}", torch.tensor(told), torch.tensor(True))
+    rows = [torch.zeros(0, 5).double() if r else torch.full((2, 3), 1.0) for r in ranks]
+    for got, count in zip(group.all_gather_rows(rows[rank]), [2] + [0] * len(ranks), strict=False):
+        check("rows of one", got, torch.ones(count, 3))
     for long in (0, 3, 2 * SLOT):
         texts = [bytes([65 + r]) * (long * r + r) for r in ranks]
         heard = group.all_gather_bytes(texts[rank])
@@ -311,7 +328,94 @@ def leaders_do_not_meet(_: Connection, rank: int, world_size: int, port: int) ->
         raise TaskLostError("worker 9 did not come", "Start it.")
 
     placement = Placement((tuple(range(world_size)), (world_size,)))
-    HierarchicalCollective(rank, placement, inside, refuse)
+    HierarchicalCollective(rank, names, placement, inside, refuse)
+
+
+def _reduced(group: Collective, *sizes: int) -> object:
+    reducers = [group.reducer(size, torch.float32, torch.device("cpu")) for size in sizes]
+    return reducers[-1].reduce((1.0, 2.0), 1.0)
+
+
+def _of_two(group: Collective, which: int) -> object:
+    reducers = [group.reducer(4, torch.float32, torch.device("cpu")) for _ in range(2)]
+    return reducers[which].reduce((1.0,), 1.0)
+
+
+def _for(group: Collective, purpose: str) -> object:
+    with group.doing.during(purpose):
+        return group.all_reduce(torch.ones(4))
+
+
+Act = Callable[[Collective], object]
+MISMATCHES: list[tuple[Act, Act, str, str]] = [
+    (
+        lambda group: group.all_gather(torch.ones(3)),
+        lambda group: group.all_reduce(torch.ones(300_000)),
+        "all_gather of 3 float32",
+        "all_reduce of 300000 float32",
+    ),
+    (
+        lambda group: group.all_reduce(torch.ones(3)),
+        lambda group: group.all_reduce(torch.ones(3).double()),
+        "all_reduce of 3 float32",
+        "all_reduce of 3 float64",
+    ),
+    (
+        lambda group: group.all_reduce(torch.ones(0)),
+        lambda group: group.all_reduce(torch.ones(3)),
+        "all_reduce of 0 float32",
+        "all_reduce of 3 float32",
+    ),
+    (
+        lambda group: group.broadcast(torch.ones(3), 0),
+        lambda group: group.broadcast(torch.ones(3), 1),
+        "broadcast of 3 float32",
+        "broadcast of 3 float32 from rank 1",
+    ),
+    (
+        lambda group: group.barrier(),
+        lambda group: group.all_gather_bytes(b"abc"),
+        "barrier",
+        "gather of bytes",
+    ),
+    (
+        lambda group: _reduced(group, 1000),
+        lambda group: _reduced(group, 1001),
+        "reduce of 1000 float32",
+        "reduce of 1001 float32",
+    ),
+    (
+        lambda group: _of_two(group, 0),
+        lambda group: _of_two(group, 1),
+        "reduce of 4 float32",
+        "reduce of 4 float32 by reducer 1",
+    ),
+    (
+        lambda group: _for(group, "evaluate"),
+        lambda group: _for(group, "step"),
+        "all_reduce of 4 float32 [evaluate]",
+        "all_reduce of 4 float32 [step]",
+    ),
+]
+
+
+def mismatched_calls(
+    _: Connection, rank: int, world_size: int, ports: Sequence[int], way: str
+) -> list[tuple[str, str]]:
+    """What comes of rank 0 being at one call of `MISMATCHES`, and the others at the other."""
+    found = []
+    for (chiefs, others, *_names), port in zip(MISMATCHES, ports, strict=True):
+        group = join(rank, world_size, port, 60, way)
+        for _turn in range(2):
+            group.barrier()
+        try:
+            (others if rank else chiefs)(group)
+            found.append(("nothing", ""))
+        except Exception as error:
+            found.append((type(error).__name__, str(error)))
+        finally:
+            group.close()
+    return found
 
 
 def make_reducer(pipe: Connection, rank: int, world_size: int, port: int) -> Any:

@@ -14,8 +14,9 @@ import torch
 
 from spartito.cluster.limits import time_limit
 from spartito.cluster.ports import free_port
+from spartito.collectives.collective import MAX_RIDERS
 from spartito.collectives.meeting import connect
-from spartito.collectives.shared_memory import MAX_RIDERS, SLOT, Segment
+from spartito.collectives.shared_memory import SLOT, Segment
 from spartito.collectives.store import ask
 from spartito.errors import TaskLostError, UserError
 from tests.collectives import jobs

@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 from torch.distributed import HashStore
 
 from spartito.cluster.ports import free_port
+from spartito.collectives.calls import encode
 from spartito.collectives.meeting import connect
 from spartito.collectives.peers import RANK, connect_all
-from spartito.collectives.tcp import SMALL, SocketCollective, rest, shares
+from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, rest, shares
 from spartito.errors import TaskLostError, UserError
 from tests.callers import call, hung_up
 from tests.collectives.group import join, running, spec
@@ -87,9 +88,10 @@ def half_a_transfer(pipe: Connection, rank: int, port: int, victim: int) -> Any:
     assert isinstance(group, SocketCollective)
     pipe.send("together")
     pipe.recv()
+    word = encode("all_reduce", 1 << 20, torch.float32)
     if rank == victim:
         for connection in group._connections.values():
-            connection.send(b"\x00" * 1000)
+            connection.send(word.to_bytes(HEAD, "little") + b"\x00" * 1000)
         os._exit(1)
     try:
         group.all_reduce(torch.ones(1 << 20))

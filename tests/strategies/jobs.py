@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -460,3 +460,132 @@ def best_weights(name: str, options: dict[str, Any]) -> dict[str, Any]:
     }
     strategy.close()
     return answer
+
+
+def chief_alone(name: str, options: dict[str, Any], act: str, folder: str) -> str:
+    """The error of a fit in which a callback does something on the chief that all have to do."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    data = blobs(200)
+
+    class Act(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            acts: dict[str, Callable[[], object]] = {
+                "evaluate": lambda: trainer.evaluate(data),
+                "save": lambda: trainer.save(folder),
+            }
+            if strategy.is_chief and trainer.step == 2:
+                acts[act]()
+
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+    )
+    try:
+        trainer.fit(data, epochs=3, batch_size=8, callbacks=[Act()], verbose=0)
+    except sp.UserError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        strategy.close()
+    return "trained"
+
+
+def save_and_load(name: str, options: dict[str, Any], folder: str) -> tuple[list[float], str, str]:
+    """What every load after a save of 1, 2, 3 finds; the errors where the last replica reads
+    another checkpoint than the rest, and where it finds none.
+    """
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    trainer = sp.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+    bias: Tensor = net[0].bias  # type: ignore[index]
+
+    def put(value: float) -> None:
+        if strategy.is_chief or name != "central_storage":  # there the values are one memory
+            with torch.no_grad():
+                bias.fill_(value)
+
+    found = []
+    for value in (1.0, 2.0, 3.0):
+        put(value)
+        strategy.tell_all("")
+        trainer.save(f"{folder}/{value}")
+        trainer.save(f"{folder}/newest")
+        put(0.0)
+        trainer.load(f"{folder}/newest")
+        found.append(bias[0].item())
+        strategy.tell_all("")
+    last = strategy.cluster.rank == strategy.num_replicas_in_sync - 1
+    errors = []
+    for path in (f"{folder}/{2.0 if last else 1.0}", f"{folder}/{'none' if last else 1.0}"):
+        try:
+            trainer.load(path)
+            errors.append("")
+        except sp.UserError as error:
+            errors.append(str(error))
+    strategy.close()
+    return found, errors[0], errors[1]
+
+
+class Lengths(torch.utils.data.Dataset[Tensor]):
+    """Rows of these lengths, which `pad` makes equal in a share."""
+
+    def __init__(self, lengths: Sequence[int]) -> None:
+        self.lengths = lengths
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.arange(1.0, self.lengths[index] + 1, dtype=torch.float64)
+
+
+def pad(rows: list[Tensor]) -> Tensor:
+    return nn.utils.rnn.pad_sequence(rows, batch_first=True)
+
+
+def predict_lengths(name: str, options: dict[str, Any], lengths: list[int], batch: int) -> Any:
+    """Predictions that are as long as their input, or the error."""
+    strategy = make_strategy(name, **options)
+    trainer = sp.Trainer(nn.Tanhshrink(), loss=nn.MSELoss(), strategy=strategy)
+    loader = torch.utils.data.DataLoader(Lengths(lengths), batch_size=batch, collate_fn=pad)
+    try:
+        return trainer.predict(loader)
+    except sp.UserError as error:
+        return str(error)
+    finally:
+        strategy.close()
+
+
+def drift(name: str, options: dict[str, Any], what: str) -> tuple[int, str]:
+    """The step and the error where the last replica alone changes something after step 2."""
+    strategy = make_strategy(name, **options)
+    last = strategy.cluster.rank == strategy.num_replicas_in_sync - 1
+    net = mlp()
+
+    class Change(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            if last and what == "value" and trainer.step == 2:
+                bias: Tensor = net[0].bias  # type: ignore[index]
+                bias.data = bias.data + 1e-9
+
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+        seed=int(last and what == "seed"),
+    )
+    try:
+        trainer.fit(
+            sp.data.arrays(*blobs(20)).shuffle().batch(5),
+            epochs=2,
+            callbacks=[Change()],
+            verbose=0,
+        )
+        return trainer.step, ""
+    except sp.UserError as error:
+        return trainer.step, str(error)
+    finally:
+        strategy.close()

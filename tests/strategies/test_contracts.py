@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -228,3 +229,63 @@ def test_the_best_weights_come_back_and_rates_follow_epochs(replicas: Replicas, 
     assert answer["evaluated"] == pytest.approx(answer["val_loss"][0], abs=1e-12)
     assert answer["lr"] == 0.01 / 2**3
     assert answer["begun"] == 4  # no optimizer lost its state
+
+
+@every_synchronous
+@pytest.mark.parametrize("act", ["evaluate", "save"])
+def test_what_the_chief_does_alone_ends_the_job(
+    replicas: Replicas, case: Case, act: str, tmp_path: Path
+) -> None:
+    name, world_size, options = case
+    if world_size == 1:
+        return
+    texts = replicas(
+        jobs.chief_alone, world_size, name, options, act=act, folder=str(tmp_path / "saved")
+    )
+    for text in texts:
+        alone = "MismatchedCallsError: the replicas make different calls: worker 0 "
+        assert re.match(rf"{alone}.* is at .*\[{act}\], worker [12] .*at .*\[step\]\n", text), text
+
+
+@every_synchronous
+def test_all_load_what_was_saved_or_none_does(
+    replicas: Replicas, case: Case, tmp_path: Path
+) -> None:
+    name, world_size, options = case
+    answers = replicas(jobs.save_and_load, world_size, name, options, folder=str(tmp_path))
+    for rank, (found, refused, missing) in enumerate(answers):
+        assert found == [1.0, 2.0, 3.0]  # at once what was saved last
+        if world_size > 1:
+            last = world_size - 1
+            assert "the replicas have read different checkpoints: worker 0 " in refused
+            assert f"worker {last} {tmp_path}/2.0 (" in refused
+            assert missing.startswith("" if rank == last else f"worker {last}: ")
+            assert f"{tmp_path}/none has no manifest.json" in missing
+
+
+@every_synchronous
+def test_outputs_of_different_lengths_are_refused(replicas: Replicas, case: Case) -> None:
+    same_as_one_device(replicas, case, jobs.predict_lengths, lengths=[4] * 7, batch=6)
+    name, world_size, options = case
+    growing = replicas(jobs.predict_lengths, world_size, name, options, [1, 2, 3, 4, 5, 6], 6)
+    for found in growing if world_size > 1 else ():
+        assert "rows of different kinds cannot be gathered: (" in found
+        assert f"({6 // world_size}, 6) float64 on worker {world_size - 1}\n" in found
+    for found in replicas(jobs.predict_lengths, world_size, name, options, [3] * 6 + [4] * 6, 6):
+        assert found.startswith("outputs of (6, 3) for batch 0, of (6, 4) for batch 1")
+
+
+@every_synchronous
+def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
+    replicas: Replicas, case: Case
+) -> None:
+    name, world_size, options = case
+    last = world_size - 1
+    for what, text in {"value": "has other parameters than", "seed": "in another order"}.items():
+        for step, error in replicas(jobs.drift, world_size, name, options, what):
+            if world_size > 1:
+                assert step == 4, error
+                assert error.startswith(f"the replicas have drifted apart: worker {last} has ")
+                assert text in error
+            else:
+                assert (step, error) == (8, "")

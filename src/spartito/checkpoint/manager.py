@@ -14,6 +14,7 @@ tree as `spartito.storage.pack_state` takes it; a section with tensors has its o
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -74,6 +75,11 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Every file is compared with its checksum first. Raises `UserError` that names the file that
     is missing or damaged.
     """
+    return identify_checkpoint(path)[0]
+
+
+def identify_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
+    """As `read_checkpoint`, and a SHA-256 that checkpoints with the same files share."""
     path = Path(path)
     manifest = verify(path)
     if STATE not in manifest.files:
@@ -84,7 +90,8 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
         name = f"{section}{_SUFFIX}"
         tensors = load_tensors(path / name) if name in manifest.files else {}
         state[section] = unpack_state(tree, tensors)
-    return state
+    files = sorted((name, fact.sha256) for name, fact in manifest.files.items())
+    return state, hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 class CheckpointManager:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +11,7 @@ import typer
 
 from spartito.cli.options import Chief, Evaluator, Strategy, StrategyOptions, whole
 from spartito.errors import UserError
-from spartito.names import PRECISIONS, RECIPES, nearest
+from spartito.names import PRECISIONS, RECIPES, nearest, new_run_folder
 
 if TYPE_CHECKING:
     from spartito.launch.hosts.job import Reach
@@ -233,11 +234,14 @@ def train(
 
     Example: spartito train mnist --strategy mirrored --workers 2 --epochs 3
     """
+    from spartito.cluster.resolver import joined
     from spartito.launch import launch
     from spartito.launch.hosts.job import launch_on_hosts
 
     if recipe not in RECIPES:
         raise UserError(f"{recipe!r} is not a recipe", nearest(recipe, RECIPES))
+    if out is None and not resume and (hosts is not None or joined(os.environ) is None):
+        out = Path(new_run_folder(recipe))  # all tasks start here: all get the one name
     given = {
         "--out": out,
         "--epochs": epochs,

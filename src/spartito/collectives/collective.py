@@ -10,10 +10,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spartito.collectives.calls import Doing, code_of, dtype_of, encode, mismatch
 from spartito.collectives.waiting import Waiting
-from spartito.errors import TaskLostError
+from spartito.errors import SpartitoError, UserError
 
 Riders = tuple[float, ...]
+MAX_RIDERS = 8
+"""How many may ride along."""
+MAX_DIMS = 64  # of torch's own
 
 
 @dataclass(slots=True)
@@ -51,38 +55,78 @@ class Reducer(Protocol):
 class Collective(ABC):
     """A group of replicas that all make the same calls in the same order.
 
-    Every call ends: with the answer, or with a `TaskLostError` that names who did not come.
+    Every call ends: with the answer, or with a `TaskLostError` that names who did not come, or
+    with a `MismatchedCallsError` on all that meet in calls which differ in operation, number of
+    elements, dtype or purpose. For that a kind of group sends ``doing.word`` along with each of
+    its meetings, and gives what the others sent to `_compare`.
     """
 
     rank: int
     world_size: int
+    names: Sequence[str] = ()
+    """The tasks in rank order, for errors."""
     traffic: Traffic
     moved: Callable[[], None] = staticmethod(lambda: None)
     """Is called whenever something came or went in a call that takes long."""
 
-    @abstractmethod
+    def __init__(self) -> None:
+        self.traffic = Traffic()
+        self.doing = Doing()
+        self._reducers = 0
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the replicas, in place, bitwise equal on all of them."""
+        with self.doing.call(encode("all_reduce", tensor.numel(), tensor.dtype)):
+            return self._all_reduce(tensor)
 
-    @abstractmethod
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every replica's ``tensor`` (of one shape and dtype) in the order of the ranks."""
+        with self.doing.call(encode("all_gather", tensor.numel(), tensor.dtype)):
+            return self._all_gather(tensor)
 
-    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Fill ``tensor`` with that of rank ``source``, in place."""
+        with self.doing.call(encode("broadcast", tensor.numel(), tensor.dtype, source)):
+            return self._broadcast(tensor, source)
 
-    @abstractmethod
     def barrier(self) -> None:
         """Return when every replica has come here."""
+        with self.doing.call(encode("barrier", 0, None)):
+            self._barrier()
 
-    @abstractmethod
     def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         """A standing reduction of ``numel`` elements; all replicas ask for the same."""
+        with self.doing.call(encode("new reducer", numel, dtype)):
+            made = self._reducer(numel, dtype, device)
+        self._reducers += 1
+        return _Announced(made, self.doing, encode("reduce", numel, dtype, self._reducers - 1))
+
+    @abstractmethod
+    def _all_reduce(self, tensor: Tensor) -> Tensor: ...
+
+    @abstractmethod
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]: ...
+
+    @abstractmethod
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+    @abstractmethod
+    def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer: ...
 
     @abstractmethod
     def close(self) -> None:
         """Leave the group. Calling it again changes nothing."""
+
+    def _compare(self, peer: int, word: int) -> None:
+        """Raise if rank ``peer`` has met us in the call ``word``, and we are at another."""
+        if word != self.doing.word:
+            calls = {self.rank: self.doing.word, peer: word}
+            error = mismatch({self.names[rank]: calls[rank] for rank in sorted(calls)})
+            self.give_up(error)
+            raise error
 
     def reduce_all(self, *tensors: Tensor) -> None:
         """Sum several tensors of one block each, in place: as `all_reduce`, at once if possible."""
@@ -93,23 +137,93 @@ class Collective(ABC):
         """A standing `reduce_all` of these tensors, to be called as often as they are filled."""
         return lambda: self.reduce_all(*tensors)
 
-    def give_up(self, error: TaskLostError) -> None:
+    def give_up(self, error: SpartitoError) -> None:
         """Leave because of ``error``: who waits for us raises it too, where we can tell them."""
         self.close()
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
-        """As `all_gather` for tensors ``(rows, ...)`` whose numbers of rows differ."""
-        counts = [int(n) for n in self.all_gather(torch.tensor([tensor.shape[0]]))]
-        most = max(counts)
-        padded = tensor.new_zeros((most, *tensor.shape[1:]))
-        padded[: tensor.shape[0]] = tensor
-        return [part[:n] for part, n in zip(self.all_gather(padded), counts, strict=True)]
+        """As `all_gather` for tensors ``(rows, ...)`` whose numbers of rows differ.
+
+        Raises `UserError` on all replicas where the rest of the shape, or the dtype, differs
+        between those that have rows; who has none takes both from the others.
+        """
+        with self.doing.call(encode("gather of rows", 0, None)):
+            kinds = [_Rows.read(kind) for kind in self.all_gather(_Rows.of(tensor).written())]
+            kind = next((kind for kind in kinds if kind.count), kinds[0])
+            if not all(kind.fits(other) for other in kinds):
+                raise UserError(
+                    f"rows of different kinds cannot be gathered: {self._told(kinds)}",
+                    "A collate_fn works on a replica's share of a batch: pad to one length for "
+                    "all, or give outputs of one shape and dtype.",
+                )
+            most = max(other.count for other in kinds)
+            padded = tensor.new_zeros((most, *kind.shape), dtype=kind.dtype or tensor.dtype)
+            if tensor.shape[0]:
+                padded[: tensor.shape[0]] = tensor
+            parts = self.all_gather(padded)
+            return [part[: other.count] for part, other in zip(parts, kinds, strict=True)]
+
+    def _told(self, kinds: Sequence[_Rows]) -> str:
+        return ", ".join(f"{kind} on {name}" for kind, name in zip(kinds, self.names, strict=True))
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         """Every replica's ``message`` in the order of the ranks."""
         rows = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else None
-        parts = self.all_gather_rows(torch.empty(0, dtype=torch.uint8) if rows is None else rows)
+        with self.doing.call(encode("gather of bytes", 0, None)):
+            parts = self.all_gather_rows(
+                torch.empty(0, dtype=torch.uint8) if rows is None else rows
+            )
         return [part.numpy().tobytes() for part in parts]
+
+
+@dataclass(frozen=True, slots=True)
+class _Rows:
+    """How many rows a tensor has (-1: it is a scalar), and what each of them is."""
+
+    count: int
+    shape: tuple[int, ...]
+    code: int
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Rows:
+        count, *shape = tensor.shape or (-1,)
+        return cls(count, tuple(shape), code_of(tensor.dtype))
+
+    @classmethod
+    def read(cls, numbers: Tensor) -> _Rows:
+        count, code, dims, *shape = numbers.tolist()
+        return cls(count, tuple(shape[:dims]), code)
+
+    def written(self) -> Tensor:
+        """The same in as many numbers whatever it is."""
+        numbers = [self.count, self.code, len(self.shape), *self.shape]
+        return torch.tensor(numbers + [0] * (3 + MAX_DIMS - len(numbers)))
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """That of the tensor; None for one of the rare ones."""
+        return dtype_of(self.code)
+
+    def fits(self, other: _Rows) -> bool:
+        """Whether ``other`` can stand under these."""
+        alike = (self.shape, self.code) == (other.shape, other.code)
+        return other.count == 0 or (other.count > 0 and alike)
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype or "other").removeprefix("torch.")
+        return f"{(self.count, *self.shape)} {dtype}" if self.count >= 0 else f"a {dtype} scalar"
+
+
+class _Announced:
+    """A reducer that tells which call it is."""
+
+    def __init__(self, reducer: Reducer, doing: Doing, word: int) -> None:
+        self.input, self.output = reducer.input, reducer.output
+        self._reducer, self._doing, self._word = reducer, doing, word
+
+    def reduce(self, riders: Riders, unit: float) -> Riders:
+        with self._doing.call(self._word):
+            return self._reducer.reduce(riders, unit)
 
 
 class LocalReducer:
@@ -131,24 +245,25 @@ class IdentityCollective(Collective):
     rank = 0
     world_size = 1
     timeout = 0.0  # it waits for nobody
+    names = ("this task",)
 
     def __init__(self) -> None:
-        self.traffic = Traffic()
+        super().__init__()
         self.waiting = Waiting(0, [""])
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
         return tensor
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         return [tensor.clone()]
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return tensor
 
-    def barrier(self) -> None:
+    def _barrier(self) -> None:
         pass
 
-    def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+    def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         return LocalReducer(numel, dtype, device)
 
     def close(self) -> None:

@@ -8,7 +8,7 @@ the leader otherwise. A leader that lost one of its own tells the other leaders.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
@@ -19,15 +19,15 @@ from spartito.collectives.collective import (
     IdentityCollective,
     Reducer,
     Riders,
-    Traffic,
 )
 from spartito.collectives.placement import Placement
 from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.collectives.store import retold
-from spartito.errors import TaskLostError
+from spartito.collectives.store import retold, told
+from spartito.errors import MismatchedCallsError, SpartitoError, TaskLostError
 
 T = TypeVar("T")
 
+ENDS_GROUP = (TaskLostError, MismatchedCallsError)
 PATIENCE = 10.0  # seconds beyond the limit in which a leader finds out whom it lost
 
 Inside = SharedMemoryCollective | IdentityCollective
@@ -37,20 +37,23 @@ Inside = SharedMemoryCollective | IdentityCollective
 class HierarchicalCollective(Collective):
     """The group of all replicas, of which those on one machine are joined first.
 
-    ``inside`` is the group of this machine, in the order of ``placement``. ``meet_leaders`` joins
-    the group of all leaders, in the order of the machines; only leaders call it.
+    ``names`` are the tasks' names in rank order, for errors. ``inside`` is the group of this
+    machine, in the order of ``placement``. ``meet_leaders`` joins the group of all leaders, in
+    the order of the machines; only leaders call it.
     """
 
     def __init__(
         self,
         rank: int,
+        names: Sequence[str],
         placement: Placement,
         inside: Inside,
         meet_leaders: Callable[[], Collective],
     ) -> None:
+        super().__init__()
         self.rank = rank
+        self.names = names
         self.world_size = placement.world_size
-        self.traffic = Traffic()
         self.inside = inside
         self.between: Collective = IdentityCollective()
         self._placement = placement
@@ -67,13 +70,14 @@ class HierarchicalCollective(Collective):
             self.close()
             raise
         self.inside.traffic = self.between.traffic = self.traffic
+        self.inside.doing = self.between.doing = self.doing
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
         self.within(lambda: self.inside.all_reduce(tensor))
         self.across(lambda: self.between.all_reduce(tensor))
         return self.within(lambda: self.inside.broadcast(tensor))
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         own = self.within(lambda: self.inside.all_gather(tensor))
         everyone = tensor.detach().new_empty((self.world_size, *tensor.shape))
 
@@ -89,7 +93,7 @@ class HierarchicalCollective(Collective):
         self.within(lambda: self.inside.broadcast(everyone))
         return list(everyone)
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         origin = self._placement.machine_of(source)
         is_here = origin == self._machine
         if is_here:
@@ -98,16 +102,16 @@ class HierarchicalCollective(Collective):
         self.across(lambda: self.between.broadcast(tensor, origin))
         return tensor if is_here else self.within(lambda: self.inside.broadcast(tensor))
 
-    def barrier(self) -> None:
+    def _barrier(self) -> None:
         self.within(self.inside.barrier)
         self.across(self.between.barrier)
 
-    def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+    def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         return HierarchicalReducer(
             self, self.within(lambda: self.inside.reducer(numel, dtype, device))
         )
 
-    def give_up(self, error: TaskLostError) -> None:
+    def give_up(self, error: SpartitoError) -> None:
         self.between.give_up(error)
 
     def close(self) -> None:
@@ -118,7 +122,7 @@ class HierarchicalCollective(Collective):
         """What ``call`` to the replicas of this machine answers; all leaders hear of a loss."""
         try:
             return call()
-        except TaskLostError as error:
+        except ENDS_GROUP as error:
             self.give_up(error)
             raise
 
@@ -126,15 +130,15 @@ class HierarchicalCollective(Collective):
         """Let the leader do ``work`` with the others; then all of its machine know how it went.
 
         ``numbers`` (double precision, the first is 0) come to all as they are after ``work``.
-        Raises on all the `TaskLostError` that the leader got.
+        Raises on all the error that the leader got.
         """
         verdict = torch.zeros(1, dtype=torch.float64) if numbers is None else numbers
         reason = b""
         if self._leads:
             try:
                 work()
-            except TaskLostError as error:
-                reason = str(error).encode()
+            except ENDS_GROUP as error:
+                reason = told(error).encode()
                 verdict[0] = len(reason)
                 self.between.close()  # so that no other leader waits for us
         self._hear(verdict)

@@ -102,7 +102,7 @@ def _hierarchical(
         leaders = [names[leader] for leader in placement.leaders]
         return SocketCollective(machine, leaders, store, limit, address, key)
 
-    return HierarchicalCollective(rank, placement, inside, meet_leaders)
+    return HierarchicalCollective(rank, names, placement, inside, meet_leaders)
 
 
 def _rendezvous(cluster: ClusterSpec) -> tuple[str, int]:

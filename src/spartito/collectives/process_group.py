@@ -19,10 +19,17 @@ import torch.distributed.nn.functional
 from torch import Tensor
 
 from spartito.cluster.spec import is_loopback
-from spartito.collectives.collective import Collective, Reducer, Riders, Traffic
+from spartito.collectives.collective import (
+    MAX_RIDERS,
+    Collective,
+    Reducer,
+    Riders,
+    Traffic,
+    add_riders,
+)
 from spartito.collectives.roll import GRACE, Roll
 from spartito.collectives.store import ask
-from spartito.errors import TaskLostError, install_excepthook
+from spartito.errors import SpartitoError, install_excepthook
 
 ELSEWHERE = "192.0.2.1"  # an address for documentation: the default route leads there
 
@@ -65,9 +72,10 @@ class ProcessGroupCollective(Collective):
         backend: str = "gloo",
         address: str | None = None,
     ) -> None:
+        super().__init__()
         self.rank = rank
         self.world_size = len(names)
-        self.traffic = Traffic()
+        self.names = names
         self._roll = Roll(store, rank, names, timeout)
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         limit = timedelta(seconds=timeout)
@@ -89,37 +97,57 @@ class ProcessGroupCollective(Collective):
         ask(join, timeout + 2 * GRACE, names[0])  # the error itself takes a while to name someone
         install_excepthook()  # torch has put its own before ours, which drops the exit code
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
         return self._in_place(tensor, dist.all_reduce)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
+        self.meet()
         source = self._here(tensor)
         answers = [torch.empty_like(source) for _ in range(self.world_size)]
         with self._named():
             dist.all_gather(answers, source)
         return [answer.to(tensor.device) for answer in answers]
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return self._in_place(tensor, lambda flat: dist.broadcast(flat, source))
 
-    def barrier(self) -> None:
-        self.all_reduce(torch.zeros(1))
+    def _barrier(self) -> None:
+        self.meet()
 
-    def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+    def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+        self.meet()
         return ProcessGroupReducer(self, torch.zeros(numel, dtype=dtype, device=device))
 
-    def reduce_all(self, *tensors: Tensor) -> None:
-        """Sum several tensors at once, in place."""
-        self.traffic.moved(sum(tensor.nbytes for tensor in tensors))
+    def meet(self, riders: Riders = ()) -> Riders:
+        """The sum of each rider, once all have come to the same call.
+
+        What moves first is alike in every call: gloo aborts the process where sizes differ, and
+        waits for ever where operations do.
+        """
+        own = torch.zeros(1 + MAX_RIDERS, dtype=torch.float64)
+        own[1 : 1 + len(riders)] = torch.tensor(riders, dtype=torch.float64)
+        own.view(torch.int64)[0] = self.doing.word
+        source = own.view(torch.int64).to(self._device)
+        heads = [torch.empty_like(source) for _ in range(self.world_size)]
         with self._named():
-            for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-                work.wait()
+            dist.all_gather(heads, source)
+        came = torch.stack(heads).cpu()
+        for peer, word in enumerate(came[:, 0].tolist()):
+            self._compare(peer, word)
+        brought = came.view(torch.float64)[:, 1 : 1 + len(riders)].tolist()
+        return add_riders([tuple(each) for each in brought])
+
+    def sum(self, tensor: Tensor) -> None:
+        """Sum one block over the replicas, in place, after a `meet`."""
+        self.traffic.moved(tensor.nbytes)
+        with self._named():
+            dist.all_reduce(tensor)
 
     def close(self) -> None:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def give_up(self, error: TaskLostError) -> None:
+    def give_up(self, error: SpartitoError) -> None:
         self._roll.leave(error, self.close)
 
     def _here(self, tensor: Tensor) -> Tensor:
@@ -127,6 +155,7 @@ class ProcessGroupCollective(Collective):
         return tensor.detach().to(self._device).contiguous()
 
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], object]) -> Tensor:
+        self.meet()
         flat = self._here(tensor)
         with self._named():
             call(flat)
@@ -155,17 +184,17 @@ class _Named:
 
 
 class ProcessGroupReducer:
-    """The sum of a flat tensor, and beside it the riders in double precision."""
+    """The sum of a flat tensor, after a meeting that brings the riders."""
 
     def __init__(self, group: ProcessGroupCollective, flat: Tensor) -> None:
         self._group = group
         self.input = self.output = flat
 
     def reduce(self, riders: Riders, unit: float) -> Riders:
-        """As `Reducer.reduce`; the two sums travel at the same time."""
-        beside = torch.tensor(riders, dtype=torch.float64, device=self.input.device)
-        self._group.reduce_all(self.input, beside)
-        total = tuple(beside.tolist())
+        """As `Reducer.reduce`."""
+        total = self._group.meet(riders)
+        if self.input.numel():
+            self._group.sum(self.input)
         if total[0] and total[0] != unit:
             self.output.mul_(unit / total[0])
         return total

@@ -7,8 +7,8 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from spartito.collectives.store import ask, retold, roll_call
-from spartito.errors import TaskLostError
+from spartito.collectives.store import ask, retold, roll_call, told
+from spartito.errors import SpartitoError, TaskLostError
 
 GRACE = 3.0  # seconds in which the living answer after an error
 LINGER = 10.0  # seconds that the keeper of the store stays for those who have not heard its reason
@@ -26,7 +26,7 @@ class Roll:
 
     def lost(
         self, error: BaseException, suspects: Collection[str] = (), what: str = ""
-    ) -> TaskLostError:
+    ) -> SpartitoError:
         """What ``error`` means, once the living had a few seconds to sign in.
 
         Of those who do not, the ``suspects`` are named, with ``what`` was seen of them, else
@@ -47,9 +47,9 @@ class Roll:
             "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
 
-    def leave(self, error: TaskLostError, close: Callable[[], None]) -> None:
+    def leave(self, error: SpartitoError, close: Callable[[], None]) -> None:
         """Leave ``error`` to the others, then ``close`` what they wait at: they look here."""
-        word = str(error)
+        word = told(error)
 
         def tell() -> None:
             self._store.set(str(self._rank), word)

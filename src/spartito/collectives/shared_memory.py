@@ -1,8 +1,8 @@
 """Replicas of one machine meet in a mapped file: each reduces its slice, and all read the result.
 
-The mapping holds, per rank, a line with the number of meetings that it came to, a line of
-riders, and two slots of scratch (one is read while the other is written, so one meeting per
-call is enough):
+The mapping holds, per rank, a line with the number of meetings that it came to and the calls of
+the last two, a line of riders, and two slots of scratch (one is read while the other is written,
+so one meeting per call is enough):
 
     | came 0 | riders 0 | came 1 | riders 1 | slot A: rank 0, rank 1 | slot B: rank 0, rank 1 |
 
@@ -29,7 +29,14 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
-from spartito.collectives.collective import Collective, Reducer, Riders, Traffic, add_riders
+from spartito.collectives.calls import encode
+from spartito.collectives.collective import (
+    MAX_RIDERS,
+    Collective,
+    Reducer,
+    Riders,
+    add_riders,
+)
 from spartito.collectives.store import absentees, ask
 from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, cgroup_quota, own_cgroup
@@ -38,7 +45,6 @@ from spartito.log import warn
 
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
 SLOT = 1 << 20  # bytes of scratch per rank
-MAX_RIDERS = LINE // 8
 SPINS = 1000  # about 60 us of looking before the core is offered to others
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
@@ -144,12 +150,12 @@ class SharedMemoryCollective(Collective):
         directories: Sequence[Path] = (Path("/dev/shm"), Path(tempfile.gettempdir())),
         keeper: str = "",
     ) -> None:
+        super().__init__()
         self.rank = rank
         self.world_size = len(names)
-        self.traffic = Traffic()
         self.timeout = timeout
         self.waiting = Waiting(rank, names)
-        self._names = names
+        self.names = names
         self._keeper = keeper or names[0]
         self._directories = [path for path in directories if path.is_dir()]
         self._spins = 0
@@ -184,7 +190,7 @@ class SharedMemoryCollective(Collective):
         own = torch.tensor([crc32(str(sorted(cores)).encode()), crc32(own_cgroup().encode())])
         return has_room(own, torch.stack(self.all_gather(own)), len(cores), cgroup_quota())
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
         def add(parts: list[Tensor], into: Tensor) -> None:
             into.copy_(parts[0])
             for part in parts[1:]:
@@ -192,7 +198,7 @@ class SharedMemoryCollective(Collective):
 
         return self._exchange(tensor, add)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         answers = [torch.empty_like(tensor, memory_format=torch.contiguous_format).view(-1)
                    for _ in range(self.world_size)]  # fmt: skip
         done = 0
@@ -206,13 +212,13 @@ class SharedMemoryCollective(Collective):
         self._exchange(tensor, keep)
         return [answer.view(tensor.shape) for answer in answers]
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return self._exchange(tensor, lambda parts, into: into.copy_(parts[source]))
 
-    def barrier(self) -> None:
+    def _barrier(self) -> None:
         self.meet()
 
-    def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+    def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         if device.type != "cpu":
             raise UserError(f"shared memory cannot reduce tensors on {device}", "Use the CPU.")
         segment = self.segment(max(1, numel * dtype.itemsize) * (self.world_size + 1))
@@ -220,13 +226,14 @@ class SharedMemoryCollective(Collective):
 
     def segment(self, size: int) -> Segment:
         """``size`` bytes, all 0, that every replica has mapped; nothing else can find them."""
-        segment = self._segment_for_all(
-            size, lambda text: self.all_gather_bytes(text.encode())[0].decode()
-        )
-        try:
-            self.barrier()
-        finally:
-            self._unlink(segment)
+        with self.doing.call(encode("shared memory", size, torch.uint8)):
+            segment = self._segment_for_all(
+                size, lambda text: self.all_gather_bytes(text.encode())[0].decode()
+            )
+            try:
+                self.barrier()
+            finally:
+                self._unlink(segment)
         return segment
 
     def close(self) -> None:
@@ -234,13 +241,17 @@ class SharedMemoryCollective(Collective):
             os.close(self._lives.pop()[1])
 
     def meet(self) -> None:
-        """Come to the next meeting, and wait until all others came."""
+        """Come to the next meeting, and wait until all others came, to the same call."""
         self._sequence = sequence = self._sequence + 1
-        came = self._came
-        came[self._cell(self.rank)] = sequence
+        came, own, word = self._came, self._cell(self.rank), self.doing.word
+        call = 2 + (sequence & 1)  # of two in turn: the next may be told while this one is read
+        came[own + call] = word
+        came[own] = sequence
         for rank, cell in self._others:
             if came[cell] < sequence:
                 self._wait(rank, cell, sequence)
+            if came[cell + call] != word:
+                self._compare(rank, came[cell + call])
 
     def beat(self) -> None:
         """Tell those who wait for us that we get on: their limit begins anew."""
@@ -295,13 +306,13 @@ class SharedMemoryCollective(Collective):
             return
         if not alive:
             raise TaskLostError(
-                f"{self._names[rank]} is gone: its process ended while "
-                f"{self._names[self.rank]} waited for it",
-                f"Look at the last lines of {self._names[rank]}.",
+                f"{self.names[rank]} is gone: its process ended while "
+                f"{self.names[self.rank]} waited for it",
+                f"Look at the last lines of {self.names[rank]}.",
             )
         if waited > self.timeout:
             raise TaskLostError(
-                f"{self._names[rank]} did not come within {self.timeout:g} s; its process lives",
+                f"{self.names[rank]} did not come within {self.timeout:g} s; its process lives",
                 "It may be stopped, busy elsewhere, or at another call than the others. "
                 "SPARTITO_TIMEOUT sets the limit in seconds.",
             )
@@ -328,7 +339,7 @@ class SharedMemoryCollective(Collective):
         if self.rank != 0:
             path, _, refusal = tell("").partition("\n")
             if refusal:
-                raise UserError(f"{self._names[0]}: {refusal}")
+                raise UserError(f"{self.names[0]}: {refusal}")
             return Segment.attach(Path(path), size)
         try:
             segment = Segment.create(size, self._directories)
@@ -362,7 +373,7 @@ class SharedMemoryCollective(Collective):
         self._lives.append((self.rank, own))
         fcntl.flock(own, fcntl.LOCK_EX)
         lives = PrefixStore("life", store)
-        absent = absentees(lives, self.rank, self._names, self.timeout, self._keeper)
+        absent = absentees(lives, self.rank, self.names, self.timeout, self._keeper)
         if absent:
             raise TaskLostError(f"{' and '.join(absent)} did not come within {self.timeout:g} s")
         for rank, _ in self._others:

@@ -10,7 +10,12 @@ from typing import TypeVar
 from torch.distributed import Store
 
 from spartito.collectives.waiting import Waiting
-from spartito.errors import TaskLostError
+from spartito.errors import (
+    EXIT_TASK_LOST,
+    MismatchedCallsError,
+    SpartitoError,
+    TaskLostError,
+)
 
 T = TypeVar("T")
 
@@ -99,7 +104,14 @@ def roll_call(
     return [names[rank] for rank in sorted(absent)], [words[r] for r in sorted(words) if words[r]]
 
 
-def retold(text: str) -> TaskLostError:
-    """The error that says ``text``, as another task has raised it."""
-    what, _, do = text.partition("\n  ")
-    return TaskLostError(what, do)
+def told(error: SpartitoError) -> str:
+    """What another task is to raise when we leave because of ``error``."""
+    return f"{error.exit_code} {error}"
+
+
+def retold(text: str) -> SpartitoError:
+    """The error that another task has `told`."""
+    code, _, message = text.partition(" ")
+    what, _, do = message.partition("\n  ")
+    kind = TaskLostError if int(code) == EXIT_TASK_LOST else MismatchedCallsError
+    return kind(what, do)

@@ -21,15 +21,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spartito.collectives.collective import Collective, Reducer, Riders, Traffic
+from spartito.collectives.collective import Collective, Reducer, Riders
 from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.roll import Roll
 from spartito.collectives.waiting import Waiting
-from spartito.errors import TaskLostError, UserError
+from spartito.errors import SpartitoError, UserError
 
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
 MAX_BUFFERS = 512  # of one system call; the system takes 1024
 MAX_WAIT = 1e6  # seconds of one poll
+HEAD = 8  # bytes in front of each message: the number of the call that it is part of
 ALIGNED = 64  # bytes: where a part of the scratch memory may begin
 
 Views = list[memoryview]
@@ -60,14 +61,22 @@ class Swap:
 
 
 class Flow:
-    """What is left of a swap, on its way."""
+    """What is left of a swap, on its way, behind the number of the call that it is part of."""
 
-    __slots__ = ("_connection", "_into", "_out", "peer")
+    __slots__ = ("_connection", "_into", "_left", "_out", "_said", "peer")
 
-    def __init__(self, swap: Swap, connection: socket.socket) -> None:
+    def __init__(self, swap: Swap, connection: socket.socket, head: bytes) -> None:
         self.peer = swap.peer
         self._connection = connection
-        self._out, self._into = swap.out, swap.into
+        self._said = bytearray(HEAD)
+        self._left = HEAD
+        self._out = [memoryview(head), *swap.out]
+        self._into = [memoryview(self._said), *swap.into]
+
+    @property
+    def said(self) -> bytearray | None:
+        """The number that the peer sent, None before it is here."""
+        return None if self._left else self._said
 
     def move(self) -> int:
         """Move what goes without waiting, and answer the events to wait for: 0 when all is done.
@@ -83,6 +92,7 @@ class Flow:
                 if not count:
                     raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
                 self._into = rest(self._into, count)
+                self._left = max(0, self._left - count)
         return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
 
 
@@ -104,10 +114,10 @@ class SocketCollective(Collective):
         address: str,
         key: bytes = b"",
     ) -> None:
+        super().__init__()
         self.rank = rank
         self.world_size = len(names)
-        self.traffic = Traffic()
-        self._names = names
+        self.names = names
         self._timeout = timeout
         self._waiting = Waiting(rank, names)
         self._roll = Roll(store, rank, names, timeout)
@@ -121,17 +131,17 @@ class SocketCollective(Collective):
             self.close()
             raise
 
-    def all_reduce(self, tensor: Tensor) -> Tensor:
+    def _all_reduce(self, tensor: Tensor) -> Tensor:
         return self._in_place(tensor, self.reduce_all)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         flat = _flat(tensor)
         answers = [torch.empty_like(flat) for _ in range(self.world_size)]
         answers[self.rank].copy_(flat)
         self.exchange(self.swaps(lambda _: [flat], lambda peer: [answers[peer]]))
         return [answer.view(tensor.shape) for answer in answers]
 
-    def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
+    def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         def send(flat: Tensor) -> None:
             mine = self.rank == source
             self.exchange(
@@ -143,10 +153,10 @@ class SocketCollective(Collective):
 
         return self._in_place(tensor, send)
 
-    def barrier(self) -> None:
-        self.all_gather(torch.zeros(1, dtype=torch.uint8))
+    def _barrier(self) -> None:
+        self.exchange(self.swaps(lambda _: [], lambda _: []))
 
-    def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
+    def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         if device.type != "cpu":
             raise UserError(f"sockets cannot reduce tensors on {device}", "Use the CPU.")
         return SocketReducer(self, torch.zeros(numel, dtype=dtype))
@@ -161,7 +171,7 @@ class SocketCollective(Collective):
     def close(self) -> None:
         close_all(self._connections)
 
-    def give_up(self, error: TaskLostError) -> None:
+    def give_up(self, error: SpartitoError) -> None:
         self._roll.leave(error, self.close)
 
     def swaps(
@@ -173,31 +183,36 @@ class SocketCollective(Collective):
         return [Swap(peer, _views(out(peer)), _views(into(peer))) for peer in self.peers]
 
     def exchange(self, swaps: Sequence[Swap]) -> None:
-        """Make all ``swaps`` at the same time.
+        """Make all ``swaps`` at the same time; each is a message in both directions.
 
-        Raises `TaskLostError` that names a peer which hangs up, or with which nothing moves
-        within the limit while nothing else does.
+        Raises `MismatchedCallsError` if a peer is at another call, and `TaskLostError` that names
+        a peer which hangs up, or with which nothing moves within the limit while nothing else
+        does.
         """
         began = time.perf_counter()
+        head = self.doing.word.to_bytes(HEAD, "little")
         flows = {
-            self._connections[swap.peer].fileno(): Flow(swap, self._connections[swap.peer])
+            self._connections[swap.peer].fileno(): Flow(swap, self._connections[swap.peer], head)
             for swap in swaps
-            if swap.out or swap.into
         }
         waiter = select.poll()
         for number in flows:
             waiter.register(number)
         ready = list(flows)
         while ready:
+            moved = [flows[number] for number in ready]
             for number in ready:
                 if events := self._move(flows[number]):
                     waiter.register(number, events)
                 else:
                     waiter.unregister(number)
                     del flows[number]
+            for flow in moved:  # all peers have been told our call before we leave because of one
+                if (said := flow.said) is not None and said != head:
+                    self._compare(flow.peer, int.from_bytes(said, "little"))
             ready = self._wait(waiter, flows) if flows else []
             if flows and not ready:
-                late = [self._names[flow.peer] for flow in flows.values()]
+                late = [self.names[flow.peer] for flow in flows.values()]
                 what = f"did not come within {self._timeout:g} s"
                 raise self._roll.lost(TimeoutError(what), late, what)
             self.moved()
@@ -220,7 +235,7 @@ class SocketCollective(Collective):
             return flow.move()
         except OSError as error:
             what = f"is gone: {error.strerror}"
-            raise self._roll.lost(error, [self._names[flow.peer]], what) from error
+            raise self._roll.lost(error, [self.names[flow.peer]], what) from error
 
     def _wait(self, waiter: select.poll, flows: Mapping[int, Flow]) -> list[int]:
         """The flows that can move; none after the time limit."""
@@ -264,9 +279,10 @@ class Sum:
         come[mine] = self._sums
         self._parts = list(zip(*(come[rank] for rank in range(world_size)), strict=True))
         self._scatter = group.swaps(owned, lambda peer: come[peer])
-        self._gather = group.swaps(
+        results = group.swaps(
             lambda _: owned(mine, large=True), lambda peer: owned(peer, large=True)
         )
+        self._gather = [swap for swap in results if swap.out or swap.into]
 
     def run(self) -> None:
         """Replace what is in the tensors by the sums."""

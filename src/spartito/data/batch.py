@@ -16,6 +16,7 @@ class Batch:
     ``places`` are the rows' positions inside the global batch, shape ``(size,)`` int64.
     ``global_size`` counts the examples that the order gave to the step over all replicas;
     a corrupt example keeps its place there, so ``size`` may be less than this replica's share.
+    ``drawn`` is a checksum of the indices of all of them, 0 where the data has no indices.
     """
 
     data: Any
@@ -24,6 +25,7 @@ class Batch:
     places: torch.Tensor
     epoch: int
     step: int
+    drawn: int = 0
 
     @property
     def x(self) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import count, islice, tee
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -140,6 +141,7 @@ class _Part:
     size: int
     places: Tensor
     indices: slice | Tensor
+    drawn: int
 
     @property
     def wanted(self) -> Wanted:
@@ -148,6 +150,12 @@ class _Part:
         if isinstance(found, slice):
             return self.epoch, range(found.start, found.stop)
         return self.epoch, found.tolist()
+
+
+def _checksum(indices: slice | Tensor) -> int:
+    if isinstance(indices, slice):
+        return crc32(f"{indices.start} {indices.stop}".encode())
+    return crc32(indices.numpy().data)
 
 
 class IndexedFeed:
@@ -210,7 +218,8 @@ class IndexedFeed:
             size = found.size(step)
             rows, places = self._share(size)
             indices = found.indices(step, places if rows is None else rows)
-            yield _Part(epoch, step, size, places, indices)
+            drawn = found.indices(step, slice(0, size))
+            yield _Part(epoch, step, size, places, indices, _checksum(drawn))
 
     def _share(self, size: int) -> tuple[slice | None, Tensor]:
         """This replica's rows of a global batch of ``size``, also as a slice if it has them all."""
@@ -238,7 +247,7 @@ class IndexedFeed:
 
     def _batch(self, part: _Part, data: Any, places: Tensor) -> Batch:
         data = mapped(self._dataset.batch_maps, data)
-        return Batch(data, len(places), part.size, places, part.epoch, part.step)
+        return Batch(data, len(places), part.size, places, part.epoch, part.step, part.drawn)
 
     def _note(self, found: Found) -> None:
         """Remember what batches look like, and which examples cannot be read."""

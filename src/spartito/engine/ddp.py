@@ -39,6 +39,13 @@ class OverlappedGradients(PackedGradients):
         self.replicas = float(collective.world_size)  # DDP divides by it; we want the sum
         super().__init__(optimizer, collective)
 
+    def begin(self, unit: float) -> float:
+        """As `Gradients.begin`; backward begins once all replicas are about to."""
+        found = super().begin(unit)
+        if self.parameters and not self.parameters[0].is_cuda:
+            self._collective.barrier()  # gloo would wait there for one that is at another call
+        return found
+
     @property
     def _packed(self) -> list[nn.Parameter]:
         wrapped = {id(parameter) for parameter in self._wrapped}

@@ -155,6 +155,8 @@ class PackedGradients(Gradients):
             _Pack([p for p in packed if (p.dtype, p.device) == kind], self._collective, private)
             for kind in kinds
         ]
+        if not self._packs:
+            self._bare = self._collective.reducer(0, torch.float64, torch.device("cpu"))
 
     def reduce(self, riders: Riders = ()) -> Riders:
         self.follow()
@@ -163,13 +165,12 @@ class PackedGradients(Gradients):
             _refuse_sparse(packed)
             self._checked = True
         absent = sum(parameter.grad is None for parameter in packed)
-        total = brought = (self.weight, self.loss, *riders, float(absent), self.unit)
+        brought = (self.weight, self.loss, *riders, float(absent), self.unit)
         for pack in self._packs:
             pack.fill()
             total = pack.reducer.reduce(brought, self.unit)
         if not self._packs:
-            beside = torch.tensor(brought, dtype=torch.float64)
-            total = tuple(self._collective.all_reduce(beside).tolist())
+            total = self._bare.reduce(brought, self.unit)
         if total[-1] != self.unit * self._collective.world_size:
             raise UserError(
                 f"an update of batches of {self.unit:g} examples here, of another number elsewhere",

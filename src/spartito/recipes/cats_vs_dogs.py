@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.data.images import read_image
-from spartito.recipes.options import finish, parse
+from spartito.recipes.options import finish, parse, run_folder
 
 
 def main() -> None:
@@ -27,6 +27,7 @@ def main() -> None:
             "Give a folder with one folder of photos per class.",
         )
     strategy = sp.strategy()
+    out = run_folder(options, strategy, "cats_vs_dogs")
     photos = sp.data.image_folder(options.data, subset="training")
     train = (
         photos.shuffle()
@@ -54,11 +55,11 @@ def main() -> None:
         scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, rate),
         precision=options.precision,
         seed=options.seed,
-        run_dir=options.out,
+        run_dir=out,
         about={"recipe": {"name": "cats_vs_dogs"}, "data": {"classes": list(photos.classes)}},
     )
     if options.resume:
-        trainer.load(options.out / "checkpoints")
+        trainer.load(out / "checkpoints")
     trainer.fit(
         train,
         epochs=options.epochs,

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.data.images import read_image
-from spartito.recipes.options import finish, parse
+from spartito.recipes.options import finish, parse, run_folder
 
 
 def main() -> None:
     """Train on every replica; the chief keeps the run folder."""
     options = parse("mnist", epochs=5, batch_size=64)
     strategy = sp.strategy()
+    out = run_folder(options, strategy, "mnist")
     if options.data:
         train, validation = sp.data.idx(options.data, "train"), sp.data.idx(options.data, "test")
     else:
@@ -39,11 +40,11 @@ def main() -> None:
         strategy=strategy,
         precision=options.precision,
         seed=options.seed,
-        run_dir=options.out,
+        run_dir=out,
         about={"recipe": {"name": "mnist"}, "data": {"classes": list(train.classes)}},
     )
     if options.resume:
-        trainer.load(options.out / "checkpoints")
+        trainer.load(out / "checkpoints")
     trainer.fit(
         train.shuffle().batch(options.batch_size),
         epochs=options.epochs,

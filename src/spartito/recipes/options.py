@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import time
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import UserError
-from spartito.names import RECIPE_SEED
+from spartito.names import ENV_RUN_DIR, RECIPE_SEED, new_run_folder
+from spartito.strategies import Strategy
 from spartito.training.trainer import Trainer
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user chose; every count is global."""
+    """What the user chose; every count is global. ``named`` is the run folder, if he named one."""
 
-    out: Path
+    named: Path | None
     epochs: int
     data: Path | None
     batch_size: int
@@ -30,9 +31,9 @@ class Options:
 
 def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") -> Options:
     """The options of ``recipe``, with its own defaults."""
-    stamp = time.strftime("%Y%m%d-%H%M%S")
+    folder = os.environ.get(ENV_RUN_DIR)
     parser = argparse.ArgumentParser(prog=f"spartito train {recipe}")
-    parser.add_argument("--out", type=Path, default=Path("runs") / f"{recipe}-{stamp}")
+    parser.add_argument("--out", dest="named", type=Path, default=Path(folder) if folder else None)
     parser.add_argument("--epochs", type=int, default=epochs)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--batch-size", type=int, default=batch_size)
@@ -45,23 +46,42 @@ def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") ->
         raise UserError(
             f"--epochs {options.epochs} --batch-size {options.batch_size}", "Both are 1 or more."
         )
-    if options.resume and CheckpointManager(options.out / "checkpoints").latest() is None:
+    if options.resume and (
+        options.named is None or CheckpointManager(options.named / "checkpoints").latest() is None
+    ):
         raise UserError(
-            f"--resume: {options.out} holds no checkpoint to go on from",
+            f"--resume: {options.named or 'no run folder'} holds no checkpoint to go on from",
             "Name the run folder by --out, or start anew without --resume.",
         )
     return options
 
 
+def run_folder(options: Options, strategy: Strategy, recipe: str) -> Path:
+    """Where the run is kept: as the user says, else a new folder that the chief names for all.
+
+    Raises `UserError` where there is a task that does not meet the chief.
+    """
+    if options.named is not None:
+        return options.named
+    job = strategy.job
+    if job.addresses.get("ps") or job.has_evaluator:
+        raise UserError(
+            f"{strategy.task} cannot know the run folder that the chief chooses",
+            "Name it, the same for all tasks: --out runs/1.",
+        )
+    return Path(strategy.tell_all(new_run_folder(recipe))[0])
+
+
 def finish(trainer: Trainer, options: Options) -> None:
     """On the chief: say what came out, and where it lies."""
-    if not trainer.strategy.is_chief:
+    out = trainer.run_dir
+    if out is None or not trainer.strategy.is_chief:
         return
     last = {name: values[-1] for name, values in trainer.history.history.items() if values}
-    model = CheckpointManager(options.out / "checkpoints").latest()
+    model = CheckpointManager(out / "checkpoints").latest()
     where = {
         "model": str(model / "model.safetensors") if model else None,
-        "report": str(options.out / "report.html"),
+        "report": str(out / "report.html"),
     }
     if not last:
         print(f"nothing to train: {trainer.epoch} epochs are done, and --epochs counts them too")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from spartito.collectives.collective import Traffic
 from spartito.data.batch import Batch
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
+from spartito.errors import UserError
 
 T = TypeVar("T")
 Sums = Callable[[], list[float]]
@@ -70,6 +72,10 @@ class Distributed(Protocol):
 
     def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
         """The epoch's figures over all replicas: sums of step results, and this task's own."""
+        ...
+
+    def order(self) -> int:
+        """A checksum of the examples of all batches so far, in their order; 0: not known."""
         ...
 
     def state(self) -> dict[str, Any]:
@@ -140,6 +146,10 @@ class Strategy(ABC):
     @abstractmethod
     def check(self, cluster: ClusterSpec) -> None:
         """Refuse a cluster that this strategy cannot run on, and name one that can. Pure."""
+
+    def during(self, purpose: str) -> AbstractContextManager[None]:
+        """A block whose calls to other tasks are for ``purpose``, which errors name."""
+        return nullcontext()
 
     def scope(self) -> AbstractContextManager[None]:
         """Where the model and its optimizer are built."""
@@ -215,6 +225,37 @@ class Strategy(ABC):
     @abstractmethod
     def lead(self, work: Callable[[], T]) -> T:
         """What ``work`` answers, plain values, on every task; only those that lead do it."""
+
+    @abstractmethod
+    def tell_all(self, text: str) -> list[str]:
+        """What every replica tells, by rank; all call it. Where they do not meet: ``[text]``."""
+
+    def attempt(self, work: Callable[[], str]) -> list[str]:
+        """What ``work`` returns on every replica, by rank; all call it, and leave together.
+
+        Raises `UserError` on all of them if ``work`` does on one, which it names.
+        """
+        own: UserError | None = None
+        try:
+            mine = [work(), ""]
+        except UserError as error:
+            own, mine = error, ["", str(error)]
+        told = [json.loads(text) for text in self.tell_all(json.dumps(mine))]
+        if own is not None:
+            raise own
+        for rank, (_, failure) in enumerate(told):
+            if failure:
+                what, _, do = failure.partition("\n  ")
+                raise UserError(f"{self.cluster.name_of(rank)}: {what}", do)
+        return [found for found, _ in told]
+
+    @abstractmethod
+    def compare_replicas(self, order: int = 0) -> None:
+        """Raise `UserError` that names the replicas whose parameters are not those of the others.
+
+        ``order`` is a checksum of the examples of an epoch, in their order: it must be equal too.
+        Where replicas do not meet, nothing is compared.
+        """
 
     @abstractmethod
     def agree_to_stop(self, asked: bool) -> bool:

@@ -7,6 +7,7 @@ import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -71,6 +72,7 @@ class CentralStorageStrategy(SynchronousStrategy):
             cluster=cluster, device=device, sync_batchnorm=sync_batchnorm, timeout=timeout
         )
         self._shares: dict[Optimizer, Shares] = {}
+        self._homes: list[tuple[nn.Parameter, int]] = []
         alone = self.num_replicas_in_sync == 1
         if not alone and not isinstance(self._collective, SharedMemoryCollective):
             self.close()
@@ -99,6 +101,11 @@ class CentralStorageStrategy(SynchronousStrategy):
         owners = self._divide(pair.optimizer).by_name(plain(pair.model))
         return {**state, "optimizer": self._collect(state["optimizer"], owners)}
 
+    def _checksum(self) -> int:
+        """Of where the parameters lie now; what lies in their memory is the same for all."""
+        moved = [parameter.data_ptr() - home for parameter, home in self._homes]
+        return crc32(repr(moved).encode())
+
     def load_state(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:
             pair, own = self._only_pair(), self.cluster.rank
@@ -124,6 +131,7 @@ class CentralStorageStrategy(SynchronousStrategy):
             if self.is_chief:
                 view.copy_(parameter.detach())
             parameter.data = view
+            self._homes.append((parameter, view.data_ptr()))
         _give_back_memory()
         self._collective.barrier()
 

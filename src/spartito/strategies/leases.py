@@ -121,6 +121,9 @@ class Leased(Distributed):
         parts = self._desk.chief.coordinator.sums(self._stream, self._epoch).sums, self._partial
         return [sum(column) for column in zip([0.0] * len(mine), *filter(None, parts), strict=True)]
 
+    def order(self) -> int:
+        return 0
+
     def state(self) -> dict[str, Any]:
         number, step = self._where()
         return {"pass": number, "step": step}

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -52,6 +53,7 @@ class Placed(Distributed):
     ) -> None:
         self._batches, self._device, self._announce = batches, device, announce
         self._collective = collective
+        self._order = 0
         self.waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
@@ -78,6 +80,9 @@ class Placed(Distributed):
         both = self._collective.all_reduce(torch.tensor(own, dtype=torch.float64))
         return [*shared, *both.tolist()]
 
+    def order(self) -> int:
+        return self._order
+
     def state(self) -> dict[str, Any]:
         return self._batches.state()
 
@@ -89,6 +94,7 @@ class Placed(Distributed):
             if self._device.type != "cpu":
                 batch = replace(batch, data=rows(batch.data, self._move))
             self._announce(batch)
+            self._order = crc32(batch.drawn.to_bytes(4, "little"), self._order)
             yield batch
 
     def _move(self, tensor: Tensor) -> Tensor:

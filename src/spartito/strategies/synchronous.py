@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import torch
@@ -13,12 +14,15 @@ from torch.optim import Optimizer
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Traffic
 from spartito.collectives.meeting import connect
+from spartito.data.batch import Batch
 from spartito.data.dataset import as_dataset
 from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
 from spartito.engine.batchnorm import average_statistics
+from spartito.engine.checksum import apart, checksum, kernels, moments, odd_ones
 from spartito.engine.ddp import OverlappedGradients, overlap
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
+from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.strategies.base import Distributed, StepResult
@@ -60,6 +64,13 @@ class SynchronousStrategy(ReplicaStrategy):
     def traffic(self) -> Traffic:
         return self._collective.traffic
 
+    def during(self, purpose: str) -> AbstractContextManager[None]:
+        return self._collective.doing.during(purpose)
+
+    def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
+        with self.during("step"):
+            return super().step(batch, loss, stop=stop)
+
     def distribute(
         self, dataset: Any, *, seed: int | None = None, training: bool = True
     ) -> Distributed:
@@ -72,20 +83,22 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def reduce(self, op: str, value: Tensor) -> Tensor:
         value = value.detach()
-        if op == "sum":
-            return self._collective.all_reduce(value.clone())
-        if op == "mean":
-            wide = value.double()
-            both = torch.stack([wide.sum(), wide.new_tensor(float(wide.numel()))])
-            self._collective.all_reduce(both)
-            return both[0].div(both[1]).to(torch.promote_types(value.dtype, torch.float32))
-        if op in ("max", "min"):
-            parts = torch.stack(self._collective.all_gather(value))
-            return parts.amax(0) if op == "max" else parts.amin(0)
+        with self.during("reduce"):
+            if op == "sum":
+                return self._collective.all_reduce(value.clone())
+            if op == "mean":
+                wide = value.double()
+                both = torch.stack([wide.sum(), wide.new_tensor(float(wide.numel()))])
+                self._collective.all_reduce(both)
+                return both[0].div(both[1]).to(torch.promote_types(value.dtype, torch.float32))
+            if op in ("max", "min"):
+                parts = torch.stack(self._collective.all_gather(value))
+                return parts.amax(0) if op == "max" else parts.amin(0)
         raise UserError(f"reduce({op!r})", nearest(op, ("sum", "mean", "max", "min")))
 
     def gather(self, rows: Tensor) -> Tensor:
-        return torch.cat(self._collective.all_gather_rows(rows))
+        with self.during("gather"):
+            return torch.cat(self._collective.all_gather_rows(rows))
 
     def synchronize(self) -> None:
         for pair in self._pairs:
@@ -94,11 +107,59 @@ class SynchronousStrategy(ReplicaStrategy):
     def lead(self, work: Callable[[], T]) -> T:
         return work()
 
+    def compare_replicas(self, order: int = 0) -> None:
+        if self.num_replicas_in_sync == 1:
+            return
+        mine = (self._checksum(), kernels(self.device), order)
+        values, rounds, orders = zip(*self._gather_numbers(mine), strict=True)
+        if unlike := odd_ones(orders):
+            raise self._unlike(
+                unlike,
+                "has trained on other examples, or in another order, than",
+                "Give all replicas the same data, batch size and seed.",
+            )
+        unlike = odd_ones(values)
+        if unlike and len(set(rounds)) > 1:  # processors of several kinds: to rounding, then
+            found = self._collective.all_gather(
+                torch.tensor(moments(self._parameters()), dtype=torch.float64)
+            )
+            unlike = odd_ones(apart([tuple(each.tolist()) for each in found]))
+        if unlike:
+            raise self._unlike(
+                unlike,
+                "has other parameters than",
+                "Something changed them on one replica alone, as a callback may. Go on from a "
+                "checkpoint: then all start from the same.",
+            )
+
+    def tell_all(self, text: str) -> list[str]:
+        return [told.decode() for told in self._collective.all_gather_bytes(text.encode())]
+
     def agree_to_stop(self, asked: bool) -> bool:
         return bool(self.reduce("max", torch.tensor([float(asked)])))
 
     def share_rates(self, optimizer: Optimizer) -> None:
         """Every replica has chosen the same."""
+
+    def state(self) -> dict[str, Any]:
+        self.compare_replicas()
+        return super().state()
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those of all prepared models. Buffers may differ: not all are synchronized."""
+        return [parameter for pair in self._pairs for parameter in pair.model.parameters()]
+
+    def _checksum(self) -> int:
+        return checksum(self._parameters())
+
+    def _gather_numbers(self, mine: Sequence[int]) -> list[list[int]]:
+        return [each.tolist() for each in self._collective.all_gather(torch.tensor(mine))]
+
+    def _unlike(self, ranks: Sequence[int], what: str, do: str) -> UserError:
+        names = [self.cluster.name_of(rank) for rank in range(self.num_replicas_in_sync)]
+        odd = " and ".join(names[rank] for rank in ranks)
+        rest = " and ".join(name for rank, name in enumerate(names) if rank not in ranks)
+        return UserError(f"the replicas have drifted apart: {odd} {what} {rest}", do)
 
     @property
     def _state_share(self) -> float:
@@ -110,7 +171,8 @@ class SynchronousStrategy(ReplicaStrategy):
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-            flat = self._collective.broadcast(torch.cat([tensor.reshape(-1) for tensor in alike]))
+            with self.during("prepare"):
+                flat = self._collective.broadcast(torch.cat([t.reshape(-1) for t in alike]))
             for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
                 tensor.copy_(part.view(tensor.shape))
 
@@ -123,7 +185,8 @@ class SynchronousStrategy(ReplicaStrategy):
         return model, PackedGradients(optimizer, self._collective)
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
-        weight, loss, stops = pair.gradients.reduce((float(stop),))
+        with self.during("update"):
+            weight, loss, stops = pair.gradients.reduce((float(stop),))
         if weight:
             if pair.clip_norm is not None:
                 pair.gradients.clip(pair.clip_norm)

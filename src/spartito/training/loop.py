@@ -195,7 +195,8 @@ class TrainingLoop:
         with closing(batches):
             self._train_epoch(batches)
         trainer.epoch = epoch + 1
-        logs = self._conclude(epoch, validation, history) if self._strategy.leads else {}
+        with self._strategy.during("end of epoch"):
+            logs = self._conclude(epoch, validation, history) if self._strategy.leads else {}
         self._forget()
         for callback in callbacks:
             callback.on_epoch_end(epoch, logs)
@@ -205,6 +206,7 @@ class TrainingLoop:
     ) -> dict[str, float]:
         """What the epoch came to, which also decides about the next learning rate."""
         trainer = self._trainer
+        self._strategy.compare_replicas(self._batches.order())
         figures, timing = self._figures()
         if validation is not None:
             figures |= {f"val_{name}": value for name, value in validation.run().items()}
@@ -302,7 +304,8 @@ class TrainingLoop:
 
     def _agree_to_stop(self) -> bool:
         trainer = self._trainer
-        trainer.stop_training = self._strategy.agree_to_stop(trainer.stop_training)
+        with self._strategy.during("end of epoch"):
+            trainer.stop_training = self._strategy.agree_to_stop(trainer.stop_training)
         return trainer.stop_training
 
 

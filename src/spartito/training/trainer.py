@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from spartito.checkpoint.manager import CheckpointManager, read_checkpoint, write_checkpoint
+from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint, write_checkpoint
 from spartito.data.collate import rows
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, make_loss
@@ -210,7 +210,8 @@ class Trainer:
         self, data: Any, *, steps: int | None = None, batch_size: int = 32
     ) -> dict[str, float]:
         """Loss and metrics over ``data``, exact over all replicas: ``{"loss": ..., ...}``."""
-        return self.strategy.lead(lambda: self._evaluation(data, steps, batch_size).run())
+        with self.strategy.during("evaluate"):
+            return self.strategy.lead(lambda: self._evaluation(data, steps, batch_size).run())
 
     def predict(self, data: Any, *, steps: int | None = None, batch_size: int = 32) -> Any:
         """The model's outputs for ``data`` in its order, all of them on every replica.
@@ -221,9 +222,9 @@ class Trainer:
         chain = replace(
             as_dataset(data, batch_size), shuffled=False, padded=True, corrupt_limit=0, repeats=1
         )
-        self.strategy.synchronize()
         outputs: list[Any] = []
-        with evaluating(self.model):
+        with self.strategy.during("predict"), evaluating(self.model):
+            self.strategy.synchronize()
             for batch in islice(self.strategy.distribute(chain, training=False), steps):
                 output = self.strategy.predict(batch, self.loss is not None)
                 size = batch.global_size
@@ -233,33 +234,56 @@ class Trainer:
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint to the directory ``path``, from which any strategy goes on.
 
-        Every replica calls it, the chief writes. It holds the model as ``model.safetensors``.
+        Every replica calls it, the chief writes; it returns once the checkpoint is there. It
+        holds the model as ``model.safetensors``. Raises `UserError` on all replicas when it
+        cannot be written.
         """
-        state = self.state()
-        if self.strategy.is_chief:
-            write_checkpoint(path, state)
+
+        def write() -> str:
+            if self.strategy.is_chief:
+                write_checkpoint(path, state)
+            return ""
+
+        with self.strategy.during("save"):
+            state = self.state()
+            self.strategy.attempt(write)
         return Path(path)
 
     def load(self, path: str | Path) -> None:
         """Take back what `save` or `ModelCheckpoint` wrote: one checkpoint, or a folder of them,
         whose newest is taken. The next `fit` goes on from there.
+
+        Every replica calls it and reads. Raises `UserError` on all of them when one cannot, or
+        when they have not read the same checkpoint.
         """
-        newest = CheckpointManager(path).latest()
-        self.load_state(read_checkpoint(path if newest is None else newest))
+        state: dict[str, Any] = {}
+
+        def read() -> str:
+            found = CheckpointManager(path).latest() or path
+            files, identity = identify_checkpoint(found)
+            state.update(files)
+            return f"{identity} {found}"
+
+        with self.strategy.during("load"):
+            came = self.strategy.attempt(read)
+            if len({text.partition(" ")[0] for text in came}) > 1:
+                raise UserError(_different_checkpoints(self.strategy, came), _SHARE)
+            self.load_state(state)
 
     def state(self) -> dict[str, Any]:
         """Everything that training needs to go on, equal on all replicas; all call it."""
-        return {
-            **self.strategy.state(),
-            "trainer": {
-                "step": self.step,
-                "epoch": self.epoch,
-                "seed": self.seed,
-                "scheduler": _scheduler_state(self.scheduler),
-                "loop": self._loop.state() if self._loop else None,
-                "callbacks": [[type(given).__name__, given.state()] for given in self._given],
-            },
-        }
+        with self.strategy.during("save"):
+            return {
+                **self.strategy.state(),
+                "trainer": {
+                    "step": self.step,
+                    "epoch": self.epoch,
+                    "seed": self.seed,
+                    "scheduler": _scheduler_state(self.scheduler),
+                    "loop": self._loop.state() if self._loop else None,
+                    "callbacks": [[type(given).__name__, given.state()] for given in self._given],
+                },
+            }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` answered, under any strategy and number of replicas."""
@@ -367,11 +391,33 @@ def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
     return None if scheduler is None else dict(scheduler.state_dict())
 
 
+_SHARE = (
+    "All must read the same one: from a folder that all machines share, or from equal copies of "
+    "it, once the call that saved it has returned on every replica."
+)
+
+
+def _different_checkpoints(strategy: Strategy, came: Sequence[str]) -> str:
+    """``came`` are the identity and the path of what each replica has read."""
+    read = [
+        f"{strategy.cluster.name_of(rank)} {path} ({identity[:8]})"
+        for rank, (identity, _, path) in enumerate(text.partition(" ") for text in came)
+    ]
+    return f"the replicas have read different checkpoints: {', '.join(read)}"
+
+
 def _join(parts: list[Any]) -> Any:
     if not parts:
         raise UserError("a prediction for no examples", "Give it some data.")
     first = parts[0]
     if isinstance(first, Tensor):
+        for number, part in enumerate(parts):
+            if part.shape[1:] != first.shape[1:]:
+                raise UserError(
+                    f"outputs of {tuple(first.shape)} for batch 0, of {tuple(part.shape)} for "
+                    f"batch {number}: they do not make one tensor",
+                    "Pad all batches to one length, or predict them one by one.",
+                )
         return torch.cat(parts)
     if isinstance(first, tuple):
         return tuple(_join(list(column)) for column in zip(*parts, strict=True))

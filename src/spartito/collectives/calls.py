@@ -1,0 +1,144 @@
+"""What replicas are at: every meeting carries the call that it is part of, in one number.
+
+    | purpose 5 bits | operation 4 | dtype 5 | index 10 | elements 39 |
+
+Replicas compare the numbers as they meet, which costs no meeting of its own. Each can read the
+other's number, so that the error names both tasks and both calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from spartito.errors import MismatchedCallsError
+
+OPERATIONS = (
+    "no call",
+    "all_reduce",
+    "all_gather",
+    "broadcast",
+    "barrier",
+    "reduce",
+    "new reducer",
+    "gather of rows",
+    "gather of bytes",
+    "shared memory",
+)
+PURPOSES = (
+    "",
+    "prepare",
+    "step",
+    "update",
+    "end of epoch",
+    "evaluate",
+    "predict",
+    "save",
+    "load",
+    "reduce",
+    "gather",
+    "data",
+)
+DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_OPERATION = {name: code for code, name in enumerate(OPERATIONS)}
+_PURPOSE = {name: code for code, name in enumerate(PURPOSES)}
+_DTYPE = {dtype: code for code, dtype in enumerate(DTYPES)}
+_OTHER = 31  # a dtype that is not in the table
+_NUMEL, _INDEX = (1 << 39) - 1, (1 << 10) - 1
+
+
+def code_of(dtype: torch.dtype | None) -> int:
+    """The number of a dtype, the same one for all that are not in the table."""
+    return _DTYPE.get(dtype, _OTHER)  # type: ignore[arg-type]
+
+
+def dtype_of(code: int) -> torch.dtype | None:
+    """The dtype of a number, None for one that is not in the table."""
+    return DTYPES[code] if code < len(DTYPES) else None
+
+
+def encode(operation: str, numel: int, dtype: torch.dtype | None, index: int = 0) -> int:
+    """A call as a number of 63 bits, without its purpose.
+
+    ``index`` is the source of a broadcast, or which of the reducers it is.
+    """
+    kind = _OPERATION[operation] << 5 | code_of(dtype)
+    return (kind << 10 | index & _INDEX) << 39 | min(numel, _NUMEL)
+
+
+def describe(word: int) -> str:
+    """The call in words, as ``reduce of 269322 float32 [step]``."""
+    operation, code = OPERATIONS[word >> 54 & 15], word >> 49 & 31
+    index, numel = word >> 39 & _INDEX, word & _NUMEL
+    dtype = str(dtype_of(code) or "").removeprefix("torch.")
+    size = f" of {numel} {dtype or 'elements'}" if numel or dtype else ""
+    which = f" from rank {index}" if operation == "broadcast" else f" by reducer {index}"
+    purpose = PURPOSES[word >> 58]
+    return f"{operation}{size}{which if index else ''}{f' [{purpose}]' if purpose else ''}"
+
+
+@dataclass(slots=True)
+class Doing:
+    """What this replica is at: the outermost call that runs, and what the calls are for."""
+
+    word: int = 0
+    purpose: int = 0
+
+    def call(self, word: int) -> _Call:
+        """A block at the call of this number; one inside of another is a part of it."""
+        return _Call(self, word)
+
+    @contextmanager
+    def during(self, purpose: str) -> Iterator[None]:
+        """For a block, calls are for ``purpose``, unless they are for something already."""
+        before, self.purpose = self.purpose, self.purpose or _PURPOSE[purpose]
+        try:
+            yield
+        finally:
+            self.purpose = before
+
+
+class _Call:
+    """The block of `Doing.call`: a generator would take three times as long, in every step."""
+
+    __slots__ = ("_before", "_doing", "_word")
+
+    def __init__(self, doing: Doing, word: int) -> None:
+        self._doing, self._word = doing, word
+
+    def __enter__(self) -> None:
+        doing = self._doing
+        self._before = doing.word
+        doing.word = self._before or doing.purpose << 58 | self._word
+
+    def __exit__(self, *error: object) -> None:
+        self._doing.word = self._before
+
+
+def mismatch(calls: dict[str, int]) -> MismatchedCallsError:
+    """The error for tasks (names in rank order) that meet in different calls."""
+    told = ", ".join(
+        f"{name} {'is ' if not number else ''}at {describe(word)}"
+        for number, (name, word) in enumerate(calls.items())
+    )
+    return MismatchedCallsError(
+        f"the replicas make different calls: {told}",
+        "All make the same ones in the same order, with the same sizes and data types: what "
+        "evaluates, predicts, saves or gathers does so on every replica, not on the chief alone.",
+    )

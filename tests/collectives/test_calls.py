@@ -1,0 +1,47 @@
+"""Replicas that meet in different calls are told so, on both sides, with both calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spartito.cluster.ports import free_ports
+from spartito.collectives.calls import DTYPES, OPERATIONS, PURPOSES, Doing, describe, encode
+from tests.collectives import jobs
+from tests.collectives.group import running
+
+WAYS = {"auto": 2, "process_group": 3, "sockets": 3, "on aab": 3, "on abb": 3}
+
+
+@pytest.mark.parametrize(("way", "world_size"), WAYS.items(), ids=WAYS)
+def test_calls_that_do_not_match_are_named_on_all_replicas(way: str, world_size: int) -> None:
+    ports = free_ports(len(jobs.MISMATCHES))
+    with running() as group:
+        for rank in range(world_size):
+            group.start(rank, jobs.mismatched_calls, world_size, ports, way)
+        answers = [group.answer(rank) for rank in range(world_size)]
+    for number, (_, _, chiefs, others) in enumerate(jobs.MISMATCHES):
+        for answer in answers:
+            kind, text = answer[number]
+            text = text.replace("new reducer", "reduce")  # where it needs no meeting, its use does
+            assert kind == "MismatchedCallsError", (chiefs, text)
+            assert f"worker 0 is at {chiefs}, worker " in text
+            assert f"at {others}\n" in text
+
+
+def test_a_call_is_its_number() -> None:
+    for operation in OPERATIONS[1:7]:
+        for dtype in DTYPES:
+            word = encode(operation, 269322, dtype, 1)
+            assert describe(word).startswith(
+                f"{operation} of 269322 {str(dtype).removeprefix('torch.')}"
+            )
+    assert describe(encode("barrier", 0, None)) == "barrier"
+    assert describe(encode("reduce", 1 << 50, torch.complex32)).endswith("elements")
+    doing = Doing()
+    for purpose in PURPOSES[1:]:
+        with doing.during(purpose), doing.during("step"), doing.call(encode("barrier", 0, None)):
+            assert doing.word < 1 << 63
+            with doing.call(encode("all_reduce", 1, torch.float32)):  # a part of the barrier
+                assert describe(doing.word) == f"barrier [{purpose}]"
+    assert doing == Doing()

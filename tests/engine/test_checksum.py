@@ -1,0 +1,39 @@
+"""Parameters that differ have other checksums, and whoever differs is found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from spartito.engine.checksum import apart, checksum, moments, odd_ones
+
+KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.mark.parametrize("dtype", KINDS)
+def test_one_bit_changes_the_checksum(dtype: torch.dtype) -> None:
+    image = torch.arange(24.0).view(1, 2, 3, 4).to(dtype)
+    tensors = [torch.tensor(1.0).to(dtype), image, torch.empty(0, dtype=dtype)]
+    before = checksum(tensors)
+    assert checksum([tensors[0], image.to(memory_format=torch.channels_last)]) == before
+    assert checksum([image, tensors[0]]) != before
+    image[0, 1, 2, 3] = torch.nextafter(image[0, 1, 2, 3].float(), torch.tensor(99.0)).to(dtype)
+    image[0, 0, 0, 0] = 2.0**-14
+    assert checksum(tensors) != before
+
+
+def test_rounding_is_not_drifting() -> None:
+    values = torch.randn(1000, generator=torch.Generator().manual_seed(1))
+    others = torch.randn(1000, generator=torch.Generator().manual_seed(2))
+    rounded = values * (1 + 1e-6)
+    broken = values.clone()
+    broken[0] = torch.nan
+    found = [moments([part]) for part in (values, rounded, others, values * 1.01, broken)]
+    assert apart(found) == [False, False, True, True, True]
+
+
+def test_the_odd_ones_are_those_that_differ_from_most() -> None:
+    assert odd_ones([3, 3, 3]) == []
+    assert odd_ones([1, 3, 3]) == [0]
+    assert odd_ones([1, 2]) == [1]
+    assert odd_ones([1, 2, 2, 1, 5]) == [1, 2, 4]
