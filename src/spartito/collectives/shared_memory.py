@@ -30,13 +30,7 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from spartito.collectives.calls import encode
-from spartito.collectives.collective import (
-    MAX_RIDERS,
-    Collective,
-    Reducer,
-    Riders,
-    add_riders,
-)
+from spartito.collectives.collective import MAX_RIDERS, Collective, Reducer, Riders, add_riders
 from spartito.collectives.store import absentees, ask
 from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, cgroup_quota, own_cgroup

@@ -226,9 +226,9 @@ class Strategy(ABC):
     def lead(self, work: Callable[[], T]) -> T:
         """What ``work`` answers, plain values, on every task; only those that lead do it."""
 
-    @abstractmethod
     def tell_all(self, text: str) -> list[str]:
         """What every replica tells, by rank; all call it. Where they do not meet: ``[text]``."""
+        return [text]
 
     def attempt(self, work: Callable[[], str]) -> list[str]:
         """What ``work`` returns on every replica, by rank; all call it, and leave together.
@@ -249,8 +249,7 @@ class Strategy(ABC):
                 raise UserError(f"{self.cluster.name_of(rank)}: {what}", do)
         return [found for found, _ in told]
 
-    @abstractmethod
-    def compare_replicas(self, order: int = 0) -> None:
+    def compare_replicas(self, order: int = 0) -> None:  # noqa: B027 - not all meet
         """Raise `UserError` that names the replicas whose parameters are not those of the others.
 
         ``order`` is a checksum of the examples of an epoch, in their order: it must be equal too.

@@ -256,12 +256,6 @@ class ParameterServerStrategy(ReplicaStrategy):
         answer: T = json.loads(self.work.published(JOB + self._leads))
         return answer
 
-    def compare_replicas(self, order: int = 0) -> None:
-        """Workers do not meet."""
-
-    def tell_all(self, text: str) -> list[str]:
-        return [text]
-
     def agree_to_stop(self, asked: bool) -> bool:
         if asked and self.chief is not None and not self._stopped:
             self.chief.stop()

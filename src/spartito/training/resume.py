@@ -1,11 +1,14 @@
-"""Where a saved position in the data means the same examples, and where it would not."""
+"""What training goes on from: one checkpoint for all, and where its position means the same."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
+from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
 from spartito.data.chain import Chain
 from spartito.errors import UserError
+from spartito.strategies import Strategy
 
 _ORDER = ("batch_size", "examples", "drop_remainder", "shuffled", "seed")
 
@@ -53,3 +56,30 @@ def next_epoch(position: dict[str, Any], chain: Chain) -> dict[str, int]:
     number = position["pass"] + (position["step"] > 0)
     repeats = chain.repeats or 1
     return {"pass": -(-number // repeats) * repeats, "step": 0}
+
+
+def read_together(strategy: Strategy, path: str | Path) -> dict[str, Any]:
+    """The checkpoint at ``path``, or the newest in that folder, as every replica reads it.
+
+    Raises `UserError` on all of them when one cannot, or when they have not read the same one.
+    """
+    state: dict[str, Any] = {}
+
+    def read() -> str:
+        found = CheckpointManager(path).latest() or path
+        files, identity = identify_checkpoint(found)
+        state.update(files)
+        return f"{identity} {found}"
+
+    came = [text.partition(" ") for text in strategy.attempt(read)]
+    if len({identity for identity, _, _ in came}) > 1:
+        told = [
+            f"{strategy.cluster.name_of(rank)} {found} ({identity[:8]})"
+            for rank, (identity, _, found) in enumerate(came)
+        ]
+        raise UserError(
+            f"the replicas have read different checkpoints: {', '.join(told)}",
+            "All must read the same one: from a folder that all machines share, or from equal "
+            "copies of it, once the call that saved it has returned on every replica.",
+        )
+    return state

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint, write_checkpoint
+from spartito.checkpoint.manager import write_checkpoint
 from spartito.data.collate import rows
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, make_loss
@@ -38,6 +38,7 @@ from spartito.training.evaluator import (
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics import MetricFunction, make_metrics
+from spartito.training.resume import read_together
 from spartito.training.run_folder import RunFolder
 from spartito.training.schedule import Schedule, Scheduler, SchedulerLike
 
@@ -256,19 +257,8 @@ class Trainer:
         Every replica calls it and reads. Raises `UserError` on all of them when one cannot, or
         when they have not read the same checkpoint.
         """
-        state: dict[str, Any] = {}
-
-        def read() -> str:
-            found = CheckpointManager(path).latest() or path
-            files, identity = identify_checkpoint(found)
-            state.update(files)
-            return f"{identity} {found}"
-
         with self.strategy.during("load"):
-            came = self.strategy.attempt(read)
-            if len({text.partition(" ")[0] for text in came}) > 1:
-                raise UserError(_different_checkpoints(self.strategy, came), _SHARE)
-            self.load_state(state)
+            self.load_state(read_together(self.strategy, path))
 
     def state(self) -> dict[str, Any]:
         """Everything that training needs to go on, equal on all replicas; all call it."""
@@ -389,21 +379,6 @@ def _restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> N
 
 def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
     return None if scheduler is None else dict(scheduler.state_dict())
-
-
-_SHARE = (
-    "All must read the same one: from a folder that all machines share, or from equal copies of "
-    "it, once the call that saved it has returned on every replica."
-)
-
-
-def _different_checkpoints(strategy: Strategy, came: Sequence[str]) -> str:
-    """``came`` are the identity and the path of what each replica has read."""
-    read = [
-        f"{strategy.cluster.name_of(rank)} {path} ({identity[:8]})"
-        for rank, (identity, _, path) in enumerate(text.partition(" ") for text in came)
-    ]
-    return f"the replicas have read different checkpoints: {', '.join(read)}"
 
 
 def _join(parts: list[Any]) -> Any:
