@@ -374,7 +374,7 @@ def test_a_mean_of_pushes(weights: list[float]) -> None:
         model.mask.copy_(torch.tensor([True, number % 2 == 0, False]))  # type: ignore[operator]
         copies.store_gradients()
         copies.store_changes(zero)
-        shard.mix(total, push, weight)
+        shard.mix(total, push, weight, number + 1)
     shard.divide(total, sum(weights), len(weights))
     shard.update(total)
     before.copy_(shard.values)

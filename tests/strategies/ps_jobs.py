@@ -84,6 +84,7 @@ class Asked:
     strategy: str = "parameter_server"
     options: dict[str, Any] = field(default_factory=dict)
     norm: bool = False
+    momentum: float = 0.1
     stream: bool = False
     own_loop: bool = False
     optimizer: str = "Adam"
@@ -114,7 +115,7 @@ class Asked:
 
 def network(asked: Asked) -> nn.Module:
     torch.manual_seed(3)
-    norm = [nn.BatchNorm1d(asked.width)] if asked.norm else []
+    norm = [nn.BatchNorm1d(asked.width, momentum=asked.momentum)] if asked.norm else []
     return nn.Sequential(
         nn.Linear(FEATURES, asked.width), *norm, nn.ReLU(), nn.Linear(asked.width, CLASSES)
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,10 @@ import torch
 
 from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
 from spartito.data.packaged import TRAINING
+from spartito.ps.layout import Span
+from spartito.ps.log import entries
+from spartito.ps.shard import Shard
+from spartito.ps.vector import Copies, Vector, allocate
 from spartito.strategies import strategy
 from tests.commands import commands_in
 from tests.replicas import ReplicaError, Replicas
@@ -149,6 +155,36 @@ def test_running_statistics_are_those_of_the_data(replicas: Replicas, tmp_path: 
     assert weights["1.num_batches_tracked"] > 0
     torch.testing.assert_close(weights["1.running_mean"], inputs.mean(0), atol=0.25, rtol=0)
     torch.testing.assert_close(weights["1.running_var"], inputs.var(0), atol=0.25, rtol=0.25)
+
+
+def test_running_statistics_of_many_workers_stay_within_what_was_seen(
+    replicas: Replicas, tmp_path: Path
+) -> None:
+    """Eight workers that each have a momentum of 0.3 go far beyond, if differences add up."""
+    asked = Asked(epochs=4, batch=64, examples=512, norm=True, momentum=0.3, rate=0.002,
+                  validation=True)  # fmt: skip
+    run = Run(replicas, tmp_path, 8, 1, asked)
+    run.check()
+    history = run.first["histories"][0]
+    assert all(map(math.isfinite, history["val_loss"]))
+    spans = [variance.aminmax() for variance in variances(run)]
+    assert all(0 < float(span.min) <= float(span.max) < 30 for span in spans)
+
+
+def variances(run: Run) -> Iterator[torch.Tensor]:
+    """BatchNorm's running variance on the server after each update."""
+    net = ps_jobs.network(run.asked)
+    optimizer = ps_jobs.make_optimizer(run.asked, net)
+    vector = Vector(net, optimizer)
+    span = Span(0, vector.layout.size)
+    shard = Shard(vector.layout, span, optimizer, vector.tensors)
+    served = Copies(vector, span, shard.values)
+    served.store()
+    for entry in entries(run.folder / "pushes" / "ps-0.log"):
+        gradient = torch.frombuffer(bytearray(entry.gradient), dtype=torch.uint8)
+        shard.update(allocate(span).copy_(gradient), entry.absent, entry.rate, entry.fresh)
+        served.load()
+        yield net.get_buffer("1.running_var")
 
 
 def test_a_chief_may_stop_in_the_middle(replicas: Replicas, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.ps.layout import LINE, Layout, Span, runs
+from spartito.ps.layout import BUFFER, LINE, Layout, Span, runs
 from spartito.ps.vector import dtype_of
 
 WIRE_DTYPES = ("bfloat16", "float16")
@@ -52,14 +52,15 @@ class PlainCodec:
 
 
 class NarrowCodec:
-    """Numbers of float32 and float64 travel as ``dtype``; all else as it is."""
+    """Learned numbers of float32 and float64 travel as ``dtype``; all else as it is."""
 
     def __init__(self, layout: Layout, span: Span, dtype: torch.dtype) -> None:
         self._parts: list[tuple[slice, torch.dtype, slice, torch.dtype]] = []
         end = 0
         for run in runs(layout, span):
             own = dtype_of(run.dtype)
-            sent = dtype if own in (torch.float32, torch.float64) else own
+            narrowed = run.group != BUFFER and own in (torch.float32, torch.float64)
+            sent = dtype if narrowed else own  # a statistic moves by less than such a rounding
             size = (run.stop - run.start) // own.itemsize * sent.itemsize
             here = slice(run.start - span.start, run.stop - span.start)
             self._parts.append((here, own, slice(end, end + size), sent))

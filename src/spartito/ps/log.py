@@ -15,11 +15,12 @@ from spartito.ps.vector import allocate
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """One update: the optimizer's options, what had no gradient, and the gradient's bytes."""
+    """One update: the optimizer's options, and what `Shard.update` took."""
 
     settings: list[dict[str, Any]]
     absent: list[int]
     rate: float
+    fresh: float
     gradient: bytes
 
 
@@ -35,11 +36,14 @@ class PushLog:
         """Bytes so far."""
         return self._file.tell()
 
-    def append(self, shard: Shard, gradient: Tensor, absent: Sequence[int], rate: float) -> None:
+    def append(
+        self, shard: Shard, gradient: Tensor, absent: Sequence[int], rate: float, fresh: float
+    ) -> None:
         """Record an update that is about to be made."""
-        entry = Entry(settings(shard.optimizer), list(absent), rate, gradient.numpy().tobytes())
-        data = msgspec.msgpack.encode(entry)
-        self._file.write(len(data).to_bytes(8, "little") + data)
+        data = gradient.numpy().tobytes()
+        entry = Entry(settings(shard.optimizer), list(absent), rate, fresh, data)
+        record = msgspec.msgpack.encode(entry)
+        self._file.write(len(record).to_bytes(8, "little") + record)
         self._file.flush()
 
     def cut(self, position: int) -> None:
@@ -58,7 +62,8 @@ def replay(path: Path, shard: Shard) -> int:
     for entry in entries(path):
         shard.set(entry.settings)
         gradient = torch.frombuffer(bytearray(entry.gradient), dtype=torch.uint8)
-        shard.update(allocate(shard.span).copy_(gradient), entry.absent, entry.rate)
+        memory = allocate(shard.span).copy_(gradient)
+        shard.update(memory, entry.absent, entry.rate, entry.fresh)
         count += 1
     return count
 

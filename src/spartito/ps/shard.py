@@ -24,7 +24,7 @@ from torch.optim import (
 
 from spartito.ps import fused
 from spartito.ps.layout import BUFFER, Layout, Part, Run, Span, runs
-from spartito.ps.vector import allocate, apart, dtype_of, flat, is_summed
+from spartito.ps.vector import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix
 
 ELEMENTWISE = (
     ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop,
@@ -96,15 +96,18 @@ class Shard:
         self._close = True  # the optimizer's state lies where torch has put it
         self._rebind(tensors)
 
-    def update(self, push: Tensor, absent: Sequence[int] = (), rate: float = 1.0) -> None:
+    def update(
+        self, push: Tensor, absent: Sequence[int] = (), rate: float = 1.0, fresh: float = 1.0
+    ) -> None:
         """One step of the optimizer with the gradients in ``push``, uint8 ``(bytes,)``.
 
         The entries ``absent`` have no gradient and stay as they are. ``rate`` scales the
-        learning rate of this update. Buffers change by what ``push`` holds at their place.
+        learning rate of this update. Of the buffers whole numbers grow by what ``push`` holds
+        at their offset; statistics move ``fresh`` (0 to 1) of the way to it.
         """
         kept = self._keep(absent) if absent else []
-        fresh = [n for n, p in enumerate(self._parameters) if p not in self.optimizer.state]
-        fresh = fresh if absent else []
+        begun = self.optimizer.state
+        new = [n for n, p in enumerate(self._parameters) if p not in begun] if absent else []
         for parameter, run in zip(self._parameters, self.slots, strict=True):
             parameter.grad = self._view(push, run)
         rates = [group["lr"] for group in self.optimizer.param_groups] if rate != 1.0 else []
@@ -115,36 +118,41 @@ class Shard:
             group["lr"] = own
         for tensor, old in kept:
             tensor.copy_(old)
-        if fresh:
-            self._forget(fresh, absent)
+        if new:
+            self._forget(new, absent)
         self._spread()
         for run in self._kept:
-            values, change = self._view(self.values, run), self._view(push, run)
+            values, pushed = self._view(self.values, run), self._view(push, run)
             if is_summed(run.dtype):
-                values.add_(change)
+                values.add_(pushed)
+            elif is_mixed(run.dtype):
+                mix(values, pushed, fresh)
             else:
-                values.copy_(change)
+                values.copy_(pushed)
 
-    def mix(self, total: Tensor, push: Tensor, weight: float) -> None:
-        """Add ``weight`` times the gradients of ``push``, and once its changes, to ``total``."""
+    def mix(self, total: Tensor, push: Tensor, weight: float, count: int) -> None:
+        """Add ``weight`` times the gradients of ``push``, the ``count``-th, to ``total``.
+
+        Of the buffers whole numbers are added, and statistics are the mean of all so far.
+        """
         for run in self.slots:
             self._view(total, run).add_(self._view(push, run), alpha=weight)
         for run in self._kept:
-            sums, change = self._view(total, run), self._view(push, run)
+            sums, pushed = self._view(total, run), self._view(push, run)
             if is_summed(run.dtype):
-                sums.add_(change)
+                sums.add_(pushed)
+            elif is_mixed(run.dtype) and count > 1:
+                mix(sums, pushed, 1 / count)
             else:
-                sums.copy_(change)
+                sums.copy_(pushed)
 
     def divide(self, total: Tensor, weight: float, count: int) -> None:
-        """Make the sum of `mix` a mean: gradients by their weight, changes by their count."""
+        """Make the sum of `mix` a mean: gradients by their weight, counts by their count."""
         for run in self.slots:
             self._view(total, run).mul_(1 / weight if weight else 0.0)
         for run in self._kept:
             if is_summed(run.dtype):
-                view = self._view(total, run)
-                whole = not (view.is_floating_point() or view.is_complex())
-                view.div_(count, rounding_mode="floor" if whole else None)
+                self._view(total, run).div_(count, rounding_mode="floor")
 
     def clip(self, push: Tensor, norm: float) -> None:
         """Scale the gradients so that their global L2 norm is at most ``norm``."""

@@ -36,6 +36,7 @@ class Sum:
     weight: float = 0.0
     pushes: int = 0
     mixed: int = 0  # those of them that were finite
+    late: int = 0  # how stale they are together
     absent: frozenset[int] | None = None
     keys: list[Key] = field(default_factory=list)
     examples: int = 0
@@ -228,11 +229,12 @@ class Store:
         self.staleness.add(staleness)
         if self.rules.aggregate == 1:
             rate = self._rate(staleness)
-            self._update(gradient, push.absent, rate)
+            self._update(gradient, push.absent, rate, 1 / (1 + staleness))
             self._count(push.keys, push.examples, 1)
             return
         self._mix(self._waiting, push, gradient)
         self._waiting.pushes += 1
+        self._waiting.late += staleness
         if self._waiting.mixed == self.rules.aggregate:
             self.flush()
 
@@ -295,9 +297,9 @@ class Store:
     def _mix(self, mean: Sum, push: Push, gradient: Tensor) -> None:
         if not mean.mixed:
             mean.total = self._zeros()
-        self.shard.mix(mean.total, gradient, push.weight)
         mean.weight += push.weight
         mean.mixed += 1
+        self.shard.mix(mean.total, gradient, push.weight, mean.mixed)
         mean.keys += push.keys
         mean.examples += push.examples
         missing = frozenset(push.absent)
@@ -308,18 +310,23 @@ class Store:
             self.shard.divide(mean.total, mean.weight, mean.mixed)
             if self.rules.clip_norm is not None:
                 self.shard.clip(mean.total, self.rules.clip_norm)
-            self._update(mean.total, sorted(mean.absent or ()), 1.0)
+            fresh = mean.mixed / (mean.mixed + mean.late)
+            self._update(mean.total, sorted(mean.absent or ()), 1.0, fresh)
         self._count(mean.keys, mean.examples, mean.pushes)
         self._spare = mean.total if mean.mixed else None
 
-    def _update(self, gradient: Tensor, absent: Sequence[int], rate: float) -> None:
+    def _update(self, gradient: Tensor, absent: Sequence[int], rate: float, fresh: float) -> None:
+        """``fresh`` is what a push of n updates ago says of statistics: 1 / (n + 1) of them.
+
+        So W workers together move them as far as one that has the momentum of its BatchNorm.
+        """
         options = self._timetable.at(self.pushes // self.rules.workers)
         if options is not None and options is not self._obeyed:
             self.shard.set(options)
             self._obeyed = options
         if self.log is not None:
-            self.log.append(self.shard, gradient, absent, rate)
-        self.shard.update(gradient, absent, rate)
+            self.log.append(self.shard, gradient, absent, rate, fresh)
+        self.shard.update(gradient, absent, rate, fresh)
         self.version += 1
         if self.tally is not None:
             self.tally.value = self.version + self.lost

@@ -20,8 +20,25 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 def is_summed(name: str) -> bool:
-    """Whether changes of a buffer of this dtype add up; of others the newest value counts."""
-    return not name.startswith(("bool", "uint16", "uint32", "uint64", "float8"))
+    """Whether changes of a buffer of this dtype add up: it counts something."""
+    return name.startswith(("int", "uint8"))
+
+
+def is_mixed(name: str) -> bool:
+    """Whether buffers of this dtype are statistics, whose values are mixed.
+
+    Of what is neither summed nor mixed the newest value counts.
+    """
+    return name.startswith(("float", "bfloat", "complex")) and not name.startswith("float8")
+
+
+def mix(values: Tensor, others: Tensor, weight: float) -> None:
+    """Move ``values`` by ``weight``, 0 to 1, of the way to ``others``, and never beyond.
+
+    What is equal stays as it is, bit by bit; what is not finite is taken from ``others``.
+    """
+    mixed = values.lerp(others, weight)
+    values.copy_(torch.where(values.isfinite() & (values != others), mixed, others))
 
 
 PAGE = 4096
@@ -121,13 +138,14 @@ class Copies:
         self._tensors = vector.tensors
         self._views = [place.view for place in self._places]
         self._targets = [self._part(vector.tensors[p.entry].detach(), p) for p in self._places]
-        broken = [  # runs whose numbers may be infinite or none
+        floating = [
             (run, memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype)))
             for run in runs(vector.layout, span)
-            if run.dtype.startswith(("float", "bfloat", "complex")) and is_summed(run.dtype)
+            if is_mixed(run.dtype)
         ]
-        self._sums = [view for _, view in broken]
-        self._changes = [view for run, view in broken if run.group == BUFFER]
+        self._gradients = [view for run, view in floating if run.group != BUFFER]
+        self._statistics = [view for run, view in floating if run.group == BUFFER]
+        self._before: Copies | None = None
 
     def load(self) -> None:
         """The memory's values into the model."""
@@ -153,27 +171,24 @@ class Copies:
         return absent
 
     def store_changes(self, before: Copies) -> None:
-        """How the buffers changed since ``before`` was loaded into the model."""
+        """The buffers; of what counts how it changed since ``before`` was loaded."""
+        self._before = before
         for place, old in zip(self._kept, before._kept, strict=True):
             now = self._part(self._tensors[place.entry].detach(), place)
             place.view.copy_(now)
             if place.summed:
                 place.view.sub_(old.view)
-        if not all(map(_has_finite_sum, self._changes)):
-            # An infinity that stays (a mask's) is no change, though its difference is no number.
-            for place, old in zip(self._kept, before._kept, strict=True):
-                if place.summed:
-                    now = self._part(self._tensors[place.entry].detach(), place)
-                    place.view.masked_fill_(
-                        (now == old.view) | (now != now) & (old.view != old.view), 0
-                    )
 
     def is_finite(self) -> bool:
-        """Whether the memory holds neither NaN nor infinity."""
-        # A sum is one pass without a result to store; only a strange one is looked at closely.
-        if all(map(_has_finite_sum, self._sums)):
-            return True
-        return all(bool(view.isfinite().all()) for view in self._sums)
+        """Whether gradients and new statistics hold neither NaN nor infinity.
+
+        An infinity that was there before (a mask's) is no new one.
+        """
+        before = self._statistics if self._before is None else self._before._statistics
+        return all(map(_is_finite, self._gradients)) and all(
+            _is_finite(now) or not _has_news(now, old)
+            for now, old in zip(self._statistics, before, strict=True)
+        )
 
     @staticmethod
     def _part(tensor: Tensor, place: _Place) -> Tensor:
@@ -198,6 +213,12 @@ def _place(tensor: Tensor, part: Part, dtype: str, span: Span, memory: Tensor) -
     return _Place(part.entry, view, whole, part.begin, part.end, is_summed(dtype))
 
 
-def _has_finite_sum(view: Tensor) -> bool:
+def _is_finite(view: Tensor) -> bool:
+    # A sum is one pass without a result to store; only a strange one is looked at closely.
     total = view.sum().item()
-    return total - total == 0
+    return total - total == 0 or bool(view.isfinite().all())
+
+
+def _has_news(now: Tensor, old: Tensor) -> bool:
+    """Whether a number that is not finite was another one before."""
+    return bool((~now.isfinite() & (now != old) & ~((now != now) & (old != old))).any())
