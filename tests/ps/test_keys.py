@@ -7,7 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.ps.keys import Key, Keys
+from spartito.ps.fields import MOST
+from spartito.ps.keys import ROW, Key, Keys
 
 
 @st.composite
@@ -61,7 +62,13 @@ def test_what_is_missing_of_a_range(
 def test_a_piece_takes_a_bit() -> None:
     keys = Keys(2)
     assert keys.add((1, 0, step, 0) for step in range(100_000)) == 100_000
-    assert sum(map(len, keys.dump().values())) <= 2 * 100_000 // 8 + 64
+    assert len(keys.dump()) < 1.5 * 2 * 100_000 / 8
+
+
+def test_a_piece_far_ahead_takes_no_more() -> None:
+    keys = Keys(1)
+    assert keys.add((1, number, MOST - 1, 0) for number in range(1000)) == 1000
+    assert len(keys.dump()) == 1000 * ROW.size
 
 
 def test_loaded_keys_are_no_view_of_what_was_dumped() -> None:

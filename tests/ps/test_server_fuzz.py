@@ -3,25 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import socket
 import threading
+import tracemalloc
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from msgspec import inspect
 from msgspec.structs import replace
 from torch import nn
 
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
-from spartito.ps.keys import MOST
+from spartito.log import Seldom
+from spartito.ps import work
+from spartito.ps.fields import MOST
 from spartito.ps.layout import cut
 from spartito.ps.messages import (
     Answer,
@@ -39,6 +44,7 @@ from spartito.ps.messages import (
     Push,
     Refused,
     Release,
+    Request,
     Schedule,
     Status,
     Values,
@@ -47,6 +53,7 @@ from spartito.ps.messages import (
 from spartito.ps.rules import Rules
 from spartito.ps.server import PURPOSE, Server
 from spartito.ps.shard import Shard
+from spartito.ps.sizes import KNOWN
 from spartito.ps.store import Store
 from spartito.ps.vector import Vector, allocate
 from spartito.ps.wire import PREFIX, Gone, Wire
@@ -219,7 +226,10 @@ def test_what_comes_before_a_hello(live: Live, steps: None, first: msgspec.Struc
         ({"rules": "{}"}, "has rules {}"),
         ({"job": "another"}, "is of job another"),
         ({"worker": 2}, "is worker 2 of 2"),
-        ({"worker": -2}, "is worker -2 of 2"),
+        ({"worker": -2}, "Expected `int` >= -1"),
+        ({"task": "worker 1\nspartito: all is well"}, "matching regex"),
+        ({"task": "w" * 201}, "length <= 200"),
+        ({"generation": -1}, "Expected `int` >= 0"),
     ],
 )
 def test_a_hello_that_does_not_fit(
@@ -249,6 +259,12 @@ def test_a_hello_that_does_not_fit(
         push_of(dropped=True, group=1, parties=2),
         Schedule(),
         Fence({1: 7}),
+        push_of(dropped=True, weight=float("inf")),
+        push_of(dropped=True, weight=1e300),
+        push_of(dropped=True, examples=1 << 40),
+        push_of(dropped=True, pulled=-1),
+        push_of(dropped=True, pulled=1 << 40),
+        push_of(dropped=True, parties=-1),
         Load(JOB, [{}], 0),
         LoadState(0, "momentum_buffer", "float32", [8]),
         Lost(0, 1, 1),
@@ -263,6 +279,99 @@ def test_what_a_worker_may_not_say(live: Live, steps: None, message: msgspec.Str
     before = live.store.values()
     wire = live.wire(live.hello)
     wire.send(message)
+    assert isinstance(answers_or_closes(wire), Refused)
+    assert live.store.values() == before
+
+
+def test_every_field_has_a_range() -> None:
+    """What a number or a text may be is said where the message is, and held as it is read."""
+    free = {"Report.sums", "Load.settings", "Push.settings", "State.settings", "Record.figures"}
+    for union in (Request, Answer, work.ToCoordinator, work.ToWorker):
+        for kind in get_args(union):
+            for place, found in fields_of(inspect.type_info(kind), kind.__name__):
+                assert place in free or has_range(found), place
+
+
+def fields_of(info: inspect.Type, place: str) -> Iterator[tuple[str, inspect.Type]]:
+    """Every type without parts that a message is made of, and the field where it is."""
+    if isinstance(info, inspect.StructType | inspect.DataclassType):
+        for field in info.fields:
+            yield from fields_of(field.type, f"{info.cls.__name__}.{field.name}")
+    elif isinstance(info, inspect.UnionType):
+        for part in info.types:
+            yield from fields_of(part, place)
+    elif isinstance(info, inspect.TupleType):
+        for part in info.item_types:
+            yield from fields_of(part, place)
+    elif isinstance(info, inspect.ListType | inspect.VarTupleType):
+        yield from fields_of(info.item_type, place)
+    elif isinstance(info, inspect.DictType):
+        yield from fields_of(info.key_type, place)
+        yield from fields_of(info.value_type, place)
+    else:
+        yield place, info
+
+
+def has_range(info: inspect.Type) -> bool:
+    if isinstance(info, inspect.IntType | inspect.FloatType):
+        return info.ge is not None and (info.lt is not None or info.le is not None)
+    if isinstance(info, inspect.StrType | inspect.BytesType):
+        return info.max_length is not None
+    return isinstance(info, inspect.BoolType | inspect.NoneType)
+
+
+def test_a_frame_takes_no_more_memory_than_it_is_long(live: Live, steps: None) -> None:
+    """One of 200 bytes took 786 MB: bits up to the last piece of six passes."""
+    before = live.store.pieces
+    keys = [(1, number, MOST // 2 - 1, 1) for number in range(6)]
+    wire = live.wire(live.hello)
+    tracemalloc.start()
+    try:
+        wire.send(push_of(dropped=True, keys=keys))
+        answer = wire.receive()
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        wire.close()
+    assert isinstance(answer, Values)
+    assert live.store.pieces == before + 6
+    assert most < 1 << 20
+
+
+def test_a_state_without_an_end(live: Live, steps: None) -> None:
+    """As many tensors as one likes: what they take together has a limit."""
+    wire = live.wire(replace(live.hello, chief=True))
+    wire.send(Load(JOB, [{}], 1 << 20), live.store.shard.values.numpy().data)
+    with contextlib.suppress(ConnectionError):
+        for number in range(40):
+            wire.send(LoadState(0, f"tensor {number}", "uint8", [1 << 18]), bytes(1 << 18))
+    assert isinstance(answers_or_closes(wire), Refused)
+
+
+def test_a_gradient_out_of_all_proportion_is_told(
+    live: Live, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(KNOWN):
+        live.serves(live.store.pieces)
+    live.server.seldom = Seldom()
+    wire = live.wire(live.hello)
+    version = live.store.version
+    with caplog.at_level(logging.WARNING):
+        push = push_of(keys=[(2, 0, 0, 1)], pulled=version)
+        wire.send(push, torch.full((live.span.size // 4,), 1e6).numpy().data)
+        assert isinstance(wire.receive(), Values)
+        wire.close()
+    assert "ps 0: worker 1 pushed a gradient with a norm of 2.83e+06; 1.41 is usual" in caplog.text
+    assert live.server.record()["largest_gradient"] == pytest.approx(8e12**0.5)
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite(live: Live, steps: None, number: float) -> None:
+    before = live.store.values()
+    wire = live.wire(live.hello)
+    gradient = torch.zeros(live.span.size // 4)
+    gradient[3] = number
+    wire.send(push_of(keys=[(3, 0, 0, 1)], pulled=live.store.version), gradient.numpy().data)
     assert isinstance(answers_or_closes(wire), Refused)
     assert live.store.values() == before
 
@@ -325,7 +434,19 @@ def test_a_load_that_does_not_fit(live: Live, steps: None, load: Load) -> None:
         msgspec.msgpack.encode({"first": -1, "rows": [[{}]]}),
         msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": 0.1}], []]}),
         msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": "fast"}]]}),
-        msgspec.msgpack.encode({"first": 0, "rows": [[{"params": []}]]}),
+        msgspec.msgpack.encode({"first": 1 << 60, "rows": [[{}]]}),
+        *(
+            msgspec.msgpack.encode({"first": 0, "rows": [[options]]})
+            for options in (
+                {"params": []},
+                {"lr": []},
+                {"lr": float("nan")},
+                {"lr": float("inf")},
+                {"lr": True},
+                {"nesterov": True},
+                {"initial_lr": float("nan")},
+            )
+        ),
     ],
 )
 def test_a_timetable_that_does_not_fit(live: Live, steps: None, timetable: bytes) -> None:

@@ -422,3 +422,39 @@ def test_settings_are_plain_values_and_come_back() -> None:
     shard.set(sent)
     assert options_of(shard.optimizer)[2]["lr"] == 0.25
     assert shard.optimizer.param_groups[2]["betas"] == (0.9, 0.999)
+
+
+@pytest.mark.parametrize(
+    ("kind", "new", "accepted"),
+    [
+        (Adam, {"lr": 0.5, "betas": [0.5, 0.9], "initial_lr": 1.0}, True),
+        (Adam, {"lr": 1}, True),
+        (Adam, {"foreach": True, "fused": False}, True),  # this process keeps its own
+        (Adam, {"betas": []}, False),
+        (Adam, {"betas": [0.9, 0.99, 0.999]}, False),
+        (Adam, {"betas": [0.9, 1.0]}, False),  # divides by zero
+        (Adam, {"betas": [0.9, float("nan")]}, False),
+        (Adam, {"betas": 0.9}, False),
+        (Adam, {"lr": float("nan")}, False),
+        (Adam, {"lr": []}, False),
+        (Adam, {"eps": float("inf")}, False),
+        (Adam, {"amsgrad": False}, False),  # it decides which state there is
+        (SGD, {"momentum": 0.5}, True),
+        (SGD, {"momentum": "much"}, False),
+    ],
+    ids=str,
+)
+def test_options_that_an_optimizer_may_get_in_training(
+    kind: type[Optimizer], new: dict[str, Any], accepted: bool
+) -> None:
+    net = Net()
+    optimizer = make(kind, net)
+    vector = Vector(net, optimizer)
+    (span,) = cut(vector.layout, 1, 16, False)
+    shard = Shard(vector.layout, span, optimizer, vector.tensors)
+    options = options_of(shard.optimizer)
+    assert shard.accepts([own | new for own in options]) == accepted
+    if accepted:
+        shard.set([own | new for own in options])
+        shard.update(allocate(span))
+        assert shard.optimizer.param_groups[0]["fused"] == options[0]["fused"]

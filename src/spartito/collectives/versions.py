@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import Self
+from typing import Annotated, Self
+
+from msgspec import Meta
 
 from spartito.errors import UserError
+
+_SHORT = Meta(max_length=100, pattern=r"\A[\w.+!-]*\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,8 +22,8 @@ class Versions:
     can refuse another by its name.
     """
 
-    spartito: str
-    torch: str
+    spartito: Annotated[str, _SHORT]
+    torch: Annotated[str, _SHORT]
 
     @classmethod
     def own(cls) -> Self:

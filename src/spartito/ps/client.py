@@ -18,12 +18,11 @@ from spartito.collectives.handshake import prove
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
 from spartito.ps.codec import make_codec
-from spartito.ps.connection import LOCAL, STATE_ROOM, areas, state_message
+from spartito.ps.connection import LOCAL, areas, room_for_state, state_message
 from spartito.ps.keys import Keys
 from spartito.ps.layout import Span
 from spartito.ps.messages import (
     Answer,
-    Applied,
     GetApplied,
     GetState,
     Hello,
@@ -44,6 +43,10 @@ from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
 
 BREAKS = 5
 """So often in a row a server may break the connection, and no answer come."""
+
+
+MOST_KEYS = 64 << 20
+"""Bytes of a server's applied pieces."""
 
 
 class Restarted(Exception):
@@ -167,12 +170,8 @@ class Link:
 
     def applied(self, slices: int) -> Keys:
         """Which pieces the server has applied."""
-        answer: Applied = self.ask(GetApplied())
-        bits, at, dumped = bytes(self._open.payload), 0, {}
-        for name, size in answer.passes:
-            dumped[name] = bits[at : at + size]
-            at += size
-        return Keys.load(slices, dumped)
+        self.ask(GetApplied())
+        return Keys.load(slices, bytes(self._open.payload))
 
     def close(self) -> None:
         """Leave. Calling it again changes nothing."""
@@ -268,7 +267,7 @@ class Link:
             raise
         wire.timeout = self._timeout
         wire.header_limit = LONG_HEADER
-        wire.limit = STATE_ROOM * self.span.size + (1 << 20)
+        wire.limit = room_for_state(self.span) + MOST_KEYS
         if self.push.numel():
             push.copy_(self.push)
             pull.copy_(self.pull)

@@ -6,7 +6,7 @@ import socket
 import tempfile
 import time
 from contextlib import suppress
-from math import prod
+from math import isfinite, prod
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from spartito.collectives.handshake import GREETING_SECONDS, StrangerError, chal
 from spartito.collectives.shared_memory import Segment, host_key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.log import warn
+from spartito.log import Seldom, shown
 from spartito.ps.codec import Codec, make_codec
 from spartito.ps.layout import ITEM_SIZES, Span
 from spartito.ps.messages import (
@@ -58,6 +58,11 @@ STATE_ROOM = 8  # the optimizer's tensors are at most so many times the values
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 
+def room_for_state(span: Span) -> int:
+    """The most bytes of the optimizer's state that are taken for the values of ``span``."""
+    return STATE_ROOM * span.size + (1 << 20)
+
+
 def areas(span: Span) -> tuple[int, int, int]:
     """Where a shared segment has its push area and its pull area, and its size, in bytes."""
     room = (-(-span.size // PAGE) + 1) * PAGE  # each begins at another place of its page
@@ -73,6 +78,7 @@ class Host(Protocol):
     life: str
     shares: bool
     key: bytes
+    seldom: Seldom
 
     def greet(self, hello: Hello) -> Refused | None:
         """Whether a task may come in."""
@@ -146,7 +152,8 @@ class Connection:
             if hello is not None:
                 self._serve()
         except ProtocolError as error:
-            warn("%s sends %s away: %s", self._server.name, _who(hello), error)
+            name, who, why = self._server.name, _who(hello), shown(str(error))
+            self._server.seldom.warn("%s sends %s away: %s", name, who, why)
             self._refuse(error)
         except (Gone, TimeoutError):
             pass  # it left, and comes back or not
@@ -199,7 +206,7 @@ class Connection:
             self._wire.send(Welcome(self._store.ready, self._server.life))
         self._wire.timeout = None
         self._wire.header_limit = LONG_HEADER
-        self._wire.limit = STATE_ROOM * self._span.size + (1 << 20)
+        self._wire.limit = room_for_state(self._span) if hello.chief else 0
         return hello
 
     def _fits(self, hello: Hello) -> bool:
@@ -252,9 +259,12 @@ class Connection:
                 self._check_push(message)
                 if not self._shared and not message.dropped:
                     self._codec.decode(inbox)
+                norm = 0.0 if message.dropped else store.shard.norm(inbox)
+                _need(isfinite(norm), "a gradient is not finite")
                 with store.turn:
                     self._need_values()
                     store.check(self._worker, self._generation)
+                    self._watch(norm)
                     status, staleness = store.push(self._worker, message, inbox)
                     store.check(self._worker, self._generation)  # a round takes its time
                     if message.pull:
@@ -278,6 +288,15 @@ class Connection:
             else:
                 self._control(message)
 
+    def _watch(self, norm: float) -> None:
+        """Say so if a gradient is out of all proportion; it counts as any other."""
+        sizes, usual = self._store.sizes, self._store.sizes.usual
+        if sizes.is_absurd(norm):
+            self._server.seldom.warn(
+                "%s: worker %d pushed a gradient with a norm of %.3g; %.3g is usual",
+                self._server.name, self._worker, norm, usual,
+            )  # fmt: skip
+
     def _answer(self, answer: Any, values: Tensor | None) -> None:
         if values is None or self._shared:
             self._wire.send(answer)
@@ -295,16 +314,16 @@ class Connection:
         store, wire, rules = self._store, self._wire, self._store.rules
         size = 0 if self._shared or push.dropped else self._codec.size
         entries = len(store.shard.layout.entries)
-        rounds = (push.group > 0, push.index >= 0, 0 < push.parties <= rules.workers)
+        rounds = (push.group > 0, 0 < push.parties <= rules.workers)
         _need(self._worker >= 0, "a push came from a task that computes nothing")
         _need(
             len(wire.payload) == size,
             f"{size} bytes of gradients were expected, {len(wire.payload)} came",
         )
         _need(bool(push.keys) and all(map(store.keys.accepts, push.keys)), "no such pieces")
-        _need(all(0 <= entry < entries for entry in push.absent), "no such parameters")
+        _need(all(entry < entries for entry in push.absent), "no such parameters")
+        _need(push.pulled <= store.version, "a gradient of values that are not there yet")
         _need(all(rounds) if rules.together else not push.group, "a round was not expected")
-        _need(0 <= push.weight < float("inf") and push.examples >= 0, "a weight is not a number")
 
     def _control(self, message: Any) -> None:
         """What comes seldom: of the chief, and of workers that rest."""
@@ -326,6 +345,7 @@ class Connection:
                 _need(known, "no such workers")
                 store.fence(message.generations)
             elif isinstance(message, Lost):
+                _need(message.worker < store.rules.workers, "no such worker")
                 store.lose(message.worker, message.group, message.size)
             elif isinstance(message, Flush):
                 store.flush()
@@ -334,9 +354,7 @@ class Connection:
                 self._send_state()
                 return
             elif isinstance(message, GetApplied):
-                dumped = store.keys.dump()
-                passes = [(name, len(bits)) for name, bits in dumped.items()]
-                wire.send(Applied(passes), b"".join(dumped.values()))
+                wire.send(Applied(), store.keys.dump())
                 return
             elif isinstance(message, Load):
                 self._begin_load(message)
@@ -356,7 +374,7 @@ class Connection:
             found = msgspec.msgpack.decode(self._wire.payload, type=Timetable)
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"a timetable that is none came: {error}") from error
-        known = found.first >= 0 and all(map(self._store.shard.accepts, found.rows))
+        known = all(map(self._store.shard.accepts, found.rows))
         _need(known, "the optimizer has no such options")
         return found
 
@@ -373,11 +391,14 @@ class Connection:
     def _load_state(self, message: LoadState) -> None:
         found = self._store.shard.slots
         _need(self._pending is not None, "the optimizer's state came where it was not expected")
-        known = 0 <= message.slot < len(found) and message.dtype in ITEM_SIZES
+        known = message.slot < len(found) and message.dtype in ITEM_SIZES
         _need(known and min(message.shape, default=1) > 0, "no such state")
         size = prod(message.shape) * ITEM_SIZES[message.dtype]
         came = len(self._wire.payload)
         _need(came == size, f"{size} bytes of state were expected, {came} came")
+        held = sum(tensor.nbytes for tensor in self._loading.values())
+        most = room_for_state(self._span)
+        _need(held + came <= most, f"more than {most} bytes of state came")
         data = torch.frombuffer(bytearray(self._wire.payload), dtype=dtype_of(message.dtype))
         self._loading[message.slot, message.key] = data.view(message.shape)
 

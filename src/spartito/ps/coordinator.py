@@ -13,7 +13,7 @@ from itertools import count
 from math import inf
 
 from spartito.errors import SpartitoError, UserError
-from spartito.log import note, warn
+from spartito.log import note, shown, warn
 from spartito.ps.board import Board
 from spartito.ps.lease import Lease, Plan, WorkQueue, WorkRange
 from spartito.ps.members import Member, absence, absent
@@ -340,14 +340,14 @@ class Coordinator:
                 self.fail(error)
         if report.bad:
             member.bad += report.bad
-            warn("%s: %d pushes were not finite and dropped: %s", member.name, report.bad,
-                 report.detail)  # fmt: skip
+            detail = shown(report.detail, 1000)
+            warn("%s: %d pushes were not finite and dropped: %s", member.name, report.bad, detail)
             total = sum(other.bad for other in self._members)
             if total > self._bad_limit:
                 self.fail(
                     SpartitoError(
                         f"{total} pushes were not finite and dropped, more than "
-                        f"{self._bad_limit}; the last by {member.name}: {report.detail}",
+                        f"{self._bad_limit}; the last by {member.name}: {detail}",
                         "Lower the learning rate, clip the gradients, or look at the data.",
                     )
                 )

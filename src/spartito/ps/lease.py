@@ -17,6 +17,7 @@ import msgspec
 from spartito.errors import UserError
 from spartito.ps.course import OPEN, Course
 from spartito.ps.course import Plan as Plan
+from spartito.ps.fields import Count, Number
 from spartito.ps.slices import Pace, Slice
 from spartito.ps.spans import Spans
 
@@ -40,14 +41,14 @@ class Lease(msgspec.Struct, frozen=True, tag="lease"):
     lengths. Without ``counts`` the pieces were reported before, and their sums count no more.
     """
 
-    id: int
-    epoch: int
-    pass_: int
-    slice: int
-    start: int
-    stop: int
-    group: int = 0
-    sizes: tuple[int, ...] = ()
+    id: Count
+    epoch: Count
+    pass_: Number
+    slice: Number
+    start: Number
+    stop: Number
+    group: Number = 0
+    sizes: tuple[Number, ...] = ()
     counts: bool = True
 
     def parties(self, index: int) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta
 
 from spartito.collectives.versions import Versions
+from spartito.ps.fields import Amount, Count, Name, Number, Place, Text
 from spartito.ps.keys import Key
 
 
@@ -17,18 +19,18 @@ class Message(msgspec.Struct, frozen=True, tag_field="kind", array_like=False):
 class Hello(Message, frozen=True, tag="hello"):
     """A task comes: which job and schema it has, and whether it could share memory."""
 
-    task: str
-    worker: int
+    task: Name
+    worker: Place
     """Its number among those that compute, -1 for a chief that does not."""
     chief: bool
-    job: str
-    digest: str
+    job: Name
+    digest: Name
     versions: Versions
-    rules: str
+    rules: Text
     """What must be equal on all tasks beside the schema, as text."""
-    host: str
+    host: Name
     """`host_key` of its machine, empty when it wants no shared memory."""
-    generation: int = 0
+    generation: Count = 0
     """Which process in the worker's place it is, as the coordinator numbers them."""
 
 
@@ -36,46 +38,46 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """The server's answer: whether it holds values of this job, and what it shares."""
 
     ready: bool
-    life: str
+    life: Name
     """Another one than before: the server was started again."""
-    segment: str = ""
+    segment: Text = ""
     """The file to map: push area, then pull area; empty means that payloads go by the wire."""
-    socket: str = ""
+    socket: Text = ""
     """Where to connect again for control, on the same machine."""
 
 
 class Load(Message, frozen=True, tag="load"):
     """The chief's values as payload; the optimizer's tensors follow as `LoadState`."""
 
-    job: str
-    settings: list[dict[str, Any]]
-    tensors: int
+    job: Name
+    settings: list[dict[Name, Any]]
+    tensors: Number
 
 
 class LoadState(Message, frozen=True, tag="load_state"):
     """One tensor of the optimizer's state; its elements are the payload."""
 
-    slot: int
-    key: str
-    dtype: str
-    shape: list[int]
+    slot: Number
+    key: Name
+    dtype: Name
+    shape: Annotated[list[Number], Meta(max_length=64)]
 
 
 class Push(Message, frozen=True, tag="push"):
     """A gradient of some pieces, as payload or in shared memory, and a wish for new values."""
 
     keys: list[Key]
-    pulled: int
+    pulled: Count
     """The version of the values that it was computed with."""
-    weight: float
-    examples: int
-    absent: list[int]
+    weight: Amount
+    examples: Number
+    absent: list[Number]
     dropped: bool = False
     """The gradient was not finite: the pieces count as applied, and change nothing."""
     pull: bool = True
-    group: int = 0
-    index: int = 0
-    parties: int = 0
+    group: Number = 0
+    index: Number = 0
+    parties: Number = 0
 
 
 class Pull(Message, frozen=True, tag="pull"):
@@ -87,13 +89,13 @@ class Pull(Message, frozen=True, tag="pull"):
 class Values(Message, frozen=True, tag="values"):
     """The values as payload or in shared memory, unless nobody wished for them."""
 
-    version: int
-    pushes: int
-    pieces: int
-    examples: int
-    status: str = "applied"
+    version: Count
+    pushes: Count
+    pieces: Count
+    examples: Count
+    status: Name = "applied"
     """Of a push: ``applied``, ``duplicate`` (its pieces were known) or ``stale`` (refused)."""
-    staleness: int = 0
+    staleness: Count = 0
 
 
 def furthest(one: Values, other: Values) -> Values:
@@ -113,9 +115,9 @@ class Release(Message, frozen=True, tag="release"):
 class Lost(Message, frozen=True, tag="lost"):
     """The chief: a worker is gone, which had a lease of ``size`` pieces in ``group``."""
 
-    worker: int
-    group: int
-    size: int
+    worker: Number
+    group: Number
+    size: Number
 
 
 class Fence(Message, frozen=True, tag="fence"):
@@ -125,7 +127,7 @@ class Fence(Message, frozen=True, tag="fence"):
     was started again lets no worker in before the chief has told it.
     """
 
-    generations: dict[int, int]
+    generations: dict[Number, Count]
 
 
 class Schedule(Message, frozen=True, tag="schedule"):
@@ -147,8 +149,8 @@ class GetState(Message, frozen=True, tag="get_state"):
 class State(Message, frozen=True, tag="state"):
     """The values as payload; as many `LoadState` follow."""
 
-    tensors: int
-    settings: list[dict[str, Any]]
+    tensors: Number
+    settings: list[dict[Name, Any]]
 
 
 class GetApplied(Message, frozen=True, tag="get_applied"):
@@ -156,9 +158,7 @@ class GetApplied(Message, frozen=True, tag="get_applied"):
 
 
 class Applied(Message, frozen=True, tag="applied"):
-    """Their bits are the payload: for each pass its name, and how many bytes are its."""
-
-    passes: list[tuple[str, int]]
+    """The payload is what `Keys.dump` answers."""
 
 
 class GetRecord(Message, frozen=True, tag="get_record"):
@@ -168,7 +168,7 @@ class GetRecord(Message, frozen=True, tag="get_record"):
 class Record(Message, frozen=True, tag="record"):
     """Its counts and its histogram of staleness, as a run's records keep them."""
 
-    figures: dict[str, Any]
+    figures: dict[Name, Any]
 
 
 class Done(Message, frozen=True, tag="done"):
@@ -178,8 +178,8 @@ class Done(Message, frozen=True, tag="done"):
 class Refused(Message, frozen=True, tag="refused"):
     """It cannot be: why, and what to do; ``lost`` when it is for want of another task."""
 
-    why: str
-    advice: str
+    why: Text
+    advice: Text
     lost: bool = False
 
 

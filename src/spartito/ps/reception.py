@@ -9,7 +9,7 @@ import threading
 from spartito.collectives.door import Door
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
-from spartito.log import warn
+from spartito.log import Seldom, shown
 from spartito.ps.coordinator import ANSWER_SECONDS, Coordinator
 from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.work import (
@@ -36,6 +36,7 @@ class Reception:
 
     def __init__(self, coordinator: Coordinator, listener: socket.socket, key: bytes = b"") -> None:
         self._coordinator = coordinator
+        self._seldom = Seldom()
         self._lock = threading.Lock()
         self._talks: dict[Wire, threading.Thread] = {}
         # Several signs of life in the time after which their absence is noticed.
@@ -72,7 +73,7 @@ class Reception:
         except UserError as error:
             self._refuse(wire, error)
         except ProtocolError as error:
-            warn("a connection to the coordinator was closed: %s", error)
+            self._seldom.warn("a worker's connection was closed: %s", shown(str(error)))
         except (Gone, TimeoutError):
             pass  # a stranger; a worker's end was told to the coordinator
         finally:
@@ -87,7 +88,7 @@ class Reception:
         except UserError as error:
             self._refuse(wire, error)
             if self._coordinator.begun:
-                warn("a worker was refused: %s", error)
+                self._seldom.warn("a worker was refused: %s", shown(str(error), 1000))
             else:
                 self._coordinator.fail(error)
             return False

@@ -16,7 +16,7 @@ import torch
 from spartito.collectives.door import Door
 from spartito.collectives.shared_memory import supported
 from spartito.errors import SpartitoError, TaskLostError
-from spartito.log import note, warn
+from spartito.log import Seldom, note, warn
 from spartito.ps.connection import Connection
 from spartito.ps.messages import Hello, Refused
 from spartito.ps.store import Store
@@ -53,6 +53,7 @@ class Server:
         key: bytes = b"",
     ) -> None:
         self.store, self.name, self.wire_dtype, self.key = store, name, wire_dtype, key
+        self.seldom = Seldom()
         self.shares = shares and supported()
         self.sent = self.received = 0
         self.life = secrets.token_hex(4)
@@ -116,6 +117,7 @@ class Server:
             "duplicates": store.duplicates,
             "dropped": store.dropped,
             "refused": store.refused,
+            "largest_gradient": store.sizes.largest,
             "lost": store.lost,
         }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from math import isfinite, sqrt
 from typing import Any
 
 import torch
@@ -33,6 +35,9 @@ ELEMENTWISE = (
 
 SETTINGS = (bool, int, float, str, list, tuple, type(None))
 """What an option of a parameter group is, to be sent along with a push."""
+
+KERNELS = frozenset({"capturable", "differentiable", "foreach", "fused"})
+"""Options that say how a process computes its update, not which: each keeps its own."""
 
 COUNTERS = ("step", "eta", "mu", "mu_product")
 """State of elementwise optimizers that is one number for all elements of a parameter."""
@@ -73,7 +78,7 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 def set_options(groups: Sequence[dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
     """Give parameter groups the options that `settings` answered, as far as they have such."""
     for group, new in zip(groups, options, strict=True):
-        for name in new.keys() & group.keys():
+        for name in (new.keys() & group.keys()) - KERNELS:
             group[name] = tuple(new[name]) if isinstance(group[name], tuple) else new[name]
 
 
@@ -160,6 +165,15 @@ class Shard:
         total = torch.nn.utils.get_total_norm(grads)
         torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
 
+    def norm(self, push: Tensor) -> float:
+        """The L2 norm of the gradients; infinite or nan if one of them is not finite."""
+        norms = [torch.linalg.vector_norm(self._view(push, run)) for run in self.slots]
+        total = sqrt(sum(float(norm) ** 2 for norm in norms))
+        if isfinite(total):
+            return total
+        finite = all(bool(self._view(push, run).isfinite().all()) for run in self.slots)
+        return sys.float_info.max if finite else total  # else too large for its own square
+
     def accepts(self, options: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these can be options of our parameter groups, for each group some.
 
@@ -167,7 +181,7 @@ class Shard:
         """
         groups = self.optimizer.param_groups
         return len(options) == len(groups) and all(
-            name != "params" and _is_like(value, group.get(name))
+            name != "params" and _may_become(name, value, group.get(name))
             for group, new in zip(groups, options, strict=True)
             for name, value in new.items()
         )
@@ -312,12 +326,26 @@ def _is_long(key: str, run: Run, values: Sequence[Tensor]) -> bool:
     return any(value.dim() for value in values) or (key not in COUNTERS and len(run.parts) > 1)
 
 
-def _is_like(value: Any, old: Any) -> bool:
-    """Whether an option may become ``value``: a number stays one, and a text a text."""
-    for kind in ((bool, int, float, Tensor), (str,), (list, tuple)):
-        if isinstance(old, kind):
-            return isinstance(value, kind)
-    return isinstance(value, SETTINGS)
+def _may_become(name: str, value: Any, old: Any) -> bool:
+    """Whether the option ``name`` may change from ``old`` to ``value`` while we train.
+
+    Numbers change, and stay finite ones. What decides which state an optimizer has does not
+    change: it would fail at the next update.
+    """
+    if isinstance(old, bool) and name not in KERNELS:
+        return value is old
+    if isinstance(old, int | float | Tensor) and not isinstance(old, bool):
+        return _is_number(value) and (name != "betas" or 0 <= value < 1)
+    if isinstance(old, list | tuple):
+        alike = isinstance(value, list | tuple) and len(value) == len(old)
+        return alike and all(_may_become(name, *pair) for pair in zip(value, old, strict=True))
+    if isinstance(old, str):
+        return isinstance(value, str)
+    return isinstance(value, SETTINGS) and (not isinstance(value, float) or isfinite(value))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
 
 
 def _within(run: Run, part: Part) -> slice:

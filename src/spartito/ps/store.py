@@ -20,6 +20,7 @@ from spartito.ps.log import PushLog
 from spartito.ps.messages import Push, Values
 from spartito.ps.rules import Rules
 from spartito.ps.shard import Shard, settings
+from spartito.ps.sizes import Sizes
 from spartito.ps.staleness import Gate, Histogram
 from spartito.ps.tally import Tally
 from spartito.ps.timetable import Row, Timetable
@@ -70,6 +71,7 @@ class Store:
         self.duplicates = self.dropped = self.refused = self.lost = 0
         self.keys = Keys(rules.workers)
         self.staleness = Histogram()
+        self.sizes = Sizes()
         self._gate = Gate(rules.max_staleness or 0) if gates and rules.waits else None
         self._waiting = Sum(torch.empty(0))  # pushes that `aggregate` puts together
         self._rounds: dict[tuple[int, int], Sum] = {}
@@ -346,8 +348,8 @@ class Store:
         tensors = {"values": self.shard.values.clone()}
         for (slot, key), value in self.shard.state().items():
             tensors[f"{slot}/{key}"] = value.clone()
-        for name, bits in self.keys.dump().items():
-            tensors[f"keys/{name}"] = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
+        if bits := self.keys.dump():
+            tensors["keys"] = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         about = {
             "job": self.job,
             "digest": self.shard.layout.digest,
@@ -362,11 +364,8 @@ class Store:
     def restore(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
         """Take back what `dump` answered."""
         self.shard.values.copy_(tensors.pop("values"))
-        dumped = {
-            name.removeprefix("keys/"): tensors.pop(name).numpy().tobytes()
-            for name in [name for name in tensors if name.startswith("keys/")]
-        }
-        self.keys = Keys.load(self.rules.workers, dumped)
+        bits = tensors.pop("keys", torch.empty(0, dtype=torch.uint8))
+        self.keys = Keys.load(self.rules.workers, bits.numpy().tobytes())
         self.shard.set(about["settings"])
         self.shard.load_state({_slot(name): value for name, value in tensors.items()})
         self.version, self.pushes, self.pieces, self.examples = about["counts"]

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from spartito.ps.fields import Count
 from spartito.ps.shard import settings
 
 AHEAD = 256
@@ -31,7 +32,7 @@ Row = list[dict[str, Any]]
 class Timetable(msgspec.Struct, frozen=True):
     """``rows[i]`` holds at global step ``first + i``; the first one before, the last one after."""
 
-    first: int = 0
+    first: Count = 0
     rows: list[Row] = []
 
     def at(self, step: int) -> Row | None:

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 MAGIC = b"SPTO"
 VERSION = 1
 MAX_HEADER = 64 << 10  # bytes, of a stranger
-LONG_HEADER = 64 << 20
-"""The same of a task of the job: thousands of parameter groups, millions of passes."""
+LONG_HEADER = 4 << 20
+"""The same of a task of the job: thousands of parameter groups."""
 
 PREFIX = struct.Struct("<4sBBHIQIQ")
 """Magic, version, flags, reserved, header bytes, payload bytes, CRC-32, sum of the payload."""

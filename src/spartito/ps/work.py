@@ -8,6 +8,7 @@ from typing import Protocol
 import msgspec
 
 from spartito.collectives.versions import Versions
+from spartito.ps.fields import Amount, Count, Data, Number, Place, Text
 from spartito.ps.lease import Lease
 
 MAX_PUBLISHED = 64 << 20  # bytes
@@ -21,11 +22,11 @@ class Report(msgspec.Struct, frozen=True):
     were not finite; ``detail`` says which.
     """
 
-    lease: int
+    lease: Count
     sums: list[float]
-    ended: int | None = None
-    bad: int = 0
-    detail: str = ""
+    ended: Number | None = None
+    bad: Number = 0
+    detail: Text = ""
     abandoned: bool = False
 
 
@@ -36,7 +37,7 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
     """All of ``epoch`` is done; with ``stop`` no more work comes in this stream at all."""
 
-    epoch: int
+    epoch: Count
     stop: bool = False
 
 
@@ -85,7 +86,7 @@ class Totals:
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message of a connection: which worker it is, and what it runs."""
 
-    worker: int
+    worker: Place
     versions: Versions
 
 
@@ -96,8 +97,8 @@ class Beat(msgspec.Struct, frozen=True, tag="beat"):
 class Take(msgspec.Struct, frozen=True, tag="take"):
     """As `WorkSource.take`; answered with `Answer` in about a second at the latest."""
 
-    stream: int
-    epoch: int
+    stream: Count
+    epoch: Count
     report: Report | None
     wait: bool
 
@@ -105,7 +106,7 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """As `WorkSource.published`; answered with `Value` in about a second at the latest."""
 
-    key: int
+    key: Count
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -115,15 +116,15 @@ class Bye(msgspec.Struct, frozen=True, tag="bye"):
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
     """Come in as ``generation`` of your place, and let us hear of you every ``beat`` seconds."""
 
-    beat: float
-    generation: int
+    beat: Amount
+    generation: Count
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
     """Work; ``rates`` only if they have changed since the last answer."""
 
     work: Work
-    rates: bytes | None = None
+    rates: Data | None = None
 
 
 class Value(msgspec.Struct, frozen=True, tag="value"):
@@ -135,8 +136,8 @@ class Value(msgspec.Struct, frozen=True, tag="value"):
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
     """No; the connection ends."""
 
-    what: str
-    do: str = ""
+    what: Text
+    do: Text = ""
 
 
 ToCoordinator = Hello | Beat | Take | Ask | Bye
