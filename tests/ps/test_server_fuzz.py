@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
+import select
 import socket
 import threading
+import time
 import tracemalloc
 import zlib
 from collections.abc import Iterator
@@ -22,6 +24,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 from torch import nn
 
+from spartito.collectives.handshake import prove
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
 from spartito.log import Seldom
@@ -57,7 +60,7 @@ from spartito.ps.sizes import KNOWN
 from spartito.ps.store import Store
 from spartito.ps.vector import Vector, allocate
 from spartito.ps.wire import PREFIX, Gone, Wire
-from tests.callers import call
+from tests.callers import call, hung_up
 
 HOST, LIMIT, JOB = "127.0.0.1", 10.0, "a job"
 
@@ -65,8 +68,10 @@ HOST, LIMIT, JOB = "127.0.0.1", 10.0, "a job"
 class Live:
     """A server in a thread, with values of a small model."""
 
-    def __init__(self, folder: Path, rules: Rules) -> None:
-        net = nn.Linear(3, 2)
+    def __init__(
+        self, folder: Path, rules: Rules, size: tuple[int, int] = (3, 2), timeout: float = 60
+    ) -> None:
+        net = nn.Linear(*size)
         optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
         vector = Vector(net, optimizer)
         (self.span,) = cut(vector.layout, 1, 16, False)
@@ -75,7 +80,7 @@ class Live:
         listener = listen(HOST, 0, "ps 0", anywhere=False)
         self.port: int = listener.getsockname()[1]
         self.server = Server(
-            self.store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=60,
+            self.store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=timeout,
             snapshots=folder / "ps-0.safetensors", seconds=1000,
         )  # fmt: skip
         self.hello = Hello(
@@ -95,7 +100,7 @@ class Live:
         return wire
 
     def stranger(self) -> Wire:
-        return Wire(call(self.port, PURPOSE), Answer, limit=1 << 16, timeout=LIMIT)
+        return Wire(call(self.port, PURPOSE), Answer, limit=1 << 24, timeout=LIMIT)
 
     def serves(self, step: int) -> None:
         """A proper client's push is applied, and it hears the new values."""
@@ -112,12 +117,55 @@ class Live:
         assert len(wire.payload) == self.span.size
         wire.close()
 
+    def deaf(self, hello: Hello, message: msgspec.Struct) -> socket.socket:
+        """A task of the job that asks and reads no answer; its system takes a few KB of it."""
+        raw = socket.socket()
+        raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
+        raw.connect((HOST, self.port))
+        prove(raw, "ps 0", b"", PURPOSE, time.monotonic() + LIMIT)
+        wire = Wire(raw, Answer, timeout=LIMIT)
+        wire.send(hello)
+        assert isinstance(wire.receive(), Welcome)
+        wire.send(message)
+        return raw
+
     def close(self) -> None:
         self.chief.send(End())
         self.chief.receive()
         self.chief.close()
         self.thread.join(LIMIT)
         assert not self.thread.is_alive()
+
+
+LARGE = (1500, 1500)  # 9 MB: more than the buffers of a connection hold
+
+
+@pytest.mark.parametrize(
+    ("chief", "message"), [(True, GetState()), (False, Pull(admit=True))], ids=["state", "values"]
+)
+def test_who_reads_no_answer_keeps_nobody_waiting(
+    chief: bool, message: msgspec.Struct, tmp_path: Path
+) -> None:
+    live = Live(tmp_path, Rules(2), LARGE)
+    hello = replace(live.hello, task="worker 0", worker=0, chief=chief)
+    with contextlib.closing(live), live.deaf(hello, message) as deaf:
+        assert select.select([deaf], [], [], LIMIT)[0]  # the answer has begun
+        for step in range(2):
+            live.serves(step)
+        assert live.store.version == 2
+
+
+def test_an_answer_that_nobody_reads_ends(tmp_path: Path) -> None:
+    live = Live(tmp_path, Rules(2), LARGE, timeout=2.0)
+    with contextlib.closing(live), live.deaf(live.hello, Pull(admit=True)) as deaf:
+        end = time.monotonic() + LIMIT
+        while len(live.server._connections) > 1:
+            live.chief.send(Status())  # the chief is heard of
+            live.chief.receive()
+            assert time.monotonic() < end, "the server waits for a reader"
+            time.sleep(0.05)
+        assert hung_up(deaf)  # what had been sent, and then the end
+        live.serves(0)
 
 
 def push_of(**facts: Any) -> Push:

@@ -291,9 +291,9 @@ def replayed(asked: Asked, folder: Path, servers: int) -> dict[str, Tensor]:
 def shorten() -> None:
     """End this task's waits for others after `SHORT` from now on."""
     for one in gc.get_objects():
-        if isinstance(one, Server | Link):
+        if isinstance(one, Link):
             one._timeout = SHORT
-        if isinstance(one, Coordinator):
+        if isinstance(one, Coordinator | Server):
             one.timeout = SHORT
         if isinstance(one, Evaluator):
             one._limit = SHORT

@@ -18,7 +18,7 @@ from spartito.collectives.handshake import prove
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
 from spartito.ps.codec import make_codec
-from spartito.ps.connection import LOCAL, areas, room_for_state, state_message
+from spartito.ps.connection import LOCAL, areas
 from spartito.ps.keys import Keys
 from spartito.ps.layout import Span
 from spartito.ps.messages import (
@@ -38,6 +38,7 @@ from spartito.ps.messages import (
 )
 from spartito.ps.server import PURPOSE
 from spartito.ps.shard import State as OptimizerState
+from spartito.ps.transfer import room_for_state, state_message
 from spartito.ps.vector import Copies, Vector, allocate, dtype_of
 from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
-from math import isfinite, prod
+from math import isfinite
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,7 +21,7 @@ from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import Seldom, shown
 from spartito.ps.codec import Codec, make_codec
-from spartito.ps.layout import ITEM_SIZES, Span
+from spartito.ps.layout import Span
 from spartito.ps.messages import (
     Applied,
     Done,
@@ -41,26 +42,18 @@ from spartito.ps.messages import (
     Release,
     Request,
     Schedule,
-    State,
     Status,
     Welcome,
 )
-from spartito.ps.shard import State as OptimizerState
-from spartito.ps.shard import settings
 from spartito.ps.store import Store
 from spartito.ps.timetable import Timetable
-from spartito.ps.vector import PAGE, STRIDE, allocate, dtype_of
-from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
+from spartito.ps.transfer import Loading, room_for_state, state_messages
+from spartito.ps.vector import PAGE, STRIDE, allocate
+from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire, need
 
 LOCAL = "ps memory"
 """The purpose of the second connection of a task that shares memory."""
-STATE_ROOM = 8  # the optimizer's tensors are at most so many times the values
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-
-
-def room_for_state(span: Span) -> int:
-    """The most bytes of the optimizer's state that are taken for the values of ``span``."""
-    return STATE_ROOM * span.size + (1 << 20)
 
 
 def areas(span: Span) -> tuple[int, int, int]:
@@ -78,6 +71,7 @@ class Host(Protocol):
     life: str
     shares: bool
     key: bytes
+    timeout: float
     seldom: Seldom
 
     def greet(self, hello: Hello) -> Refused | None:
@@ -120,9 +114,7 @@ class Connection:
         self._server, self._store = server, server.store
         self._wire = Wire(sock, Request, timeout=GREETING_SECONDS)
         self._worker, self._generation, self._chief = -1, 0, False
-        self._loading: OptimizerState = {}
-        self._expected = 0
-        self._pending: Load | None = None
+        self._loading: Loading | None = None
         span = self._store.shard.span
         self._span = span
         self._shared = False
@@ -204,7 +196,7 @@ class Connection:
         else:
             self._inbox, self._outbox = allocate(self._span), allocate(self._span)
             self._wire.send(Welcome(self._store.ready, self._server.life))
-        self._wire.timeout = None
+        self._wire.set_timeouts(send=self._server.timeout, receive=None)
         self._wire.header_limit = LONG_HEADER
         self._wire.limit = room_for_state(self._span) if hello.chief else 0
         return hello
@@ -260,7 +252,7 @@ class Connection:
                 if not self._shared and not message.dropped:
                     self._codec.decode(inbox)
                 norm = 0.0 if message.dropped else store.shard.norm(inbox)
-                _need(isfinite(norm), "a gradient is not finite")
+                need(isfinite(norm), "a gradient is not finite")
                 with store.turn:
                     self._need_values()
                     store.check(self._worker, self._generation)
@@ -315,59 +307,65 @@ class Connection:
         size = 0 if self._shared or push.dropped else self._codec.size
         entries = len(store.shard.layout.entries)
         rounds = (push.group > 0, 0 < push.parties <= rules.workers)
-        _need(self._worker >= 0, "a push came from a task that computes nothing")
-        _need(
+        need(self._worker >= 0, "a push came from a task that computes nothing")
+        need(
             len(wire.payload) == size,
             f"{size} bytes of gradients were expected, {len(wire.payload)} came",
         )
-        _need(bool(push.keys) and all(map(store.keys.accepts, push.keys)), "no such pieces")
-        _need(all(entry < entries for entry in push.absent), "no such parameters")
-        _need(push.pulled <= store.version, "a gradient of values that are not there yet")
-        _need(all(rounds) if rules.together else not push.group, "a round was not expected")
+        need(bool(push.keys) and all(map(store.keys.accepts, push.keys)), "no such pieces")
+        need(all(entry < entries for entry in push.absent), "no such parameters")
+        need(push.pulled <= store.version, "a gradient of values that are not there yet")
+        need(all(rounds) if rules.together else not push.group, "a round was not expected")
 
     def _control(self, message: Any) -> None:
-        """What comes seldom: of the chief, and of workers that rest."""
-        store, wire = self._store, self._wire
+        """What comes seldom: of the chief, and of workers that rest.
+
+        Nothing is sent with the lock held: who does not read keeps nobody else waiting.
+        """
         allowed = self._chief or isinstance(message, Status | Release)
-        _need(allowed, f"{type(message).__name__.lower()} came, which is the chief's to say")
-        with store.turn:
-            if isinstance(message, Status):
-                wire.send(store.values())
-                return
-            if isinstance(message, GetRecord):
-                wire.send(Record(self._server.record()))
-                return
-            if isinstance(message, Release):
+        need(allowed, f"{type(message).__name__.lower()} came, which is the chief's to say")
+        with self._store.turn:
+            answers = self._answers(message)
+        if self._loading is not None and self._loading.is_whole:
+            self._loading = None
+            self._server.snapshot()
+            answers = [(Done(),)]
+        for answer in answers:
+            self._wire.send(*answer)
+
+    def _answers(self, message: Any) -> Sequence[tuple[Any, ...]]:
+        """Do what is wanted, with the lock held; the messages to answer, with their payloads."""
+        store = self._store
+        match message:
+            case Status():
+                return [(store.values(),)]
+            case GetRecord():
+                return [(Record(self._server.record()),)]
+            case GetState():
+                self._need_values()
+                return state_messages(store.shard)
+            case GetApplied():
+                return [(Applied(), store.keys.dump())]
+            case Load() | LoadState():
+                self._load(message)
+                return []
+            case Release():
                 store.check(self._worker, self._generation)
                 store.release(self._worker)
-            elif isinstance(message, Fence):
-                known = all(0 <= worker < store.rules.workers for worker in message.generations)
-                _need(known, "no such workers")
-                store.fence(message.generations)
-            elif isinstance(message, Lost):
-                _need(message.worker < store.rules.workers, "no such worker")
-                store.lose(message.worker, message.group, message.size)
-            elif isinstance(message, Flush):
+            case Fence(generations):
+                known = all(worker < store.rules.workers for worker in generations)
+                need(known, "no such workers")
+                store.fence(generations)
+            case Lost(worker, group, size):
+                need(worker < store.rules.workers, "no such worker")
+                store.lose(worker, group, size)
+            case Flush():
                 store.flush()
-            elif isinstance(message, GetState):
-                self._need_values()
-                self._send_state()
-                return
-            elif isinstance(message, GetApplied):
-                wire.send(Applied(), store.keys.dump())
-                return
-            elif isinstance(message, Load):
-                self._begin_load(message)
-            elif isinstance(message, LoadState):
-                self._load_state(message)
-            elif isinstance(message, Schedule):
+            case Schedule():
                 store.schedule(self._timetable())
-            else:
+            case _:
                 raise ProtocolError(f"{type(message).__name__.lower()} came in the middle")
-        if isinstance(message, Load | LoadState):
-            self._finish_load()
-        else:
-            wire.send(Done())
+        return [(Done(),)]
 
     def _timetable(self) -> Timetable:
         try:
@@ -375,61 +373,21 @@ class Connection:
         except (msgspec.MsgspecError, ValueError, RecursionError) as error:
             raise ProtocolError(f"a timetable that is none came: {error}") from error
         known = all(map(self._store.shard.accepts, found.rows))
-        _need(known, "the optimizer has no such options")
+        need(known, "the optimizer has no such options")
         return found
 
-    def _begin_load(self, load: Load) -> None:
-        size = len(self._wire.payload)
-        _need(size == self._span.size, f"{self._span.size} bytes were expected, {size} came")
-        _need(self._store.shard.accepts(load.settings), "the optimizer has no such options")
-        values = torch.frombuffer(bytearray(self._wire.payload), dtype=torch.uint8)
-        self._store.shard.values.copy_(values)
-        self._store.shard.set(load.settings)
-        self._store.schedule(Timetable())
-        self._pending, self._expected, self._loading = load, load.tensors, {}
-
-    def _load_state(self, message: LoadState) -> None:
-        found = self._store.shard.slots
-        _need(self._pending is not None, "the optimizer's state came where it was not expected")
-        known = message.slot < len(found) and message.dtype in ITEM_SIZES
-        _need(known and min(message.shape, default=1) > 0, "no such state")
-        size = prod(message.shape) * ITEM_SIZES[message.dtype]
-        came = len(self._wire.payload)
-        _need(came == size, f"{size} bytes of state were expected, {came} came")
-        held = sum(tensor.nbytes for tensor in self._loading.values())
-        most = room_for_state(self._span)
-        _need(held + came <= most, f"more than {most} bytes of state came")
-        data = torch.frombuffer(bytearray(self._wire.payload), dtype=dtype_of(message.dtype))
-        self._loading[message.slot, message.key] = data.view(message.shape)
-
-    def _finish_load(self) -> None:
-        if self._pending is None or len(self._loading) < self._expected:
-            return
-        with self._store.turn:
-            self._store.shard.load_state(self._loading)
-            self._store.begin(self._pending.job)
-        self._pending = None
-        self._server.snapshot()
-        self._wire.send(Done())
-
-    def _send_state(self) -> None:
-        shard = self._store.shard
-        state = shard.state()
-        self._wire.send(State(len(state), settings(shard.optimizer)), shard.values.numpy().data)
-        for (slot, key), value in state.items():
-            self._wire.send(*state_message(slot, key, value))
-
-
-def state_message(slot: int, key: str, value: Tensor) -> tuple[LoadState, memoryview]:
-    """One tensor of an optimizer's state, as a message and its payload."""
-    data = value.detach().reshape(-1).contiguous().view(torch.uint8)
-    dtype = str(value.dtype).removeprefix("torch.")
-    return LoadState(slot, key, dtype, list(value.shape)), data.numpy().data
-
-
-def _need(holds: bool, rule: str) -> None:
-    if not holds:
-        raise ProtocolError(rule)
+    def _load(self, message: Load | LoadState) -> None:
+        payload = self._wire.payload
+        if isinstance(message, Load):
+            self._loading = Loading(self._store.shard, message, payload)
+        else:
+            need(self._loading is not None, "the optimizer's state came where it was not expected")
+            assert self._loading is not None
+            self._loading.add(message, payload)
+        if self._loading.is_whole:
+            self._loading.finish()
+            self._store.schedule(Timetable())
+            self._store.begin(self._loading.job)
 
 
 def _who(hello: Hello | None) -> str:

@@ -100,7 +100,8 @@ class Reception:
         try:
             wire.send(Welcome(self._beat, session))
             wire.header_limit = LONG_HEADER
-            wire.timeout = None  # a silent worker is the watch's business
+            # A silent worker is the watch's business, one that does not read is nobody's.
+            wire.set_timeouts(send=self._coordinator.timeout, receive=None)
             lost = not self._converse(wire, worker, session)
         finally:
             self._coordinator.leave(worker, session, lost)

@@ -57,7 +57,7 @@ class Server:
         self.shares = shares and supported()
         self.sent = self.received = 0
         self.life = secrets.token_hex(4)
-        self._listener, self._chief, self._timeout = listener, chief, timeout
+        self._listener, self._chief, self.timeout = listener, chief, timeout
         self._snapshots, self._seconds = snapshots, seconds
         self._tally = snapshots.with_suffix(".tally")
         store.tally = Tally(self._tally)
@@ -204,7 +204,7 @@ class Server:
     def _look_for_chief(self) -> None:
         away = time.monotonic() - self._chief_seen
         left = self.store.ready and not self._chiefs
-        if away <= self._timeout * (AWAY if left else 1) or self._ended.is_set():
+        if away <= self.timeout * (AWAY if left else 1) or self._ended.is_set():
             return
         lost = TaskLostError(
             f"{self._chief} {'is gone' if left else 'was not heard of'}: "
@@ -225,6 +225,6 @@ class Server:
             connection.run()
 
     def _linger(self) -> None:
-        limit = time.monotonic() + min(LINGER_SECONDS, self._timeout)
+        limit = time.monotonic() + min(LINGER_SECONDS, self.timeout)
         while self._connections and time.monotonic() < limit:
             time.sleep(0.02)

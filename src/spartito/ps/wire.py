@@ -113,13 +113,17 @@ class Wire:
 
     @timeout.setter
     def timeout(self, seconds: float | None) -> None:
-        self._timeout = seconds
-        # The kernel's own time limits save the poll that Python's would cost at each call.
-        micro = 0 if seconds is None else max(1, round(seconds * 1e6))
-        value = _TIMEVAL.pack(micro // 1_000_000, micro % 1_000_000)
+        self.set_timeouts(send=seconds, receive=seconds)
+
+    def set_timeouts(self, *, send: float | None, receive: float | None) -> None:
+        """As `timeout`, but another limit for each direction: who serves waits for questions."""
+        self._timeout, self._send_timeout = receive, send
         self._sock.settimeout(None)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, value)
-        self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
+        # The kernel's own time limits save the poll that Python's would cost at each call.
+        for option, seconds in ((socket.SO_RCVTIMEO, receive), (socket.SO_SNDTIMEO, send)):
+            micro = 0 if seconds is None else max(1, round(seconds * 1e6))
+            value = _TIMEVAL.pack(micro // 1_000_000, micro % 1_000_000)
+            self._sock.setsockopt(socket.SOL_SOCKET, option, value)
 
     def send(self, message: msgspec.Struct, *payload: Contiguous) -> None:
         """Send ``message`` and the bytes of ``payload``: contiguous buffers, never copied.
@@ -155,7 +159,7 @@ class Wire:
         Raises `Gone`, `TimeoutError`, and `ProtocolError` for anything that breaks the rules.
         """
         self.payload = memoryview(b"")
-        end = self._end()
+        end = _end(self._timeout)
         header_size, payload_size, crc, total = self._receive_prefix(end)
         header = self._header[:header_size]
         self._fill(header, 0, end)
@@ -229,17 +233,14 @@ class Wire:
         except (msgspec.MsgspecError, ValueError, OverflowError, RecursionError) as error:
             raise ProtocolError(f"a message that is not known here came: {error}") from error
 
-    def _end(self) -> float:
-        return float("inf") if self._timeout is None else time.monotonic() + self._timeout
-
     def _send_all(self, parts: list[Buffer], size: int) -> None:
-        end = self._end()
+        end = _end(self._send_timeout)
         left = size
         while True:
             try:
                 count = self._sock.sendmsg(parts[:_MAX_BUFFERS])
             except BlockingIOError as error:
-                raise TimeoutError(f"nothing was taken within {self._timeout:g} s") from error
+                raise TimeoutError(f"nothing was taken within {self._send_timeout:g} s") from error
             except TimeoutError:
                 raise
             except OSError as error:
@@ -272,6 +273,16 @@ class Wire:
         if count == 0:
             raise Gone("the other end closed the connection")
         return count
+
+
+def need(holds: bool, rule: str) -> None:
+    """Raise `ProtocolError` with the ``rule`` unless it ``holds``."""
+    if not holds:
+        raise ProtocolError(rule)
+
+
+def _end(seconds: float | None) -> float:
+    return float("inf") if seconds is None else time.monotonic() + seconds
 
 
 def _check_start(start: Buffer) -> None:
