@@ -483,18 +483,13 @@ def test_a_load_that_does_not_fit(live: Live, steps: None, load: Load) -> None:
         msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": 0.1}], []]}),
         msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": "fast"}]]}),
         msgspec.msgpack.encode({"first": 1 << 60, "rows": [[{}]]}),
-        *(
-            msgspec.msgpack.encode({"first": 0, "rows": [[options]]})
-            for options in (
-                {"params": []},
-                {"lr": []},
-                {"lr": float("nan")},
-                {"lr": float("inf")},
-                {"lr": True},
-                {"nesterov": True},
-                {"initial_lr": float("nan")},
-            )
-        ),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"params": []}]]}),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": []}]]}),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": float("nan")}]]}),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": float("inf")}]]}),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"lr": True}]]}),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"nesterov": True}]]}),
+        msgspec.msgpack.encode({"first": 0, "rows": [[{"initial_lr": float("nan")}]]}),
     ],
 )
 def test_a_timetable_that_does_not_fit(live: Live, steps: None, timetable: bytes) -> None:
