@@ -119,7 +119,7 @@ def test_each_task_reads_who_it_is_and_where_the_others_are(cast: Roles, network
 def test_no_task_has_more_rights_than_it_needs(cast: Roles) -> None:
     for one in read(job(cast, data="./photos"))["services"].values():
         assert one["read_only"] is True
-        assert one["tmpfs"] == ["/tmp"]
+        assert one["tmpfs"] == ["/tmp:exec"]
         assert one["cap_drop"] == ["ALL"]
         assert one["security_opt"] == ["no-new-privileges:true"]
         assert one["user"] == "1000:1000"

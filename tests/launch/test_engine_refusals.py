@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import socket
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from spartito.launch.containers.compose import TMP
 from tests.commands import eventually
 from tests.launch.containers import IMAGE, LIMIT, ROOT, SPARTITO, Job, docker
 
@@ -213,3 +215,49 @@ def test_a_base_image_that_cannot_be_fetched(image: str) -> None:
     done = subprocess.run([*SPARTITO, *words], capture_output=True, text=True, timeout=LIMIT)
     assert done.returncode == 2
     assert "the base image localhost:9/none is not on this machine" in done.stderr
+
+
+def based(image: str, change: str) -> subprocess.CompletedProcess[str]:
+    """How the build's first stage ends on ``image`` with a ``change``; the folder is not sent."""
+    tag = f"spartito-test-base-{secrets.token_hex(4)}"
+    file = f"FROM {image}\nUSER root\nRUN {change}\n"
+    subprocess.run(
+        ["docker", "build", "--quiet", "--tag", tag, "-"],
+        input=file,
+        text=True,
+        capture_output=True,
+        timeout=LIMIT,
+        check=True,
+    )
+    try:
+        stage = (ROOT / "docker" / "Dockerfile").read_text().partition("\nFROM base AS system")[0]
+        assert "FROM ${BASE} AS base" in stage
+        words = ["docker", "build", "--quiet", "--build-arg", f"BASE={tag}", "-"]
+        return subprocess.run(words, input=stage, text=True, capture_output=True, timeout=LIMIT)
+    finally:
+        docker("rmi", "--no-prune", tag)
+
+
+def test_a_base_that_has_user_1000_already(image: str) -> None:
+    done = based(image, "userdel spartito && useradd --uid 1000 --create-home somebody")
+    assert done.returncode == 0, done.stderr
+    built = done.stdout.strip()
+    try:
+        told = docker(
+            "run", "--rm", "--user", "1000:1000", built, "sh", "-c", "id -un; touch /runs/x"
+        )
+        assert told == "somebody\n"
+    finally:
+        docker("rmi", built)
+
+
+def test_a_base_that_cannot_be_is_told_before_the_long_steps(image: str) -> None:
+    done = based(image, "rm -rf $(python3 -c 'import ensurepip; print(ensurepip.__path__[0])')")
+    assert done.returncode != 0
+    assert "No module named 'ensurepip'" in done.stdout + done.stderr
+
+
+def test_code_that_torch_compile_writes_can_be_loaded(image: str) -> None:
+    program = "cp /bin/true /tmp/true && exec /tmp/true"
+    words = ["run", "--rm", "--read-only", "--user", "1000:1000", "--tmpfs", TMP, image]
+    docker(*words, "sh", "-c", program)

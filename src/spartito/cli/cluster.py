@@ -46,6 +46,9 @@ def image(
     network: Annotated[
         str | None, typer.Option(help="The network of the build, as host.", metavar="NAME")
     ] = None,
+    compiler: Annotated[
+        bool, typer.Option("--compiler", help="With a C++ compiler, which torch.compile needs.")
+    ] = False,
 ) -> None:
     """Build the image that every task runs.
 
@@ -55,7 +58,7 @@ def image(
 
     from spartito.launch.containers.engine import build_image
 
-    given = {"BASE": base, "TORCH_INDEX": torch_index}
+    given = {"BASE": base, "TORCH_INDEX": torch_index, "COMPILER": "1" if compiler else None}
     arguments = {name: value for name, value in given.items() if value is not None}
     raise typer.Exit(build_image(tag, context, version("spartito"), arguments, network))
 

@@ -24,6 +24,9 @@ from spartito.names import (
 SHARED_MEMORY = "1g"
 """Room for gradients in /dev/shm; an engine gives 64 MB by itself."""
 
+TMP = "/tmp:exec"
+"""Where torch.compile puts what it loads as code; an engine's own default is noexec."""
+
 STOP_SECONDS = 30
 """From the request to stop to the kill: a task may write a last checkpoint."""
 
@@ -127,7 +130,7 @@ def _shared(job: Containers) -> dict[str, Any]:
         "user": job.user,
         "init": True,
         "read_only": True,
-        "tmpfs": _List(["/tmp"]),
+        "tmpfs": _List([TMP]),
         "cap_drop": _List(["ALL"]),
         "security_opt": _List(["no-new-privileges:true"]),
         "stop_grace_period": f"{STOP_SECONDS}s",
