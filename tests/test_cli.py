@@ -125,3 +125,13 @@ def test_the_launcher_does_without_torch(tmp_path: Path) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT, check=True
     )
     assert got.stdout.splitlines()[-1] == "[]"
+
+
+def test_another_system_is_refused_in_one_sentence() -> None:
+    other = "import sys; sys.platform = 'darwin'; import spartito"
+    got = subprocess.run(
+        [sys.executable, "-c", other], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert got.returncode == 2
+    assert got.stderr.startswith(f"{PREFIX}Spartito runs on Linux only, and this is darwin\n")
+    assert "Traceback" not in got.stderr

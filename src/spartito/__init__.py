@@ -10,6 +10,7 @@ history = trainer.fit(train, epochs=20, validation_data=val)
 from typing import TYPE_CHECKING
 
 from spartito._lazy import attach as _attach
+from spartito.device import check_platform as _check_platform
 from spartito.errors import SpartitoError, TaskLostError, UserError, install_excepthook
 from spartito.log import configure as _configure
 from spartito.log import quiet_torch as _quiet_torch
@@ -85,4 +86,5 @@ __all__ = [
 
 _quiet_torch()
 install_excepthook()
+_check_platform()
 _configure()

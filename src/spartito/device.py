@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from spartito.errors import UserError
 
 _CGROUP_V2 = Path("/sys/fs/cgroup/cpu.max")
 _CGROUP_V1 = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us")
@@ -17,6 +20,15 @@ _KERNEL = Path("/proc/vmstat")
 _STATUS = Path("/proc/self/status")
 _NO_LIMIT = 1 << 60
 """More than this is how a cgroup of version 1 says that there is no limit of memory."""
+
+
+def check_platform() -> None:
+    """Raise `UserError` on a system that Spartito does not know."""
+    if sys.platform != "linux":
+        raise UserError(
+            f"Spartito runs on Linux only, and this is {sys.platform}",
+            "Use a Linux machine, a container, or WSL 2 on Windows.",
+        )
 
 
 def available_cores() -> int:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -96,8 +97,13 @@ LogDir = Annotated[
     ),
 ]
 
+Yes = Annotated[
+    bool, typer.Option("--yes", help="Start far more processes than cores without a question.")
+]
+
 
 def run(
+    context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="ARGS...", help="Its own arguments.")
@@ -133,6 +139,7 @@ def run(
     remote_python: RemotePython = None,
     env: Passed = None,
     log_dir: LogDir = None,
+    yes: Yes = False,
     slow: Annotated[
         list[str] | None,
         typer.Option(
@@ -149,6 +156,8 @@ def run(
     from spartito.launch.hosts.job import launch_on_hosts
 
     words = [script, *(arguments or [])]
+    if hint := _misplaced(context, words):
+        print(f"spartito: note: {hint}", file=sys.stderr, flush=True)
     reach = reach_of(hosts, port, ssh, remote_dir, remote_python, env)
     if reach is not None:
         by_hand = {
@@ -181,6 +190,7 @@ def run(
         strategy=strategy,
         strategy_options=strategy_options,
         log_dir=log_dir,
+        yes=yes,
     )
     raise typer.Exit(code)
 
@@ -199,6 +209,7 @@ def train(
     remote_python: RemotePython = None,
     env: Passed = None,
     log_dir: LogDir = None,
+    yes: Yes = False,
     out: Annotated[Path | None, typer.Option(help="The run folder to write.")] = None,
     epochs: Annotated[
         int | None,
@@ -265,8 +276,32 @@ def train(
         strategy=strategy,
         result=json,
         log_dir=log_dir,
+        yes=yes,
     )
     raise typer.Exit(code)
+
+
+def _misplaced(context: typer.Context, words: list[str]) -> str | None:
+    """What to say about an option of ours that stands behind the script, whose it is then.
+
+    None where there is none, or where it was given before the script as well.
+    """
+    source_of: Any = context.get_parameter_source
+    left_out = {
+        option
+        for parameter in context.command.params
+        if parameter.name and source_of(parameter.name).name == "DEFAULT"
+        for option in parameter.opts
+        if option.startswith("--")
+    }
+    found = next((word for word in words[1:] if word.partition("=")[0] in left_out), None)
+    if found is None:
+        return None
+    option = found.partition("=")[0]
+    return (
+        f"{option} behind {words[0]} is the script's own; "
+        f"for Spartito write it before: spartito run {option} ... {words[0]}"
+    )
 
 
 def reach_of(

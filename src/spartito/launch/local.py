@@ -8,8 +8,6 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from importlib.machinery import PathFinder
 from pathlib import Path
 
 from spartito.cluster import Task, tf_config
@@ -25,13 +23,12 @@ from spartito.launch.pace import shares_of
 from spartito.launch.process import Process, with_logs
 from spartito.launch.roles import SEVERAL_MACHINES, Roles
 from spartito.launch.supervisor import Patience, supervise
-from spartito.launch.target import check_options
+from spartito.launch.target import check_options, check_program
 from spartito.log import TORCH_LEVEL
 from spartito.names import (
     ENV_SNAPSHOT_DIR,
     ENV_STRATEGY,
     ENV_STRATEGY_OPTIONS,
-    RECIPES,
     STRATEGIES,
     nearest,
 )
@@ -49,6 +46,9 @@ RUNTIME = MALLOC | TORCH_LEVEL
 
 SETTINGS = RUNTIME | {"PYTHONUNBUFFERED": "1"}
 """What each process gets wherever it runs."""
+
+MANY, MANY_PER_CORE = 64, 16
+"""More processes than both numbers allow are hardly meant: each takes 300 MiB for torch alone."""
 
 WORD = 5.0
 """Seconds in which tasks may tell those on other machines whom they lost."""
@@ -70,6 +70,7 @@ def launch(
     result: bool = False,
     slow: Mapping[str, float] | None = None,
     log_dir: Path | None = None,
+    yes: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> int:
     """Run ``argv`` (a script, or with ``module`` a module's name, and its arguments).
@@ -86,6 +87,8 @@ def launch(
     ``TF_CONFIG`` who is in the job. ``slow`` names tasks that run only a share of the time, as
     ``{"worker:1": 0.25}``. What each task prints goes into a file of ``log_dir`` as well.
 
+    Far more processes than cores are started with ``yes``; without it a terminal is asked.
+
     Answers the job's exit code; raises `UserError` before anything starts.
     """
     variables = dict(os.environ if env is None else env)
@@ -93,6 +96,7 @@ def launch(
     job = joined(variables) if nnodes is None else None
     machines = 1 if nnodes is None else nnodes
     cast = Roles(_count_workers(workers, variables, job), ps, evaluator, chief)
+    check_number(len(cast.tasks), available_cores(), yes)
     if cast.asked and (machines > 1 or master_addr is not None):
         raise UserError(f"{cast.asked} starts on one machine only", SEVERAL_MACHINES)
     if job is None:
@@ -295,6 +299,21 @@ def _count_workers(workers: int | None, env: Mapping[str, str], job: Joined | No
     return max(1, count_gpus(env)) if own else 1
 
 
+def check_number(processes: int, cores: int, yes: bool, where: str = "this machine") -> None:
+    """Ask whether so many ``processes`` on so few ``cores`` are meant, unless ``yes``.
+
+    Raises `UserError` where nobody can be asked, or says no.
+    """
+    if yes or processes <= max(MANY, MANY_PER_CORE * cores):
+        return
+    what = f"{processes} processes for the {cores} cores of {where}"
+    if sys.stdin is None or not (sys.stdin.isatty() and sys.stderr.isatty()):
+        raise UserError(f"{what} are more than we start unasked", "If they are meant: --yes.")
+    print(f"spartito: {what}: start them all? [y/N] ", end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        raise UserError(f"{what}: nothing was started", "Give --workers a smaller number.")
+
+
 def check_strategy(strategy: str | None, options: str | None, place: Place, workers: int) -> None:
     """Raise `UserError` for a strategy that cannot be, or options that are no JSON object.
 
@@ -315,27 +334,6 @@ def check_strategy(strategy: str | None, options: str | None, place: Place, work
         )
     if options is not None:
         check_options(options)
-
-
-def check_program(argv: Sequence[str], module: bool) -> None:
-    """Raise `UserError` where the script, or with ``module`` the module, is not there."""
-    name = argv[0]
-    if module:
-        top = name.partition(".")[0]
-        if top not in sys.builtin_module_names and not PathFinder.find_spec(
-            top, [str(Path.cwd()), *sys.path]
-        ):
-            raise UserError(f"there is no module named {top!r}", "Is its package installed?")
-        return
-    script = Path(name)
-    if script.exists():
-        return
-    beside = [str(p) for p in script.parent.glob("*.py")] if script.parent.is_dir() else []
-    close = get_close_matches(name, beside, n=1)
-    advice = f"Did you mean {close[0]!r}?" if close else f"The folder we are in is {Path.cwd()}."
-    if name in RECIPES:
-        advice = f"The recipe of this name starts with: spartito train {name}"
-    raise UserError(f"there is no script {name!r}", advice)
 
 
 def _notes(place: Place, workers: int) -> list[str]:

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import sys
+from collections.abc import Sequence
+from difflib import get_close_matches
+from importlib.machinery import ModuleSpec, PathFinder
+from importlib.util import find_spec
 from pathlib import Path
 
 from spartito.errors import UserError
@@ -64,3 +69,63 @@ def check_options(options: str) -> None:
             f"--strategy-options {options!r} is not a JSON object",
             "Write the keyword arguments as '{\"name\": value}'.",
         )
+
+
+def check_program(argv: Sequence[str], module: bool) -> None:
+    """Raise `UserError` where Python could not run the script, or with ``module`` the module.
+
+    Nothing of the program is imported.
+    """
+    if not argv or not argv[0]:
+        raise UserError(
+            f"the name of the {'module' if module else 'script'} is empty",
+            "Write it as: spartito run train.py",
+        )
+    if module:
+        _check_module(argv[0])
+    else:
+        _check_script(argv[0])
+
+
+def _check_script(name: str) -> None:
+    script = Path(name)
+    if script.is_dir() and not (script / "__main__.py").is_file():
+        raise UserError(
+            f"{name!r} is a folder without a __main__.py, no script",
+            f"Name a file in it, as {script / 'train.py'}.",
+        )
+    if script.exists():
+        return
+    beside = [str(p) for p in script.parent.glob("*.py")] if script.parent.is_dir() else []
+    close = get_close_matches(name, beside, n=1)
+    advice = f"Did you mean {close[0]!r}?" if close else f"The folder we are in is {Path.cwd()}."
+    if name in RECIPES:
+        advice = f"The recipe of this name starts with: spartito train {name}"
+    raise UserError(f"there is no script {name!r}", advice)
+
+
+def _check_module(name: str) -> None:
+    spec: ModuleSpec | None = None
+    places: Sequence[str] | None = [str(Path.cwd()), *sys.path]
+    path = ""
+    for part in name.split("."):
+        path = f"{path}.{part}" if path else part
+        spec = _find(path, places)
+        if spec is None:
+            raise UserError(f"there is no module named {path!r}", "Is its package installed?")
+        places = spec.submodule_search_locations
+    if spec is not None and places is not None and not _find(f"{name}.__main__", places):
+        raise UserError(
+            f"{name!r} is a package without a __main__.py, which Python cannot run",
+            f"Name a module in it, as -m {name}.train.",
+        )
+
+
+def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
+    """Where a module is; ``places`` are those of its package, or of all packages."""
+    if places is None or not name.rpartition(".")[2].isidentifier():
+        return None  # what it is to be part of is no package
+    found = PathFinder.find_spec(name, list(places))
+    if found is not None or "." in name or name == "__main__":
+        return found
+    return find_spec(name)  # other finders may know it, as those of editable installations

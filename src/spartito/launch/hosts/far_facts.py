@@ -14,7 +14,7 @@ from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
 from spartito.launch.hosts.names import addresses_of
-from spartito.launch.local import check_program
+from spartito.launch.target import check_program
 
 MARK = "spartito-facts "
 """Where the answer begins: a machine's login may print something of its own."""

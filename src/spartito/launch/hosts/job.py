@@ -16,7 +16,7 @@ from spartito.launch.hosts.far_facts import Facts, Question
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.plan import OF_A_PLACE, PORT, Plan, check_passed
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
-from spartito.launch.local import Place, check_strategy, snapshots
+from spartito.launch.local import Place, check_number, check_strategy, snapshots
 from spartito.launch.process import with_logs
 from spartito.launch.roles import Roles
 from spartito.launch.supervisor import supervise
@@ -53,6 +53,7 @@ def launch_on_hosts(
     strategy_options: str | None = None,
     result: bool = False,
     log_dir: Path | None = None,
+    yes: bool = False,
     env: Mapping[str, str] | None = None,
 ) -> int:
     """Run ``argv`` on the machines of ``reach``, ``workers`` processes on each; see `launch`.
@@ -72,6 +73,7 @@ def launch_on_hosts(
         ps=ps,
         evaluator=evaluator,
         chief=chief,
+        yes=yes,
     )
     variables = with_secret(variables)
     cast, hosts = plan.cast, plan.hosts
@@ -98,6 +100,7 @@ def plan_on_hosts(
     ps: int = 0,
     evaluator: bool = False,
     chief: bool = False,
+    yes: bool = True,
 ) -> Plan:
     """Ask the machines of ``reach``, and say which task of such a job would be where.
 
@@ -115,6 +118,8 @@ def plan_on_hosts(
     found = ask_hosts(hosts, ssh, Question(argv[0], module, names))
     each = _workers(hosts, found, workers)
     cast = Roles(each * count, ps, evaluator, chief)
+    for host, told in zip(hosts, found, strict=True):
+        check_number(each, told.cores, yes, host.name)
     place = Place(0, count, hosts[0].address, port)
     check_strategy(env.get(ENV_STRATEGY), env.get(ENV_STRATEGY_OPTIONS), place, each)
     cast.check(env.get(ENV_STRATEGY), source=None, machines=1)
