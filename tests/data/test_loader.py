@@ -47,13 +47,19 @@ class Shake(RandomTransform):
 def whole(parts: list[Batch]) -> tuple[Any, ...]:
     """One global batch from its local ones, in a form to compare."""
     sizes = [part.size for part in parts]
-    assert max(sizes) - min(sizes) <= 1
+    taking_part = [size for size in sizes if size]
+    assert max(taking_part) - min(taking_part) <= 1
+    assert min(taking_part) > 1 or len(taking_part) == 1 or sum(sizes) >= len(sizes)
     assert sum(sizes) == parts[0].global_size
     assert len({(part.global_size, part.epoch, part.step) for part in parts}) == 1
     places = torch.cat([part.places for part in parts])
     assert places.tolist() == list(range(sum(sizes)))
     for part in parts:
         assert part.x.shape[0] == part.y.shape[0] == part.size
+        assert (part.spare is None) == (part.size > 0)
+        if part.spare is not None:
+            assert 1 <= len(part.spare[0]) == len(part.spare[1]) <= 2
+            assert part.spare[0].shape[1:] == part.x.shape[1:]
     data = [torch.cat([getattr(part, name) for part in parts]).tolist() for name in ("x", "y")]
     return (parts[0].epoch, parts[0].step, *data)
 
@@ -179,7 +185,7 @@ def test_an_empty_share_has_the_shape_of_a_full_one() -> None:
 
     for source, collate in ((Described(5), None), (Numbers(5), torch.utils.data.default_collate)):
         chain = as_dataset(torch.utils.data.DataLoader(source, 4, collate_fn=collate))  # type: ignore[arg-type]
-        last = list(Loader(chain, 0, 2))[-1]
+        last = list(Loader(chain, 1, 2))[-1]
         assert (last.size, last.global_size, last.places.tolist()) == (0, 1, [])
         if collate is None:
             assert last.data["x"].shape == (0, 2, 3)
@@ -195,9 +201,9 @@ class TestCorruptExamples:
         with caplog.at_level(logging.WARNING, "spartito"):
             epochs = [[list(loader) for loader in loaders] for _ in range(3)]
         for left, right in epochs:
-            assert [b.places.tolist() for b in left] == [[0, 2], [0]]
-            assert [b.places.tolist() for b in right] == [[3], [1, 2]]
-            assert [b.size for b in left + right] == [2, 1, 1, 2]
+            assert [b.places.tolist() for b in left] == [[0, 2], [0, 1, 2]]
+            assert [b.places.tolist() for b in right] == [[3], []]
+            assert [b.size for b in left + right] == [2, 3, 1, 0]
             assert {b.global_size for b in (left[0], right[0])} == {6}
             assert left[0].y.tolist() == [0, -2]
         messages = [record.getMessage() for record in caplog.records]
@@ -270,8 +276,9 @@ def test_a_stream_of_batches() -> None:
         lambda *data: data[0] if len(data) < 2 else data
     )
     parts = [list(Loader(chain, rank, 2)) for rank in range(2)]
-    assert [b.size for b in parts[0]] == [2, 0, 3]
-    assert [b.size for b in parts[1]] == [3, 1, 3]
+    assert [b.size for b in parts[0]] == [2, 1, 3]
+    assert [b.size for b in parts[1]] == [3, 0, 3]
+    assert [b.spare is None for b in parts[1]] == [True, False, True]
     assert parts[1][0].x.tolist() == [[2.0], [3.0], [4.0]]
     assert parts[1][2].data["name"] == ["d", "e", "f"]
 

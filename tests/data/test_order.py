@@ -11,12 +11,16 @@ from spartito.data.order import example_generator, permutation, share, steps
 SEEDS = st.integers(-(2**63), 2**64 - 1)
 
 
-@given(size=st.integers(0, 500), world_size=st.integers(1, 40))
-def test_shares_are_a_partition_of_even_parts(size: int, world_size: int) -> None:
-    shares = [share(size, rank, world_size) for rank in range(world_size)]
+@given(size=st.integers(0, 500), world_size=st.integers(1, 40), least=st.integers(1, 3))
+def test_shares_are_a_partition_of_even_parts(size: int, world_size: int, least: int) -> None:
+    shares = [share(size, rank, world_size, least) for rank in range(world_size)]
     assert [place for part in shares for place in part] == list(range(size))
     sizes = [len(part) for part in shares]
-    assert max(sizes) - min(sizes) <= 1
+    parties = [count for count in sizes if count]
+    assert sizes[: len(parties)] == parties  # the first ones take part
+    assert not parties or max(parties) - min(parties) <= 1
+    assert not parties or min(parties) >= min(least, size)
+    assert len(parties) == min(world_size, max(size // least, min(size, 1)))
 
 
 @given(count=st.integers(0, 300), seed=SEEDS, epoch=st.integers(0, 2**40))

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
-from spartito.engine.batchnorm import average_statistics, has_synchronized, synchronize_batchnorm
+from spartito.engine.batchnorm import apart, average_statistics, synchronize_batchnorm
 from spartito.engine.context import StepContext, within
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction, evaluate_loss, weigh
@@ -37,7 +37,7 @@ def normalize(
             norm.bias.copy_(torch.linspace(-1, 1, norm.num_features))
     synchronize_batchnorm(norm)
     assert kind in type(norm).__mro__
-    assert has_synchronized(norm)
+    assert not apart(norm)
     mine = range(cuts[collective.rank], cuts[collective.rank + 1])
     outputs, gradients = [], []
     for batch in batches:

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from spartito.data.collate import collate
-from spartito.data.order import steps
+from spartito.data.order import share, steps
 from spartito.data.source import BatchStream, ExampleStream, GatherSource, PerWorker, Source
 from spartito.data.transforms import RandomTransform
 
@@ -26,7 +26,8 @@ class Chain:
     last batch up by repeating its last example, so that every replica has as many rows (for
     predictions). ``classes`` are the names of the labels, where they are known.
     ``batch_sampler`` draws the global batches in place of all that. ``processes`` is a torch
-    loader whose worker processes are to read the examples.
+    loader whose worker processes are to read the examples. ``least`` rows are the fewest that a
+    replica with rows gets of a whole batch.
     """
 
     source: Origin
@@ -45,6 +46,18 @@ class Chain:
     classes: tuple[str, ...] = ()
     batch_sampler: Iterable[Sequence[int]] | None = field(default=None, repr=False)
     processes: DataLoader[Any] | None = field(default=None, repr=False)
+    least: int = 1
+
+    def share(self, size: int, rank: int, world_size: int) -> range:
+        """The places of a global batch of ``size`` that replica ``rank`` computes.
+
+        A batch smaller than the others is not cut into single rows: what normalizes over a batch
+        cannot use them, and the time for them is short. Places of a padded one go past its end.
+        """
+        if self.padded:
+            return share(-(-size // world_size) * world_size, rank, world_size)
+        is_rest = self.batch_size is not None and size < self.batch_size
+        return share(size, rank, world_size, 2 if is_rest else self.least)
 
     @property
     def batched(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, tee
 from typing import Any, Protocol
@@ -16,7 +16,7 @@ from spartito.data.batch import Batch
 from spartito.data.chain import Chain
 from spartito.data.collate import count_rows, take, tidy
 from spartito.data.draws import Draws
-from spartito.data.order import permutation, share
+from spartito.data.order import permutation
 from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
 from spartito.data.reading import Found, Processes, Wanted, changed, make_reading, mapped
@@ -25,6 +25,8 @@ from spartito.errors import CorruptSampleError, UserError
 from spartito.log import warn
 
 Task = Callable[[], Batch]
+
+SPARE = 2  # rows of a batch's `spare`: fewer cannot be normalized over
 _END = object()
 
 
@@ -181,7 +183,7 @@ class IndexedFeed:
         self._processes: Processes | None = None
         self._shares: dict[int, tuple[slice | None, Tensor]] = {}
         self._skipped: set[int] = set()
-        self._template: Any = None
+        self._sample: Any = None
         limit = dataset.corrupt_limit
         self._limit = max(10, self._count // 100) if limit is None else limit
 
@@ -224,9 +226,7 @@ class IndexedFeed:
     def _share(self, size: int) -> tuple[slice | None, Tensor]:
         """This replica's rows of a global batch of ``size``, also as a slice if it has them all."""
         if size not in self._shares:
-            world = self._world_size
-            filled = -(-size // world) * world if self._dataset.padded else size
-            span = share(filled, self._rank, world)
+            span = self._dataset.share(size, self._rank, self._world_size)
             rows = slice(span.start, span.stop) if span.stop <= size else None
             places = torch.arange(span.start, span.stop).clamp(max=size - 1)
             self._shares[size] = rows, places
@@ -247,25 +247,34 @@ class IndexedFeed:
 
     def _batch(self, part: _Part, data: Any, places: Tensor) -> Batch:
         data = mapped(self._dataset.batch_maps, data)
-        return Batch(data, len(places), part.size, places, part.epoch, part.step, part.drawn)
+        batch = Batch(data, len(places), part.size, places, part.epoch, part.step, part.drawn)
+        if len(places):
+            return batch
+        return replace(batch, spare=mapped(self._dataset.batch_maps, self._some(part.epoch)))
+
+    def _some(self, epoch: int) -> Any:
+        """A few rows, whichever."""
+        if self._dataset.gathers:
+            return self._source.gather(slice(0, SPARE))
+        self._empty(epoch)
+        return take(self._sample, torch.arange(count_rows(self._sample)))  # a copy of its own
 
     def _note(self, found: Found) -> None:
         """Remember what batches look like, and which examples cannot be read."""
         for index, message in found.corrupt:
             self._skip(index, message)
-        if self._template is None and found.data is not None:
-            self._template = take(found.data, torch.empty(0, dtype=torch.int64))
+        if found.data is not None and (self._sample is None or count_rows(self._sample) < SPARE):
+            self._sample = take(found.data, torch.arange(min(SPARE, len(found.kept))))
 
     def _empty(self, epoch: int) -> Any:
         """A batch without rows, shaped like one that has some."""
-        for index in range(self._count):
-            if self._template is not None:
+        for index in range(0, self._count, SPARE):
+            if self._sample is not None:
                 break
-            if index not in self._skipped:
-                self._note(self._reading.many((epoch, [index])))
-        if self._template is None:
+            self._note(self._reading.many((epoch, range(index, min(index + SPARE, self._count)))))
+        if self._sample is None:
             raise UserError("not one example of the data set can be read")
-        return self._template
+        return take(self._sample, torch.empty(0, dtype=torch.int64))
 
     def _skip(self, index: int, message: str) -> None:
         if index in self._skipped:
@@ -314,12 +323,14 @@ class StreamFeed:
 
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
         size = count_rows(data)
-        world = self._world_size
-        filled = -(-size // world) * world if self._dataset.padded else size
-        span = share(filled, self._rank, world)
+        span = self._dataset.share(size, self._rank, self._world_size)
         places = torch.arange(span.start, span.stop).clamp(max=size - 1)
         mine = mapped(self._dataset.batch_maps, take(data, places))
-        return Batch(mine, len(span), size, places, epoch, step)
+        batch = Batch(mine, len(span), size, places, epoch, step)
+        if len(span):
+            return batch
+        spare = mapped(self._dataset.batch_maps, take(data, torch.arange(min(SPARE, size))))
+        return replace(batch, spare=spare)
 
 
 class PerWorkerFeed:

@@ -15,12 +15,15 @@ def permutation(count: int, seed: int, epoch: int) -> Indices:
     return np.argsort(keys, kind="stable")
 
 
-def share(size: int, rank: int, world_size: int) -> range:
+def share(size: int, rank: int, world_size: int, least: int = 1) -> range:
     """The places of a global batch of ``size`` that replica ``rank`` computes.
 
-    Contiguous, and no two shares differ by more than one; together they are the batch.
+    Contiguous; together they are the batch. The first replicas take part, as many as can have
+    ``least`` rows each, and no two of them differ by more than one; the others get none.
     """
-    return range(size * rank // world_size, size * (rank + 1) // world_size)
+    parties = min(world_size, max(1, size // least))
+    part = min(rank, parties), min(rank + 1, parties)
+    return range(size * part[0] // parties, size * part[1] // parties)
 
 
 def steps(count: int, batch_size: int, drop_remainder: bool) -> int:

@@ -7,6 +7,8 @@ unlike E[x^2] - E[x]^2 it loses no digits where the mean is large.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -28,8 +30,9 @@ class _SyncNormalize(torch.autograd.Function):
         bias: Tensor | None,
         eps: float,
         collective: Collective,
+        counts: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        count, mean, squares = merge(collective, *local_moments(input))
+        count, mean, squares = merge(collective, *local_moments(input if counts else input[:0]))
         variance = squares / count
         inverse = torch.rsqrt(variance + eps)
         normalized = (input - _wide(mean, input)) * _wide(inverse, input)
@@ -39,7 +42,7 @@ class _SyncNormalize(torch.autograd.Function):
         if bias is not None:
             output = output + _wide(bias, input)
         ctx.save_for_backward(normalized, weight, inverse, count)
-        ctx.collective, ctx.has_bias = collective, bias is not None
+        ctx.collective, ctx.has_bias, ctx.counts = collective, bias is not None, counts
         ctx.mark_non_differentiable(mean, variance, count)
         return output.to(input.dtype), mean, variance, count
 
@@ -48,8 +51,9 @@ class _SyncNormalize(torch.autograd.Function):
         normalized, weight, inverse, count = ctx.saved_tensors
         dims = _all_but_channels(grad)
         wide = grad.to(normalized.dtype)
-        sum_grad = wide.sum(dims)
-        sum_product = (wide * normalized).sum(dims)
+        counted = slice(None) if ctx.counts else slice(0)
+        sum_grad = wide[counted].sum(dims)
+        sum_product = (wide * normalized)[counted].sum(dims)
         # Gradients of weight and bias stay local: the strategy sums them like all others.
         local_grad, local_product = sum_grad.clone(), sum_product.clone()
         both = ctx.collective.all_reduce(torch.cat([sum_grad, sum_product]))
@@ -58,10 +62,13 @@ class _SyncNormalize(torch.autograd.Function):
         grad_input = _wide(scale, grad) * (
             wide - _wide(mean_grad, grad) - normalized * _wide(mean_product, grad)
         )
+        if not ctx.counts:
+            grad_input = torch.zeros_like(grad_input)  # nothing that counts came from here
         return (
             grad_input.to(grad.dtype),
             None if weight is None else local_product,
             local_grad if ctx.has_bias else None,
+            None,
             None,
             None,
         )
@@ -76,9 +83,15 @@ class _SyncForward:
         if context is None or not self.training or context.collective.world_size == 1:
             return super().forward(input)  # type: ignore[misc]
         self._check_input_dim(input)
+        counts = bool(len(context.places))  # else these rows are spare ones
         output, mean, variance, count = _SyncNormalize.apply(  # type: ignore[no-untyped-call]
-            input, self.weight, self.bias, self.eps, context.collective
+            input, self.weight, self.bias, self.eps, context.collective, counts
         )
+        here = input.numel() // input.shape[1] if counts else 0
+        if here <= 1 and count.item() <= 1:  # as torch says on one device
+            raise ValueError(
+                "Expected more than 1 value per channel when training, got 1 over all replicas"
+            )
         if self.track_running_stats:
             self._follow(mean, variance, count)
         return output
@@ -129,9 +142,25 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def has_synchronized(model: nn.Module) -> bool:
-    """Whether a forward pass of ``model`` waits for the other replicas."""
-    return any(isinstance(module, _SyncForward) for module in model.modules())
+def apart(model: nn.Module) -> list[_BatchNorm]:
+    """The BatchNorms of ``model`` that each replica computes over its own rows."""
+    return [
+        module
+        for module in model.modules()
+        if isinstance(module, _BatchNorm) and not isinstance(module, _SyncForward)
+    ]
+
+
+@contextmanager
+def keeping_statistics(model: nn.Module) -> Iterator[None]:
+    """A forward pass over spare rows, whose own statistics count for nothing."""
+    buffers = [buffer for module in apart(model) for buffer in module.buffers()]
+    before = [buffer.clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.copy_(value)
 
 
 @torch.no_grad()

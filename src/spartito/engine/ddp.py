@@ -5,6 +5,8 @@ The engine for GPUs, where NCCL's traffic hides behind the computation. On CPUs 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -50,6 +52,10 @@ class OverlappedGradients(PackedGradients):
     def _packed(self) -> list[nn.Parameter]:
         wrapped = {id(parameter) for parameter in self._wrapped}
         return [parameter for parameter in self.parameters if id(parameter) not in wrapped]
+
+    def aside(self) -> AbstractContextManager[None]:
+        """The others' gradients come in by this pass too."""
+        return nullcontext()
 
     def reduce(self, riders: Riders = ()) -> Riders:
         total = super().reduce(riders)

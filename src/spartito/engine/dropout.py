@@ -20,7 +20,7 @@ class GlobalDropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         """Zero with probability p and scale the rest, shape ``(batch, ...)`` kept."""
         context = current()
-        if context is None or not self.training or self.p == 0.0:
+        if context is None or not self.training or self.p == 0.0 or not len(context.places):
             return super().forward(input)
         keep = 1.0 - self.p
         mask = self._uniform(context, input) < keep

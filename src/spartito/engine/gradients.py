@@ -8,7 +8,8 @@ which is 1 unless examples were missing, losses weigh otherwise, or batches are 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from operator import is_
 
 import torch
@@ -80,6 +81,10 @@ class Gradients(ABC):
     def _plan(self) -> None:  # noqa: B027 - not all have something to do
         """Prepare for the parameters that learn now."""
 
+    def aside(self) -> AbstractContextManager[None]:
+        """For a backward pass that counts for nothing: afterwards what waits is as it was."""
+        return _aside(self.parameters)
+
     def add(self, loss: float, weight: float) -> None:
         """After it: the sum of the local losses, and how much they weigh."""
         self.loss += loss
@@ -107,6 +112,16 @@ class Gradients(ABC):
         # Not in place: a reduced gradient may lie in memory that all replicas read.
         for parameter, grad in zip(present, torch._foreach_mul(grads, scale), strict=True):
             parameter.grad = grad
+
+
+@contextmanager
+def _aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    waiting = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    yield
+    for parameter, grad in zip(parameters, waiting, strict=True):
+        parameter.grad = grad
 
 
 def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:

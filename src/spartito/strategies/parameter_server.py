@@ -202,7 +202,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         chain = as_dataset(dataset)
         order = self._seed if seed is None else seed
         if training and (self.work is not None or self.chief is not None):
-            return Leased(self, chain, self._rules.workers, order)
+            slices = self._rules.workers
+            return Leased(self, self._divisible(chain, slices), slices, order)
         return Placed(Loader(chain, 0, 1, order), self.device, self.enter, self._collective)
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,11 +16,20 @@ from torch.optim import Optimizer
 from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
-from spartito.engine.batchnorm import has_synchronized, synchronize_batchnorm
+from spartito.data.chain import Chain
+from spartito.data.collate import count_rows
+from spartito.engine.batchnorm import apart, keeping_statistics, synchronize_batchnorm
 from spartito.engine.context import StepContext, enter
 from spartito.engine.dropout import globalize_dropout
 from spartito.engine.gradients import Gradients
-from spartito.engine.loss import LossFunction, evaluate_loss, forward, in_dtype, weigh
+from spartito.engine.loss import (
+    LossFunction,
+    WeightedLoss,
+    evaluate_loss,
+    forward,
+    in_dtype,
+    weigh,
+)
 from spartito.engine.memory import check_memory
 from spartito.engine.optimizers import (
     NoOptimizer,
@@ -35,6 +45,7 @@ from spartito.engine.optimizers import (
 )
 from spartito.engine.precision import autocast, choose_precision
 from spartito.errors import UserError
+from spartito.log import warn
 from spartito.strategies.base import StepResult, Strategy
 
 
@@ -48,7 +59,6 @@ class Pair:
     accumulate: int
     clip_norm: float | None
     precision: str
-    waits: bool  # a forward pass waits for the other replicas: even an empty batch runs one
     dtype: torch.dtype | None  # what floating data is cast to: that of the parameters
     shared: dict[int, Tensor]  # by id: the chief's values of these have come to all replicas
     passes: int = 0
@@ -115,9 +125,8 @@ class ReplicaStrategy(Strategy):
         tensors = _tensors(model)
         self._share(model, list(tensors.values()))
         whole, gradients = self._gradients(model, made)
-        waits = whole is not model or (self.num_replicas_in_sync > 1 and has_synchronized(model))
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-        pair = Pair(whole, made, gradients, accumulate, clip_norm, precision, waits, dtype, tensors)
+        pair = Pair(whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors)
         self._pairs.append(pair)
         return whole, made
 
@@ -154,7 +163,7 @@ class ReplicaStrategy(Strategy):
         return output
 
     def backward(self, losses: Any, batch: Batch) -> None:
-        self._backward(self._pairs, losses, batch)
+        self._backward(self._pairs, weigh(losses, batch), batch)
 
     def update(self, optimizer: Optimizer) -> None:
         for pair in self._pairs:
@@ -204,6 +213,19 @@ class ReplicaStrategy(Strategy):
             step = batch.epoch << 32 | batch.step
             enter(StepContext(self._collective, self._seed, step, batch.global_size, batch.places))
 
+    def _divisible(self, chain: Chain, parts: int) -> Chain:
+        """``chain`` whose batches are cut into ``parts`` so that every BatchNorm can use them."""
+        if parts == 1 or not any(apart(pair.model) for pair in self._pairs):
+            return chain
+        size = chain.batch_size
+        if size is not None and size < 2 * parts and self.is_chief:
+            warn(
+                "a batch of %d rows leaves %d of %d replicas without any: BatchNorm needs two; "
+                "take a larger batch, or sync_batchnorm=True",
+                size, parts - size // 2, parts,
+            )  # fmt: skip
+        return replace(chain, least=2)
+
     @property
     def _state_share(self) -> float:
         """The part of the optimizer's state that this process holds."""
@@ -232,19 +254,38 @@ class ReplicaStrategy(Strategy):
         self._share(model, [tensor for key, tensor in pair.shared.items() if key not in known])
 
     def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
-        """The output for a batch, whose gradients wait with those before."""
-        output = None
+        """The output for a batch, whose gradients wait with those before.
+
+        A replica without rows runs the model on spare ones, which count for nothing: others may
+        wait for it in the forward pass, and what a module counts stays equal everywhere.
+        """
         self.enter(batch)
-        if batch.size or pair.waits:
-            batch = in_dtype(batch, pair.dtype)
-            with autocast(pair.precision, self.device):
-                output = forward(pair.model, batch.data, loss is not None)
-                answer = evaluate_loss(loss, output, batch)
-            self._backward([pair], answer, batch)
+        output = None
+        if batch.size:
+            output, found = self._forward(pair, batch, loss)
+            self._backward([pair], found, batch)
+        elif self._runs_without_rows:
+            with keeping_statistics(pair.model):
+                found = self._forward(pair, _of_spare_rows(batch), loss)[1]
+                self._backward([pair], replace(found, weight=0.0), batch)
         else:
             pair.gradients.begin(self._unit(batch))
         pair.passes += 1
         return output
+
+    def _forward(
+        self, pair: Pair, batch: Batch, loss: LossFunction | None
+    ) -> tuple[Any, WeightedLoss]:
+        batch = in_dtype(batch, pair.dtype)
+        with autocast(pair.precision, self.device):
+            output = forward(pair.model, batch.data, loss is not None)
+            answer = evaluate_loss(loss, output, batch)
+        return output, weigh(answer, batch)
+
+    @property
+    def _runs_without_rows(self) -> bool:
+        """Whether a forward pass is also made where there are no rows."""
+        return self.num_replicas_in_sync > 1
 
     def _unit(self, batch: Batch) -> float:
         """What a backward pass over ``batch`` divides by: the planned size of an update's batch."""
@@ -254,8 +295,7 @@ class ReplicaStrategy(Strategy):
         """Whether the batches so far make an update."""
         return pair.passes >= pair.accumulate
 
-    def _backward(self, pairs: Sequence[Pair], answer: Any, batch: Batch) -> None:
-        found = weigh(answer, batch)
+    def _backward(self, pairs: Sequence[Pair], found: WeightedLoss, batch: Batch) -> None:
         if not found.value.requires_grad:
             raise UserError(
                 "the loss has no gradient: no parameter that learns leads to it",
@@ -275,7 +315,10 @@ class ReplicaStrategy(Strategy):
             unit = unit or own
             pair.gradients.rescale(unit)
         scale = found.scale * pairs[0].gradients.replicas / unit if found.weight else 0.0
-        found.value.backward(torch.full_like(found.value, scale))
+        with ExitStack() as stack:
+            for pair in () if found.weight else pairs:
+                stack.enter_context(pair.gradients.aside())
+            found.value.backward(torch.full_like(found.value, scale))
         loss = found.value.detach().item() * found.scale if found.weight else 0.0
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
@@ -287,6 +330,13 @@ class ReplicaStrategy(Strategy):
                 "Prepare one model for it; with several, use backward() and update().",
             )
         return self._pairs[0]
+
+
+def _of_spare_rows(batch: Batch) -> Batch:
+    """The spare rows of a batch without rows, in their place."""
+    if batch.spare is None:
+        return batch
+    return replace(batch, data=batch.spare, size=count_rows(batch.spare))
 
 
 def _tensors(model: nn.Module) -> dict[int, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
-from spartito.data.loader import Loader
+from spartito.data.loader import SPARE, Loader
 from spartito.errors import UserError
 from spartito.strategies.base import Distributed, Sums
 
@@ -92,7 +92,8 @@ class Placed(Distributed):
     def _place(self, batches: Iterator[Batch]) -> Generator[Batch]:
         for batch in batches:
             if self._device.type != "cpu":
-                batch = replace(batch, data=rows(batch.data, self._move))
+                data, spare = rows(batch.data, self._move), rows(batch.spare, self._move)
+                batch = replace(batch, data=data, spare=spare)
             self._announce(batch)
             self._order = crc32(batch.drawn.to_bytes(4, "little"), self._order)
             yield batch
@@ -170,4 +171,5 @@ class Together(Share):
 
 def _emptied(batch: Batch) -> Batch:
     data = rows(batch.data, lambda tensor: tensor[:0])
-    return replace(batch, data=data, size=0, places=batch.places[:0])
+    spare = rows(batch.data, lambda tensor: tensor[:SPARE]) if batch.size else batch.spare
+    return replace(batch, data=data, size=0, places=batch.places[:0], spare=spare)

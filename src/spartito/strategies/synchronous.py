@@ -15,6 +15,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Traffic
 from spartito.collectives.meeting import connect
 from spartito.data.batch import Batch
+from spartito.data.chain import Chain
 from spartito.data.dataset import as_dataset
 from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
@@ -74,8 +75,9 @@ class SynchronousStrategy(ReplicaStrategy):
     def distribute(
         self, dataset: Any, *, seed: int | None = None, training: bool = True
     ) -> Distributed:
-        chain = as_dataset(dataset)
         replicas, order = self.num_replicas_in_sync, self._seed if seed is None else seed
+        chain: Chain = as_dataset(dataset)
+        chain = self._divisible(chain, replicas) if training else chain
         loader = Loader(chain, self.cluster.rank, replicas, order)
         uneven = isinstance(chain.source, PerWorker) and replicas > 1
         batches = Together(loader, self._collective) if uneven else loader

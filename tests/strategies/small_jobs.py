@@ -1,0 +1,92 @@
+"""Models that do not like batches without rows, or of one row; by a strategy and by torch alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import spartito as sp
+from spartito.strategies import strategy as make_strategy
+from tests.strategies.changing_jobs import weights
+
+MODELS = ("view", "spectral", "one value per channel")
+
+
+class Viewing(nn.Module):
+    """Reshapes by ``-1``, which torch cannot do without rows, and normalizes twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Conv2d(1, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+        self.middle = nn.Linear(12, 5)
+        self.norm2 = nn.BatchNorm1d(5)
+        self.head = nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norm(self.first(x)))
+        x = self.middle(x.view(x.size(0), -1))
+        out: Tensor = self.head(torch.tanh(self.norm2(x)))
+        return out
+
+
+def model(kind: str) -> nn.Module:
+    torch.manual_seed(4)
+    if kind == "spectral":
+        spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 4))
+        return nn.Sequential(nn.Flatten(), spectral, nn.Tanh(), nn.Linear(4, 2)).double()
+    if kind == "one value per channel":
+        flat = nn.Sequential(nn.Flatten(), nn.Linear(16, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        return flat.double()
+    return Viewing().double()
+
+
+def data(examples: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(8)
+    x = torch.randn(examples, 1, 4, 4, generator=generator, dtype=torch.float64)
+    return x, (x.mean((1, 2, 3)) > 0).long()
+
+
+def by_torch(kind: str, examples: int, batch: int, epochs: int = 3) -> dict[str, Tensor]:
+    net = model(kind)
+    optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+    for _ in range(epochs):
+        for x, y in zip(*(part.split(batch) for part in data(examples)), strict=True):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x), y).backward()
+            optimizer.step()
+    return weights(net)
+
+
+def by_trainer(
+    name: str,
+    options: dict[str, Any],
+    kind: str,
+    examples: int,
+    batch: int,
+    epochs: int = 3,
+    deterministic: bool = True,
+    stream: bool = False,
+) -> dict[str, Tensor]:
+    strategy = make_strategy(name, **options)
+    net = model(kind)
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        strategy=strategy,
+        deterministic=deterministic,
+    )
+    x, y = data(examples)
+    given: Any = sp.data.arrays(x, y).batch(batch)
+    if stream:
+        given = torch.utils.data.TensorDataset(x, y)
+    try:
+        trainer.fit(given, epochs=epochs, batch_size=batch, verbose=0)
+        trainer.strategy.synchronize()
+        return weights(net)
+    finally:
+        strategy.close()

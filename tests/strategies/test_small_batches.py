@@ -1,0 +1,56 @@
+"""Batches with fewer rows than replicas train as on one device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from tests.replicas import ReplicaError, Replicas
+from tests.strategies import small_jobs as jobs
+from tests.strategies.test_contracts import CASES, Case, close, every_synchronous, run, servers
+
+THREE: Case = ("mirrored", 3, {})
+SERVERS: Case = ("parameter_server", 3, {})
+
+
+@every_synchronous
+@pytest.mark.parametrize(
+    ("kind", "examples", "batch"),
+    [
+        ("view", 26, 6),  # the last batch has two rows: on three replicas one trains
+        ("view", 18, 4),  # two rows, and whole batches of which one replica of three gets two
+        ("spectral", 25, 6),  # one row
+    ],
+)
+def test_numbers_are_those_of_torch(
+    replicas: Replicas, case: Case, kind: str, examples: int, batch: int
+) -> None:
+    options = {"kind": kind, "examples": examples, "batch": batch}
+    close(run(replicas, case, jobs.by_trainer, **options), jobs.by_torch(**options))  # type: ignore[arg-type]
+
+
+def test_data_sets_of_torch_bring_spare_rows_too(replicas: Replicas) -> None:
+    options = {"kind": "view", "examples": 26, "batch": 6}
+    found = run(replicas, THREE, jobs.by_trainer, stream=True, **options)
+    close(found, jobs.by_torch(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("case", [CASES[1], THREE, SERVERS], ids=str)
+@pytest.mark.parametrize(("examples", "batch"), [(21, 6), (12, 3), (20, 6)])
+def test_no_replica_gets_one_row_to_normalize_over(
+    replicas: Replicas, case: Case, examples: int, batch: int
+) -> None:
+    """Without synchronization each replica has its own BatchNorm, which refuses one value."""
+    name, world_size, chosen = case
+    answers = replicas(
+        jobs.by_trainer, world_size, name, chosen, servers=servers(case),
+        deterministic=False, kind="one value per channel", examples=examples, batch=batch,
+    )  # fmt: skip
+    for answer in answers:
+        assert all(bool(torch.isfinite(value).all()) for value in answer.values())
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[1], THREE], ids=str)
+def test_one_row_in_all_is_refused_as_on_one_device(replicas: Replicas, case: Case) -> None:
+    with pytest.raises(ReplicaError, match="Expected more than 1 value per channel"):
+        run(replicas, case, jobs.by_trainer, kind="view", examples=13, batch=6)
