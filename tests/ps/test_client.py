@@ -29,7 +29,7 @@ from spartito.ps.messages import Hello, Lost, Pull, Push, Status, Values, Welcom
 from spartito.ps.rules import Rules
 from spartito.ps.server import PURPOSE, Server
 from spartito.ps.servers import Control, Servers
-from spartito.ps.shard import Shard, State, settings
+from spartito.ps.shard import Shard, State, is_elementwise, settings
 from spartito.ps.store import Store
 from spartito.ps.timetable import Timetable
 from spartito.ps.vector import Copies, Vector, allocate
@@ -66,13 +66,14 @@ class Job:
     def __init__(
         self, folder: Path, count: int, rules: Rules, *, shares: bool = False,
         kind: type[Optimizer] = SGD, wire_dtype: str | None = None,
+        build: Callable[[], nn.Module] = net,
     ) -> None:  # fmt: skip
         self.folder, self.rules, self.shares, self.kind = folder, rules, shares, kind
-        self.wire_dtype = wire_dtype
-        self.model = net()
+        self.wire_dtype, self.build = wire_dtype, build
+        self.model = build()
         self.optimizer = make(self.model, kind)
         self.vector = Vector(self.model, self.optimizer)
-        self.spans = cut(self.vector.layout, count, 1, False)
+        self.spans = cut(self.vector.layout, count, 1, not is_elementwise(self.optimizer))
         self.ends = ExitStack()
         self.pool = self.ends.enter_context(ThreadPoolExecutor(8))
         self.servers: list[Server] = []
@@ -83,7 +84,7 @@ class Job:
 
     def start(self, number: int) -> Server:
         """Server ``number``, at the port that it had before."""
-        model = net()
+        model = self.build()
         optimizer = make(model, self.kind)
         vector = Vector(model, optimizer)
         shard = Shard(vector.layout, self.spans[number], optimizer, vector.tensors)
@@ -149,7 +150,7 @@ class Job:
 
     def worker(self, number: int = 0) -> tuple[Servers, nn.Module, Vector]:
         """A worker with a model of its own."""
-        model = net()
+        model = self.build()
         vector = Vector(model, make(model, self.kind))
         links = [self.link(n, self.hello(number), vector) for n in range(len(self.spans))]
         return Servers(links, vector, self.rules.waits), model, vector
@@ -253,6 +254,86 @@ def test_training_over_links_is_training(
     assert_close(run.model, expected)
     servers.close()
     servers.close()
+
+
+UNKNOWN = 777  # elements of a parameter that the optimizer is not given
+
+
+class Picky(Adam):
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__([p for p in parameters if p.numel() != UNKNOWN], lr=lr)
+
+
+def frozen() -> nn.Module:
+    """A large part that learns nothing, a small one that does, and one that nobody steps."""
+    torch.manual_seed(5)
+    parts = {
+        "back": nn.Linear(30, 20_000 // 30),
+        "norm": nn.BatchNorm1d(20_000 // 30),
+        "head": nn.Linear(20_000 // 30, 2),
+    }
+    model = nn.Sequential(*parts.values()).double()
+    model.register_parameter("average", nn.Parameter(torch.ones(UNKNOWN, dtype=torch.float64)))
+    model[0].requires_grad_(False)
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("rules", [Rules(1), Rules(1, 0)])
+@pytest.mark.parametrize("kind", [Adam, Picky])
+def test_what_is_frozen_does_not_travel(
+    job: Start, way: dict[str, Any], count: int, rules: Rules, kind: type[Optimizer]
+) -> None:
+    """Until it changes: by being unfrozen, by the user's own hand, by a checkpoint."""
+    run = job(count, rules, kind=kind, build=frozen, **way)
+    control = run.control()
+    servers, model, vector = run.worker()
+    expected = frozen()
+    stepped = make(expected, run.kind)
+    with torch.no_grad():
+        for tensor in vector.tensors:
+            tensor.zero_()
+    servers.get(admit=True)
+    assert_close(model, expected, 0.0)
+
+    def moved() -> int:
+        return sum(link.sent + link.received for link in servers.links)
+
+    def train(steps: range) -> int:
+        before = moved()
+        for step in steps:
+            compute([model, expected], step)
+            absent, finite = servers.fill()
+            assert finite
+            more = {"group": step + 1, "index": 0, "parties": 1} if rules.together else {}
+            exchange(servers, push(step, **more), absent)
+            stepped.step()
+            assert_close(model, expected)
+        return moved() - before
+
+    whole = 2 * sum(span.size for span in run.spans)
+    assert train(range(5)) < 5 * whole / 4
+    model[0].requires_grad_(True)  # type: ignore[index]
+    expected[0].requires_grad_(True)  # type: ignore[index]
+    assert train(range(5, 8)) > 3 * whole / 2
+    with torch.no_grad():
+        for twin in (model, expected) if kind is Picky else ():
+            twin.average.mul_(0.5)  # type: ignore[operator]
+    train(range(8, 9))
+    for span, (values, _) in zip(run.spans, control.states(), strict=True):
+        Copies(run.vector, span, values).load()
+    assert_close(run.model, expected)
+    other = frozen()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(1)
+    loaded = [allocate(span) for span in run.spans]
+    for span, memory in zip(run.spans, loaded, strict=True):
+        Copies(Vector(other, make(other, run.kind)), span, memory).store()
+    control.load("job", loaded, [{} for _ in loaded], settings(run.optimizer))
+    servers.get(admit=True)
+    assert_close(model, other, 0.0)
 
 
 class Crowded(SGD):

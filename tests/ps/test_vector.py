@@ -84,7 +84,7 @@ def test_gradients_lie_where_their_parameters_do(
     expected: dict[str, Tensor] = {}
     missing = set()
     for number, (name, parameter) in enumerate(named.items()):
-        known = groups[name] != BUFFER
+        known = groups[name] >= 0
         if parameter.requires_grad and data.draw(st.booleans()):
             dtype = str(parameter.dtype).removeprefix("torch.")
             grad = numbers(tuple(parameter.shape), dtype, model.dice)
@@ -100,7 +100,7 @@ def test_gradients_lie_where_their_parameters_do(
         memory.fill_(255)  # of the last push
         absent |= set(copies.store_gradients())
         for run in runs(vector.layout, span):
-            if run.group == BUFFER:
+            if not run.learns:
                 memory[run.start - span.start : run.stop - span.start] = 0
     assert {vector.layout.entries[entry].name for entry in absent} == {
         list(named)[number] for number in missing
@@ -111,7 +111,7 @@ def test_gradients_lie_where_their_parameters_do(
     for _, _, copies in found:
         copies.load()
     for name, parameter in named.items():
-        if groups[name] != BUFFER:
+        if groups[name] >= 0:
             grad = expected.get(name, torch.zeros_like(parameter.detach()))
             assert torch.equal(parameter.detach(), grad), name
 
@@ -134,9 +134,8 @@ def test_changes_of_buffers_bring_a_server_to_the_new_values(model: Odd, servers
                 tensor.copy_(numbers(tuple(tensor.shape), dtype, model.dice))
     after = tensors_of(model)
     for shard, (_, memory, copies), (_, _, old) in zip(held, pushed, pulled, strict=True):
-        copies.store_gradients()
-        copies.store_changes(old)
-        shard.update(memory)
+        absent = copies.store_gradients() + copies.store_changes(old)
+        shard.update(memory, absent)
     for shard, (_, memory, copies) in zip(held, pulled, strict=True):
         memory.copy_(shard.values)
         copies.load()

@@ -17,10 +17,10 @@ from spartito.cluster.spec import split_address
 from spartito.collectives.handshake import prove
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
-from spartito.ps.codec import make_codec
+from spartito.ps.codec import PlainCodec, make_codec
 from spartito.ps.connection import LOCAL, areas
 from spartito.ps.keys import Keys
-from spartito.ps.layout import Span
+from spartito.ps.layout import Span, runs, unused
 from spartito.ps.messages import (
     Answer,
     GetApplied,
@@ -84,6 +84,9 @@ class Link:
         self._hello, self._timeout = hello, timeout
         self._vector = vector
         self._codec = make_codec(vector.layout, span, wire_dtype)
+        self._plain = PlainCodec(vector.layout, span)  # how much goes by shared memory
+        self.runs = runs(vector.layout, span)
+        self._changed: set[int] = set()  # runs whose values came since `fill_model`
         self._sent = self._received = 0
         self._wire: Wire | None = None
         self._breaks = 0
@@ -174,6 +177,11 @@ class Link:
         self.ask(GetApplied())
         return Keys.load(slices, bytes(self._open.payload))
 
+    def fill_model(self) -> None:
+        """The values that came into the model."""
+        self.incoming.load(self._changed)
+        self._changed.clear()
+
     def close(self) -> None:
         """Leave. Calling it again changes nothing."""
         if self._wire is not None:
@@ -188,12 +196,15 @@ class Link:
         return self._wire
 
     def _send(self, message: Message) -> None:
-        has_gradient = isinstance(message, Push) and not message.dropped
-        if has_gradient and not self._shared:
-            self._open.send(message, self._codec.encode(self.push))
-        else:
+        if not isinstance(message, Push) or message.dropped:
             self._open.send(message)
-            self._sent += has_gradient * self.span.size
+            return
+        left_out = unused(self.runs, message.absent)
+        if self._shared:
+            self._open.send(message)
+            self._sent += self._plain.size_without(left_out)
+        else:
+            self._open.send(message, *self._codec.encode(self.push, left_out))
 
     def _load(self, load: Load, values: Tensor, state: OptimizerState) -> None:
         self._open.send(load, values.numpy().data)
@@ -213,12 +224,20 @@ class Link:
     def _receive(self) -> Any:
         room = None if self._shared else self._codec.room(self.pull)
         answer = self._open.receive(room)
-        if isinstance(answer, Values):
-            if self._shared:
-                self._received += self.span.size
-            elif len(self._open.payload):
-                self._codec.decode(self.pull)
+        if isinstance(answer, Values) and answer.unchanged is not None:
+            self._take(frozenset(answer.unchanged))
         return answer
+
+    def _take(self, unchanged: frozenset[int]) -> None:
+        """Values came, but for these runs."""
+        codec, payload = self._codec, self._open.payload
+        if self._shared:
+            self._received += self._plain.size_without(unchanged)
+        elif len(payload) != codec.size_without(unchanged):
+            raise ProtocolError(f"{len(payload)} bytes of values came, and not those of the rest")
+        else:
+            codec.decode(self.pull, payload, unchanged)
+        self._changed |= set(range(len(self.runs))) - unchanged
 
     def _checked(self, answer: Any) -> Any:
         if isinstance(answer, Refused):

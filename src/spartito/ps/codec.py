@@ -2,90 +2,127 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Collection, Iterator
 
 import torch
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.ps.layout import BUFFER, LINE, Layout, Span, runs
+from spartito.ps.layout import LINE, Layout, Span, runs
 from spartito.ps.vector import dtype_of
 
 WIRE_DTYPES = ("bfloat16", "float16")
 
 
-class Codec(Protocol):
-    """Memory of a span, uint8 ``(bytes,)``, to and from what the wire carries."""
+class Codec(ABC):
+    """Memory of a span, uint8 ``(bytes,)``, to and from what the wire carries.
+
+    Runs, by their index in the span, can be left out on both ends: the others travel in a row.
+    """
 
     size: int
-    """Bytes on the wire."""
+    """Bytes on the wire, with nothing left out."""
+    _travels: list[slice]
+    """Where each run is in these bytes."""
 
-    def encode(self, memory: Tensor) -> memoryview:
+    def size_without(self, left_out: Collection[int]) -> int:
+        """Bytes on the wire without these runs."""
+        if not left_out:
+            return self.size
+        there = (p for number, p in enumerate(self._travels) if number not in left_out)
+        return sum(place.stop - place.start for place in there)
+
+    def encode(self, memory: Tensor, left_out: Collection[int] = ()) -> list[memoryview]:
         """What to send; valid until the next call."""
-        ...
+        self._narrow(memory, left_out)
+        whole = self.room(memory, sending=True)
+        if not left_out:
+            return [whole]
+        return [whole[p] for number, p in enumerate(self._travels) if number not in left_out]
 
-    def room(self, memory: Tensor) -> memoryview:
-        """Where to receive it."""
-        ...
+    def decode(self, memory: Tensor, payload: memoryview, left_out: Collection[int] = ()) -> None:
+        """Bring what was received into ``memory``; what is left out stays as it is."""
+        room, at = self.room(memory), 0
+        for number, place in enumerate(self._travels if left_out else ()):
+            if number not in left_out:
+                size = place.stop - place.start
+                room[place] = payload[at : at + size]
+                at += size
+        self._widen(memory, left_out)
 
-    def decode(self, memory: Tensor) -> None:
-        """Bring what was received into ``memory``."""
-        ...
+    @abstractmethod
+    def room(self, memory: Tensor, sending: bool = False) -> memoryview:
+        """Where to receive it, if nothing is left out."""
+
+    @abstractmethod
+    def _narrow(self, memory: Tensor, left_out: Collection[int]) -> None:
+        """Make ready what is sent."""
+
+    @abstractmethod
+    def _widen(self, memory: Tensor, left_out: Collection[int]) -> None:
+        """Make numbers of what was received."""
 
 
-class PlainCodec:
+class PlainCodec(Codec):
     """The bytes themselves."""
 
-    def __init__(self, span: Span) -> None:
+    def __init__(self, layout: Layout, span: Span) -> None:
         self.size = span.size
+        self._travels = [
+            slice(run.start - span.start, run.stop - span.start) for run in runs(layout, span)
+        ]
 
-    def encode(self, memory: Tensor) -> memoryview:
+    def room(self, memory: Tensor, sending: bool = False) -> memoryview:
         """The memory itself."""
         return memory.numpy().data
 
-    def room(self, memory: Tensor) -> memoryview:
-        """The memory itself."""
-        return memory.numpy().data
+    def _narrow(self, memory: Tensor, left_out: Collection[int]) -> None:
+        """It is ready."""
 
-    def decode(self, memory: Tensor) -> None:
+    def _widen(self, memory: Tensor, left_out: Collection[int]) -> None:
         """It is there already."""
 
 
-class NarrowCodec:
+class NarrowCodec(Codec):
     """Learned numbers of float32 and float64 travel as ``dtype``; all else as it is."""
 
     def __init__(self, layout: Layout, span: Span, dtype: torch.dtype) -> None:
-        self._parts: list[tuple[slice, torch.dtype, slice, torch.dtype]] = []
+        self._kinds: list[tuple[slice, torch.dtype, torch.dtype]] = []
+        self._travels = []
         end = 0
         for run in runs(layout, span):
             own = dtype_of(run.dtype)
-            narrowed = run.group != BUFFER and own in (torch.float32, torch.float64)
+            narrowed = run.learns and own in (torch.float32, torch.float64)
             sent = dtype if narrowed else own  # a statistic moves by less than such a rounding
             size = (run.stop - run.start) // own.itemsize * sent.itemsize
-            here = slice(run.start - span.start, run.stop - span.start)
-            self._parts.append((here, own, slice(end, end + size), sent))
+            self._kinds.append((slice(run.start - span.start, run.stop - span.start), own, sent))
+            self._travels.append(slice(end, end + size))
             end += -(-size // LINE) * LINE
         self.size = end
         self._out = torch.zeros(end, dtype=torch.uint8)
         self._in = torch.zeros(end, dtype=torch.uint8)
 
-    def encode(self, memory: Tensor) -> memoryview:
-        """The numbers, rounded."""
-        for here, own, there, sent in self._parts:
-            values = memory[here].view(own)
-            if sent == torch.float16 != own:
-                values = _within_range(values)
-            self._out[there].view(sent).copy_(values)
-        return self._out.numpy().data
+    def room(self, memory: Tensor, sending: bool = False) -> memoryview:
+        """A buffer of its own for each direction."""
+        found: memoryview = (self._out if sending else self._in).numpy().data
+        return found
 
-    def room(self, memory: Tensor) -> memoryview:
-        """A buffer of its own."""
-        return self._in.numpy().data
+    def _narrow(self, memory: Tensor, left_out: Collection[int]) -> None:
+        for number, ((here, own, sent), there) in enumerate(self._parts()):
+            if number not in left_out:
+                values = memory[here].view(own)
+                if sent == torch.float16 != own:
+                    values = _within_range(values)
+                self._out[there].view(sent).copy_(values)
 
-    def decode(self, memory: Tensor) -> None:
-        """The numbers in the parameters' own dtype."""
-        for here, own, there, sent in self._parts:
-            memory[here].view(own).copy_(self._in[there].view(sent))
+    def _widen(self, memory: Tensor, left_out: Collection[int]) -> None:
+        for number, ((here, own, sent), there) in enumerate(self._parts()):
+            if number not in left_out:
+                memory[here].view(own).copy_(self._in[there].view(sent))
+
+    def _parts(self) -> Iterator[tuple[tuple[slice, torch.dtype, torch.dtype], slice]]:
+        return zip(self._kinds, self._travels, strict=True)
 
 
 def _within_range(values: Tensor) -> Tensor:
@@ -97,7 +134,7 @@ def _within_range(values: Tensor) -> Tensor:
 def make_codec(layout: Layout, span: Span, wire_dtype: str | None) -> Codec:
     """How a span travels; ``wire_dtype`` None keeps every bit."""
     if wire_dtype is None:
-        return PlainCodec(span)
+        return PlainCodec(layout, span)
     return NarrowCodec(layout, span, dtype_of(wire_dtype))
 
 

@@ -21,7 +21,7 @@ from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import Seldom, shown
 from spartito.ps.codec import Codec, make_codec
-from spartito.ps.layout import Span
+from spartito.ps.layout import Span, unused
 from spartito.ps.messages import (
     Applied,
     Done,
@@ -43,6 +43,7 @@ from spartito.ps.messages import (
     Request,
     Schedule,
     Status,
+    Values,
     Welcome,
 )
 from spartito.ps.store import Store
@@ -114,6 +115,7 @@ class Connection:
         self._server, self._store = server, server.store
         self._wire = Wire(sock, Request, timeout=GREETING_SECONDS)
         self._worker, self._generation, self._chief = -1, 0, False
+        self._edition = -1  # of the values that the task has
         self._loading: Loading | None = None
         span = self._store.shard.span
         self._span = span
@@ -248,10 +250,11 @@ class Connection:
             if self._chief:
                 self._server.hear_chief()
             if isinstance(message, Push):
-                self._check_push(message)
+                left_out = unused(store.shard.runs, message.absent)
+                self._check_push(message, left_out)
                 if not self._shared and not message.dropped:
-                    self._codec.decode(inbox)
-                norm = 0.0 if message.dropped else store.shard.norm(inbox)
+                    self._codec.decode(inbox, self._wire.payload, left_out)
+                norm = 0.0 if message.dropped else store.shard.norm(inbox, message.absent)
                 need(isfinite(norm), "a gradient is not finite")
                 with store.turn:
                     self._need_values()
@@ -261,17 +264,16 @@ class Connection:
                     store.check(self._worker, self._generation)  # a round takes its time
                     if message.pull:
                         store.admit(self._worker)
-                        outbox.copy_(store.shard.values)
-                    answer = store.values(status, staleness)
-                self._answer(answer, outbox if message.pull else None)
+                    unchanged = self._bring(outbox) if message.pull else None
+                    answer = store.values(status, staleness, unchanged)
+                self._answer(answer, outbox)
             elif isinstance(message, Pull):
                 with store.turn:
                     self._need_values()
                     store.check(self._worker, self._generation)
                     if message.admit:
                         store.admit(self._worker)
-                    outbox.copy_(store.shard.values)
-                    answer = store.values()
+                    answer = store.values(unchanged=self._bring(outbox))
                 self._answer(answer, outbox)
             elif isinstance(message, End) and self._chief:
                 self._wire.send(Done())
@@ -289,11 +291,25 @@ class Connection:
                 self._server.name, self._worker, norm, usual,
             )  # fmt: skip
 
-    def _answer(self, answer: Any, values: Tensor | None) -> None:
-        if values is None or self._shared:
+    def _bring(self, outbox: Tensor) -> list[int]:
+        """The values into ``outbox``; returns the runs that it had already."""
+        store = self._store
+        unchanged = store.unchanged(self._edition)
+        self._edition = store.edition
+        if not unchanged:
+            outbox.copy_(store.shard.values)
+            return []
+        for number, run in enumerate(store.shard.runs):
+            if number not in unchanged:
+                here = slice(run.start - self._span.start, run.stop - self._span.start)
+                outbox[here].copy_(store.shard.values[here])
+        return sorted(unchanged)
+
+    def _answer(self, answer: Values, values: Tensor) -> None:
+        if answer.unchanged is None or self._shared:
             self._wire.send(answer)
         else:
-            self._wire.send(answer, self._codec.encode(values))
+            self._wire.send(answer, *self._codec.encode(values, frozenset(answer.unchanged)))
 
     def _need_values(self) -> None:
         if not self._store.ready:
@@ -301,10 +317,10 @@ class Connection:
                 f"{self._server.name} has no values yet", "The chief gives them when it comes."
             )
 
-    def _check_push(self, push: Push) -> None:
+    def _check_push(self, push: Push, left_out: frozenset[int]) -> None:
         """Raise `ProtocolError` unless the push is one that this shard can take."""
         store, wire, rules = self._store, self._wire, self._store.rules
-        size = 0 if self._shared or push.dropped else self._codec.size
+        size = 0 if self._shared or push.dropped else self._codec.size_without(left_out)
         entries = len(store.shard.layout.entries)
         rounds = (push.group > 0, 0 < push.parties <= rules.workers)
         need(self._worker >= 0, "a push came from a task that computes nothing")

@@ -7,15 +7,18 @@ always the same.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
 
 def step(optimizer: Optimizer) -> None:
-    """Make one step of ``optimizer``, whose parameters all have gradients: bitwise its own."""
+    """Make one step of ``optimizer``: bitwise its own."""
     groups = optimizer.param_groups
     plain = type(optimizer) in (Adam, AdamW) and all(map(_is_plain, groups))
-    begun = all(optimizer.state.get(p) for group in groups for p in group["params"])
+    begun = all(optimizer.state.get(p) for group in groups for p in _used(group))
     if plain and begun:  # the first step makes the state
         _adam(optimizer)
     else:
@@ -31,10 +34,14 @@ def _is_plain(group: dict[str, object]) -> bool:
     )
 
 
+def _used(group: dict[str, Any]) -> list[Tensor]:
+    return [parameter for parameter in group["params"] if parameter.grad is not None]
+
+
 @torch.no_grad()
 def _adam(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
-        parameters = group["params"]
+        parameters = _used(group)
         if not parameters:
             continue
         states = [optimizer.state[parameter] for parameter in parameters]
@@ -44,7 +51,7 @@ def _adam(optimizer: Optimizer) -> None:
         beta1, beta2 = group["betas"]
         kernel(
             parameters,
-            [parameter.grad for parameter in parameters],
+            [parameter.grad for parameter in parameters],  # type: ignore[misc]
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [],

@@ -1,15 +1,16 @@
 """Where every parameter lies in the flat vector, and which server holds what of it: pure.
 
-All parameters and buffers form one vector of bytes. It is ordered by (is buffer, dtype,
+All parameters and buffers form one vector of bytes. It is ordered by (is buffer, frozen, dtype,
 parameter group), so that a server can run the optimizer on a few long tensors (runs) instead
-of on many short ones; each server holds one contiguous span of it.
+of on many short ones, and that what does not change need not travel; each server holds one
+contiguous span of it.
 """
 
 from __future__ import annotations
 
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
 from itertools import groupby, islice
@@ -19,6 +20,8 @@ from spartito.errors import UserError
 
 BUFFER = -1
 """The group of what no optimizer touches: BatchNorm's statistics and their like."""
+STILL = -2
+"""The group of parameters that the optimizer does not know."""
 LINE = 64  # bytes: every run begins at a multiple, every cut inside a tensor is at one
 
 ITEM_SIZES = {
@@ -32,12 +35,16 @@ ITEM_SIZES = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One parameter or buffer: its name, dtype, shape, and the optimizer's group of it."""
+    """One parameter or buffer: its name, dtype, shape, and the optimizer's group of it.
+
+    ``frozen`` has a group, but learned nothing when the vector was made.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     group: int
+    frozen: bool = False
 
     @property
     def numel(self) -> int:
@@ -56,9 +63,9 @@ class Entry:
 
 
 class Layout:
-    """The flat vector: entries sorted by (is buffer, dtype, group), in the given order inside.
+    """The flat vector: entries sorted as above, in the given order inside of a run.
 
-    Each run of equal (dtype, group) starts at a multiple of 64 bytes and has no gaps inside.
+    Each run of one (frozen, dtype, group) starts at a multiple of 64 bytes, without gaps inside.
     """
 
     __slots__ = ("digest", "entries", "offsets", "size")
@@ -83,7 +90,7 @@ class Layout:
                 end += entry.nbytes
         self.offsets = tuple(offsets)
         self.size = _up(end)
-        schema = [(entry.name, entry.dtype, entry.shape, entry.group) for entry in self.entries]
+        schema = [(e.name, e.dtype, e.shape, e.group, e.frozen) for e in self.entries]
         self.digest = sha256(json.dumps(schema).encode()).hexdigest()[:16]
 
 
@@ -130,6 +137,11 @@ class Run:
     start: int
     stop: int
     parts: tuple[Part, ...]
+
+    @property
+    def learns(self) -> bool:
+        """Whether the optimizer knows it."""
+        return self.group >= 0
 
 
 def cut(layout: Layout, servers: int, min_bytes: int, whole: bool) -> tuple[Span, ...]:
@@ -184,6 +196,18 @@ def runs(layout: Layout, span: Span) -> tuple[Run, ...]:
     )
 
 
+def unused(found: Sequence[Run], absent: Collection[int]) -> frozenset[int]:
+    """Which of these runs, by index, consist of ``absent`` entries alone."""
+    missing = frozenset(absent)
+    if not missing:
+        return missing
+    return frozenset(
+        number
+        for number, run in enumerate(found)
+        if all(part.entry in missing for part in run.parts)
+    )
+
+
 def table(
     layout: Layout, spans: Sequence[Span], names: Sequence[str]
 ) -> list[tuple[str, str, str, str]]:
@@ -196,8 +220,8 @@ def table(
     ]
 
 
-def _key(entry: Entry) -> tuple[bool, str, int]:
-    return (entry.group == BUFFER, entry.dtype, entry.group)
+def _key(entry: Entry) -> tuple[bool, bool, str, int]:
+    return (entry.group < 0, entry.frozen, entry.dtype, entry.group)
 
 
 def _up(size: int) -> int:

@@ -64,7 +64,11 @@ class LoadState(Message, frozen=True, tag="load_state"):
 
 
 class Push(Message, frozen=True, tag="push"):
-    """A gradient of some pieces, as payload or in shared memory, and a wish for new values."""
+    """A gradient of some pieces, as payload or in shared memory, and a wish for new values.
+
+    ``absent`` are entries without a gradient, and buffers that did not change. Runs of the span
+    that consist of such entries alone do not travel.
+    """
 
     keys: list[Key]
     pulled: Count
@@ -93,6 +97,9 @@ class Values(Message, frozen=True, tag="values"):
     pushes: Count
     pieces: Count
     examples: Count
+    unchanged: list[Number] | None = None
+    """The runs of the span that do not travel, as they are what this connection brought before;
+    None where no values travel at all."""
     status: Name = "applied"
     """Of a push: ``applied``, ``duplicate`` (its pieces were known) or ``stale`` (refused)."""
     staleness: Count = 0

@@ -15,6 +15,7 @@ from torch import Tensor
 from spartito.errors import SpartitoError
 from spartito.ps.client import Link, Restarted
 from spartito.ps.keys import Keys
+from spartito.ps.layout import unused
 from spartito.ps.messages import End, Fence, Load, Lost, Message, Pull, Push, Release, Values
 from spartito.ps.shard import State as OptimizerState
 from spartito.ps.timetable import Timetable
@@ -41,11 +42,17 @@ class Servers:
 
     @torch.no_grad()
     def fill(self) -> tuple[list[list[int]], bool]:
-        """The model's gradients into the links' memory: which are absent, and if all are finite."""
-        absent = [link.outgoing.store_gradients() for link in self.links]
+        """The model's gradients into the links' memory, and how its buffers changed.
+
+        Returns per server the entries without a gradient or a change, and whether all numbers
+        are finite.
+        """
+        absent, finite = [], True
         for link in self.links:
-            link.outgoing.store_changes(link.incoming)
-        return absent, all(link.outgoing.is_finite() for link in self.links)
+            missing = link.outgoing.store_gradients() + link.outgoing.store_changes(link.incoming)
+            finite = finite and link.outgoing.is_finite(unused(link.runs, missing))
+            absent.append(missing)
+        return absent, finite
 
     def push(self, push: Push, absent: Sequence[Sequence[int]]) -> None:
         """Send what `fill` stored, and ask for new values; `answers` waits for them.
@@ -132,7 +139,7 @@ class Servers:
         self._versions = [values.version for values in found]
         self.far = found[0]
         for link in self.links:
-            link.incoming.load()
+            link.fill_model()
 
 
 class Control:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isfinite, sqrt
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.optim import (
 )
 
 from spartito.ps import fused
-from spartito.ps.layout import BUFFER, Layout, Part, Run, Span, runs
+from spartito.ps.layout import Layout, Part, Run, Span, runs, unused
 from spartito.ps.vector import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix
 
 ELEMENTWISE = (
@@ -53,7 +53,7 @@ def is_elementwise(optimizer: Optimizer) -> bool:
 
 def slots(layout: Layout, span: Span, whole: bool) -> list[Run]:
     """What the optimizer sees as single parameters: whole runs, or tensor by tensor."""
-    learned = [run for run in runs(layout, span) if run.group != BUFFER]
+    learned = [run for run in runs(layout, span) if run.learns]
     if not whole:
         return learned
     return [
@@ -96,7 +96,8 @@ class Shard:
         self._tensors = tensors
         self.values = allocate(span)
         self.slots = slots(layout, span, not is_elementwise(optimizer))
-        self._kept = [run for run in runs(layout, span) if run.group == BUFFER]
+        self.runs = runs(layout, span)
+        self._kept = [run for run in self.runs if not run.learns]
         self._parameters = [nn.Parameter(self._view(self.values, run)) for run in self.slots]
         self._close = True  # the optimizer's state lies where torch has put it
         self._rebind(tensors)
@@ -106,15 +107,16 @@ class Shard:
     ) -> None:
         """One step of the optimizer with the gradients in ``push``, uint8 ``(bytes,)``.
 
-        The entries ``absent`` have no gradient and stay as they are. ``rate`` scales the
-        learning rate of this update. Of the buffers whole numbers grow by what ``push`` holds
-        at their offset; statistics move ``fresh`` (0 to 1) of the way to it.
+        The entries ``absent`` have no gradient, or did not change, and stay as they are.
+        ``rate`` scales the learning rate of this update. Of the buffers whole numbers grow by
+        what ``push`` holds at their offset; statistics move ``fresh`` (0 to 1) of the way to it.
         """
-        kept = self._keep(absent) if absent else []
+        idle = unused(self.slots, absent)
+        kept = self._keep(absent, idle) if absent else []
         begun = self.optimizer.state
         new = [n for n, p in enumerate(self._parameters) if p not in begun] if absent else []
-        for parameter, run in zip(self._parameters, self.slots, strict=True):
-            parameter.grad = self._view(push, run)
+        for number, (parameter, run) in enumerate(zip(self._parameters, self.slots, strict=True)):
+            parameter.grad = None if number in idle else self._view(push, run)
         rates = [group["lr"] for group in self.optimizer.param_groups] if rate != 1.0 else []
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own * rate
@@ -126,7 +128,10 @@ class Shard:
         if new:
             self._forget(new, absent)
         self._spread()
-        for run in self._kept:
+        still = unused(self._kept, absent)
+        for number, run in enumerate(self._kept):
+            if number in still:
+                continue
             values, pushed = self._view(self.values, run), self._view(push, run)
             if is_summed(run.dtype):
                 values.add_(pushed)
@@ -135,15 +140,33 @@ class Shard:
             else:
                 values.copy_(pushed)
 
-    def mix(self, total: Tensor, push: Tensor, weight: float, count: int) -> None:
+    def mix(
+        self,
+        total: Tensor,
+        push: Tensor,
+        weight: float,
+        count: int,
+        absent: Sequence[int] = (),
+        blank: Collection[int] = (),
+    ) -> None:
         """Add ``weight`` times the gradients of ``push``, the ``count``-th, to ``total``.
 
-        Of the buffers whole numbers are added, and statistics are the mean of all so far.
+        Of the buffers whole numbers are added, and statistics are the mean of all so far, where
+        those of the entries ``absent`` are what they are here. ``total`` has nothing yet for the
+        entries ``blank``.
         """
-        for run in self.slots:
-            self._view(total, run).add_(self._view(push, run), alpha=weight)
-        for run in self._kept:
-            sums, pushed = self._view(total, run), self._view(push, run)
+        idle = unused(self.slots, absent)
+        for number, run in enumerate(self.slots):
+            if number not in idle:
+                self._view(total, run).add_(self._view(push, run), alpha=weight)
+        still, empty = unused(self._kept, absent), unused(self._kept, blank)
+        for number, run in enumerate(self._kept):
+            if number in still and (number in empty or count == 1 or not is_mixed(run.dtype)):
+                continue
+            sums, values = self._view(total, run), self._view(self.values, run)
+            pushed = values if number in still else self._view(push, run)
+            if number in empty and is_mixed(run.dtype):
+                sums.copy_(values)
             if is_summed(run.dtype):
                 sums.add_(pushed)
             elif is_mixed(run.dtype) and count > 1:
@@ -165,13 +188,17 @@ class Shard:
         total = torch.nn.utils.get_total_norm(grads)
         torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
 
-    def norm(self, push: Tensor) -> float:
-        """The L2 norm of the gradients; infinite or nan if one of them is not finite."""
-        norms = [torch.linalg.vector_norm(self._view(push, run)) for run in self.slots]
-        total = sqrt(sum(float(norm) ** 2 for norm in norms))
+    def norm(self, push: Tensor, absent: Sequence[int] = ()) -> float:
+        """The L2 norm of the gradients; infinite or nan if one of them is not finite.
+
+        ``push`` has none for the entries ``absent``.
+        """
+        idle = unused(self.slots, absent)
+        views = [self._view(push, run) for n, run in enumerate(self.slots) if n not in idle]
+        total = sqrt(sum(float(torch.linalg.vector_norm(view)) ** 2 for view in views))
         if isfinite(total):
             return total
-        finite = all(bool(self._view(push, run).isfinite().all()) for run in self.slots)
+        finite = all(bool(view.isfinite().all()) for view in views)
         return sys.float_info.max if finite else total  # else too large for its own square
 
     def accepts(self, options: Sequence[Mapping[str, Any]]) -> bool:
@@ -224,7 +251,7 @@ class Shard:
         """A run in some memory of the span, shaped as the optimizer sees it."""
         start = run.start - self.span.start
         view = memory[start : start + run.stop - run.start].view(dtype_of(run.dtype))
-        if run.group == BUFFER or is_elementwise(self.optimizer):
+        if not run.learns or is_elementwise(self.optimizer):
             return view
         tensor = self._tensors[run.parts[0].entry]
         return view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
@@ -251,11 +278,14 @@ class Shard:
             ]
         self.load_state(state)
 
-    def _keep(self, absent: Sequence[int]) -> list[tuple[Tensor, Tensor]]:
-        """The values and the state of these entries, each with a copy to put back."""
+    def _keep(self, absent: Sequence[int], idle: frozenset[int]) -> list[tuple[Tensor, Tensor]]:
+        """The values and the state of these entries, each with a copy to put back.
+
+        Slots that are ``idle`` take no part.
+        """
         missing, kept = frozenset(absent), []
         for number, run in enumerate(self.slots):
-            for part in run.parts:
+            for part in run.parts if number not in idle else ():
                 if part.entry in missing:
                     for tensor in (self._parameters[number].data, *self._long(number).values()):
                         piece = flat(tensor)[_within(run, part)]

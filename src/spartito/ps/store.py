@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spartito.errors import SpartitoError, UserError
 from spartito.ps.keys import Key, Keys
+from spartito.ps.layout import unused
 from spartito.ps.log import PushLog
 from spartito.ps.messages import Push, Values
 from spartito.ps.rules import Rules
@@ -82,6 +83,9 @@ class Store:
         self._spare: Tensor | None = None
         self._timetable = Timetable()
         self._obeyed: Row | None = None
+        self.edition = 0
+        """Grows whenever values change, by whatever cause."""
+        self._changed = [0] * len(shard.runs)  # the edition of each run's values
 
     def begin(self, job: str) -> None:
         """The values are there, and are this job's; of another one nothing else is kept."""
@@ -99,6 +103,7 @@ class Store:
             if self.log is not None:
                 self.log.cut(0)
         self.job, self.ready = job, True
+        self._note_change()
         if self.tally is not None:
             self.tally.value = self.version + self.lost
         self.turn.notify_all()
@@ -198,9 +203,12 @@ class Store:
             self._finish(self._waiting)
             self._waiting = Sum(torch.empty(0))
 
-    def values(self, status: str = "applied", staleness: int = 0) -> Values:
-        """How far it is."""
-        return Values(self.version, self.pushes, self.pieces, self.examples, status, staleness)
+    def values(
+        self, status: str = "applied", staleness: int = 0, unchanged: list[int] | None = None
+    ) -> Values:
+        """How far it is, and which runs of the values do not travel along; None: none do."""
+        counts = self.version, self.pushes, self.pieces, self.examples
+        return Values(*counts, unchanged, status, staleness)
 
     def applied(self, key: Key) -> bool:
         """Whether a piece was applied, or waits to be."""
@@ -301,7 +309,8 @@ class Store:
             mean.total = self._zeros()
         mean.weight += push.weight
         mean.mixed += 1
-        self.shard.mix(mean.total, gradient, push.weight, mean.mixed)
+        blank = mean.absent or ()
+        self.shard.mix(mean.total, gradient, push.weight, mean.mixed, push.absent, blank)
         mean.keys += push.keys
         mean.examples += push.examples
         missing = frozenset(push.absent)
@@ -330,8 +339,20 @@ class Store:
             self.log.append(self.shard, gradient, absent, rate, fresh)
         self.shard.update(gradient, absent, rate, fresh)
         self.version += 1
+        self._note_change(unused(self.shard.runs, absent))
         if self.tally is not None:
             self.tally.value = self.version + self.lost
+
+    def unchanged(self, since: int) -> frozenset[int]:
+        """The runs, by index, whose values are those that they had at `edition` ``since``."""
+        return frozenset(n for n, edition in enumerate(self._changed) if edition <= since)
+
+    def _note_change(self, but: frozenset[int] = frozenset()) -> None:
+        """The values of all runs but these are others than before."""
+        self.edition += 1
+        for number in range(len(self._changed)):
+            if number not in but:
+                self._changed[number] = self.edition
 
     def _count(self, keys: Iterable[Key], examples: int, pushes: int) -> None:
         self.pieces += self.keys.add(keys)
@@ -374,6 +395,7 @@ class Store:
             self.lost = max(self.lost, self.tally.value - self.version)
         self.staleness = Histogram.from_dict(about["staleness"])
         self.job, self.ready = about["job"], True
+        self._note_change()
         if self.log is not None:
             self.log.cut(about["log"])
 

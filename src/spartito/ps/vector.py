@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
 
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.errors import UserError
-from spartito.ps.layout import BUFFER, Entry, Layout, Part, Span, runs
+from spartito.ps.layout import BUFFER, STILL, Entry, Layout, Part, Span, runs
 
 
 def dtype_of(name: str) -> torch.dtype:
@@ -86,8 +87,8 @@ def flat(tensor: Tensor) -> Tensor:
 class Vector:
     """The parameters and buffers of a model, and where each lies in the flat vector.
 
-    A parameter that the optimizer does not know counts as a buffer: all start with the chief's
-    values, and nothing changes them.
+    A parameter that the optimizer does not know starts with the chief's values, as buffers do;
+    if something else changes it, its changes add up as theirs.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -97,16 +98,19 @@ class Vector:
             for parameter in group["params"]
         }
         kept = model.state_dict(keep_vars=True)
-        tensors: dict[str, Tensor] = dict(model.named_parameters())
+        learned = dict(model.named_parameters())
+        tensors: dict[str, Tensor] = {**learned}
         tensors |= {name: b for name, b in model.named_buffers() if name in kept}
         self.layout = Layout(
             Entry(
                 name,
                 str(tensor.dtype).removeprefix("torch."),
                 tuple(tensor.shape),
-                group_of.get(id(tensor), BUFFER),
+                group,
+                frozen=group >= 0 and not tensor.requires_grad,
             )
             for name, tensor in tensors.items()
+            for group in (group_of.get(id(tensor), STILL if name in learned else BUFFER),)
         )
         self.tensors = [tensors[entry.name] for entry in self.layout.entries]
 
@@ -127,68 +131,100 @@ class Copies:
     """Copies between a model's tensors and the memory of one span, uint8 ``(bytes,)``."""
 
     def __init__(self, vector: Vector, span: Span, memory: Tensor) -> None:
-        entries = vector.layout.entries
+        entries, self._runs = vector.layout.entries, runs(vector.layout, span)
         self._places = [
-            _place(vector.tensors[part.entry], part, entries[part.entry].dtype, span, memory)
-            for run in runs(vector.layout, span)
-            for part in run.parts
+            [
+                _place(vector.tensors[part.entry], part, entries[part.entry].dtype, span, memory)
+                for part in run.parts
+            ]
+            for run in self._runs
         ]
-        self._learned = [p for p in self._places if entries[p.entry].group != BUFFER]
-        self._kept = [p for p in self._places if entries[p.entry].group == BUFFER]
         self._tensors = vector.tensors
-        self._views = [place.view for place in self._places]
-        self._targets = [self._part(vector.tensors[p.entry].detach(), p) for p in self._places]
-        floating = [
-            (run, memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype)))
-            for run in runs(vector.layout, span)
-            if is_mixed(run.dtype)
+        self._views = [[place.view for place in places] for places in self._places]
+        self._targets = [
+            [self._part(vector.tensors[place.entry].detach(), place) for place in places]
+            for places in self._places
         ]
-        self._gradients = [view for run, view in floating if run.group != BUFFER]
-        self._statistics = [view for run, view in floating if run.group == BUFFER]
+        self._flat = [
+            memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype))
+            for run in self._runs
+        ]
+        self._blank: set[int] = set()  # entries whose gradient here is 0 already
         self._before: Copies | None = None
 
-    def load(self) -> None:
-        """The memory's values into the model."""
-        torch._foreach_copy_(self._targets, self._views)
+    def load(self, changed: Collection[int] | None = None) -> None:
+        """The memory's values into the model; ``changed`` leaves out runs where they are alike.
+
+        Buffers are loaded in any case: a forward pass changes the model's.
+        """
+        chosen = [
+            number
+            for number, run in enumerate(self._runs)
+            if changed is None or number in changed or run.group == BUFFER
+        ]
+        views = [view for number in chosen for view in self._views[number]]
+        if views:
+            targets = [target for number in chosen for target in self._targets[number]]
+            torch._foreach_copy_(targets, views)
 
     def store(self) -> None:
         """The model's values into the memory."""
-        torch._foreach_copy_(self._views, self._targets)
+        views = [view for found in self._views for view in found]
+        torch._foreach_copy_(views, [target for found in self._targets for target in found])
 
     def store_gradients(self) -> list[int]:
-        """The gradients into the memory; answers the entries that have none, set to 0."""
+        """The gradients into the memory; returns the entries that have none, set to 0."""
         absent, views, grads = [], [], []
-        for place in self._learned:
-            grad = self._tensors[place.entry].grad
-            if grad is None:
-                absent.append(place.entry)
-                place.view.zero_()
-            else:
-                views.append(place.view)
-                grads.append(grad if place.whole else self._part(self._like(grad, place), place))
+        for run, places in zip(self._runs, self._places, strict=True):
+            for place in places if run.learns else ():
+                grad = self._tensors[place.entry].grad
+                if grad is None:
+                    absent.append(place.entry)
+                    if place.entry not in self._blank:
+                        place.view.zero_()
+                        self._blank.add(place.entry)
+                else:
+                    self._blank.discard(place.entry)
+                    views.append(place.view)
+                    whole = place.whole
+                    grads.append(grad if whole else self._part(self._like(grad, place), place))
         if grads:
             torch._foreach_copy_(views, grads)
         return absent
 
-    def store_changes(self, before: Copies) -> None:
-        """The buffers; of what counts how it changed since ``before`` was loaded."""
-        self._before = before
-        for place, old in zip(self._kept, before._kept, strict=True):
-            now = self._part(self._tensors[place.entry].detach(), place)
-            place.view.copy_(now)
-            if place.summed:
-                place.view.sub_(old.view)
+    def store_changes(self, before: Copies) -> list[int]:
+        """The buffers; of what counts how it changed since ``before`` was loaded.
 
-    def is_finite(self) -> bool:
+        Returns the entries of runs in which nothing changed; the memory holds nothing for these.
+        """
+        absent = []
+        self._before = before
+        for number, run in enumerate(self._runs):
+            if run.learns:
+                continue
+            pairs = list(zip(self._targets[number], before._views[number], strict=True))
+            if all(torch.equal(now, old) for now, old in pairs):
+                absent += [place.entry for place in self._places[number]]
+                continue
+            for place, (now, old) in zip(self._places[number], pairs, strict=True):
+                place.view.copy_(now)
+                if place.summed:
+                    place.view.sub_(old)
+        return absent
+
+    def is_finite(self, but: Collection[int] = ()) -> bool:
         """Whether gradients and new statistics hold neither NaN nor infinity.
 
-        An infinity that was there before (a mask's) is no new one.
+        An infinity that was there before (a mask's) is no new one. Runs ``but`` do not count.
         """
-        before = self._statistics if self._before is None else self._before._statistics
-        return all(map(_is_finite, self._gradients)) and all(
-            _is_finite(now) or not _has_news(now, old)
-            for now, old in zip(self._statistics, before, strict=True)
-        )
+        for number, run in enumerate(self._runs):
+            if number in but or not is_mixed(run.dtype):
+                continue
+            now = self._flat[number]
+            old = now if run.learns or self._before is None else self._before._flat[number]
+            if not _is_finite(now) and (run.learns or _has_news(now, old)):
+                return False
+        return True
 
     @staticmethod
     def _part(tensor: Tensor, place: _Place) -> Tensor:
