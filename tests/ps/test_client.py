@@ -321,7 +321,7 @@ def test_what_is_frozen_does_not_travel(
         for twin in (model, expected) if kind is Picky else ():
             twin.average.mul_(0.5)  # type: ignore[operator]
     train(range(8, 9))
-    for span, (values, _) in zip(run.spans, control.states(), strict=True):
+    for span, (values, *_) in zip(run.spans, control.states(), strict=True):
         Copies(run.vector, span, values).load()
     assert_close(run.model, expected)
     other = frozen()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from math import isfinite
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 import torch
@@ -19,8 +19,9 @@ from spartito.collectives.handshake import GREETING_SECONDS, StrangerError, chal
 from spartito.collectives.shared_memory import Segment, host_key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.log import Seldom, shown
+from spartito.log import shown
 from spartito.ps.codec import Codec, make_codec
+from spartito.ps.host import Host
 from spartito.ps.layout import Span, unused
 from spartito.ps.messages import (
     Applied,
@@ -46,7 +47,6 @@ from spartito.ps.messages import (
     Values,
     Welcome,
 )
-from spartito.ps.store import Store
 from spartito.ps.timetable import Timetable
 from spartito.ps.transfer import Loading, room_for_state, state_messages
 from spartito.ps.vector import PAGE, STRIDE, allocate
@@ -61,51 +61,6 @@ def areas(span: Span) -> tuple[int, int, int]:
     """Where a shared segment has its push area and its pull area, and its size, in bytes."""
     room = (-(-span.size // PAGE) + 1) * PAGE  # each begins at another place of its page
     return STRIDE + span.phase, room + PAGE + 3 * STRIDE + span.phase, 2 * (room + PAGE)
-
-
-class Host(Protocol):
-    """The server that a connection belongs to."""
-
-    store: Store
-    name: str
-    wire_dtype: str | None
-    life: str
-    shares: bool
-    key: bytes
-    timeout: float
-    seldom: Seldom
-
-    def greet(self, hello: Hello) -> Refused | None:
-        """Whether a task may come in."""
-        ...
-
-    def came(self, connection: Connection, chief: bool) -> None:
-        """A task was let in."""
-        ...
-
-    def left(self, connection: Connection, chief: bool) -> None:
-        """A task is gone."""
-        ...
-
-    def hear_chief(self) -> None:
-        """The chief said something."""
-        ...
-
-    def snapshot(self) -> None:
-        """Write what a restarted server goes on from."""
-        ...
-
-    def record(self) -> dict[str, Any]:
-        """What it did so far."""
-        ...
-
-    def end(self) -> None:
-        """The job has ended."""
-        ...
-
-    def fail(self, failure: BaseException) -> None:
-        """Serving a task went wrong in a way that is not the task's fault."""
-        ...
 
 
 class Connection:

@@ -18,6 +18,7 @@ from spartito.collectives.shared_memory import supported
 from spartito.errors import SpartitoError, TaskLostError
 from spartito.log import Seldom, note, warn
 from spartito.ps.connection import Connection
+from spartito.ps.host import Talk
 from spartito.ps.messages import Hello, Refused
 from spartito.ps.store import Store
 from spartito.ps.tally import Tally
@@ -63,7 +64,7 @@ class Server:
         store.tally = Tally(self._tally)
         self._ended = threading.Event()
         self._failure: BaseException | None = None
-        self._connections: set[Connection] = set()
+        self._connections: set[Talk] = set()
         self._began = self._chief_seen = time.monotonic()
         self._chiefs = 0
         self._guard = threading.Lock()
@@ -145,7 +146,7 @@ class Server:
                 )
         return None
 
-    def came(self, connection: Connection, chief: bool) -> None:
+    def came(self, connection: Talk, chief: bool) -> None:
         """A task was let in."""
         with self._guard:
             self._connections.add(connection)
@@ -157,7 +158,7 @@ class Server:
         """The chief is there: it said something."""
         self._chief_seen = time.monotonic()
 
-    def left(self, connection: Connection, chief: bool) -> None:
+    def left(self, connection: Talk, chief: bool) -> None:
         """A task is gone."""
         with self._guard:
             self._connections.discard(connection)
