@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from copy import deepcopy
+from itertools import product
 
 import pytest
 import torch
@@ -38,10 +39,9 @@ class Worker:
         """What a batch gives, with the statistics after it."""
         self.model.zero_grad()
         self.model(rows).sum().backward()
-        self._outgoing.store_gradients()
-        self._outgoing.store_changes(self._incoming)
+        absent = self._outgoing.store_gradients() + self._outgoing.store_changes(self._incoming)
         assert self._outgoing.is_finite()
-        push = Push([(1, 0, self._step, self._index)], self._pulled, 1.0, len(rows), [])
+        push = Push([(1, 0, self._step, self._index)], self._pulled, 1.0, len(rows), absent)
         with self._store.turn:
             assert self._store.push(self._index, push, self._out)[0] == "applied"
         self._step += 1
@@ -98,3 +98,35 @@ def test_one_worker_has_the_statistics_that_torch_has() -> None:
         alone(rows)
     served.load()
     assert all(torch.equal(b, alone.get_buffer(name)) for name, b in model.named_buffers())
+
+
+@pytest.mark.parametrize("changed", list(product([False, True], repeat=3)))
+def test_a_mean_with_what_stayed_the_same(changed: tuple[bool, ...]) -> None:
+    """A push without a run counts as one that has the server's own values there."""
+    model = nn.ParameterDict({"weight": nn.Parameter(torch.ones(4))})
+    model.register_buffer("mean", torch.full((5,), 2.0))
+    model.register_buffer("count", torch.tensor(7))
+    optimizer = SGD([model["weight"]], lr=1.0)
+    vector = Vector(model, optimizer)
+    shard = Shard(vector.layout, Span(0, vector.layout.size), optimizer, vector.tensors)
+    Copies(vector, shard.span, shard.values).store()
+    old = allocate(shard.span).copy_(shard.values)
+    before = Copies(vector, shard.span, old)
+    rules = Rules(3, aggregate=3)
+    store = Store(shard, rules, gates=False, log=None)
+    for worker, changes in enumerate(changed):
+        before.load()
+        model["weight"].grad = torch.full((4,), float(worker))
+        model.get_buffer("mean").add_(3.0 * worker if changes else 0.0)
+        model.get_buffer("count").add_(3 if changes else 0)
+        memory = allocate(shard.span).fill_(255)  # nothing may be read where nothing is stored
+        copies = Copies(vector, shard.span, memory)
+        absent = copies.store_gradients() + copies.store_changes(before)
+        push = Push([(1, 0, worker, 0)], 0, 1.0, 1, absent)
+        with store.turn:
+            assert store.push(worker, push, memory)[0] == "applied"
+    Copies(vector, shard.span, shard.values).load()
+    assert model["weight"].tolist() == [0.0] * 4
+    moved = sum(worker * changes for worker, changes in enumerate(changed))
+    assert model.get_buffer("mean").tolist() == pytest.approx([2.0 + moved] * 5)
+    assert model.get_buffer("count").item() == 7 + sum(changed)
