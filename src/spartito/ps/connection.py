@@ -155,7 +155,7 @@ class Connection:
             self._wire.send(Welcome(self._store.ready, self._server.life))
         self._wire.set_timeouts(send=self._server.timeout, receive=None)
         self._wire.header_limit = LONG_HEADER
-        self._wire.limit = room_for_state(self._span) if hello.chief else 0
+        self._wire.limit = room_for_state(self._span) if hello.chief else self._codec.size
         return hello
 
     def _fits(self, hello: Hello) -> bool:
