@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from spartito.cluster.spec import split_address
@@ -149,6 +150,7 @@ class Link:
                 self._recover(error)
             else:
                 self._checked(answer)
+                self._hello = replace(self._hello, loaded=True)
                 return
 
     def schedule(self, timetable: bytes) -> None:

@@ -137,7 +137,13 @@ class Connection:
             raise ProtocolError(f"hello was expected, {type(hello).__name__.lower()} came")
         if not self._fits(hello):
             return None
-        refusal = self._server.greet(hello)
+        try:
+            refusal = self._server.greet(hello)
+        except TaskLostError as error:  # our values are: who comes is told, and the chief last
+            self._refuse(error)
+            if hello.chief:
+                self._server.fail(error)
+            return None
         if refusal is not None:
             self._wire.send(refusal)
             return None
@@ -299,7 +305,12 @@ class Connection:
             answers = self._answers(message)
         if self._loading is not None and self._loading.is_whole:
             self._loading = None
-            self._server.snapshot()
+            try:
+                self._server.snapshot()
+            except UserError as error:
+                self._refuse(error)
+                self._server.fail(error)
+                return
             answers = [(Done(),)]
         for answer in answers:
             self._wire.send(*answer)

@@ -38,6 +38,7 @@ from spartito.ps.store import Store
 from spartito.ps.vector import Copies, Vector, allocate, flat
 from spartito.ps.work import WorkSource
 from spartito.ps.worker import Exchange
+from spartito.storage.private import private_directory
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,7 @@ class Job:
             rules=str(self.rules),
             host=host_key() if options.shared_memory and supported() and not control else "",
             generation=generation,
+            loaded=not control,
         )
         address = Address.of(number, self._addresses[number])
         span = self._spans[number]
@@ -245,6 +247,7 @@ def shares(layout: Layout, spans: Sequence[Span], names: Sequence[str]) -> list[
     return lines
 
 
-def _private_folder() -> str:
+def _private_folder() -> Path:
     """Where a server's snapshots lie when nobody says it: found again by this user alone."""
-    return str(Path(tempfile.gettempdir()) / f"spartito-{os.getuid()}")
+    folder = Path(tempfile.gettempdir()) / f"spartito-{os.getuid()}"
+    return private_directory(folder, f"Name a folder for snapshots by {ENV_SNAPSHOT_DIR}.")

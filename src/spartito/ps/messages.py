@@ -32,6 +32,8 @@ class Hello(Message, frozen=True, tag="hello"):
     """`host_key` of its machine, empty when it wants no shared memory."""
     generation: Count = 0
     """Which process in the worker's place it is, as the coordinator numbers them."""
+    loaded: bool = False
+    """The chief has given this server its values: it must have them."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):

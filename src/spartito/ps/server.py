@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import secrets
 import socket
 import threading
@@ -11,18 +9,16 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from spartito.collectives.door import Door
 from spartito.collectives.shared_memory import supported
-from spartito.errors import SpartitoError, TaskLostError
+from spartito.errors import TaskLostError, UserError
 from spartito.log import Seldom, note, warn
 from spartito.ps.connection import Connection
 from spartito.ps.host import Talk
 from spartito.ps.messages import Hello, Refused
+from spartito.ps.snapshot import Snapshot
 from spartito.ps.store import Store
 from spartito.ps.tally import Tally
-from spartito.storage import load_tensors, save_tensors
 
 PURPOSE = "ps"
 LINGER_SECONDS = 30.0  # for tasks that still look at values when the job has ended
@@ -59,7 +55,7 @@ class Server:
         self.sent = self.received = 0
         self.life = secrets.token_hex(4)
         self._listener, self._chief, self.timeout = listener, chief, timeout
-        self._snapshots, self._seconds = snapshots, seconds
+        self._snapshot, self._seconds = Snapshot(snapshots, name), seconds
         self._tally = snapshots.with_suffix(".tally")
         store.tally = Tally(self._tally)
         self._ended = threading.Event()
@@ -91,8 +87,8 @@ class Server:
             door.close()
             for connection in list(self._connections):
                 connection.close()
-        for path in (self._snapshots, self._tally):
-            path.unlink(missing_ok=True)
+        self._snapshot.remove()
+        self._tally.unlink(missing_ok=True)
 
     def end(self) -> None:
         """The job has ended."""
@@ -123,7 +119,7 @@ class Server:
         }
 
     def greet(self, hello: Hello) -> Refused | None:
-        """Whether a task may come in."""
+        """Whether a task may come in; `TaskLostError` if what it had given us is lost."""
         store = self.store
         mine = {"model": store.shard.layout.digest, "rules": str(store.rules)}
         its = {"model": hello.digest, "rules": hello.rules}
@@ -139,6 +135,8 @@ class Server:
         with store.turn:
             if not store.ready:
                 self._restore(hello.job)
+            if not store.ready and hello.loaded:
+                raise self._snapshot.missing(hello.job)
             if store.ready and store.job != hello.job and not hello.chief:
                 return Refused(
                     f"{hello.task} is of job {hello.job}, {self.name} serves {store.job}",
@@ -167,27 +165,14 @@ class Server:
             self._chiefs -= chief
 
     def snapshot(self) -> None:
-        """Write what a restarted server goes on from."""
+        """Write what a restarted server goes on from; `UserError` where there is no room."""
         with self._pen:
-            with self.store.turn:
-                tensors, about = self.store.dump()
-            text = json.dumps(about).encode()
-            tensors["about"] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            self._snapshots.parent.mkdir(parents=True, exist_ok=True)
-            fresh = self._snapshots.with_suffix(".new")
-            save_tensors(tensors, fresh)
-            os.replace(fresh, self._snapshots)
-            self._written = about["counts"][0]
+            self._written = self._snapshot.write(self.store)
 
     def _restore(self, job: str) -> None:
         """Go on from the snapshot, if there is one of this job."""
-        if not self._snapshots.exists():
+        if not self._snapshot.restore(self.store, job):
             return
-        tensors = load_tensors(self._snapshots)
-        about: dict[str, Any] = json.loads(tensors.pop("about").numpy().tobytes())
-        if about["job"] != job or about["digest"] != self.store.shard.layout.digest:
-            return
-        self.store.restore(tensors, about)
         self._written = self.store.version
         note(
             "%s goes on from its snapshot of update %d; updates lost so far: %d",
@@ -199,8 +184,8 @@ class Server:
             if self.store.ready and self.store.version != self._written:
                 try:
                     self.snapshot()
-                except (OSError, SpartitoError) as error:  # the next one may find room again
-                    warn("%s cannot write its snapshot: %s", self.name, error)
+                except UserError as error:  # the next one may find room again
+                    warn("%s", error)
 
     def _look_for_chief(self) -> None:
         away = time.monotonic() - self._chief_seen

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
+import os
 import struct
 from pathlib import Path
+
+from spartito.errors import UserError
 
 _NUMBER = struct.Struct("<Q")
 
@@ -13,14 +16,23 @@ class Tally:
     """A number in eight bytes that lie mapped: it costs nothing to write at every update.
 
     What a killed process wrote last is there when the next one opens the file; what the machine
-    itself forgets, it forgets.
+    itself forgets, it forgets. Raises `UserError` where the file cannot be made.
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a+b") as file:
-            file.truncate(_NUMBER.size)
-            self._memory = mmap.mmap(file.fileno(), _NUMBER.size)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
+            try:
+                os.posix_fallocate(file, 0, _NUMBER.size)  # a full disk is an error, no signal
+                self._memory = mmap.mmap(file, _NUMBER.size)
+            finally:
+                os.close(file)
+        except OSError as error:
+            raise UserError(
+                f"{path} cannot be written: {error.strerror}",
+                "Make room there, or name another folder by SPARTITO_SNAPSHOT_DIR.",
+            ) from error
 
     @property
     def value(self) -> int:

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from spartito.storage.atomic import (
         Manifest,
         read_manifest,
+        replace_durably,
         sweep,
         verify,
         write_directory,
@@ -24,6 +25,7 @@ __getattr__ = _attach(
         "load_tensors": _TENSORS,
         "pack_state": _TENSORS,
         "read_manifest": _ATOMIC,
+        "replace_durably": _ATOMIC,
         "save_tensors": _TENSORS,
         "sweep": _ATOMIC,
         "unpack_state": _TENSORS,
@@ -38,6 +40,7 @@ __all__ = [
     "load_tensors",
     "pack_state",
     "read_manifest",
+    "replace_durably",
     "save_tensors",
     "sweep",
     "unpack_state",

@@ -82,13 +82,20 @@ def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) ->
         try:
             with new.open("xb") as file, _held(new):
                 file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            new.replace(path)
+            replace_durably(new, path)
         except BaseException:
             new.unlink(missing_ok=True)
             raise
-        _sync_directory(path.parent)
+
+
+def replace_durably(new: Path, path: Path) -> None:
+    """Give the file ``new``, in the same folder, the name ``path``, so that it survives a crash.
+
+    Its content is on the disk before it has the name, and the name is when this returns.
+    """
+    _sync(new)
+    new.replace(path)
+    _sync_directory(path.parent)
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
