@@ -49,10 +49,36 @@ class Machine:
         """Bring it back."""
         _ip("-n", self.namespace, "link", "set", "eth0", "up")
 
-    def drop(self, source: Machine, port: int) -> None:
-        """Let packets of ``source`` to ``port`` here go lost."""
+    def drop(self, source: Machine, port: int, *, first: bool = False) -> None:
+        """Let packets of ``source`` to ``port`` here go lost; ``first``: before other rules."""
         rule = ["-s", source.address, "-p", "tcp", "--dport", str(port), "-j", "DROP"]
-        _system(*self.enters, "iptables", "-A", "INPUT", *rule)
+        _system(*self.enters, "iptables", "-I" if first else "-A", "INPUT", *rule)
+
+    def open_only(self, first: int, last: int) -> None:
+        """Let connections from elsewhere come in at these ports, and drop what comes to others."""
+        for rule in (
+            ("-A", "INPUT", "-i", "lo", "-j", "ACCEPT"),
+            ("-A", "INPUT", "-m", "state", "--state", "ESTABLISHED,RELATED", "-j", "ACCEPT"),
+            ("-A", "INPUT", "-p", "tcp", "--dport", f"{first}:{last}", "-j", "ACCEPT"),
+            ("-A", "INPUT", "-p", "tcp", "-j", "DROP"),
+        ):
+            _system(*self.enters, "iptables", *rule)
+
+    def open_all(self) -> None:
+        """Let everything through again."""
+        _system(*self.enters, "iptables", "-F", "INPUT")
+
+    def add_address(self, interface: str, address: str) -> None:
+        """Give this machine one more interface on the same switch."""
+        words = ("link", "add", interface, "link", "eth0", "type", "macvlan", "mode", "bridge")
+        _ip("-n", self.namespace, *words)
+        _ip("-n", self.namespace, "address", "add", address, "dev", interface)
+        _ip("-n", self.namespace, "link", "set", interface, "up")
+
+    def draw_from(self, first: int, last: int) -> None:
+        """Let the system draw ports from these only."""
+        value = f"net.ipv4.ip_local_port_range={first} {last}"
+        _system("ip", "netns", "exec", self.namespace, "sysctl", "-q", "-w", value)
 
     def slow_down(self, rate: str) -> None:
         """Let what leaves this machine leave at ``rate``, as 1mbit."""

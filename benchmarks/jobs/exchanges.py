@@ -32,6 +32,7 @@ from benchmarks.jobs.bare_servers import (
     SocketServer,
 )
 from benchmarks.jobs.steps import adam
+from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
@@ -114,7 +115,7 @@ class Serving:
         optimizer = adam(model)
         vector = Vector(model, optimizer)
         shard = Shard(vector.layout, whole(vector), optimizer, vector.tensors)
-        listener = listen("127.0.0.1", 0, "ps", anywhere=False)
+        listener = listen(Endpoint("ps", "127.0.0.1", (DRAWN,)), TIMEOUT)
         server = Server(
             Store(shard, Rules(workers), gates=True, log=None),
             listener,

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.collective import Collective
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.collectives.tcp import SocketCollective
@@ -44,7 +45,8 @@ def main() -> None:
     names = [f"worker {other}" for other in range(world_size)]
     shared = SharedMemoryCollective(rank, names, dist.PrefixStore("shared", store), TIMEOUT)
     beside = dist.PrefixStore("beside", store)
-    sockets = SocketCollective(rank, names, beside, TIMEOUT, os.environ["MASTER_ADDR"])
+    endpoint = Endpoint(names[rank], os.environ["MASTER_ADDR"], (DRAWN,))
+    sockets = SocketCollective(rank, names, beside, TIMEOUT, endpoint)
     found: dict[int, dict[str, list[float]]] = {}
     for floats, repeats in REPEATS.items():
         calls = sides(shared, sockets, floats)

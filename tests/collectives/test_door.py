@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.door import MOST_UNKNOWN, Door
 from spartito.collectives.handshake import MAGIC, NONCE, PROOF, reach
 from spartito.collectives.sockets import listen
@@ -31,7 +32,7 @@ def echo(key: bytes = KEY) -> Iterator[int]:
             while said := caller.recv(64):
                 caller.sendall(said)
 
-    listener = listen(HOST, 0, "ps 0", anywhere=False)
+    listener = listen(Endpoint("ps 0", HOST, (DRAWN,)), 30.0)
     port = listener.getsockname()[1]
     door = Door(listener, enter, key=key, purpose=PURPOSE, name="ps 0")
     try:
@@ -96,6 +97,7 @@ def test_more_strangers_than_a_door_takes() -> None:
 
 FEW = """
 import resource, socket, sys
+from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.door import Door
 from spartito.collectives.sockets import listen
 
@@ -104,7 +106,7 @@ def enter(caller):
     caller.sendall(b"in")
 
 kept = []
-listener = listen("127.0.0.1", 0, "ps 0", anywhere=False)
+listener = listen(Endpoint("ps 0", "127.0.0.1", (DRAWN,)), 30.0)
 resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
 door = Door(listener, enter, key=b"k", purpose="test", name="ps 0")
 print(listener.getsockname()[1], flush=True)

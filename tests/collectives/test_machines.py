@@ -200,7 +200,7 @@ def test_the_own_address_is_on_the_way_to_another_task(
     commands: Commands, debian: list[Machine]
 ) -> None:
     asks = (
-        "from spartito.collectives.process_group import own_address\n"
+        "from spartito.cluster.interfaces import own_address\n"
         "print(own_address('alpha', 29500), own_address('alpha', 29500, ['alpha', 'beta']))"
     )
     ended = commands.start(*debian[0].enters, sys.executable, "-c", asks).end()

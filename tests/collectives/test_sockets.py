@@ -8,8 +8,9 @@ import threading
 
 import pytest
 
+from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.cluster.ports import free_port
-from spartito.collectives.sockets import dial, listen
+from spartito.collectives.sockets import dial, listen, open_listener
 from spartito.errors import TaskLostError, UserError
 
 LONG = 60.0
@@ -17,7 +18,7 @@ ELSEWHERE = "192.0.2.1"  # an address for documentation: no machine has it
 
 
 def test_a_task_listens_on_its_own_address_and_is_reached_there() -> None:
-    with listen("127.0.0.1", 0, "ps 0", anywhere=False) as listener:
+    with listen(Endpoint("ps 0", "127.0.0.1", (DRAWN,)), LONG) as listener:
         host, port = listener.getsockname()
         assert host == "127.0.0.1"
         with dial(host, port, "ps 0", LONG) as near, listener.accept()[0] as far:
@@ -34,7 +35,7 @@ def test_a_task_that_comes_late_is_waited_for() -> None:
         target=lambda: found.append(dial("127.0.0.1", port, "ps 0", LONG)), daemon=True
     )
     dialling.start()
-    with listen("127.0.0.1", port, "ps 0", anywhere=False) as listener:
+    with listen(Endpoint("ps 0", "127.0.0.1", (port,)), LONG) as listener:
         listener.settimeout(LONG)
         listener.accept()[0].close()
         dialling.join(LONG)
@@ -49,26 +50,41 @@ def test_a_task_that_does_not_come_is_named() -> None:
 
 
 def test_a_port_that_is_taken_is_named() -> None:
-    with listen("127.0.0.1", 0, "ps 0", anywhere=False) as listener:
+    with listen(Endpoint("ps 0", "127.0.0.1", (DRAWN,)), LONG) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(UserError, match=f"ps 1 cannot listen on 127.0.0.1:{port}"):
-            listen("127.0.0.1", port, "ps 1", anywhere=True)
+            listen(Endpoint("ps 1", "127.0.0.1", (port,)), LONG)
 
 
-def test_an_address_of_another_machine_is_refused() -> None:
-    with pytest.raises(UserError, match=f"{ELSEWHERE} is no address of this machine"):
-        listen(ELSEWHERE, 0, "ps 0", anywhere=False)
-
-
-def test_an_address_of_another_machine_is_all_interfaces_if_that_is_wanted(
+def test_an_address_of_another_machine_is_all_interfaces(
     capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING), listen(ELSEWHERE, 0, "ps 0", anywhere=True) as listener:
+    with (
+        caplog.at_level(logging.WARNING),
+        listen(Endpoint("ps 0", ELSEWHERE, (DRAWN,)), LONG) as listener,
+    ):
         assert listener.getsockname()[0] == "0.0.0.0"
     said = capsys.readouterr().err + caplog.text
-    assert f"{ELSEWHERE} is no address of this machine: ps 0 listens on all of them" in said
+    assert f"{ELSEWHERE} is no address of this machine: ps 0 listens on all interfaces" in said
 
 
 def test_a_name_that_cannot_be_resolved_is_named() -> None:
     with pytest.raises(UserError, match=r"ps 0 cannot resolve its own address 'no\.such\.invalid'"):
-        listen("no.such.invalid", 0, "ps 0", anywhere=True)
+        listen(Endpoint("ps 0", "no.such.invalid", (DRAWN,)), 0.1)
+
+
+def test_a_declared_port_that_is_taken_gives_way_to_one_that_is_drawn() -> None:
+    with listen(Endpoint("worker 1", "127.0.0.1", (DRAWN,)), LONG) as held:
+        port = held.getsockname()[1]
+        opened = open_listener(Endpoint("worker 1", "127.0.0.1", (port, DRAWN)), LONG)
+        with opened.listener:
+            assert opened.drawn
+            assert opened.port != port
+            assert f"port {port} of worker 1 is taken" in opened.remarks[0]
+
+
+def test_a_range_of_which_all_are_taken_is_named() -> None:
+    with listen(Endpoint("worker 1", "127.0.0.1", (DRAWN,)), LONG) as held:
+        port = held.getsockname()[1]
+        with pytest.raises(UserError, match=f"none of the ports {port}-{port} is free"):
+            listen(Endpoint("worker 1", "127.0.0.1", (port, port)), LONG)

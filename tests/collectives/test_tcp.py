@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.cluster.ports import free_port
 from spartito.collectives.calls import encode
 from spartito.collectives.meeting import connect
@@ -27,6 +28,7 @@ from tests.collectives.jobs import values
 
 LONG = 60.0  # a limit that no passing test comes near
 NAMES = ["worker 0", "worker 1"]
+HERE = Endpoint("worker 1", "127.0.0.1", (DRAWN,))
 
 
 @given(st.integers(0, 10**9), st.integers(1, 99))
@@ -116,13 +118,13 @@ def test_who_ends_in_the_middle_of_a_transfer_is_named(victim: int) -> None:
 
 
 def test_strangers_at_the_port_are_hung_up_on() -> None:
-    """We are worker 1; before our hello come those who say something else, or nothing."""
+    """We are worker 0; before our hello come those who say something else, or nothing."""
     store = HashStore()
     key = b"the secret of this job"
     with ThreadPoolExecutor() as pool:
-        meeting = pool.submit(connect_all, 0, NAMES, store, LONG, "127.0.0.1", key)
-        store.set("1", "127.0.0.1 1 00")  # nobody dials the last rank
-        _, text, word = store.get("0").decode().split()
+        meeting = pool.submit(connect_all, 1, NAMES, store, LONG, HERE, key)
+        store.set("0", "nowhere")  # nobody calls the first rank
+        _, text, word = store.get("1").decode().split()
         port, purpose = int(text), f"sockets {word}"
         silent = socket.create_connection(("127.0.0.1", port), LONG)
         with pytest.raises(UserError, match="does not know the secret"):
@@ -132,13 +134,13 @@ def test_strangers_at_the_port_are_hung_up_on() -> None:
         with socket.create_connection(("127.0.0.1", port), LONG) as other:
             other.sendall(b"GET / HTTP/1.1\r\n\r\n and more")
             assert hung_up(other) == b""
-        for rank in (0, 2):  # knows the secret, but is nobody that is missing
+        for rank in (1, 2):  # knows the secret, but is nobody that is missing
             with call(port, purpose, key) as wrong:
                 wrong.sendall(RANK.pack(rank))
                 assert hung_up(wrong) == b""
         with call(port, purpose, key) as ours:
-            ours.sendall(RANK.pack(1)[:3])
-            ours.sendall(RANK.pack(1)[3:])
+            ours.sendall(RANK.pack(0)[:3])
+            ours.sendall(RANK.pack(0)[3:])
             (theirs,) = meeting.result(LONG).values()
             with theirs, silent:
                 assert hung_up(silent) == b""
@@ -149,18 +151,19 @@ def test_strangers_at_the_port_are_hung_up_on() -> None:
 
 def test_who_does_not_call_is_named() -> None:
     store = HashStore()
-    with pytest.raises(TaskLostError, match=r"worker 1 did not come within 0\.1 s"):
-        connect_all(0, NAMES, store, 0.1, "127.0.0.1")
-    store.set("1", "127.0.0.1 1 00")  # it has come to the store, and goes no further
-    with pytest.raises(TaskLostError, match=r"worker 1 did not come within 0\.1 s"):
-        connect_all(0, NAMES, store, 0.1, "127.0.0.1")
+    with pytest.raises(TaskLostError, match=r"worker 0 did not come within 0\.1 s"):
+        connect_all(1, NAMES, store, 0.1, HERE)
+    store.set("0", "nowhere")  # it has come to the store, and goes no further
+    missing = r"worker 0 did not reach 127\.0\.0\.1:\d+ within 0\.1 s"
+    with pytest.raises(TaskLostError, match=missing):
+        connect_all(1, NAMES, store, 0.1, HERE)
 
 
 def test_a_task_that_is_gone_when_it_is_called_is_named() -> None:
-    store = HashStore()
-    store.set("0", f"127.0.0.1 {free_port()} {bytes(16).hex()}")
-    with pytest.raises(TaskLostError, match=r"worker 0 did not come to 127\.0\.0\.1"):
-        connect_all(1, NAMES, store, 0.1, "127.0.0.1")
+    store, port = HashStore(), free_port()
+    store.set("1", f"127.0.0.1 {port} {bytes(16).hex()}")
+    with pytest.raises(TaskLostError, match=rf"worker 1 did not come to 127\.0\.0\.1:{port}"):
+        connect_all(0, NAMES, store, 0.1, HERE)
 
 
 def test_gpus_do_not_go_by_sockets() -> None:

@@ -13,11 +13,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spartito.cluster.endpoints import DRAWN, Endpoint
+from spartito.cluster.interfaces import interface_of
 from spartito.launch.doctor.facts import gpu_names, memory
 from spartito.launch.doctor.messages import OK, Memory, Ping, Pong, Push, Question, Target
 from spartito.launch.doctor.network import (
     holder_of,
-    interface_of,
     resolve_names,
     routes,
     source_address,
@@ -45,7 +46,7 @@ def two() -> Iterator[tuple[Talk, socket.socket]]:
 
 @pytest.fixture
 def station() -> Iterator[Station]:
-    opened, _ = open_station("worker 1", LOOPBACK, [], soon())
+    opened, _ = open_station(Endpoint("worker 1", LOOPBACK, (DRAWN,)), soon())
     yield opened
     opened.close()
 
@@ -131,7 +132,7 @@ def test_who_has_a_port() -> None:
 def test_a_station_takes_the_next_port_when_one_is_taken() -> None:
     with socket.create_server((LOOPBACK, 0)) as server:
         port = server.getsockname()[1]
-        opened, told = open_station("worker 0", LOOPBACK, [port], soon())
+        opened, told = open_station(Endpoint("worker 0", LOOPBACK, (port,)), soon())
         opened.close()
     assert opened.port != port
     assert (told.number, told.free) == (port, False)
@@ -139,7 +140,7 @@ def test_a_station_takes_the_next_port_when_one_is_taken() -> None:
 
 
 def test_an_address_of_no_interface_is_listened_for_on_all() -> None:
-    opened, told = open_station("worker 0", "192.0.2.1", [], soon())
+    opened, told = open_station(Endpoint("worker 0", "192.0.2.1", (DRAWN,)), soon())
     assert told.foreign
     assert knock("me", Target("worker 0", LOOPBACK, opened.port), soon()).how == OK
     opened.close()

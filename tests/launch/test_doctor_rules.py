@@ -197,9 +197,15 @@ def test_a_way_that_fails_in_both_directions_is_told_from_both_sides() -> None:
 
 
 def test_a_way_that_fails_in_one_direction() -> None:
-    verdict = the_verdict(with_knocks(knocked(W2, W1, "dropped")), "one way")
-    assert "worker 1 reaches worker 2, but worker 2 does not reach worker 1" in verdict.what
-    assert "Open the way from the host of worker 2 to b:21000" in verdict.do
+    verdict = the_verdict(with_knocks(knocked(W1, W2, "dropped")), "one way")
+    assert "worker 2 reaches worker 1, but worker 1 does not reach worker 2" in verdict.what
+    assert "Open the way from the host of worker 1 to c:21000" in verdict.do
+
+
+def test_a_way_that_training_does_not_go_is_no_fault() -> None:
+    given = with_knocks(knocked(W2, W1, "dropped"))
+    assert "worker 2 finds at b:21000" in the_verdict(given, "unused way").what
+    assert exit_code(judge(given)) == 0
 
 
 def test_an_address_that_leads_to_another_task() -> None:

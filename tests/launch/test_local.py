@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.cluster import resolve
+from spartito.cluster.ports import free_port
 from spartito.errors import UserError
 from spartito.launch import launch
 from spartito.launch.comparison.job import compare_strategies
@@ -436,3 +437,16 @@ def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
         launch(["mnist"], env={})
     with pytest.raises(UserError, match="no_such_module"):
         launch(["no_such_module.part"], module=True, env={})
+
+
+def test_a_range_of_ports_is_kept_to(tmp_path: Path) -> None:
+    first = free_port()
+    allowed = f"{first}-{first}"
+    rows, _ = run(tmp_path, "--workers", "2", "--ports", allowed)
+    for _, _, env in rows:
+        assert (env["MASTER_PORT"], env["SPARTITO_PORTS"]) == (str(first), allowed)
+
+
+def test_only_the_first_process_has_the_tasks_address(tmp_path: Path) -> None:
+    rows, _ = run(tmp_path, "--workers", "2", TF_CONFIG=tf_config("worker", 2))
+    assert [env.get("SPARTITO_ADDRESS") for _, _, env in rows] == ["b:1000", None]

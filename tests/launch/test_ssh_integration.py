@@ -111,7 +111,7 @@ def test_every_task_learns_who_it_is(site: Site, commands: Commands) -> None:
         assert expected | {"TOKEN": "a\n'b'"} == {name: env[name] for name in (*expected, "TOKEN")}
         assert (commands.directory / "logs" / f"worker-{rank}.log").read_text() == f"{row}\n"
         assert env.keys().isdisjoint({"PASSWORD", "SPARTITO_CLUSTER_DIR", "TF_CONFIG"})
-    assert "node1  worker 0 (29500), worker 1" in got.err
+    assert "node1  worker 0 (29500), worker 1 (29501)" in got.err
     assert f"what worker 0 wrote is on node1, in {commands.directory}" in got.err
 
 

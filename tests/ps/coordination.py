@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
+from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.sockets import listen
 from spartito.ps.coordinator import Coordinator
 from spartito.ps.lease import Lease, Plan
@@ -39,7 +40,7 @@ def serving(workers: int, **options: Any) -> Iterator[tuple[Coordinator, int]]:
     names = [f"worker {index}" for index in range(workers)]
     coordinator = Coordinator(names, **({"timeout": LIMIT} | options))
     try:
-        listener = listen(HOST, 0, "the chief", anywhere=False)
+        listener = listen(Endpoint("the chief", HOST, (DRAWN,)), LIMIT)
         Reception(coordinator, listener)
         yield coordinator, listener.getsockname()[1]
     finally:

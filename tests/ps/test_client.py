@@ -18,6 +18,7 @@ from msgspec.structs import replace
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, Optimizer
 
+from spartito.cluster.endpoints import Endpoint
 from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
@@ -88,7 +89,7 @@ class Job:
         optimizer = make(model, self.kind)
         vector = Vector(model, optimizer)
         shard = Shard(vector.layout, self.spans[number], optimizer, vector.tensors)
-        listener = listen(HOST, self.ports[number], "ps", anywhere=False)
+        listener = listen(Endpoint("ps", HOST, (self.ports[number],)), LIMIT)
         self.ports[number] = listener.getsockname()[1]
         server = Server(
             Store(shard, self.rules, gates=number == 0, log=None),

@@ -24,6 +24,7 @@ from msgspec import inspect
 from msgspec.structs import replace
 from torch import nn
 
+from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.handshake import prove
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
@@ -77,7 +78,7 @@ class Live:
         (self.span,) = cut(vector.layout, 1, 16, False)
         shard = Shard(vector.layout, self.span, optimizer, vector.tensors)
         self.store = Store(shard, rules, gates=True, log=None)
-        listener = listen(HOST, 0, "ps 0", anywhere=False)
+        listener = listen(Endpoint("ps 0", HOST, (DRAWN,)), 30.0)
         self.port: int = listener.getsockname()[1]
         self.server = Server(
             self.store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=timeout,
@@ -532,7 +533,7 @@ def test_an_optimizer_that_fails_ends_the_server_and_is_told(tmp_path: Path) -> 
     store = Store(
         Shard(vector.layout, span, optimizer, vector.tensors), rules, gates=True, log=None
     )
-    listener = listen(HOST, 0, "ps 0", anywhere=False)
+    listener = listen(Endpoint("ps 0", HOST, (DRAWN,)), 30.0)
     port = listener.getsockname()[1]
     server = Server(
         store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=60,

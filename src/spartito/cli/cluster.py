@@ -11,6 +11,7 @@ from spartito.cli.options import (
     Arguments,
     Chief,
     Evaluator,
+    Ports,
     Strategy,
     StrategyOptions,
     Target,
@@ -115,6 +116,7 @@ def compose(
             help="Seconds that a task waits for another.", parser=whole("--timeout", 1), metavar="N"
         ),
     ] = 300,
+    ports: Ports = None,
 ) -> None:
     """Write the compose file of a job; redirect it into a file.
 
@@ -148,6 +150,7 @@ def compose(
         share_ipc=share_ipc,
         hosts=hosts,
         timeout=timeout,
+        ports=ports,
     )
     if into is None:
         typer.echo(compose_file(job), nl=False)
@@ -205,6 +208,7 @@ def slurm(
         list[str] | None,
         typer.Option(help="A further option of sbatch, as --mail-type=END.", metavar="OPTION"),
     ] = None,
+    ports: Ports = None,
     setup: Annotated[
         list[str] | None,
         typer.Option(help="A line of the shell before it starts, as 'module load cuda'."),
@@ -258,6 +262,7 @@ def slurm(
         gpus_per_node=gpus_per_node,
         lines=sbatch or [],
         setup=setup or [],
+        ports=ports,
         signal=signal,
         cpus_per_task=cpus_per_task,
         memory=memory,

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-from spartito.cli.options import whole
+from spartito.cli.options import Interface, Ports, Strategy, StrategyOptions, network, whole
 from spartito.cli.run import Hosts, Port, RemoteDir, RemotePython, SshWords, reach_of
 from spartito.errors import UserError
+from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 
 
 def doctor(
@@ -40,6 +41,10 @@ def doctor(
     timeout: Annotated[
         float, typer.Option(help="Seconds until it ends, whoever is there.", metavar="SECONDS")
     ] = 10.0,
+    ports: Ports = None,
+    interface: Interface = None,
+    strategy: Strategy = None,
+    strategy_options: StrategyOptions = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the report as one line of JSON instead.")
     ] = False,
@@ -51,11 +56,14 @@ def doctor(
     others = {"--workers": workers is not None, "--hosts": hosts is not None}
     if compose is not None and (typed := [name for name, given in others.items() if given]):
         raise UserError(f"{' '.join(typed)} and --compose exclude each other", "Give one of them.")
+    env = network(ports, interface)
+    chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
+    env |= {name: value for name, value in chosen.items() if value is not None}
     reach = reach_of(hosts, port, ssh, remote_dir, remote_python)
     if reach is not None:
         from spartito.launch.doctor.hosts import examine_hosts
 
-        code = examine_hosts(reach, timeout, workers=workers, ps=ps or 0, as_json=json)
+        code = examine_hosts(reach, timeout, workers=workers, ps=ps or 0, as_json=json, env=env)
         raise typer.Exit(code)
     if ps is not None:
         raise UserError(f"--ps {ps} without --hosts", "Name the machines: --hosts a,b,c")
@@ -66,5 +74,5 @@ def doctor(
     from spartito.launch.doctor.examination import examine, examine_here
 
     if workers is None:
-        raise typer.Exit(examine(timeout, as_json=json))
-    raise typer.Exit(examine_here(workers, timeout, as_json=json))
+        raise typer.Exit(examine(timeout, as_json=json, env=env))
+    raise typer.Exit(examine_here(workers, timeout, as_json=json, env=env))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import Annotated
 
 import typer
 
+from spartito.cluster.endpoints import parse_range
 from spartito.errors import UserError
-from spartito.names import RECIPES, STRATEGIES
+from spartito.names import ENV_INTERFACE, ENV_PORTS, RECIPES, STRATEGIES
 
 
 def whole(option: str, least: int | None = None) -> Callable[[str], int]:
@@ -26,6 +28,29 @@ def whole(option: str, least: int | None = None) -> Callable[[str], int]:
     return read
 
 
+def network(ports: str | None, interface: str | None) -> dict[str, str]:
+    """This process's environment, and there what the options `Ports` and `Interface` say."""
+    if ports is not None:
+        parse_range(ports, "--ports")
+    told = {ENV_PORTS: ports, ENV_INTERFACE: interface}
+    return {**os.environ, **{name: value for name, value in told.items() if value is not None}}
+
+
+Ports = Annotated[
+    str | None,
+    typer.Option(
+        help="The ports at which tasks may listen, as 29500-29510; by default those of the "
+        "cluster, else what the system draws.",
+        metavar="A-B",
+    ),
+]
+Interface = Annotated[
+    str | None,
+    typer.Option(
+        help="The network interface at which tasks listen, as eth1, or its address.",
+        metavar="NAME",
+    ),
+]
 Target = Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")]
 Arguments = Annotated[
     list[str] | None,

@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from spartito.cli.options import Chief, Evaluator, Strategy, StrategyOptions, whole
+from spartito.cli.options import (
+    Chief,
+    Evaluator,
+    Interface,
+    Ports,
+    Strategy,
+    StrategyOptions,
+    network,
+    whole,
+)
 from spartito.errors import UserError
 from spartito.names import PRECISIONS, RECIPES, nearest, new_run_folder
 
@@ -132,6 +141,8 @@ def run(
     master_addr: Annotated[
         str | None, typer.Option(help="Where they meet: the first machine.", metavar="HOST:PORT")
     ] = None,
+    ports: Ports = None,
+    interface: Interface = None,
     hosts: Hosts = None,
     port: Port = None,
     ssh: SshWords = None,
@@ -191,6 +202,7 @@ def run(
         strategy_options=strategy_options,
         log_dir=log_dir,
         yes=yes,
+        env=network(ports, interface),
     )
     raise typer.Exit(code)
 
@@ -202,6 +214,8 @@ def train(
     ps: Servers = None,
     evaluator: Evaluator = False,
     chief: Chief = False,
+    ports: Ports = None,
+    interface: Interface = None,
     hosts: Hosts = None,
     port: Port = None,
     ssh: SshWords = None,
@@ -277,6 +291,7 @@ def train(
         result=json,
         log_dir=log_dir,
         yes=yes,
+        env=network(ports, interface),
     )
     raise typer.Exit(code)
 

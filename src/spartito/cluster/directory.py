@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import errno
 import json
+import random
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+from spartito.cluster.endpoints import chosen_interface, port_range
+from spartito.cluster.interfaces import ELSEWHERE
 from spartito.cluster.limits import time_limit
 from spartito.cluster.listed import (
+    ENV_ADDRESS,
     ENV_EVALUATOR,
     ENV_PS,
     ENV_TASK,
@@ -30,14 +34,12 @@ from spartito.cluster.listed import (
     named_task,
     spec_of,
 )
-from spartito.cluster.ports import free_port, is_own
+from spartito.cluster.ports import BELOW_EPHEMERAL, free_port, is_own
 from spartito.cluster.spec import ClusterSpec, Task, is_loopback, split_address
 from spartito.errors import TaskLostError, UserError
 from spartito.names import ENV_TIMEOUT
 
 VARIABLE = "SPARTITO_CLUSTER_DIR"
-ENV_ADDRESS = "SPARTITO_ADDRESS"
-"""The ``host:port`` at which the others reach this task, where we should not choose it."""
 
 COUNTS = {
     "chief": "SPARTITO_CHIEF",
@@ -47,8 +49,8 @@ COUNTS = {
 }
 """Which variable says how many tasks of a role there will be."""
 
+TRIES = 50  # ports of which one must be free
 LOOK_SECONDS = 0.1  # between two looks into the directory
-OUTSIDE = "192.0.2.1"  # an address for documentation: routed like any other, never reached
 
 
 def speaks(env: Mapping[str, str]) -> bool:
@@ -68,7 +70,9 @@ def from_directory(env: Mapping[str, str]) -> ClusterSpec | None:
         return None
     task, expected = _named(env)
     folder = Path(env[VARIABLE].strip())
-    found = _join(folder, task, expected, env.get(ENV_ADDRESS, "").strip(), time_limit(env=env))
+    given = env.get(ENV_ADDRESS, "").strip()
+    way = chosen_interface(env), port_range(env)
+    found = _join(folder, task, expected, given, way, time_limit(env=env))
     cluster: dict[str, tuple[str, ...]] = {}
     for other in expected:
         cluster[other.type] = (*cluster.get(other.type, ()), found[other])
@@ -120,11 +124,21 @@ class Card:
 
 @cache
 def _join(
-    folder: Path, task: Task, expected: tuple[Task, ...], given: str, limit: float
+    folder: Path,
+    task: Task,
+    expected: tuple[Task, ...],
+    given: str,
+    way: tuple[str, range | None],
+    limit: float,
 ) -> dict[Task, str]:
-    """The address of each expected task, once all have seen each other."""
+    """The address of each expected task, once all have seen each other.
+
+    Ours is ``given``; else ``way`` is the host by which we go, "" for any, and the ports allowed.
+    """
     end = time.monotonic() + limit
-    card = Card(given or _own_address(), secrets.token_hex(8), {})
+    host, allowed = way
+    ports = _ports(allowed, expected.index(task), len(expected))
+    card = Card(given or _own_address(host, ports), secrets.token_hex(8), {})
     split_address(card.address)
     others = [other for other in expected if other != task]
     try:
@@ -187,10 +201,19 @@ def _expected(env: Mapping[str, str]) -> tuple[Task, ...]:
     return expected
 
 
-def _own_address() -> str:
+def _ports(allowed: range | None, number: int, count: int) -> Sequence[int]:
+    """Ports to try for the ``number``-th of ``count`` tasks: those of one host must differ."""
+    if allowed is None:
+        share = BELOW_EPHEMERAL[number::count]
+        return random.sample(share, min(TRIES, len(share)))
+    start = number % len(allowed)
+    return (*allowed[start:], *allowed[:start])
+
+
+def _own_address(host: str, ports: Sequence[int]) -> str:
     """An address by which other machines reach this one, and a port that is free now."""
-    host = _own_host()
-    return address(host, free_port(host))
+    host = host or _own_host()
+    return address(host, free_port(host, ports))
 
 
 def _own_host() -> str:
@@ -206,7 +229,7 @@ def _own_host() -> str:
         return outside[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect((OUTSIDE, 9))  # sends nothing: it only asks for the route
+            probe.connect((ELSEWHERE, 9))  # sends nothing: it only asks for the route
         except OSError:
             return "127.0.0.1"  # a machine without a network: all tasks are on it
         return str(probe.getsockname()[0])

@@ -18,6 +18,8 @@ from spartito.names import nearest
 
 ENV_TASK = "SPARTITO_TASK"
 """Which task this process is, as ``worker 0``."""
+ENV_ADDRESS = "SPARTITO_ADDRESS"
+"""The ``host:port`` at which the others reach this process, where nothing else says it."""
 ENV_WORKERS = "SPARTITO_WORKERS"
 """How many workers there are, where the environment does not tell by itself."""
 ENV_PS = "SPARTITO_PS"

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import random
 import socket
+from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import islice
+
+from spartito.errors import UserError
 
 BELOW_EPHEMERAL = range(20000, 29500)
 """Ports that no system gives to outgoing connections, so that a free one stays free.
@@ -14,14 +17,28 @@ From 29500 on, torchrun's default, are those at which jobs meet.
 """
 
 
-def free_port(host: str = "127.0.0.1") -> int:
+def free_port(host: str = "127.0.0.1", allowed: Sequence[int] | None = None) -> int:
     """A TCP port of ``host``, an address of this machine, where nobody listens now."""
-    return free_ports(1, host)[0]
+    return free_ports(1, host, allowed)[0]
 
 
-def free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """``count`` different TCP ports of ``host`` where nobody listens now."""
+def free_ports(
+    count: int, host: str = "127.0.0.1", allowed: Sequence[int] | None = None
+) -> list[int]:
+    """``count`` different TCP ports of ``host`` where nobody listens now.
+
+    The first ones of ``allowed``, if that is given; `UserError` where too few of them are free.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    if allowed is not None:
+        found = list(islice((port for port in allowed if _is_free(family, host, port)), count))
+        if len(found) < count:
+            raise UserError(
+                f"{len(found)} of the ports {min(allowed)}-{max(allowed)} are free on {host}, but "
+                f"{count} are needed",
+                "Allow more ports: --ports, SPARTITO_PORTS.",
+            )
+        return found
     tried = random.sample(BELOW_EPHEMERAL, min(len(BELOW_EPHEMERAL), 50 * count))
     ports = list(islice((port for port in tried if _is_free(family, host, port)), count))
     with ExitStack() as held:  # all at once, so that they differ

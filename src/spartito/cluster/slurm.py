@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from spartito.cluster import mpi, srun
+from spartito.cluster.endpoints import port_range
 from spartito.cluster.listed import (
     ENV_EVALUATOR,
     address,
@@ -19,6 +20,7 @@ from spartito.cluster.listed import (
 from spartito.cluster.nodelist import expand, expand_counts
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task, is_loopback
 from spartito.errors import UserError
+from spartito.names import ENV_PORTS
 
 SOURCE = "Slurm"
 
@@ -68,7 +70,7 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
         )
     places = _cyclic(counts) if rule.startswith("cyclic") else _block(counts)
     _check_place(env, rank, places[rank], rule)
-    base = _first_port(env)
+    base = _first_port(env, max(counts))
     # Within one node a name that nobody can resolve does no harm.
     hosts = nodes if len(nodes) > 1 else (LOOPBACK,)
     everyone = [address(hosts[node], base + local) for node, local in places]
@@ -142,8 +144,16 @@ def _check_place(env: Mapping[str, str], rank: int, place: tuple[int, int], rule
         )
 
 
-def _first_port(env: Mapping[str, str]) -> int:
-    """The port of the first task of each node: the same for all tasks of the step."""
+def _first_port(env: Mapping[str, str], tasks: int) -> int:
+    """The port of the first of at most ``tasks`` on a node: the same for all tasks of the step."""
+    allowed = port_range(env)
+    if allowed is not None and len(allowed) < tasks:
+        raise UserError(
+            f"{ENV_PORTS}={env[ENV_PORTS]} has {len(allowed)} ports for {tasks} tasks of a node",
+            "Allow one for each task.",
+        )
+    if allowed is not None and not env.get("MASTER_PORT"):
+        return allowed[0]
     if env.get("MASTER_PORT"):
         return count(env, "MASTER_PORT")
     step = count(env, "SLURM_STEP_ID", 0)

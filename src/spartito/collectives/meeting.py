@@ -11,13 +11,22 @@ import msgspec
 import torch
 import torch.distributed as dist
 
+from spartito.cluster.endpoints import (
+    check_drawn,
+    chosen_interface,
+    group_endpoint,
+    meeting_endpoint,
+    peer_endpoint,
+)
+from spartito.cluster.interfaces import interface_of
 from spartito.cluster.limits import time_limit
 from spartito.cluster.secret import job_key
 from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.hierarchical import HierarchicalCollective, Inside
-from spartito.collectives.placement import Placement
-from spartito.collectives.process_group import ProcessGroupCollective, own_address
+from spartito.collectives.peers import try_ways
+from spartito.collectives.placement import PROCESS_GROUP, Placement
+from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
 from spartito.collectives.sockets import dial, listen
 from spartito.collectives.store import absentees, ask
@@ -62,34 +71,38 @@ def connect(
     limit = time_limit(timeout)
     if cluster.num_replicas == 1:
         return IdentityCollective()
+    group = device.type != "cpu" or communication in PROCESS_GROUP
+    if group:
+        check_drawn()
     names = [cluster.name_of(rank) for rank in range(cluster.num_replicas)]
     store = _meet(cluster, names, limit)
     here = (host or host_key()) if supported() else f"rank {cluster.rank}"
     came = ask(lambda: _tell_all(store, cluster, here), limit, names[0])
     _check_versions(came, cluster.rank, names, store)
     placement = Placement.of([arrival.host for arrival in came])
-    share = device.type == "cpu" and communication == "auto"
+    share = not group and communication == "auto"
     if share and len(placement.machines) == 1:
         return SharedMemoryCollective(cluster.rank, names, store, limit)
-    address, key = own_address(*_rendezvous(cluster), others=_hosts(cluster)), job_key(cluster)
     if share and placement.is_layered:
-        return _hierarchical(cluster.rank, names, store, limit, placement, address, key)
-    if share or communication == "sockets":
-        return SocketCollective(cluster.rank, names, store, limit, address, key)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    return ProcessGroupCollective(cluster.rank, names, store, limit, backend, address)
+        return _hierarchical(cluster, names, store, limit, placement)
+    if not group:
+        where, key = peer_endpoint(cluster), job_key(cluster)
+        return SocketCollective(cluster.rank, names, store, limit, where, key)
+    endpoint = group_endpoint(cluster)
+    if device.type == "cuda":
+        if interface := chosen_interface():
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(interface))
+        return ProcessGroupCollective(cluster.rank, names, store, limit, "nccl", endpoint.host)
+    ways = dist.PrefixStore("ways", store)
+    try_ways(cluster.rank, names, ways, limit, endpoint, job_key(cluster))
+    return ProcessGroupCollective(cluster.rank, names, store, limit, "gloo", endpoint.host)
 
 
 def _hierarchical(
-    rank: int,
-    names: list[str],
-    store: dist.Store,
-    limit: float,
-    placement: Placement,
-    address: str,
-    key: bytes,
+    cluster: ClusterSpec, names: list[str], store: dist.Store, limit: float, placement: Placement
 ) -> Collective:
     """Shared memory among the replicas of this machine, sockets among the leaders."""
+    rank = cluster.rank
     machine, members = placement.machine_of(rank), placement.members(rank)
     inside: Inside = IdentityCollective()
     if len(members) > 1:
@@ -100,7 +113,8 @@ def _hierarchical(
 
     def meet_leaders() -> Collective:
         leaders = [names[leader] for leader in placement.leaders]
-        return SocketCollective(machine, leaders, store, limit, address, key)
+        where, key = peer_endpoint(cluster), job_key(cluster)
+        return SocketCollective(machine, leaders, store, limit, where, key)
 
     return HierarchicalCollective(rank, names, placement, inside, meet_leaders)
 
@@ -118,8 +132,7 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
     serves = cluster.rank == 0 and not agent
     end = time.monotonic() + limit
     if serves:
-        others = cluster.spans_hosts
-        listener = listen(host, port, names[0], anywhere=True, others=others).detach()
+        listener = listen(meeting_endpoint(cluster), limit).detach()
     else:
         listener = None
         dial(host, port, names[0], limit).close()  # torch's store would wait, but noisily
@@ -165,9 +178,3 @@ def _check_versions(
         # The store goes with its keeper: that one leaves when all have read it.
         absentees(dist.PrefixStore("refused", store), rank, names, FAREWELL)
         raise
-
-
-def _hosts(cluster: ClusterSpec) -> list[str]:
-    """Where tasks are, as far as the cluster tells."""
-    addresses = [address for tasks in cluster.addresses.values() for address in tasks if address]
-    return list(dict.fromkeys(split_address(address)[0] for address in addresses))

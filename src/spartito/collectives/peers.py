@@ -8,9 +8,13 @@ import socket
 import struct
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from functools import partial
 
 import torch.distributed as dist
 
+from spartito.cluster.endpoints import Endpoint
+from spartito.cluster.listed import address
 from spartito.collectives.door import Door
 from spartito.collectives.handshake import GREETING_SECONDS, reach, read
 from spartito.collectives.sockets import listen
@@ -26,51 +30,71 @@ def connect_all(
     names: Sequence[str],
     store: dist.Store,
     timeout: float,
-    address: str,
+    endpoint: Endpoint,
     key: bytes = b"",
 ) -> dict[int, socket.socket]:
     """A non-blocking connection to every other rank; all call this together.
 
-    Each listens at ``address``, its own, on a port that the system chooses, and tells that to
-    all at ``store`` with a word of its own. Who calls without this word and the job's ``key`` is
-    hung up on: reading the store is not enough. Raises `TaskLostError` with the names of those
-    who do not come within ``timeout`` seconds.
+    Each calls those after it, so all but the first listen, at their ``endpoint``, and tell at
+    ``store`` where that is, with a word of its own. Who calls without this word and the job's
+    ``key`` is hung up on: reading the store is not enough. Raises `TaskLostError` that names
+    those who do not come within ``timeout`` seconds, and where they were called.
     """
     connections: dict[int, socket.socket] = {}
     came: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
-    word = secrets.token_hex(16)
-    listener = listen(address, 0, names[rank], anywhere=False)
-    host, port = listener.getsockname()[:2]
-    door = Door(
-        listener,
-        lambda caller: _enter(caller, came),
-        key=key,
-        purpose=_purpose(word),
-        name=names[rank],
-    )
-    try:
-        absent, cards = roll_call(store, rank, names, timeout, f"{host} {port} {word}")
+    word, where, card = secrets.token_hex(16), "", "nowhere"
+    with ExitStack() as stack:
+        if rank:
+            listener = listen(endpoint, timeout)
+            port = listener.getsockname()[1]
+            where, card = address(endpoint.host, port), f"{endpoint.host} {port} {word}"
+            enter, purpose = partial(_enter, came=came), _purpose(word)
+            door = Door(listener, enter, key=key, purpose=purpose, name=names[rank])
+            stack.callback(_drain, came)
+            stack.enter_context(closing(door))
+        absent, cards = roll_call(store, rank, names, timeout, card)
         if absent:
-            raise _late(absent, timeout)
-        for other in range(rank):
-            connections[other] = _call(cards[other], rank, names[other], timeout, key)
-        _answer(came, connections, names, rank, timeout)
-    except BaseException:
-        close_all(connections)
-        raise
-    finally:
-        door.close()
-        while not came.empty():
-            came.get()[1].close()
+            raise _late(f"{' and '.join(absent)} did not come within {timeout:g} s")
+        try:
+            for other in range(rank + 1, len(names)):
+                connections[other] = _call(cards[other], rank, names[other], timeout, key)
+            _answer(came, where, connections, names, rank, timeout)
+        except BaseException:
+            close_all(connections)
+            raise
     for connection in connections.values():
         connection.setblocking(False)
     return connections
+
+
+def try_ways(
+    rank: int,
+    names: Sequence[str],
+    store: dist.Store,
+    timeout: float,
+    endpoint: Endpoint,
+    key: bytes = b"",
+) -> None:
+    """Connect every rank to every other one at an `Endpoint` like ``endpoint``, and hang up.
+
+    For who leaves the connections to a library that names neither the task nor the address that
+    it called in vain. Raises as `connect_all`.
+    """
+    close_all(connect_all(rank, names, dist.PrefixStore("up", store), timeout, endpoint, key))
+    last = len(names) - 1
+    back = dist.PrefixStore("down", store)
+    close_all(connect_all(last - rank, names[::-1], back, timeout, endpoint, key))
 
 
 def close_all(connections: dict[int, socket.socket]) -> None:
     """Close the connections and forget them."""
     while connections:
         connections.popitem()[1].close()
+
+
+def _drain(came: queue.Queue[tuple[int, socket.socket]]) -> None:
+    while not came.empty():
+        came.get()[1].close()
 
 
 def _purpose(word: str) -> str:
@@ -101,19 +125,21 @@ def _enter(caller: socket.socket, came: queue.Queue[tuple[int, socket.socket]]) 
 
 def _answer(
     came: queue.Queue[tuple[int, socket.socket]],
+    where: str,
     connections: dict[int, socket.socket],
     names: Sequence[str],
     rank: int,
     timeout: float,
 ) -> None:
-    """Put into ``connections`` those of all ranks after ours, who call us."""
-    missing = set(range(rank + 1, len(names)))
+    """Put into ``connections`` those of all ranks before ours, who call us at ``where``."""
+    missing = set(range(rank))
     end = time.monotonic() + timeout
     while missing:
         try:
             other, caller = came.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
-            raise _late([names[other] for other in sorted(missing)], timeout) from None
+            late = " and ".join(names[other] for other in sorted(missing))
+            raise _late(f"{late} did not reach {where} within {timeout:g} s") from None
         if other in missing:
             missing.discard(other)
             connections[other] = caller
@@ -121,8 +147,9 @@ def _answer(
             caller.close()
 
 
-def _late(names: Sequence[str], timeout: float) -> TaskLostError:
+def _late(what: str) -> TaskLostError:
     return TaskLostError(
-        f"{' and '.join(names)} did not come within {timeout:g} s",
-        "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
+        what,
+        "Look at the last lines of that task, and whether a firewall lets it through; "
+        "SPARTITO_TIMEOUT sets the limit in seconds.",
     )

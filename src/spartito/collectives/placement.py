@@ -6,6 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Self
 
+PROCESS_GROUP = ("ddp", "process_group")
+"""What ``communication`` may be that means torch's process groups on CPUs too."""
+
 
 @dataclass(frozen=True, slots=True)
 class Placement:
@@ -46,3 +49,18 @@ class Placement:
     def members(self, rank: int) -> tuple[int, ...]:
         """The ranks on the machine of ``rank``, itself included."""
         return self.machines[self.machine_of(rank)]
+
+
+def calls(hosts: Sequence[str], *, group: bool, share: bool) -> set[tuple[int, int]]:
+    """Which rank calls which other one in training, where rank ``r`` is on ``hosts[r]``.
+
+    All call the first, which keeps the store. In a process group (``group``) each may call each;
+    else each calls those after it, of a machine that can ``share`` memory only its leader.
+    """
+    ranks = range(len(hosts))
+    if group:
+        return {(a, b) for a in ranks for b in ranks if a != b}
+    talking = Placement.of(hosts).leaders if share else tuple(ranks)
+    return {(rank, 0) for rank in ranks if rank} | {
+        (a, b) for a in talking for b in talking if a < b
+    }

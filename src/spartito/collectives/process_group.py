@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +16,6 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-from spartito.cluster.spec import is_loopback
 from spartito.collectives.collective import (
     MAX_RIDERS,
     Collective,
@@ -30,9 +27,6 @@ from spartito.collectives.collective import (
 from spartito.collectives.roll import GRACE, Roll
 from spartito.collectives.store import ask
 from spartito.errors import SpartitoError, install_excepthook
-
-ELSEWHERE = "192.0.2.1"  # an address for documentation: the default route leads there
-
 
 GLOO_AT_ADDRESS = "gloo_at_address"
 """gloo as a backend that takes options: torch drops those that are given to its own "gloo", which
@@ -198,25 +192,3 @@ class ProcessGroupReducer:
         if total[0] and total[0] != unit:
             self.output.mul_(unit / total[0])
         return total
-
-
-def own_address(host: str, port: int, others: Sequence[str] = ()) -> str:
-    """The address of this machine that routes to ``host``: the interface the others can reach.
-
-    Debian gives a machine's own name a loopback address. If ``host`` is such a name, it is the
-    way to the first of the hosts ``others`` that is elsewhere, else the way to anywhere.
-    """
-    found = _source(host, port)
-    if is_loopback(found) and not is_loopback(host):
-        for other in (*others, ELSEWHERE):
-            with suppress(OSError):  # no way leads there; if none does, all are on this machine
-                if not is_loopback(way := _source(other, port)):
-                    return way
-    return found
-
-
-def _source(host: str, port: int) -> str:
-    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, port))  # a datagram socket sends nothing: it only picks a route
-        return str(probe.getsockname()[0])

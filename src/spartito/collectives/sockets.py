@@ -1,59 +1,95 @@
-"""Sockets between tasks: one to listen on its own address only, one to a task that may be late."""
+"""Sockets between tasks: one that listens at a task's endpoint, one to a task that may be late."""
 
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+from spartito.cluster.endpoints import DRAWN, Endpoint
+from spartito.cluster.listed import address
+from spartito.cluster.ports import is_own
 from spartito.cluster.spec import is_loopback
 from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError, UserError
-from spartito.log import warn
+from spartito.log import note, warn
 
 RETRY_SECONDS = 0.02  # between two looks for a task that does not listen yet
+RESOLVE_SECONDS = 0.25  # between two questions to a name service that does not know a name yet
 BACKLOG = 1024
 
 
-def listen(
-    host: str, port: int, name: str, *, anywhere: bool, others: bool = True
-) -> socket.socket:
-    """A socket on which task ``name`` listens at ``host:port``, on that interface alone.
+class UnresolvedError(UserError):
+    """A task's own address is a name that nobody knows."""
 
-    Debian gives a machine's own name a loopback address. Where ``others``, on other hosts, are
-    to come by such a name, the task listens on all interfaces, and warns.
 
-    Behind a service name or a translated address no interface of this machine has the address:
-    with ``anywhere`` it then listens on all of them and warns; else that is a `UserError`, as
-    are a host that cannot be resolved and a port that is taken.
+class TakenError(UserError):
+    """Other programs have the ports."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A socket that listens at a `Endpoint`; ``remarks`` are what a user should know of it.
+
+    ``foreign``: the endpoint's host is no address of this machine. ``drawn``: the port that was
+    declared is taken, and the system drew another.
     """
+
+    listener: socket.socket
+    remarks: tuple[str, ...] = ()
+    foreign: bool = False
+    drawn: bool = False
+
+    @property
+    def port(self) -> int:
+        """Where it listens."""
+        return int(self.listener.getsockname()[1])
+
+
+def listen(endpoint: Endpoint, limit: float) -> socket.socket:
+    """A socket that listens at ``endpoint``, by `open_listener`, whose remarks become warnings."""
+    opened = open_listener(endpoint, limit)
+    for remark in opened.remarks:
+        warn("%s", remark)
+    return opened.listener
+
+
+def open_listener(endpoint: Endpoint, limit: float) -> Opened:
+    """Listen at ``endpoint``, on the interface that its host means, and on no other.
+
+    Debian gives a machine's own name a loopback address: where tasks on other hosts are to come
+    by such a name, the task listens on all interfaces. So it does behind a service name or a
+    translated address, which no interface has. A name that nobody knows yet, as a new pod's, is
+    asked for again until ``limit`` seconds are over.
+
+    Raises `UnresolvedError`, and `TakenError` where no port of the endpoint is free.
+    """
+    family, means = _resolved(endpoint, limit)
+    everywhere = endpoint.interface or ("::" if family == socket.AF_INET6 else "0.0.0.0")
+    where = "on all interfaces" if not endpoint.interface else f"at {endpoint.interface}"
+    remarks: list[str] = []
+    foreign = not is_own(means)
+    if foreign:
+        remarks.append(
+            f"{endpoint.host} is no address of this machine: {endpoint.name} listens {where}"
+        )
+    behind = endpoint.others and is_loopback(means) and not is_loopback(endpoint.host)
+    if behind:
+        remarks.append(f"{endpoint.host} means {means} here: {endpoint.name} listens {where}")
     try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except socket.gaierror as error:
-        raise UserError(
-            f"{name} cannot resolve its own address {host!r}: {error.strerror}",
-            "Give an address or a name that this machine knows.",
-        ) from error
-    means = str(address[0])
-    everywhere = "::" if family == socket.AF_INET6 else "0.0.0.0"
-    if others and is_loopback(means) and not is_loopback(host):
-        warn("%s means %s here: %s listens on all interfaces", host, means, name)
-        return listen(everywhere, port, name, anywhere=False)
-    try:
-        return _bound(family, kind, address)
+        listener = _bound_at_one(everywhere if foreign or behind else means, endpoint.ports)
     except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL and anywhere:
-            warn("%s is no address of this machine: %s listens on all of them", host, name)
-            return listen(everywhere, port, name, anywhere=False)
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise UserError(
-                f"{name} cannot listen on {host}:{port}: {host} is no address of this machine",
-                "Start it on the machine that has the address, or mend the address.",
-            ) from error
-        raise UserError(
-            f"{name} cannot listen on {host}:{port}: {error.strerror}",
-            "Another program has the port; choose a free one.",
-        ) from error
+        raise _taken(endpoint, error) from error
+    port = listener.getsockname()[1]
+    drawn = endpoint.ports[-1] == DRAWN and endpoint.ports[0] not in (DRAWN, port)
+    if drawn:
+        remarks.append(
+            f"port {endpoint.ports[0]} of {endpoint.name} is taken: it listens on {port} instead"
+        )
+    return Opened(listener, tuple(remarks), foreign, drawn)
 
 
 def dial(host: str, port: int, name: str, limit: float) -> socket.socket:
@@ -71,19 +107,65 @@ def dial(host: str, port: int, name: str, limit: float) -> socket.socket:
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS >= end:
                 raise TaskLostError(
-                    f"{name} did not come to {host}:{port} within {limit:g} s",
-                    f"{error.strerror or error}. Start it, or mend the address; "
-                    "SPARTITO_TIMEOUT sets the limit in seconds.",
+                    f"{name} did not come to {address(host, port)} within {limit:g} s",
+                    f"{error.strerror or error}. Start it, mend the address, or let a firewall "
+                    "pass this port; SPARTITO_TIMEOUT sets the limit in seconds.",
                 ) from error
         waiting.look(time.monotonic() - start, [0], limit)
         time.sleep(RETRY_SECONDS)
 
 
-def _bound(family: int, kind: int, address: object) -> socket.socket:
-    listener = socket.socket(family, kind)
+def _resolved(endpoint: Endpoint, limit: float) -> tuple[int, str]:
+    """The family and the number of the endpoint's host, once the name service knows it."""
+    end, told = time.monotonic() + limit, False
+    while True:
+        try:
+            found = socket.getaddrinfo(endpoint.host, None, type=socket.SOCK_STREAM)[0]
+            return found[0], str(found[4][0])
+        except OSError as error:
+            if time.monotonic() + RESOLVE_SECONDS >= end:
+                raise UnresolvedError(
+                    f"{endpoint.name} cannot resolve its own address {endpoint.host!r} within "
+                    f"{limit:g} s: {error.strerror}",
+                    "Give an address or a name that this machine knows.",
+                ) from error
+            if not told:
+                told = True
+                note("%s asks for its own name %s until it is known", endpoint.name, endpoint.host)
+        time.sleep(RESOLVE_SECONDS)
+
+
+def _taken(endpoint: Endpoint, error: OSError) -> TakenError:
+    first, last = endpoint.ports[0], endpoint.ports[-1]
+    if len(endpoint.ports) > 1 and last != DRAWN:
+        return TakenError(
+            f"{endpoint.name} cannot listen on {endpoint.host}: none of the ports "
+            f"{min(endpoint.ports)}-{max(endpoint.ports)} is free",
+            "End the programs that have them, or allow more: --ports, SPARTITO_PORTS.",
+        )
+    return TakenError(
+        f"{endpoint.name} cannot listen on {endpoint.host}:{first}: {error.strerror}",
+        "Another program has the port; choose a free one.",
+    )
+
+
+def _bound_at_one(host: str, ports: Sequence[int]) -> socket.socket:
+    """A socket that listens at ``host`` on the first of ``ports`` that is free."""
+    for number, port in enumerate(ports):
+        try:
+            return _bound(host, port)
+        except OSError as error:
+            if error.errno not in (errno.EADDRINUSE, errno.EACCES) or number == len(ports) - 1:
+                raise
+    raise ValueError("an endpoint without ports")
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)  # type: ignore[arg-type]
+        if os.name == "posix":  # elsewhere it would let two programs have one port
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
         listener.listen(BACKLOG)
     except OSError:
         listener.close()

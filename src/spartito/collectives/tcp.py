@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spartito.cluster.endpoints import Endpoint
 from spartito.collectives.collective import Collective, Reducer, Riders
 from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.roll import Roll
@@ -100,9 +101,9 @@ class SocketCollective(Collective):
     """The group of all replicas, with a TCP connection between each two.
 
     ``store``, which the first task keeps, brings them together; ``names`` are the tasks' names in
-    rank order, for errors; ``address`` is this machine's as the others see it, and ``key`` the
-    job's secret. No wait in which nothing moves lasts longer than ``timeout`` seconds. A peer that
-    hangs up is noticed at once.
+    rank order, for errors; ``endpoint`` is where this one listens, and ``key`` the job's secret.
+    No wait in which nothing moves lasts longer than ``timeout`` seconds. A peer that hangs up is
+    noticed at once.
     """
 
     def __init__(
@@ -111,7 +112,7 @@ class SocketCollective(Collective):
         names: Sequence[str],
         store: dist.Store,
         timeout: float,
-        address: str,
+        endpoint: Endpoint,
         key: bytes = b"",
     ) -> None:
         super().__init__()
@@ -124,7 +125,7 @@ class SocketCollective(Collective):
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.peers = [other for other in range(self.world_size) if other != rank]
         cards = dist.PrefixStore("sockets", store)
-        self._connections = connect_all(rank, names, cards, timeout, address, key)
+        self._connections = connect_all(rank, names, cards, timeout, endpoint, key)
         try:
             self.barrier()
         except BaseException:

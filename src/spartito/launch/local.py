@@ -11,6 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.cluster import Task, tf_config
+from spartito.cluster.endpoints import port_range
+from spartito.cluster.listed import ENV_ADDRESS
 from spartito.cluster.ports import free_port, free_ports
 from spartito.cluster.resolver import Joined, joined
 from spartito.cluster.secret import with_secret
@@ -21,7 +23,7 @@ from spartito.launch import roles
 from spartito.launch.gpus import count_gpus
 from spartito.launch.pace import shares_of
 from spartito.launch.process import Process, with_logs
-from spartito.launch.roles import SEVERAL_MACHINES, Roles
+from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles
 from spartito.launch.supervisor import Patience, supervise
 from spartito.launch.target import check_options, check_program
 from spartito.log import TORCH_LEVEL
@@ -93,6 +95,7 @@ def launch(
     """
     variables = dict(os.environ if env is None else env)
     check_program(argv, module)
+    allowed = port_range(variables)
     job = joined(variables) if nnodes is None else None
     machines = 1 if nnodes is None else nnodes
     cast = Roles(_count_workers(workers, variables, job), ps, evaluator, chief)
@@ -100,9 +103,9 @@ def launch(
     if cast.asked and (machines > 1 or master_addr is not None):
         raise UserError(f"{cast.asked} starts on one machine only", SEVERAL_MACHINES)
     if job is None:
-        place = _place(machines, node_rank, master_addr)
+        place = _place(machines, node_rank, master_addr, allowed)
     elif master_addr is None:
-        place = _place_in(job, cast.workers)
+        place = _place_in(job, cast.workers, allowed)
     else:
         raise UserError(
             f"--master-addr {master_addr}, but {job.source} says already that this is {job.task}",
@@ -176,7 +179,8 @@ class Place:
 
     Several launchers may share a machine (two tasks of a `TF_CONFIG` on one host): this one is
     the ``local``-th of ``locals`` there. ``task`` is the one that we are already, if any; with
-    ``itself`` the process that starts here is that task, as its environment says.
+    ``itself`` the process that starts here is that task, as its environment says. ``address`` is
+    the task's own, where it is known.
     """
 
     node: int
@@ -187,6 +191,7 @@ class Place:
     locals: int = 1
     task: Task | None = None
     itself: bool = False
+    address: str = ""
 
     @property
     def trains(self) -> bool:
@@ -212,9 +217,11 @@ def environments(
         return [SETTINGS | dict(env)]
     here = place.locals * workers
     cores = available_cores() if usable is None else usable
-    base = defaults(max(1, cores // here)) | dict(env)
+    base = defaults(max(1, cores // here)) | {n: v for n, v in env.items() if n != ENV_ADDRESS}
     if not place.trains:
-        return [base]  # such a task has no rank: its environment says all, and it is one process
+        return [
+            base | _address(place, env, 0)
+        ]  # such a task has no rank: its environment says all, and it is one process
     if place.task is None or workers > 1:
         base.pop(tf_config.VARIABLE, None)
     return [
@@ -228,8 +235,15 @@ def environments(
             "MASTER_ADDR": place.host,
             "MASTER_PORT": str(place.port),
         }
+        | _address(place, env, index)
         for index in range(workers)
     ]
+
+
+def _address(place: Place, env: Mapping[str, str], index: int) -> dict[str, str]:
+    """Where the ``index``-th process here listens: the first one, at the launcher's own address."""
+    own = place.address or env.get(ENV_ADDRESS, "")
+    return {ENV_ADDRESS: own} if index == 0 and own else {}
 
 
 def role_environments(
@@ -240,7 +254,8 @@ def role_environments(
     Ports are free ones of this machine. Cores are shared out as in `environments`.
     """
     cores = available_cores() if usable is None else usable
-    told = roles.environments(env, cast, free_ports(len(cast.tasks)))
+    ports = free_ports(len(cast.tasks), HOST, port_range(env))
+    told = roles.environments(env, cast, ports)
     return [
         defaults(cast.threads(task, cores)) | own
         for task, own in zip(cast.tasks, told, strict=True)
@@ -252,8 +267,8 @@ def defaults(threads: int) -> dict[str, str]:
     return SETTINGS | {"OMP_NUM_THREADS": str(threads)}
 
 
-def _place(nnodes: int, node_rank: int, master_addr: str | None) -> Place:
-    """What the arguments say, else this machine alone."""
+def _place(nnodes: int, node_rank: int, master_addr: str | None, allowed: range | None) -> Place:
+    """What the arguments say, else this machine alone, at one of the ports that are ``allowed``."""
     if nnodes < 1:
         raise UserError(f"--nnodes {nnodes} is less than 1")
     if not 0 <= node_rank < nnodes:
@@ -268,20 +283,22 @@ def _place(nnodes: int, node_rank: int, master_addr: str | None) -> Place:
             f"--nnodes {nnodes} needs a place where the machines meet",
             "Give each the address of the first: --master-addr host:29500",
         )
-    return Place(0, 1, "127.0.0.1", free_port())
+    return Place(0, 1, HOST, free_port(allowed=allowed))
 
 
-def _place_in(job: Joined, workers: int) -> Place:
+def _place_in(job: Joined, workers: int, allowed: range | None) -> Place:
     """The place of a launcher of so many ``workers`` that is one of the tasks of ``job``."""
     itself = workers == 1 and job.source != tf_config.VARIABLE
     spec = job.spec
     if spec is None or spec.rendezvous is None:
-        return Place(0, 1, "127.0.0.1", free_port(), task=job.task, itself=itself)
+        port = free_port(allowed=allowed)
+        return Place(0, 1, HOST, port, task=job.task, itself=itself)
     host, port = split_address(spec.rendezvous)
     if spec.rank == NO_RANK:
         return Place(0, 1, host, port, task=job.task, itself=itself)
     counts = spec.rank, spec.num_replicas, host, port, spec.local_rank, spec.local_size
-    return Place(*counts, task=job.task, itself=itself)
+    own = spec.address_of(spec.task)
+    return Place(*counts, task=job.task, itself=itself, address=own)
 
 
 def _count_workers(workers: int | None, env: Mapping[str, str], job: Joined | None) -> int:

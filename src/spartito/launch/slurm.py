@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spartito.cluster.endpoints import parse_range
 from spartito.cluster.listed import ENV_EVALUATOR, ENV_PS
 from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.containers.plan import LEAST_MEMORY, memory_bytes
@@ -23,7 +24,7 @@ from spartito.launch.slurm_values import (
     time_seconds,
 )
 from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here
-from spartito.names import ENV_RUN_DIR, ENV_SECRET, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.names import ENV_PORTS, ENV_RUN_DIR, ENV_SECRET, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 
 ONE_MACHINE = ("central_storage", "mirrored", "one_device")
 """Strategies whose replicas are all on one machine."""
@@ -72,6 +73,7 @@ class BatchJob:
     exclusive: bool = False
     lines: tuple[str, ...] = ()
     setup: tuple[str, ...] = ()
+    ports: range | None = None
 
     @property
     def tasks(self) -> int:
@@ -109,6 +111,7 @@ def plan_batch(
     exclusive: bool = False,
     lines: Sequence[str] = (),
     setup: Sequence[str] = (),
+    ports: str | None = None,
     name: str | None = None,
     out: Path | None = None,
     data: Path | None = None,
@@ -168,6 +171,7 @@ def plan_batch(
         exclusive=exclusive,
         lines=tuple(lines),
         setup=tuple(setup),
+        ports=None if ports is None else parse_range(ports, "--ports"),
     )
     check_lines(lines, [*(name for name, _ in _options(planned)), "ntasks-per-node"])
     return planned
@@ -257,6 +261,8 @@ def _told(job: BatchJob) -> Iterator[tuple[str, str | int]]:
         yield ENV_EVALUATOR, 1
     if job.tasks > 1:
         yield ENV_SECRET, RANDOM
+    if job.ports is not None:
+        yield ENV_PORTS, f"{job.ports[0]}-{job.ports[-1]}"
     yield ENV_RUN_DIR, job.run_dir
     yield "OMP_NUM_THREADS", job.cpus_per_task
     yield "PYTHONUNBUFFERED", 1

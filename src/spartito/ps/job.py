@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spartito.cluster.endpoints import meeting_endpoint, server_endpoint
 from spartito.cluster.secret import job_key
 from spartito.cluster.spec import ClusterSpec, Task, split_address
 from spartito.collectives.shared_memory import host_key, supported
@@ -103,7 +104,7 @@ class Job:
         shard = Shard(layout, span, self._optimizer, self.vector.tensors)
         server = Server(
             Store(shard, self.rules, gates=number == 0, log=log),
-            listen(host, port, str(cluster.task), anywhere=False, others=cluster.spans_hosts),
+            listen(server_endpoint(cluster), options.timeout),
             name=f"{cluster.task} ({host}:{port})",
             chief=cluster.name_of(0),
             wire_dtype=options.wire_dtype,
@@ -118,9 +119,7 @@ class Job:
 
     def begin(self) -> Chief:
         """As the chief: give the servers our values, and let the workers come."""
-        host, port = split_address(self.cluster.rendezvous or "")
-        others = self.cluster.spans_hosts
-        listener = listen(host, port, str(self.cluster.task), anywhere=False, others=others)
+        listener = listen(meeting_endpoint(self.cluster), self.options.timeout)
         name = secrets.token_hex(8)
         links: list[Link] = []
         try:

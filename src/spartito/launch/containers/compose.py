@@ -14,6 +14,7 @@ from spartito.cluster.tf_config import VARIABLE
 from spartito.launch.containers.plan import Containers, service
 from spartito.launch.local import RUNTIME
 from spartito.names import (
+    ENV_PORTS,
     ENV_RUN_DIR,
     ENV_SNAPSHOT_DIR,
     ENV_STRATEGY,
@@ -95,13 +96,20 @@ def _heading(job: Containers, tasks: Sequence[Task], name: str) -> Iterator[str]
     if job.network.machines:
         here = ", ".join(service(task) for task in tasks)
         yield f"# Machines: {', '.join(job.network.machines)}. On this one: {here}."
-        yield "# Containers use their machine's own network: some ports are chosen at run time."
+        yield f"# Containers use their machine's own network, and listen at {_ports(job, tasks)}."
     yield "#"
     for command, what in commands.items():
         yield f"#   spartito cluster {command:<{width}}   # {what}"
     yield "#"
     paths = "the same on every machine" if job.network.machines else "relative to this file"
     yield f"# Paths are {paths}. Model and report: {job.out}"
+
+
+def _ports(job: Containers, tasks: Sequence[Task]) -> str:
+    """The ports of ``tasks``, of one machine: GPUs talk at others, which the system draws."""
+    found = [job.address(task)[1] for task in tasks if task.type != "evaluator"]
+    drawn = ", its GPUs at ports that the system draws" if job.limits.gpus else ""
+    return f"{min(found)} to {max(found)}{drawn}"
 
 
 def _document(job: Containers, tasks: Sequence[Task]) -> dict[str, Any]:
@@ -152,6 +160,8 @@ def _told(job: Containers) -> dict[str, str]:
     if job.strategy_options is not None:
         told[ENV_STRATEGY_OPTIONS] = job.strategy_options
     told |= {ENV_TIMEOUT: f"{job.timeout:g}", ENV_RUN_DIR: "/runs"}
+    if job.ports is not None:
+        told[ENV_PORTS] = f"{job.ports[0]}-{job.ports[-1]}"
     if job.roles.ps:
         told[ENV_SNAPSHOT_DIR] = "/snapshots"
     return told | RUNTIME

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spartito.cluster.endpoints import parse_range
 from spartito.cluster.spec import Task, is_loopback
 from spartito.device import available_cores
 from spartito.errors import UserError
@@ -63,7 +64,8 @@ class Containers:
 
     ``command`` is what every task runs; ``about`` says in a word what that is. ``scripts``,
     ``data`` and ``out`` are folders of the machine, as the file will name them. ``cores`` are
-    those of one machine, ``user`` is who runs in the container.
+    those of one machine, ``user`` is who runs in the container. ``ports`` are those at which tasks
+    may listen, None where that is left to us.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Containers:
     cores: int = 1
     user: str = CONTAINER_USER
     timeout: float = 300.0
+    ports: range | None = None
 
     @property
     def leader(self) -> Task:
@@ -103,9 +106,10 @@ class Containers:
 
     def address(self, task: Task) -> tuple[str, int]:
         """Where ``task`` listens: a service on the bridge, else a port of its machine."""
+        first = self.ports[0] if self.ports else PORT
         if not self.network.host:
-            return service(task), PORT
-        return self.machine_of(task) or "127.0.0.1", PORT + self.together(task).index(task)
+            return service(task), first
+        return self.machine_of(task) or "127.0.0.1", first + self.together(task).index(task)
 
     def threads(self, task: Task) -> int:
         """How many threads ``task`` computes with."""
@@ -143,11 +147,12 @@ def plan_containers(
     share_ipc: bool = False,
     hosts: str | None = None,
     timeout: float = 300.0,
+    ports: str | None = None,
 ) -> Containers:
     """The job that these words ask for, ``target`` being a script or a recipe.
 
-    ``cpus`` and ``hosts`` are lists with commas. Raises `UserError` for what cannot run: before
-    there is a file, let alone a container.
+    ``cpus`` and ``hosts`` are lists with commas, ``ports`` is a range. Raises `UserError` for what
+    cannot run: before there is a file, let alone a container.
     """
     for word in (target, *arguments):
         if word.encode("utf-8", "replace").decode() != word:
@@ -167,7 +172,7 @@ def plan_containers(
     def named(path: Path | None) -> str | None:
         return None if path is None else _named(path, whole=bool(machines))
 
-    return Containers(
+    containers = Containers(
         name=job,
         about=about,
         command=command,
@@ -183,7 +188,21 @@ def plan_containers(
         cores=available_cores(),
         user=CONTAINER_USER if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}",
         timeout=timeout,
+        ports=None if ports is None else parse_range(ports, "--ports"),
     )
+    _check_ports(containers)
+    return containers
+
+
+def _check_ports(job: Containers) -> None:
+    """Raise `UserError` where the tasks of a machine need more ports than are allowed."""
+    most = max(len(job.together(task)) for task in job.roles.tasks) if job.network.host else 1
+    if job.ports is not None and len(job.ports) < most:
+        raise UserError(
+            f"--ports {job.ports[0]}-{job.ports[-1]} are {len(job.ports)} for {most} tasks of one "
+            "machine",
+            "Allow one for each task.",
+        )
 
 
 def memory_bytes(text: str) -> int:

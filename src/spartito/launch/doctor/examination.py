@@ -8,6 +8,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,14 @@ from typing import Any
 import msgspec
 
 from spartito.cluster import ClusterSpec, resolve
+from spartito.cluster.endpoints import (
+    DRAWN,
+    Endpoint,
+    check_drawn,
+    peer_endpoint,
+    port_range,
+    training_endpoints,
+)
 from spartito.cluster.ports import free_port
 from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, UserError, show
@@ -24,7 +33,7 @@ from spartito.launch.doctor.leader import Leader
 from spartito.launch.doctor.member import follow
 from spartito.launch.doctor.messages import End, Facts, Port, Target
 from spartito.launch.doctor.report import Report, addresses_of
-from spartito.launch.doctor.station import Station, open_station
+from spartito.launch.doctor.station import ANYWHERE, Station, open_station
 from spartito.launch.doctor.verdict import Verdict, exit_code
 from spartito.launch.doctor.verdicts import judge
 from spartito.launch.local import Place, environments
@@ -70,16 +79,20 @@ def examine(
         facts = _facts(spec, variables, limit)
         report = Report([name], addresses, name, {name: facts}, limit=limit)
         return finish(msgspec.structs.replace(report, seconds=_since(began)), as_json, into)
-    candidates = _candidates(spec, lead)
-    station, own = _open(spec, candidates, variables, began + FACTS * limit)
+    candidates = _candidates(spec, lead, variables)
+    facts = _facts(spec, variables, limit)
+    until = time.monotonic() + FACTS * limit
+    stations = _open(spec, candidates, variables, facts.group, until)
     try:
-        facts = _facts(spec, variables, limit, own)
+        first, last = stations[0], stations[-1]
+        facts = msgspec.structs.replace(facts, port=first.port, refusal=_refusal(facts, variables))
         if name == lead:
-            leader = Leader(facts, station, candidates[0].host, limit, began)
-            return _lead(leader, as_json, into)
-        ended = follow(facts, station, candidates, began + limit)
+            own = Target(name, last.host or candidates[0].host, last.station.port)
+            return _lead(Leader(facts, first.station, own, limit, began), as_json, into)
+        ended = follow(facts, last.station, last.host, candidates, began + limit)
     finally:
-        station.close()
+        for each in stations:
+            each.station.close()
     if isinstance(ended, End):
         print(f"{name}: {ended.words}", file=sys.stderr if as_json else sys.stdout, flush=True)
         return ended.code
@@ -87,13 +100,20 @@ def examine(
     return finish(ended, as_json, None)
 
 
-def examine_here(workers: int, seconds: float = TIMEOUT, *, as_json: bool = False) -> int:
+def examine_here(
+    workers: int,
+    seconds: float = TIMEOUT,
+    *,
+    as_json: bool = False,
+    env: Mapping[str, str] | None = None,
+) -> int:
     """Examine ``workers`` tasks started on this machine as `spartito run` would start them."""
+    variables = os.environ if env is None else env
     limit = checked(seconds)
     if workers < 1:
         raise UserError(f"--workers {workers} is less than 1")
-    base = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
-    place = Place(0, 1, "127.0.0.1", free_port())
+    base = {name: value for name, value in variables.items() if name not in LAUNCHED}
+    place = Place(0, 1, "127.0.0.1", free_port(allowed=port_range(variables)))
     with tempfile.TemporaryDirectory(prefix="spartito-") as folder:
         result, errors = Path(folder) / "report.json", Path(folder) / "errors"
         command = [sys.executable, "-m", __name__, f"--seconds={limit}", f"--into={result}"]
@@ -156,7 +176,6 @@ def _facts(
     spec: ClusterSpec,
     env: Mapping[str, str],
     limit: float,
-    own: Port | None = None,
 ) -> Facts:
     seconds = FACTS * limit
     addresses = [a for tasks in spec.addresses.values() for a in tasks if a]
@@ -164,16 +183,10 @@ def _facts(
         (split_address(address)[0] for address in addresses), time.monotonic() + seconds
     )
     facts = local_facts.collect(spec, env, seconds)
-    mine = bool(spec.address_of(spec.task))
-    return msgspec.structs.replace(
-        facts,
-        names=names,
-        routes=network.routes(names),
-        port=own if mine else None,
-    )
+    return msgspec.structs.replace(facts, names=names, routes=network.routes(names))
 
 
-def _candidates(spec: ClusterSpec, lead: str) -> list[Target]:
+def _candidates(spec: ClusterSpec, lead: str, env: Mapping[str, str]) -> list[Target]:
     """Where the doctor of the task ``lead`` may listen: at its port, or just after it."""
     addresses = addresses_of(spec.addresses)
     address = addresses[lead] or spec.rendezvous
@@ -183,29 +196,53 @@ def _candidates(spec: ClusterSpec, lead: str) -> list[Target]:
             f"Give {lead} an address, as host:29500.",
         )
     host, port = split_address(address)
-    taken = {split_address(other)[1] for other in addresses.values() if other}
-    after = [p for p in range(port + 1, min(port + 100, 65536)) if p not in taken][:OTHER_PORTS]
+    taken = {split_address(other)[1] for other in addresses.values() if other} | {port}
+    others = port_range(env) or range(port + 1, min(port + 100, 65536))
+    after = [each for each in others if each not in taken][:OTHER_PORTS]
     return [Target(lead, host, each) for each in (port, *after)]
 
 
+@dataclass(frozen=True, slots=True)
+class Open:
+    """A station at one of the endpoints that training opens; the others are told ``host``."""
+
+    station: Station
+    host: str
+    port: Port | None
+
+
 def _open(
-    spec: ClusterSpec, candidates: list[Target], env: Mapping[str, str], end: float
-) -> tuple[Station, Port]:
-    """Listen where the cluster says, or where the way to the leader begins.
+    spec: ClusterSpec, candidates: list[Target], env: Mapping[str, str], group: bool, end: float
+) -> list[Open]:
+    """Listen where training would; a task that would nowhere, where its replica might.
 
     The name service is waited for until ``end``.
     """
-    name = str(spec.task)
-    if name == candidates[0].task:
-        agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return open_station(name, candidates[0].host, [c.port for c in candidates], end, agent)
-    address = spec.address_of(spec.task)
-    if address:
-        host, port = split_address(address)
-        return open_station(name, host, [port], end)
-    found = network.resolve_names([candidates[0].host], end)[0]
-    source = network.source_address(found.addresses[0]) if found.addresses else ""
-    return open_station(name, source or "0.0.0.0", [], end)
+    meeting = network.resolve_names([candidates[0].host], end)[0]
+    leads = str(spec.task) == candidates[0].task
+    if not meeting.addresses and not leads and not spec.address_of(spec.task):
+        endpoints = [Endpoint(str(spec.task), ANYWHERE, (DRAWN,), others=False)]
+    else:
+        endpoints = training_endpoints(spec, env, group=group)
+    agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    found = []
+    for endpoint in endpoints or [peer_endpoint(spec, env)]:
+        at_meeting = leads and endpoint.is_fixed
+        spare = [candidate.port for candidate in candidates[1:]] if at_meeting else []
+        station, port = open_station(endpoint, end, spare, agent=agent and at_meeting)
+        host = "" if endpoint.host == ANYWHERE else endpoint.host
+        found.append(Open(station, host, None if endpoint.ports == (DRAWN,) else port))
+    return found
+
+
+def _refusal(facts: Facts, env: Mapping[str, str]) -> str:
+    """Why training would not begin to listen."""
+    try:
+        if facts.group:
+            check_drawn(env)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def checked(seconds: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 import platform
@@ -16,9 +17,10 @@ from pathlib import Path
 
 from spartito.cluster.resolver import remarks
 from spartito.cluster.spec import NO_RANK, ClusterSpec
+from spartito.collectives.placement import PROCESS_GROUP
 from spartito.device import available_cores, cgroup_memory, cgroup_quota
 from spartito.launch.doctor.messages import Facts, Memory, Space
-from spartito.names import ENV_STRATEGY
+from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 
 PACKAGES = ("spartito", "torch")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -35,6 +37,7 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
     machine = _text(BOOT).strip() or platform.node()
     quota = cgroup_quota()
     gpus = gpu_names(env, seconds)
+    told = communication(env)
     return Facts(
         task=str(spec.task),
         host=socket.gethostname(),
@@ -55,7 +58,19 @@ def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
         shm=space(SHM) if SHM.is_dir() else None,
         disks=[space(Path.cwd()), space(Path(tempfile.gettempdir()))],
         gpus=gpus,
+        group=bool(gpus) or told in PROCESS_GROUP,
+        share=told == "auto",
     )
+
+
+def communication(env: Mapping[str, str]) -> str:
+    """How replicas are told to talk, by the options of the strategy in ``env``; "auto" if not."""
+    try:
+        options = json.loads(env.get(ENV_STRATEGY_OPTIONS) or "{}")
+    except ValueError:
+        return "auto"  # training says what is wrong with them
+    found = options.get("communication") if isinstance(options, dict) else None
+    return found if isinstance(found, str) else "auto"
 
 
 def would_do(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from spartito.cluster.spec import EVALUATOR, split_address
 from spartito.launch.doctor.messages import (
     End,
     Facts,
+    Invite,
     Join,
     Knock,
     Knocked,
@@ -29,7 +31,7 @@ from spartito.launch.doctor.messages import (
 from spartito.launch.doctor.probe import at_once, knock_all, measure
 from spartito.launch.doctor.report import Report, addresses_of, slow_ways
 from spartito.launch.doctor.station import Station
-from spartito.launch.doctor.talk import GarbageError, Talk
+from spartito.launch.doctor.talk import GarbageError, Talk, call
 
 GATHER, MEASURE = 0.6, 0.9
 """When the time limit is so far gone we wait no longer for tasks, and measure no more."""
@@ -40,6 +42,9 @@ KNOCK, KNOCK_SECONDS = 0.15, 2.0
 MEASURE_SECONDS = 1.0
 ANSWER_SECONDS = 0.5
 """One measurement at most, and what its answer may take on top."""
+
+INVITE_SECONDS = 0.5
+"""Between two looks for a server that does not come."""
 
 ONE_AT_A_TIME = 16
 """Up to so many tasks pairs take turns; of more, pairs without a common task go together."""
@@ -81,6 +86,7 @@ class Member:
 
     facts: Facts
     talk: Talk
+    host: str
     port: int
 
     def knock(self, targets: list[Target], seconds: float) -> list[Knocked]:
@@ -103,12 +109,12 @@ class Member:
 class Leader:
     """Gathers the `Report` of the cluster that ``facts`` describes, within ``seconds``.
 
-    ``host`` is the one by which the others know this task.
+    The others come to ``station``; they reach this task in training at ``own``.
     """
 
     facts: Facts
     station: Station
-    host: str
+    own: Target
     seconds: float
     began: float
     members: dict[str, Member] = field(default_factory=dict)
@@ -153,6 +159,9 @@ class Leader:
             member.talk.close()
 
     def _gather(self, end: float) -> None:
+        for task in self.addresses:
+            if task.startswith("ps "):
+                threading.Thread(target=self._invite, args=(task, end), daemon=True).start()
         while len(self.members) + 1 < len(self.addresses):
             try:
                 join, talk = self.station.joins.get(timeout=max(0.0, end - time.monotonic()))
@@ -171,7 +180,19 @@ class Leader:
                 continue
             task = join.facts.task
             self.addresses.setdefault(task, "")
-            self.members[task] = Member(join.facts, talk, join.port)
+            self.members[task] = Member(join.facts, talk, join.host, join.port)
+
+    def _invite(self, task: str, end: float) -> None:
+        """Go to the parameter server ``task`` unless it comes: training never has it call us."""
+        time.sleep(INVITE_SECONDS)
+        while task not in self.members and time.monotonic() < end:
+            target = self._target(task)
+            try:
+                if target is not None:
+                    self.station.joins.put(_invited(target, end))
+                    return
+            except (OSError, GarbageError):
+                time.sleep(INVITE_SECONDS)  # it does not listen yet, or came meanwhile
 
     def _objection(self, join: Join) -> str:
         """Why the task that came is none of ours, "" when it is."""
@@ -196,11 +217,11 @@ class Leader:
         address = self.addresses[task]
         host, port = split_address(address) if address else ("", 0)
         if task == self.facts.task:
-            return Target(task, self.host, self.station.port)
+            return self.own
         member = self.members.get(task)
         if member is not None:
             seen = str(member.talk.connection.getpeername()[0])
-            return Target(task, host or seen, member.port)
+            return Target(task, member.host or host or seen, member.port)
         return Target(task, host, port) if address else None
 
     def _targets(self) -> dict[str, Target]:
@@ -278,6 +299,18 @@ def rounds(tasks: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
         pairs = zip(players[:half], reversed(players[half:]), strict=True)
         yield [(a, b) for a, b in pairs if a is not None and b is not None]
         players = [players[0], players[-1], *players[1:-1]]
+
+
+def _invited(target: Target, end: float) -> tuple[Join, Talk]:
+    """The task at ``target`` comes in by the connection that we made to it."""
+    talk = call(target.host, target.port, end)
+    try:
+        talk.say(Invite(), end)
+        join: Join = talk.hear(Join, end)
+    except (OSError, GarbageError):
+        talk.close()
+        raise
+    return join, talk
 
 
 def _difference(ours: dict[str, str], theirs: dict[str, str]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import time
 from collections.abc import Sequence
 
@@ -32,8 +33,14 @@ GRACE_SECONDS = 1.0
 """How long after the leader's time limit its last word may come."""
 
 
-def follow(facts: Facts, station: Station, leader: Sequence[Target], end: float) -> End | Report:
+def follow(
+    facts: Facts, station: Station, host: str, leader: Sequence[Target], end: float
+) -> End | Report:
     """Come to the ``leader``, who listens at one of these, and obey until it says `End`.
+
+    Where only it can come to us, as to a parameter server, we follow its invitation.
+
+    Others reach our ``station`` at ``host``, "" for the address that the leader sees.
 
     The `Report` is what we can tell alone, when the leader does not come until ``end``, does
     not let us in, or falls silent.
@@ -43,10 +50,13 @@ def follow(facts: Facts, station: Station, leader: Sequence[Target], end: float)
     while talk is None:
         why = OK
         for target in leader:
+            talk = _invited(facts, station, host, end)
+            if talk is not None:
+                break
             limit = min(KNOCK_SECONDS, end - time.monotonic())
             (found,) = knock_all(facts.task, [target], limit)
             if found.how == OK:
-                talk = _join(facts, station, target, end)
+                talk = _join(Join(facts, station.port, host), target, end)
                 break
             why = found.how if target == leader[0] else why
         if talk is None:
@@ -63,13 +73,23 @@ def follow(facts: Facts, station: Station, leader: Sequence[Target], end: float)
             return _alone(facts, leader[0], "silent", came=True)
 
 
-def _join(facts: Facts, station: Station, target: Target, end: float) -> Talk | None:
+def _invited(facts: Facts, station: Station, host: str, end: float) -> Talk | None:
+    """The connection on which the leader has asked us to come in, and we have."""
+    try:
+        talk = station.invites.get_nowait()
+        talk.say(Join(facts, station.port, host), end)
+    except (queue.Empty, OSError):
+        return None
+    return talk
+
+
+def _join(join: Join, target: Target, end: float) -> Talk | None:
     try:
         talk = call(target.host, target.port, end)
     except OSError:
         return None
     try:
-        talk.say(Join(facts, station.port), end)
+        talk.say(join, end)
     except OSError:
         talk.close()
         return None

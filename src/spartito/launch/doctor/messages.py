@@ -24,7 +24,7 @@ class Route(msgspec.Struct, frozen=True):
 
 
 class Port(msgspec.Struct, frozen=True):
-    """The port that the cluster gives to a task: ``holder`` has it unless it is ``free``.
+    """The port at which a task is to listen: ``holder`` has it unless it is ``free``.
 
     ``foreign``: its host is no address of the task's machine.
     """
@@ -35,6 +35,10 @@ class Port(msgspec.Struct, frozen=True):
     agent: bool = False
     """torchrun's own agent has it, as it should."""
     foreign: bool = False
+    last: int = 0
+    """The last of the range that it is the first of, if a range is allowed and all are taken."""
+    drawn: int = 0
+    """The one that the system drew instead, where that will do."""
 
 
 class Memory(msgspec.Struct, frozen=True):
@@ -84,8 +88,14 @@ class Facts(msgspec.Struct, frozen=True):
     shm: Space | None
     disks: list[Space]
     gpus: list[str]
+    group: bool = False
+    """Whether replicas would form a process group, of gloo or NCCL."""
+    share: bool = True
+    """Whether replicas that can share memory would."""
+    refusal: str = ""
+    """Why training would not begin to listen, "" where it would."""
     port: Port | None = None
-    """None where the cluster gives the task no address."""
+    """None where nothing says which one."""
     names: list[Name] = []
     routes: list[Route] = []
 
@@ -157,10 +167,15 @@ class Push(Message, frozen=True, tag="push"):
 
 
 class Join(Message, frozen=True, tag="join"):
-    """A task comes to the one that leads; ``port`` is where its doctor listens."""
+    """A task comes to the one that leads; its doctor listens at ``host`` ("": as seen)."""
 
     facts: Facts
     port: int
+    host: str = ""
+
+
+class Invite(Message, frozen=True, tag="invite"):
+    """The one that leads has come itself: the answer is a `Join`, unless the task is in."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -208,7 +223,7 @@ class End(Message, frozen=True, tag="end"):
     words: str
 
 
-Question = Ping | Push | Join
+Question = Ping | Push | Join | Invite
 """What a doctor that listens may be asked."""
 
 Order = Knock | Measure | End | Refused | Welcome

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-import struct
 from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from spartito.cluster.interfaces import interface_of
 from spartito.launch.doctor.messages import Name, Route
 from spartito.launch.doctor.probe import at_once
 
 PROC = Path("/proc")
 LISTENS = "0A"
 """The state of a listening socket in /proc/net/tcp."""
-
-SIOCGIFADDR = 0x8915
 
 
 def resolve_names(hosts: Iterable[str], end: float) -> list[Name]:
@@ -48,19 +46,6 @@ def source_address(address: str) -> str:
         except OSError:
             return ""
         return str(probe.getsockname()[0])
-
-
-def interface_of(address: str) -> str:
-    """The interface that has ``address``, "" where that cannot be told."""
-    if address.startswith("127."):
-        address = "127.0.0.1"
-    if ":" in address:
-        return _interface6(address.partition("%")[0])
-    with suppress(OSError):
-        for _, name in socket.if_nameindex():
-            if _address_of(name) == address:
-                return name
-    return ""
 
 
 def holder_of(port: int, proc: Path = PROC) -> str:
@@ -97,27 +82,3 @@ def _listening(port: int, proc: Path) -> Iterable[str]:
                 words = line.split()
                 if words[3] == LISTENS and int(words[1].rpartition(":")[2], 16) == port:
                     yield words[9]
-
-
-def _address_of(interface: str) -> str:
-    try:
-        import fcntl  # not on every system
-    except ImportError:
-        return ""
-    request = struct.pack("256s", interface.encode()[:15])
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
-        except OSError:
-            return ""  # it has no IPv4 address
-    return socket.inet_ntoa(answer[20:24])
-
-
-def _interface6(address: str) -> str:
-    with suppress(OSError):
-        packed = socket.inet_pton(socket.AF_INET6, address).hex()
-        for line in (PROC / "net/if_inet6").read_text().splitlines():
-            words = line.split()
-            if words[0] == packed:
-                return words[-1]
-    return ""

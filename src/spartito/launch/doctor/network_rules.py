@@ -131,17 +131,27 @@ def names(report: Report) -> Iterator[Verdict]:
 
 def ports(report: Report) -> Iterator[Verdict]:
     """Ports that another program has, and addresses that no interface has."""
+    called = {target for _, target in report.needed}
     for task, facts in report.facts.items():
         port = facts.port
-        if port is None:
+        if port is None or task not in called:
             continue
+        who = port.holder or "another program (only root may see which)"
         if not port.free and not port.agent:
-            who = port.holder or "another program (only root may see which)"
+            which = f"port {port.number} of {task} on {facts.host} is taken by {who}"
+            if port.last:
+                which = f"ports {port.number}-{port.last} on {facts.host} are all taken: {task}"
+                which += " would not listen"
+            yield Verdict(
+                "port", "wrong", which, "End that program, or choose a free port.", [task]
+            )
+        elif port.drawn:
             yield Verdict(
                 "port",
-                "wrong",
-                f"port {port.number} of {task} on {facts.host} is taken by {who}",
-                "End that program, or choose a free port.",
+                "warning",
+                f"port {port.number} of {task} on {facts.host} is taken by {who}: training listens "
+                f"on one that the system draws, now {port.drawn}",
+                "End that program, or give the task another port, if a firewall stands between.",
                 [task],
             )
         unresolved = any(name.error for name in facts.names if name.host == _host(report, task))
@@ -155,14 +165,28 @@ def ports(report: Report) -> Iterator[Verdict]:
             )
 
 
+def port_refusals(report: Report) -> Iterator[Verdict]:
+    """Tasks that would not begin to listen."""
+    for task, facts in report.facts.items():
+        if facts.refusal:
+            what, _, do = facts.refusal.partition("\n")
+            yield Verdict("port", "wrong", f"{task}: {what}", do.strip(), [task])
+
+
 def ways(report: Report) -> Iterator[Verdict]:
-    """Pairs of tasks that are there and do not reach each other, told from both sides."""
+    """Pairs of tasks that are there and do not reach each other, told from both sides.
+
+    A way that training does not go is worth a note only.
+    """
+    needed = report.needed
     there = [t for t in report.expected if t in report.facts and t not in report.silent]
     for a, b in combinations(there, 2):
         here, back = report.found(a, b), report.found(b, a)
         failed = [knocked for knocked in (here, back) if knocked and knocked.how != OK]
         told = "; ".join(_ways(failed))
-        if len(failed) == 2:
+        if failed and not any((k.source, k.target) in needed for k in failed):
+            yield Verdict("unused way", "note", f"{told}; training does not go this way")
+        elif len(failed) == 2:
             yield Verdict(
                 "unreachable",
                 "wrong",

@@ -7,7 +7,8 @@ from statistics import median
 
 import msgspec
 
-from spartito.cluster.spec import ROLES, is_loopback, split_address
+from spartito.cluster.spec import REPLICA_ROLES, ROLES, is_loopback, split_address
+from spartito.collectives.placement import calls
 from spartito.launch.doctor.messages import OK, Facts, Knocked, Speed
 
 SLOW_FACTOR = 5.0
@@ -59,6 +60,24 @@ class Report(msgspec.Struct, frozen=True):
     def slow(self) -> set[tuple[str, str]]:
         """The ways, as (source, target), that are far slower than the others of their kind."""
         return slow_ways(self.speeds, {name: facts.machine for name, facts in self.facts.items()})
+
+    @property
+    def needed(self) -> set[tuple[str, str]]:
+        """The ways, as (source, target), that training goes; others may be closed."""
+        replicas = [t for t in self.expected if t.partition(" ")[0] in REPLICA_ROLES]
+        servers = [task for task in self.expected if task.startswith("ps ")]
+        if servers:
+            return {(task, replicas[0]) for task in replicas[1:]} | {
+                (task, server) for task in replicas for server in servers
+            }
+        known = {task: self.facts[task].ipc for task in replicas if task in self.facts}
+        first = next(iter(self.facts.values()), None)
+        found = calls(
+            [known.get(task, task) for task in replicas],
+            group=first is not None and first.group,
+            share=first is None or first.share,
+        )
+        return {(replicas[source], replicas[target]) for source, target in found}
 
     def found(self, source: str, target: str) -> Knocked | None:
         """What came of the way from ``source`` to ``target``, None if nobody tried."""

@@ -2,29 +2,36 @@
 
 from __future__ import annotations
 
-import errno
-import os
 import queue
 import socket
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 
-from spartito.cluster.spec import is_loopback
-from spartito.launch.doctor.messages import Join, Pong, Port, Push, Question
-from spartito.launch.doctor.network import holder_of, resolve_names
-from spartito.launch.doctor.probe import PUSHES
+from spartito.cluster.endpoints import DRAWN, Endpoint
+from spartito.collectives.sockets import Opened, TakenError, UnresolvedError, open_listener
+from spartito.errors import UserError
+from spartito.launch.doctor.messages import Invite, Join, Pong, Port, Push, Question
+from spartito.launch.doctor.network import holder_of
+from spartito.launch.doctor.probe import PUSHES, at_once
 from spartito.launch.doctor.talk import GarbageError, Talk
 
 IDLE_SECONDS = 5.0
 """How long a caller may be silent."""
 
-BACKLOG = 256
+GRACE_SECONDS = 0.2
+"""How long after its end a question to the name service may come back."""
+
+ANYWHERE = "0.0.0.0"
+"""All interfaces: where a doctor listens that does not know its own name."""
 
 
 class Station:
     """Listens for task ``name`` until it is closed; ``joins`` holds who came to stay.
+
+    ``invites`` holds where the one that leads asks this task to come in.
 
     ``strangers`` are the addresses of callers that are no doctors.
     """
@@ -33,20 +40,22 @@ class Station:
         self.name = name
         self.port: int = listener.getsockname()[1]
         self.joins: queue.Queue[tuple[Join, Talk]] = queue.Queue()
+        self.invites: queue.Queue[Talk] = queue.Queue()
         self.strangers: list[str] = []
         self._listener = listener
         threading.Thread(target=self._accept, daemon=True).start()
 
     def close(self) -> None:
-        """Listen no more; those that joined and were not taken in are hung up on."""
+        """Listen no more; those that came to stay and were not taken in are hung up on."""
         with suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        while True:
-            try:
+        with suppress(queue.Empty):
+            while True:
                 self.joins.get_nowait()[1].close()
-            except queue.Empty:
-                return
+        with suppress(queue.Empty):
+            while True:
+                self.invites.get_nowait().close()
 
     def _accept(self) -> None:
         while True:
@@ -66,6 +75,9 @@ class Station:
                 if isinstance(question, Join):
                     self.joins.put((question, talk))
                     return
+                if isinstance(question, Invite):
+                    self.invites.put(talk)
+                    return
                 if isinstance(question, Push):
                     if not 0 <= question.size <= PUSHES[-1]:
                         raise GarbageError(f"{question.size} bytes are not what a doctor sends")
@@ -79,55 +91,44 @@ class Station:
 
 
 def open_station(
-    name: str, host: str, ports: Sequence[int], end: float, agent: bool = False
+    endpoint: Endpoint, end: float, spare: Sequence[int] = (), *, agent: bool = False
 ) -> tuple[Station, Port]:
-    """Listen at ``host`` on the first free one of ``ports``, else on any free port.
+    """Listen at ``endpoint`` as training would, and say how that went.
 
-    The second answer is about the first of ``ports``. On all interfaces where ``host`` is no
-    address of this machine, or a name for its loopback, as training would; or where the name
-    service does not answer until ``end``.
+    Where training could not, at the same address on the first free one of ``spare``, else on any
+    free port; on all interfaces if the name service does not know the address until ``end``.
     """
-    family, address, foreign = _own_address(host, end)
-    for port in ports:
-        listener = _bound(family, address, port)
-        if listener is not None:
-            break
-    else:
-        listener = _bound(family, address, 0)
-    if listener is None:
-        raise OSError(errno.EADDRNOTAVAIL, f"{name} can listen on no port of {address}")
-    station = Station(name, listener)
-    first = ports[0] if ports else station.port
-    free = station.port == first
-    holder = "" if free else holder_of(first)
-    return station, Port(first, free, holder, agent and not free, foreign)
+    opened = _enter(endpoint, end)
+    free, foreign = isinstance(opened, Opened), False
+    if isinstance(opened, UnresolvedError) or opened is None:
+        endpoint, free, foreign = replace(endpoint, host=ANYWHERE, others=False), True, True
+        opened = _enter(endpoint, end)
+    if isinstance(opened, TakenError):
+        free = False
+        opened = _enter(replace(endpoint, ports=(*spare, DRAWN)), end)
+    if not isinstance(opened, Opened):
+        raise opened or UserError(f"{endpoint.name} can listen on no port of {endpoint.host}")
+    wanted, last = endpoint.ports[0], endpoint.ports[-1]
+    lost = not free or opened.drawn
+    told = Port(
+        wanted if lost else opened.port,
+        free,
+        holder_of(wanted) if lost else "",
+        agent and not free,
+        foreign or opened.foreign,
+        last=last if not free and len(endpoint.ports) > 1 else 0,
+        drawn=opened.port if free and opened.drawn else 0,
+    )
+    return Station(endpoint.name, opened.listener), told
 
 
-def _own_address(host: str, end: float) -> tuple[int, str, bool]:
-    """The family and address to listen at for ``host``, and whether that is not ``host``."""
-    (name,) = resolve_names([host], end)
-    if name.error:
-        return socket.AF_INET, "0.0.0.0", True
-    own = name.addresses[0]
-    family = socket.AF_INET6 if ":" in own else socket.AF_INET
-    wildcard = "::" if family == socket.AF_INET6 else "0.0.0.0"
-    if is_loopback(own) and not is_loopback(host):
-        return family, wildcard, False
-    probe = _bound(family, own, 0)
-    if probe is None:
-        return family, wildcard, True
-    probe.close()
-    return family, own, False
+def _enter(endpoint: Endpoint, end: float) -> Opened | UserError | None:
+    """What `open_listener` returns or raises; None if the name service is silent until ``end``."""
 
+    def work(endpoint: Endpoint) -> Opened | UserError:
+        try:
+            return open_listener(endpoint, end - time.monotonic())
+        except UserError as error:
+            return error
 
-def _bound(family: int, address: str, port: int) -> socket.socket | None:
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        if os.name == "posix":
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((address, port))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        return None
-    return listener
+    return at_once(work, [endpoint], end + GRACE_SECONDS)[0]

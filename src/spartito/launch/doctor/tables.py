@@ -187,6 +187,8 @@ def _port(facts: Facts) -> str:
         return NOTHING
     if facts.port.agent:
         return f"{facts.port.number}: torchrun's"
+    if facts.port.drawn:
+        return f"{facts.port.drawn}: {facts.port.number} is taken"
     return f"{facts.port.number}: {'free' if facts.port.free else 'taken'}"
 
 

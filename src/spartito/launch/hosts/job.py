@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spartito.cluster.endpoints import port_range
 from spartito.cluster.resolver import check_alone
 from spartito.cluster.secret import with_secret
 from spartito.errors import UserError
@@ -20,16 +21,16 @@ from spartito.launch.local import Place, check_number, check_strategy, snapshots
 from spartito.launch.process import with_logs
 from spartito.launch.roles import Roles
 from spartito.launch.supervisor import supervise
-from spartito.names import ENV_SNAPSHOT_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.names import ENV_PORTS, ENV_SNAPSHOT_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
     """Which machines take part, as typed, and how the others are reached.
 
-    ``ssh`` is the command, ``port`` the first where tasks listen. ``folder`` and ``python`` are
-    those of the other machines: by default the same as here. ``passed`` are names of variables
-    that the tasks there get as well.
+    ``ssh`` is the command, ``port`` the first where tasks listen if no range is allowed. ``folder``
+    and ``python`` are those of the other machines: by default the same as here. ``passed`` are
+    names of variables that the tasks there get as well.
     """
 
     hosts: str
@@ -111,10 +112,16 @@ def plan_on_hosts(
     ssh = Ssh(
         parse_ssh(reach.ssh or "ssh"), reach.folder or os.getcwd(), reach.python or sys.executable
     )
-    hosts, port = find_hosts(reach.hosts, ssh), reach.port or PORT
+    hosts, allowed = find_hosts(reach.hosts, ssh), port_range(env)
+    if reach.port and allowed:
+        raise UserError(
+            f"--port {reach.port} beside the range of ports {env[ENV_PORTS]}",
+            "Leave --port out: the first task of a machine listens at the first of the range.",
+        )
+    port = reach.port or (allowed[0] if allowed else PORT)
     count = len(hosts)
-    listening = {hosts[place].address for place in {0, *(index % count for index in range(ps))}}
-    names = tuple(sorted(listening)) if count > 1 else ()
+    places = {0, *(index % count for index in range(ps))} if ps else range(count)
+    names = tuple(sorted({hosts[place].address for place in places})) if count > 1 else ()
     found = ask_hosts(hosts, ssh, Question(argv[0], module, names))
     each = _workers(hosts, found, workers)
     cast = Roles(each * count, ps, evaluator, chief)
@@ -125,6 +132,7 @@ def plan_on_hosts(
     cast.check(env.get(ENV_STRATEGY), source=None, machines=1)
     words = (*(("-m",) if module else ()), *argv)
     plan = Plan(hosts, tuple(f.cores for f in found), cast, words, ssh, port, reach.passed)
+    plan.check_ports(allowed)
     for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
         _say(line)
     return plan

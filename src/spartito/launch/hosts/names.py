@@ -84,7 +84,8 @@ def check_names(hosts: Sequence[Host], knows: Sequence[dict[str, list[str]]]) ->
                     f"{host.name} does not know the name {name}",
                     "Add it to DNS or to /etc/hosts there, or give its address in --hosts.",
                 )
-            if all(map(is_loopback, numbers)):
+            # A machine whose own name is one listens on all interfaces.
+            if all(map(is_loopback, numbers)) and name != host.address:
                 number = next((n for n in everywhere[name] if not is_loopback(n)), "its address")
                 raise UserError(
                     f"on {host.name} the name {name} means {numbers[0]}, the machine itself: "

@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from spartito.cluster import tf_config, torchrun
-from spartito.cluster.listed import address
+from spartito.cluster.listed import ENV_ADDRESS, address
 from spartito.cluster.secret import read_secret
 from spartito.cluster.spec import Task
 from spartito.errors import UserError
@@ -76,6 +76,23 @@ class Plan:
         host = self.hosts[self.machine_of(task)]
         return address(host.address, self.port + self.together(task).index(task))
 
+    def listens(self, task: Task) -> bool:
+        """Whether others call ``task``: beside servers nobody calls a worker that does not lead."""
+        if task == self.cast.tasks[0] or task.type == "ps":
+            return True
+        return task.type == "worker" and not self.cast.ps and len(self.hosts) > 1
+
+    def check_ports(self, allowed: range | None) -> None:
+        """Raise `UserError` where a task would listen at a port that is not ``allowed``."""
+        most = max(len(self.together(task)) for task in self.cast.tasks)
+        needed = range(self.port, self.port + most)
+        if allowed is not None and not set(needed) <= set(allowed):
+            raise UserError(
+                f"{most} tasks of a machine listen at ports {needed[0]}-{needed[-1]}, but only "
+                f"{allowed[0]}-{allowed[-1]} are allowed",
+                "Allow one for each task of a machine: --ports, SPARTITO_PORTS.",
+            )
+
     def environment(self, task: Task, env: Mapping[str, str]) -> dict[str, str]:
         """``env``, and what ``task`` must know: who it is, and its share of the cores."""
         place = self.machine_of(task)
@@ -86,7 +103,7 @@ class Plan:
             return defaults(max(1, share)) | told
         here = Place(place, len(self.hosts), self.hosts[0].address, self.port)
         every = environments(env, here, self.workers, self.cores[place])
-        return every[task.index % self.workers]
+        return every[task.index % self.workers] | {ENV_ADDRESS: self.address(task)}
 
     def process(self, task: Task, env: Mapping[str, str]) -> Process:
         """What to start for ``task`` here, by ssh if its machine is another one."""
@@ -120,8 +137,7 @@ class Plan:
         """Which tasks each machine has, with the ports where they listen."""
         by_machine: list[list[str]] = [[] for _ in self.hosts]
         for task in self.cast.tasks:
-            listens = task == self.cast.tasks[0] or task.type == "ps"
-            port = f" ({self.address(task).rpartition(':')[2]})" if listens else ""
+            port = f" ({self.address(task).rpartition(':')[2]})" if self.listens(task) else ""
             by_machine[self.machine_of(task)].append(f"{task}{port}")
         width = max(len(host.name) for host in self.hosts)
         return [

@@ -1,0 +1,86 @@
+"""The network interfaces of this machine, their addresses, and which of them a route takes."""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from spartito.cluster.spec import is_loopback
+
+SIOCGIFADDR = 0x8915
+IPV6_TABLE = Path("/proc/net/if_inet6")
+ELSEWHERE = "192.0.2.1"
+"""An address for documentation: the default route leads there."""
+
+
+def address_of(interface: str) -> str:
+    """The IPv4 address of ``interface``, else its IPv6 address that is not link-local, else ""."""
+    if found := _ipv4(interface):
+        return found
+    for address, scope, name in _ipv6_addresses():
+        if name == interface and scope != "20":
+            return address
+    return ""
+
+
+def interface_of(address: str) -> str:
+    """The interface that has ``address``, "" where that cannot be told."""
+    if address.startswith("127."):
+        address = "127.0.0.1"
+    if ":" in address:
+        wanted = address.partition("%")[0]
+        return next((name for known, _, name in _ipv6_addresses() if known == wanted), "")
+    with suppress(OSError):
+        for _, name in socket.if_nameindex():
+            if _ipv4(name) == address:
+                return name
+    return ""
+
+
+def own_address(host: str, port: int, others: Sequence[str] = ()) -> str:
+    """The address of this machine that routes to ``host``: the interface the others can reach.
+
+    Debian gives a machine's own name a loopback address. If ``host`` is such a name, it is the
+    way to the first of the hosts ``others`` that is elsewhere, else the way to anywhere.
+    """
+    found = _source(host, port)
+    if is_loopback(found) and not is_loopback(host):
+        for other in (*others, ELSEWHERE):
+            with suppress(OSError):  # no way leads there; if none does, all are on this machine
+                if not is_loopback(way := _source(other, port)):
+                    return way
+    return found
+
+
+def _source(host: str, port: int) -> str:
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0][0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect((host, port))  # a datagram socket sends nothing: it only picks a route
+        return str(probe.getsockname()[0])
+
+
+def _ipv4(interface: str) -> str:
+    try:
+        import fcntl  # not on every system
+    except ImportError:
+        return ""
+    request = struct.pack("256s", interface.encode()[:15])
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+        except OSError:
+            return ""  # there is no such interface, or it has no IPv4 address
+    return socket.inet_ntoa(answer[20:24])
+
+
+def _ipv6_addresses() -> list[tuple[str, str, str]]:
+    """The address, the scope (20: link-local) and the interface of each IPv6 address."""
+    found = []
+    with suppress(OSError):
+        for line in IPV6_TABLE.read_text().splitlines():
+            number, _, _, scope, _, name = line.split()
+            found.append((socket.inet_ntop(socket.AF_INET6, bytes.fromhex(number)), scope, name))
+    return found
