@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import permutations
 
 import pytest
 from hypothesis import given, settings
@@ -66,6 +68,23 @@ def test_a_round_is_the_mean_of_who_came(rounds: list[list[tuple[int, float, str
             if not live:
                 break
     assert set(bench.store.staleness.to_dict()) <= {"0"}
+
+
+def test_a_mean_has_the_same_bits_in_whatever_order_its_pushes_come(
+    pool: ThreadPoolExecutor,
+) -> None:
+    found = set()
+    for order in permutations(range(3)):
+        bench = Bench(Rules(3, 0))
+        coming = []
+        for worker in order:
+            told = push(0, worker, group=1, index=0, parties=3, weight=1.0 + worker)
+            coming.append(pool.submit(bench.push, worker, told, 0.1 * (worker + 1), 1e16**worker))
+            if len(coming) < 3:
+                wait_until(bench, partial(waits_in, bench, worker))
+        assert results(coming) == ["applied"] * 3
+        found.add(tuple(bench.values()))
+    assert len(found) == 1
 
 
 def test_a_push_that_is_said_again_counts_once_in_its_round(pool: ThreadPoolExecutor) -> None:

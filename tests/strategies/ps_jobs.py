@@ -85,6 +85,7 @@ class Asked:
     options: dict[str, Any] = field(default_factory=dict)
     norm: bool = False
     momentum: float = 0.1
+    deterministic: bool = False
     stream: bool = False
     own_loop: bool = False
     optimizer: str = "Adam"
@@ -205,6 +206,7 @@ def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, An
         scheduler=schedule(asked),
         accumulate=asked.accumulate,
         clip_norm=asked.clip,
+        deterministic=asked.deterministic,
         seed=11,
         run_dir=asked.run_dir,
     )

@@ -130,6 +130,19 @@ def test_no_push_is_staler_than_the_bound(
         assert record["refused"] == 0
 
 
+def test_deterministic_training_has_the_same_bits_in_every_run(
+    replicas: Replicas, tmp_path: Path
+) -> None:
+    options = {"max_staleness": 0}
+    asked = Asked(epochs=4, batch=9, examples=100, deterministic=True, options=options)
+    runs = [Run(replicas, tmp_path / str(turn), 3, 2, asked) for turn in range(2)]
+    for run in runs:
+        run.check()
+        assert run.first["histories"] == runs[0].first["histories"]
+        for name, value in run.first["weights"].items():
+            assert torch.equal(value, runs[0].first["weights"][name]), name
+
+
 def test_stale_pushes_are_computed_again(replicas: Replicas, tmp_path: Path) -> None:
     options = {"max_staleness": 1, "on_stale": "reject"}
     run = Run(replicas, tmp_path, 3, 1, Asked(epochs=8, options=options))

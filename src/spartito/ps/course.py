@@ -27,6 +27,8 @@ class Plan:
     gated             no piece of epoch e + 1 before epoch e is closed
     together          leases go to all live workers as one group; implies ``gated``
     multiple          lease lengths are multiples of it, but for the end of a pass or epoch
+    steady            a lease has ``multiple`` pieces, however fast the workers are: equal in all
+                      runs, and so are the sums of what is reported for leases
     """
 
     slices: int
@@ -39,6 +41,7 @@ class Plan:
     gated: bool = False
     together: bool = False
     multiple: int = 1
+    steady: bool = False
 
     def __post_init__(self) -> None:
         if self.epoch_steps is None and self.passes_per_epoch is None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, zip_longest
+from math import fsum
 from typing import NamedTuple
 
 import msgspec
@@ -84,7 +85,7 @@ class WorkQueue:
         self._live: set[int] = set()
         self._waiting: set[int] = set()
         self._granted: dict[int, Lease] = {}
-        self._sums: defaultdict[int, list[float]] = defaultdict(list)
+        self._sums: defaultdict[int, list[Sequence[float]]] = defaultdict(list)
         self._closed = 0
         self._ids, self._groups = count(1), count(1) if groups is None else groups
 
@@ -156,10 +157,7 @@ class WorkQueue:
         for start, stop in held.owed:
             self._lose(found, start, min(stop, held.stop))
         if given.counts:
-            total = self._sums[given.epoch]
-            total.extend([0.0] * (len(sums) - len(total)))
-            for index, value in enumerate(sums):
-                total[index] += value
+            self._sums[given.epoch].append(sums)
         if held.stop > held.start:
             self._pace(held.worker).measure(held.stop - held.start, now - held.since)
         return True
@@ -207,8 +205,11 @@ class WorkQueue:
         self._closed = max(self._closed, epoch + 1)
 
     def sums(self, epoch: int) -> list[float]:
-        """The element-wise sum of what was reported for ``epoch``; empty before the first."""
-        return list(self._sums[epoch])
+        """The element-wise sum of what was reported for ``epoch``, in whatever order it came.
+
+        Empty before the first report.
+        """
+        return list(map(fsum, zip_longest(*self._sums[epoch], fillvalue=0.0)))
 
     def pieces_done(self, epoch: int) -> int:
         """How many pieces of ``epoch`` are finished; ``slices`` of them are a global batch."""
@@ -265,10 +266,13 @@ class WorkQueue:
 
     def _length(self, worker: int, limit: int) -> int:
         """How many pieces to give: about a second's, and few where little is left."""
-        length = self._pace(worker).target
+        length = self._target(worker)
         left = sum(found.left(limit) for found in self._slices)
         share = left // (END_SHARE * len(self._live))
         return self._rounded(length if limit == OPEN else min(length, share))
+
+    def _target(self, worker: int) -> int:
+        return self.plan.multiple if self.plan.steady else self._pace(worker).target
 
     def _rounded(self, length: int) -> int:
         multiple = self.plan.multiple
@@ -327,7 +331,7 @@ class WorkQueue:
         chosen = sorted(behind, key=lambda index: (index not in own, index))[: len(members)]
         # A slice without a worker of its own is caught up by several, up to where the rest is.
         share = len(members) // len(chosen)
-        length = self._rounded(min(self._pace(member).target for member in members))
+        length = self._rounded(min(map(self._target, members)))
         others = [head for head in heads.values() if head > start]
         stop = min(
             start + share * length,

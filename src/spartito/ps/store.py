@@ -43,6 +43,7 @@ class Sum:
     keys: list[Key] = field(default_factory=list)
     examples: int = 0
     came: set[int] = field(default_factory=set)
+    parts: list[tuple[Push, Tensor]] = field(default_factory=list)
     stream: int = 0
     parties: int = 0
     done: bool = False
@@ -281,7 +282,7 @@ class Store:
                 mean.examples += push.examples
             else:
                 self.staleness.add(0)
-                self._mix(mean, push, gradient)
+                mean.parts.append((push, gradient))  # whose memory is its own till all have come
         self._finish_round(place)
         while not mean.done:
             self._wait()
@@ -300,6 +301,8 @@ class Store:
             return
         del self._rounds[place]
         self._ended.update(dict.fromkeys(mean.came, (mean.stream, *place)))
+        for push, gradient in sorted(mean.parts, key=lambda part: part[0].keys):
+            self._mix(mean, push, gradient)  # in the order of slices: the same bits in every run
         self._finish(mean)
         mean.done = True
         self.turn.notify_all()

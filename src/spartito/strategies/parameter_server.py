@@ -129,7 +129,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         self._rates = b""
         self._seen = Values(0, 0, 0, 0)
         self._planner: Planner | None = None
-        self._stopped = False
+        self._stopped = self._deterministic = False
         atexit.register(self.close)
 
     @property
@@ -177,6 +177,7 @@ class ParameterServerStrategy(ReplicaStrategy):
                 "It serves one model with one optimizer; a synchronous strategy takes several.",
             )
         means = self._rules.together or self._rules.aggregate > 1
+        self._deterministic = deterministic
         if deterministic:
             self._rules.check_deterministic(has_batchnorm(model))
         if clip_norm is not None and means:
@@ -320,6 +321,7 @@ class ParameterServerStrategy(ReplicaStrategy):
             gated=self._rules.max_staleness is not None,
             together=self._rules.together,
             multiple=self._pairs[0].accumulate,
+            steady=self._deterministic,
         )
 
     def next_stream(self) -> int:
