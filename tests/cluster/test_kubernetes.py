@@ -4,6 +4,7 @@ import pytest
 
 from spartito.cluster import ClusterSpec, Task
 from spartito.cluster.kubernetes import from_kubernetes
+from spartito.cluster.resolver import remarks, resolve
 from spartito.cluster.torchrun import from_torchrun
 from spartito.errors import UserError
 from tests.cluster.environments import TORCHRUN, indexed_job, pytorch_job, train_job
@@ -77,7 +78,6 @@ def test_independent_pods_are_alone() -> None:
         (indexed_job(0) | {"SPARTITO_PODS": "train:29500"}, ["'train:29500'"]),
         (indexed_job(0) | {"SPARTITO_PODS": "train-{index}"}, ["SPARTITO_PODS", "'train-0'"]),
         (indexed_job(0) | {"JOB_COMPLETION_INDEX": "x"}, ["'x'"]),
-        (pytorch_job(0) | {"PET_NPROC_PER_NODE": "2"}, ["PET_NPROC_PER_NODE=2", "torchrun"]),
         (pytorch_job(2), ["rank 2 of 2"]),
         ({"PET_NNODES": "2", "PET_NODE_RANK": "0"}, ["PET_MASTER_ADDR"]),
         ({"PET_NNODES": "2"}, ["PET_NODE_RANK is not set"]),
@@ -88,3 +88,12 @@ def test_what_does_not_fit_together_is_named(env: dict[str, str], words: list[st
     with pytest.raises(UserError) as error:
         from_kubernetes(env)
     assert all(word in str(error.value) for word in words), str(error.value)
+
+
+def test_processes_that_kubeflow_counts_from_a_cpu_limit_are_one_under_python() -> None:
+    env = pytorch_job(1) | {"PET_NPROC_PER_NODE": "8"}
+    spec = resolve(env)
+    assert (spec.rank, spec.num_replicas, spec.local_size) == (1, 2, 1)
+    (remark,) = remarks(spec, env)
+    assert "PET_NPROC_PER_NODE=8, but this pod runs one process" in remark
+    assert remarks(spec, env | {"PET_NPROC_PER_NODE": "auto"}) == ()

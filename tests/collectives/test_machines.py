@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import sys
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
+from spartito.cluster.endpoints import Endpoint
+from spartito.collectives.sockets import listen
+from spartito.log import logger
 from tests.collectives import jobs
 from tests.collectives.group import Group, running
 from tests.commands import SPARTITO, Commands, Program, commands_in, tf_config
@@ -235,3 +240,26 @@ def test_one_machine_alone_does_not_listen_everywhere(
     ended = commands.start(*debian[0].enters, *SPARTITO, *job).end()
     assert ended.code == 0, ended.text
     assert "listens on all" not in ended.err
+
+
+def listen_by_a_name(pipe: Connection, rank: int, here: Machine, name: str) -> int:
+    """Listen at an own name that the test makes known once we have looked for it in vain."""
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            pipe.send(record.getMessage())
+
+    jobs.enter(here)
+    logger.addHandler(Told())
+    logger.setLevel(logging.INFO)
+    with listen(Endpoint("worker 0", name, (PORT,)), LONG) as listener:
+        return int(listener.getsockname()[1])
+
+
+def test_an_own_name_that_is_not_known_yet_is_waited_for(machines: list[Machine]) -> None:
+    here = machines[0]
+    with running() as group:
+        group.start(0, listen_by_a_name, here, "train-0.train")
+        assert group.answer(0) == "worker 0 asks for its own name train-0.train until it is known"
+        here.make_known("train-0.train")
+        assert group.answer(0) == PORT

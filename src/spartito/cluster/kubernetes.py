@@ -27,9 +27,6 @@ ENV_PODS = "SPARTITO_PODS"
 """The address of every pod by its number, as ``train-{index}.train:29500``: the pod's host name
 and the headless service."""
 
-WHOLE_PODS = ("", "1", "auto", "cpu", "gpu")
-"""Processes per pod that leave one to who starts none himself."""
-
 
 def speaks(env: Mapping[str, str]) -> bool:
     """Whether a Job says our index and we know how many there are, or Kubeflow says our node."""
@@ -47,6 +44,21 @@ def from_kubernetes(env: Mapping[str, str]) -> ClusterSpec | None:
     if _in_job(env):
         return _from_job(env)
     return _from_kubeflow(env) if _in_kubeflow(env) else None
+
+
+def remark(env: Mapping[str, str]) -> str | None:
+    """What to tell the one process of a pod that is told to have several.
+
+    Kubeflow tells torchrun so, of its own accord where the pod has a CPU limit; who starts
+    ``python`` has one.
+    """
+    each = env.get("PET_NPROC_PER_NODE", "").strip()
+    if not each.isdecimal() or int(each) < 2 or "PET_NNODES" not in env or env.get("LOCAL_RANK"):
+        return None
+    return (
+        f"PET_NPROC_PER_NODE={each}, but this pod runs one process: torchrun, or spartito run "
+        f"--workers {each}, starts {each}"
+    )
 
 
 def _in_job(env: Mapping[str, str]) -> bool:
@@ -81,12 +93,6 @@ def _from_job(env: Mapping[str, str]) -> ClusterSpec:
 
 def _from_kubeflow(env: Mapping[str, str]) -> ClusterSpec:
     nodes, rank = count(env, "PET_NNODES"), count(env, "PET_NODE_RANK")
-    each = env.get("PET_NPROC_PER_NODE", "").strip()
-    if each not in WHOLE_PODS:
-        raise UserError(
-            f"PET_NPROC_PER_NODE={each} asks for {each} processes in this pod, but this is one",
-            "Start the script with torchrun instead of python.",
-        )
     host = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
     if not host:
         raise UserError("PET_NNODES is set, but PET_MASTER_ADDR is not; Kubeflow sets both")

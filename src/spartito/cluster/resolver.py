@@ -109,15 +109,16 @@ def check_alone(env: Mapping[str, str], what: str) -> None:
 def remarks(spec: ClusterSpec, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """What a reader should know about where ``spec`` comes from; mostly nothing.
 
-    Which sources in ``env`` tell otherwise and were passed over, and that one is alone in an
-    allocation for several tasks.
+    Which sources in ``env`` tell otherwise and were passed over, that one is alone in an
+    allocation for several tasks, and that a pod is told to have several processes.
     """
     variables = os.environ if env is None else env
     speaking = [resolver for resolver in RESOLVERS if resolver.speaks(variables)]
     others = [r.name for r in speaking[1:] if not _agrees(r, spec, variables)]
     passed = f"the cluster comes from {spec.source}; passed over: {', '.join(others)}"
     alone = None if speaking else slurm.remark(variables)
-    return ((passed,) if others else ()) + ((alone,) if alone else ())
+    told = (passed if others else None, alone, kubernetes.remark(variables))
+    return tuple(remark for remark in told if remark)
 
 
 def _agrees(resolver: Resolver, spec: ClusterSpec, env: Mapping[str, str]) -> bool:
