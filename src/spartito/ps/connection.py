@@ -47,6 +47,8 @@ from spartito.ps.messages import (
     Values,
     Welcome,
 )
+from spartito.ps.shard import settings
+from spartito.ps.store import slot_of
 from spartito.ps.timetable import Timetable
 from spartito.ps.transfer import Loading, room_for_state, state_messages
 from spartito.ps.vector import PAGE, STRIDE, allocate
@@ -301,6 +303,9 @@ class Connection:
         """
         allowed = self._chief or isinstance(message, Status | Release)
         need(allowed, f"{type(message).__name__.lower()} came, which is the chief's to say")
+        if isinstance(message, GetState):
+            self._send_state()
+            return
         with self._store.turn:
             answers = self._answers(message)
         if self._loading is not None and self._loading.is_whole:
@@ -315,6 +320,16 @@ class Connection:
         for answer in answers:
             self._wire.send(*answer)
 
+    def _send_state(self) -> None:
+        store = self._store
+        with store.turn:
+            self._need_values()
+            copies, options = store.copy(), settings(store.shard.optimizer)
+        state = {slot_of(name): value for name, value in copies.items() if name != "values"}
+        for message in state_messages(copies["values"], state, options):
+            self._wire.send(*message)
+        store.spare.give_back(copies)
+
     def _answers(self, message: Any) -> Sequence[tuple[Any, ...]]:
         """Do what is wanted, with the lock held; the messages to answer, with their payloads."""
         store = self._store
@@ -323,9 +338,6 @@ class Connection:
                 return [(store.values(),)]
             case GetRecord():
                 return [(Record(self._server.record()),)]
-            case GetState():
-                self._need_values()
-                return state_messages(store.shard)
             case GetApplied():
                 return [(Applied(), store.keys.dump())]
             case Load() | LoadState():

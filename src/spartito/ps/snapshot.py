@@ -49,6 +49,8 @@ class Snapshot:
                 f"{self._name} cannot write its snapshot {self._path}: {why}",
                 "Make room there, or name another folder by SPARTITO_SNAPSHOT_DIR.",
             ) from error
+        finally:
+            store.spare.give_back(tensors)
         version: int = about["counts"][0]
         return version
 

@@ -22,6 +22,7 @@ from spartito.ps.messages import Push, Values
 from spartito.ps.rules import Rules
 from spartito.ps.shard import Shard, settings
 from spartito.ps.sizes import Sizes
+from spartito.ps.spare import Spare
 from spartito.ps.staleness import Gate, Histogram
 from spartito.ps.tally import Tally
 from spartito.ps.timetable import Row, Timetable
@@ -82,6 +83,8 @@ class Store:
         self._asked: dict[int, object] = {}  # who waits for a pull in each worker's name
         self._generations: dict[int, int] = {}  # of the process that has each worker's place
         self._spare: Tensor | None = None
+        self.spare = Spare()
+        """What copies are made in."""
         self._timetable = Timetable()
         self._obeyed: Row | None = None
         self.edition = 0
@@ -367,11 +370,17 @@ class Store:
         spare, self._spare = self._spare, None
         return allocate(self.shard.span) if spare is None else spare.zero_()
 
+    def copy(self) -> dict[str, Tensor]:
+        """The values and the optimizer's state, by ``slot/key``; as `dump`."""
+        state = {f"{slot}/{key}": value for (slot, key), value in self.shard.state().items()}
+        return self.spare.copy({"values": self.shard.values, **state})
+
     def dump(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """A copy of everything that a restarted server needs: tensors, and plain values."""
-        tensors = {"values": self.shard.values.clone()}
-        for (slot, key), value in self.shard.state().items():
-            tensors[f"{slot}/{key}"] = value.clone()
+        """A copy of everything that a restarted server needs: tensors, and plain values.
+
+        Called with `turn` held. Give the tensors back to `spare` when they are of no more use.
+        """
+        tensors = self.copy()
         if bits := self.keys.dump():
             tensors["keys"] = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         about = {
@@ -391,7 +400,7 @@ class Store:
         bits = tensors.pop("keys", torch.empty(0, dtype=torch.uint8))
         self.keys = Keys.load(self.rules.workers, bits.numpy().tobytes())
         self.shard.set(about["settings"])
-        self.shard.load_state({_slot(name): value for name, value in tensors.items()})
+        self.shard.load_state({slot_of(name): value for name, value in tensors.items()})
         self.version, self.pushes, self.pieces, self.examples = about["counts"]
         self.duplicates, self.dropped, self.refused, self.lost = about["others"]
         if self.tally is not None:
@@ -403,6 +412,7 @@ class Store:
             self.log.cut(about["log"])
 
 
-def _slot(name: str) -> tuple[int, str]:
+def slot_of(name: str) -> tuple[int, str]:
+    """Slot and key of a tensor of the state in a `Store.copy`."""
     number, _, key = name.partition("/")
     return int(number), key

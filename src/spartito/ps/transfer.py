@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from math import prod
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from spartito.ps.layout import ITEM_SIZES, Span
 from spartito.ps.messages import Load, LoadState, Message, State
-from spartito.ps.shard import Shard, settings
+from spartito.ps.shard import Shard
 from spartito.ps.shard import State as OptimizerState
 from spartito.ps.vector import dtype_of
 from spartito.ps.wire import need
@@ -29,13 +31,13 @@ def state_message(slot: int, key: str, value: Tensor) -> tuple[LoadState, memory
     return LoadState(slot, key, dtype, list(value.shape)), data.numpy().data
 
 
-def state_messages(shard: Shard) -> list[tuple[Message, memoryview]]:
-    """A copy of all that ``shard`` holds: `State` with the values, and a message per tensor."""
-    state = shard.state()
-    head = State(len(state), settings(shard.optimizer))
-    found: list[tuple[Message, memoryview]] = [(head, shard.values.clone().numpy().data)]
-    found += [state_message(slot, key, value.clone()) for (slot, key), value in state.items()]
-    return found
+def state_messages(
+    values: Tensor, state: OptimizerState, options: list[dict[str, Any]]
+) -> Iterator[tuple[Message, memoryview]]:
+    """All that a shard holds: `State` with the values, and a message per tensor."""
+    yield State(len(state), options), values.numpy().data
+    for (slot, key), value in state.items():
+        yield state_message(slot, key, value)
 
 
 class Loading:
