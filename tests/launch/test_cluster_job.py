@@ -326,7 +326,7 @@ def test_a_port_that_is_taken_is_named(tmp_path: Path) -> None:
     check_ports(read_job(path))
 
 
-@pytest.mark.parametrize("word", ["image", "compose", "up", "status", "logs", "down"])
+@pytest.mark.parametrize("word", ["image", "compose", "up", "status", "wait", "logs", "down"])
 def test_every_command_has_help_with_an_example(
     word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

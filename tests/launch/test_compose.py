@@ -119,12 +119,14 @@ def test_each_task_reads_who_it_is_and_where_the_others_are(cast: Roles, network
 def test_no_task_has_more_rights_than_it_needs(cast: Roles) -> None:
     for one in read(job(cast, data="./photos"))["services"].values():
         assert one["read_only"] is True
-        assert one["tmpfs"] == ["/tmp:exec"]
+        assert one["tmpfs"] == ["/tmp:exec,size=1g"]
         assert one["cap_drop"] == ["ALL"]
         assert one["security_opt"] == ["no-new-privileges:true"]
         assert one["user"] == "1000:1000"
         assert one["init"] is True
         assert one["stop_grace_period"] == "30s"
+        assert one["pids_limit"] == 4096
+        assert one["logging"]["options"] == {"max-size": "20m", "max-file": "5"}
         assert one["shm_size"] == "1g"
         assert not one.keys() & {"ports", "privileged", "network_mode", "ipc"}
         assert one["networks"] == ["job"]

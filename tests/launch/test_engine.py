@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -52,6 +53,27 @@ def test_a_detached_job_is_there_until_it_is_taken_down(container_job: Callable[
     assert two.does("down")[0] == 0
     assert two.remains == []
     assert two.does("status")[0] == 2
+
+
+PASSES = "import os; os.read(os.open('/scripts/gate', os.O_RDONLY), 1)"
+
+
+@pytest.mark.docker
+def test_the_end_of_a_detached_job_can_be_waited_for(container_job: Callable[..., Job]) -> None:
+    two = container_job("--workers", "2", script=PASSES)
+    code, text = two.does("up", "--detach")
+    assert (code, f"the run folder is {two.run_folder}" in text) == (0, True), text
+    limits = json.loads(docker("inspect", two.container("worker-1")))[0]["HostConfig"]
+    assert limits["PidsLimit"] == 4096
+    assert limits["LogConfig"]["Config"] == {"max-size": "20m", "max-file": "5"}
+    assert limits["Tmpfs"] == {"/tmp": "exec,size=1g"}
+    waiting = two.start("wait")
+    two.open_gate(2)
+    code, text = waiting.end()
+    assert (code, text) == (0, f"spartito: the run folder is {two.run_folder}\n")
+    code, text = two.does("status")
+    assert (code, text.splitlines()[-1]) == (0, f"{two.name} has ended: all is well"), text
+    assert "healthy" not in text
 
 
 COMPOSER = """#!/bin/sh

@@ -54,7 +54,10 @@ elif words[:2] == ["image", "inspect"]:
 elif words[0] == "ps":
     print(" ".join(["worker-0"] if (room / "status").exists() else []))
 elif words[0] == "inspect":
-    state = {{"Status": (room / "status").read_text(), "ExitCode": 0}}
+    wait("inspect-gate")
+    code = int((room / "code").read_text()) if (room / "code").exists() else 0
+    state = {{"Status": (room / "status").read_text(), "ExitCode": code}}
+    state["Health"] = {{"Status": "unhealthy"}}
     labels = {{"com.docker.compose.service": "worker-0"}}
     print(json.dumps([{{"Id": "worker-0", "Config": {{"Labels": labels}}, "State": state}}]))
 elif words[0] == "logs":
@@ -185,6 +188,49 @@ def test_a_second_interrupt_does_not_disturb_the_removal(room: Room) -> None:
     assert popen.wait(LIMIT) == 130
 
 
+@pytest.mark.parametrize(
+    ("code", "ended"), [("0", "all is well"), ("3", "worker 0 failed with exit code 3")]
+)
+def test_the_status_of_a_job_that_has_ended_is_how_it_ended(
+    room: Room, code: str, ended: str
+) -> None:
+    room.tell("code", code)
+    for status, health in (("running", "unhealthy"), ("exited", "")):
+        room.tell("status", status)
+        out, _ = (popen := room.start("cluster", "status", str(room.file))).communicate()
+        task = out.splitlines()[1].split()
+        assert task[:2] + task[2:3] * bool(health) == ["worker-0", status, *health.split()]
+    assert "unhealthy" not in out
+    assert out.splitlines()[-1] == f"digits has ended: {ended}"
+    assert popen.returncode == int(code)
+
+
+@pytest.mark.parametrize("number", [None, signal.SIGINT])
+def test_who_waits_gets_the_exit_code_and_removes_nothing(
+    room: Room, number: signal.Signals | None
+) -> None:
+    room.tell("status", "running")
+    room.bar("inspect")
+    popen = room.start("cluster", "wait", str(room.file))
+    inspecting = room.meet("inspect")
+    if number is not None:
+        popen.send_signal(number)
+    room.tell("code", "137")
+    room.tell("status", "exited")
+    (room.folder / "inspect-gate").unlink()
+    room.open(inspecting)
+    _, err = popen.communicate()
+    assert popen.returncode == (69 if number is None else 130)
+    if number is None:
+        assert err.splitlines() == [
+            "spartito: worker 0 was killed by signal 9",
+            f"spartito: the run folder is {room.folder / 'out'}",
+        ]
+    room.tell("status", "running")
+    room.start("cluster", "down", str(room.file))
+    assert room.event() == "down"  # the first word that the composer has heard
+
+
 @pytest.mark.parametrize("command", [UP, DOCTOR])
 def test_who_is_interrupted_at_the_start_leaves_no_composer(
     room: Room, command: tuple[str, ...]
@@ -276,7 +322,8 @@ def test_when_nobody_reads_the_output_there_is_no_noise(room: Room, words: tuple
     assert popen.stderr is not None
     said = popen.stderr.read().splitlines()
     assert popen.wait(LIMIT) == 0
-    assert said == (["spartito: digits: 1 containers"] if words[0] == "up" else [])
+    told = ["spartito: digits: 1 containers", f"spartito: the run folder is {room.folder / 'out'}"]
+    assert said == (told if words[0] == "up" else [])
 
 
 def test_an_engine_that_does_not_print_its_logs(

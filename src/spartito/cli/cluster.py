@@ -302,6 +302,17 @@ def status(file: File) -> None:
 
 
 @cluster_app.command()
+def wait(file: File) -> None:
+    """Wait for the end of a job that was started with --detach; ends with its exit code.
+
+    Example: spartito cluster wait compose.yaml
+    """
+    from spartito.launch.containers import job
+
+    raise typer.Exit(job.wait(file))
+
+
+@cluster_app.command()
 def logs(
     file: File,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the end.")] = False,

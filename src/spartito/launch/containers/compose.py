@@ -25,8 +25,15 @@ from spartito.names import (
 SHARED_MEMORY = "1g"
 """Room for gradients in /dev/shm; an engine gives 64 MB by itself."""
 
-TMP = "/tmp:exec"
-"""Where torch.compile puts what it loads as code; an engine's own default is noexec."""
+TMP = "/tmp:exec,size=1g"
+"""Where torch.compile puts what it loads as code; an engine's own default is noexec, and half of
+the machine's memory."""
+
+PROCESSES = 4096
+"""Processes and threads of one container: a task that starts ever more of them harms no other."""
+
+LOGS = {"max-size": "20m", "max-file": "5"}
+"""What the engine keeps of the output of one container: a disk fills up otherwise."""
 
 STOP_SECONDS = 30
 """From the request to stop to the kill: a task may write a last checkpoint."""
@@ -142,6 +149,8 @@ def _shared(job: Containers) -> dict[str, Any]:
         "cap_drop": _List(["ALL"]),
         "security_opt": _List(["no-new-privileges:true"]),
         "stop_grace_period": f"{STOP_SECONDS}s",
+        "pids_limit": PROCESSES,
+        "logging": _Row(driver="json-file", options=_Row(LOGS)),
     }
     if job.network.host:
         shared["network_mode"] = "host"

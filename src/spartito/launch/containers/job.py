@@ -16,7 +16,7 @@ from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
 from spartito.launch.containers.file import Folder, JobFile, read_job
-from spartito.launch.containers.watch import Watch, say
+from spartito.launch.containers.watch import Watch, how_it_ended, say, verdict
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -27,8 +27,9 @@ FALLEN_SECONDS = 5
 def up(path: Path, detach: bool = False) -> int:
     """Start the job; unless ``detach``, follow it and remove its containers at the end.
 
-    Answers the job's exit code, 69 when a task was lost. Raises `UserError` before anything
-    starts where the engine, an image or a folder is missing, or the job is there already.
+    At the end it says where the run folder is. Answers the job's exit code, 69 when a task was
+    lost. Raises `UserError` before anything starts where the engine, an image or a folder is
+    missing, or the job is there already.
     """
     job = read_job(path)
     check_folders(job)
@@ -50,6 +51,26 @@ def up(path: Path, detach: bool = False) -> int:
     except Interrupted as stop:
         say(f"stopped by {stop.signal.name}")
         return 128 + stop.signal
+    finally:
+        _say_folders(job)
+
+
+def wait(path: Path) -> int:
+    """Wait for the end of a job that runs already; answers its exit code.
+
+    Nothing is removed, and an interrupt ends the waiting alone.
+    """
+    job = read_job(path)
+    engine = Engine.find()
+    if not engine.states(job):
+        raise _not_here(path, job)
+    try:
+        with interrupts():
+            code = Watch(engine, job, silent=True).follow()
+    except Interrupted as stop:
+        return 128 + stop.signal
+    _say_folders(job)
+    return code
 
 
 def _run(engine: Engine, job: JobFile, detach: bool, ignore: Callable[[], None]) -> int:
@@ -70,15 +91,24 @@ def _run(engine: Engine, job: JobFile, detach: bool, ignore: Callable[[], None])
 
 
 def status(path: Path) -> int:
-    """Print how each task goes; 0 where all are well, 69 where one is lost or missing."""
+    """Print how each task goes, and how the job has ended if it has.
+
+    Answers the exit code of a job that has ended; while it runs 0 where all are well, 69 where
+    one is lost or missing.
+    """
     job = read_job(path)
-    states = {state.service: state for state in Engine.find().states(job)}
-    if not states:
-        raise UserError(f"no job {job.name} runs here", f"Start it: spartito cluster up {path}")
+    listed = Engine.find().states(job)
+    if not listed:
+        raise _not_here(path, job)
+    states = {state.service: state for state in listed}
     width = max(map(len, job.services))
     print(f"{'task':<{width}}  {'status':<10}  {'health':<9}  starts  exit code")
     for service in job.services:
         print(_row(service, states.get(service), width))
+    if (found := verdict(job, listed)) is not None:
+        code, name = found
+        print(f"{job.name} has ended: {how_it_ended(job, listed, name) if code else 'all is well'}")
+        return code
     well = all(
         name in states and not (states[name].ended and states[name].code) for name in job.services
     )
@@ -91,7 +121,7 @@ def logs(path: Path, follow: bool = False) -> int:
     engine = Engine.find()
     states = engine.states(job)
     if not states:
-        raise UserError(f"no job {job.name} runs here", f"Start it: spartito cluster up {path}")
+        raise _not_here(path, job)
     watch = Watch(engine, job, only_now=not follow)
     try:
         with interrupts() as ignore:
@@ -192,12 +222,24 @@ def check_images(engine: Engine, job: JobFile) -> None:
             say(f"note: the image {image} holds Spartito {built}, here is {version('spartito')}")
 
 
+def _not_here(path: Path, job: JobFile) -> UserError:
+    return UserError(f"no job {job.name} runs here", f"Start it: spartito cluster up {path}")
+
+
+def _say_folders(job: JobFile) -> None:
+    """Where on this machine is what the tasks have written, which they know by another name."""
+    for folder in job.folders:
+        if folder.written:
+            say(f"the run folder is {folder.path}")
+
+
 def _row(service: str, state: TaskState | None, width: int) -> str:
     if state is None:
         return f"{service:<{width}}  missing"
-    code = str(state.code) if state.ended else ""
+    # The last look at a container that is over says nothing: it may have been amid its end.
+    code, health = (str(state.code), "") if state.ended else ("", state.health)
     return (
-        f"{service:<{width}}  {state.status:<10}  {state.health:<9}  {state.starts:>6}  {code:>9}"
+        f"{service:<{width}}  {state.status:<10}  {health:<9}  {state.starts:>6}  {code:>9}"
     ).rstrip()
 
 

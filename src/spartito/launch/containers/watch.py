@@ -77,11 +77,12 @@ def _role(job: JobFile, state: TaskState) -> str:
 
 @dataclass
 class Watch:
-    """Follows the containers of a job: what they print, and how they end."""
+    """Follows the containers of a job: what they print (unless ``silent``), and how they end."""
 
     engine: Engine
     job: JobFile
     only_now: bool = False
+    silent: bool = False
     sink: Sink = field(default_factory=lambda: Sink.of(binary(sys.stdout)))
     _pen: threading.Lock = field(default_factory=threading.Lock)
     _news: threading.Event = field(default_factory=threading.Event)
@@ -109,7 +110,7 @@ class Watch:
 
     def read(self, states: Sequence[TaskState]) -> None:
         """Follow the output of each container that nobody follows, from where we stopped."""
-        if self._unread:
+        if self._unread or self.silent:
             return
         for place, state in enumerate(states):
             reader = self._readers.get(state.service)
@@ -143,11 +144,8 @@ class Watch:
             self._news.wait(5 * PAUSE_SECONDS)
         self.finish(LOOK_SECONDS)
         code, name = found
-        lost = next((s for s in self.engine.states(self.job) if s.name == name), None)
-        if lost is not None and lost.code:
-            say(f"{name} {_how(self.job, lost)}")
-        elif code:
-            say(f"{name} is gone")
+        if code:
+            say(how_it_ended(self.job, self.engine.states(self.job), name))
         return code
 
     def _tell_restarts(self, states: Sequence[TaskState]) -> None:
@@ -204,6 +202,12 @@ class Watch:
                 os.dup2(nowhere.fileno(), self.sink.stream.fileno())
             for popen in list(self._popens.values()):
                 popen.terminate()
+
+
+def how_it_ended(job: JobFile, states: Sequence[TaskState], name: str) -> str:
+    """What a failed job has failed by: the task ``name``, as `verdict` says it."""
+    lost = next((state for state in states if state.name == name), None)
+    return f"{name} is gone" if lost is None or not lost.code else f"{name} {_how(job, lost)}"
 
 
 def _how(job: JobFile, state: TaskState) -> str:
