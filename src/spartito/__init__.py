@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING
 
 from spartito._lazy import attach as _attach
 from spartito.device import check_platform as _check_platform
-from spartito.errors import SpartitoError, TaskLostError, UserError, install_excepthook
+from spartito.errors import (
+    CorruptSampleError,
+    SpartitoError,
+    TaskLostError,
+    UserError,
+    install_excepthook,
+)
 from spartito.log import configure as _configure
 from spartito.log import quiet_torch as _quiet_torch
 
@@ -66,6 +72,7 @@ __all__ = [
     "Callback",
     "CentralStorageStrategy",
     "ClusterSpec",
+    "CorruptSampleError",
     "History",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",

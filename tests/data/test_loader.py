@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import UserDict
 from collections.abc import Iterator
 from itertools import islice
 from typing import Any
@@ -286,8 +287,53 @@ def test_a_stream_of_batches() -> None:
 def test_a_stream_that_ends_for_good() -> None:
     loader = Loader(Dataset(BatchStream(iter([(torch.zeros(2, 1), torch.zeros(2))]))))
     assert len(list(loader)) == 1
-    with pytest.raises(UserError, match="the data set has no examples"):
+    with pytest.raises(UserError, match="the list_iterator that was given as data is used up"):
         list(loader)
+    with pytest.raises(UserError, match="the data set has no examples"):
+        list(Loader(Dataset(BatchStream(Counted([])))))
+
+
+@pytest.mark.parametrize("ahead", [0, 2])
+def test_an_error_of_a_data_set_names_the_example(ahead: int) -> None:
+    class Broken(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            if index == 3:
+                raise OSError("no such picture")
+            return super().__getitem__(index)
+
+    with pytest.raises(OSError, match="no such picture") as info:
+        list(Loader(Dataset(Broken(6)).batch(2).prefetch(ahead)))
+    (note,) = info.value.__notes__
+    assert "example 3 of Broken" in note
+    assert "raise spartito.CorruptSampleError" in note
+    loader = torch.utils.data.DataLoader(Broken(6), 2, num_workers=1)  # type: ignore[arg-type]
+    with pytest.raises(OSError, match="example 3 of Broken"):
+        list(Loader(as_dataset(loader)))
+
+
+def test_mappings_of_any_kind_and_depth() -> None:
+    """A tokenizer answers a UserDict, and examples may be nested."""
+    x = torch.arange(12.0).view(6, 2)
+    tokens = UserDict({"input_ids": x, "more": {"mask": x[:, 0]}})
+    nested = ((x, {"again": -x}), torch.arange(6))
+    streams = [UserDict(input_ids=x[:4]), UserDict(input_ids=x[4:])]
+
+    class Encoded(Numbers):
+        def __getitem__(self, index: int) -> Any:
+            return UserDict(input_ids=x[index], more=UserDict(mask=x[index, 0]))
+
+    for brought in (tokens, Encoded(6), per_worker(lambda context: streams)):
+        batches = list(Loader(as_dataset(brought, 4)))
+        assert all(type(batch.data) is dict for batch in batches)
+        assert torch.equal(torch.cat([batch.data["input_ids"] for batch in batches]), x)
+    mapped = arrays(x).batch(3).map(lambda rows: UserDict(x=rows))
+    assert [type(batch.data) for batch in Loader(mapped)] == [dict, dict]
+    (left, named), y = next(iter(Loader(as_dataset(nested, 6).shuffle()))).data
+    assert torch.equal(left, -named["again"])
+    assert torch.equal(left, x[y])
+    (alone,) = next(iter(Loader(as_dataset(((x, x),), 6)))).data
+    assert torch.equal(alone[1], x)
+    assert arrays(x, (0, 1, 1, 0, 1, 0)).examples == 6  # a tuple of numbers is an array
 
 
 def test_each_worker_makes_its_own() -> None:

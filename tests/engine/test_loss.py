@@ -236,3 +236,27 @@ def test_labels_of_unequal_length_are_spoken_of_once(caplog: pytest.LogCaptureFi
         watch.look((mean, 3), (plain, ignored))
         assert len(caplog.records) == said
     assert "num_items" in caplog.text or not said
+
+
+def test_images_that_nobody_rescaled() -> None:
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    for model in (nn.Conv2d(3, 4, 3), nn.Sequential(nn.Flatten(), nn.Linear(192, 2))):
+        for dtype in (torch.uint8, torch.int64):
+            with pytest.raises(
+                UserError, match=r"does not take an input of \(2, 3, 8, 8\)"
+            ) as info:
+                forward(model, (images.to(dtype), torch.zeros(2)))
+            assert "(2, 3, 8, 8)" in str(info.value)
+            assert "x / 255" in str(info.value)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        forward(nn.Linear(3, 2), (torch.zeros(2, 4), images))
+
+
+def test_nested_data_meets_the_models_dtype() -> None:
+    parts = ((torch.zeros(4).double(), {"deep": torch.zeros(4).double()}), torch.zeros(4).long())
+    (left, named), y = in_dtype(batch(*parts), torch.float32).data
+    assert (left.dtype, named["deep"].dtype, y.dtype) == (
+        torch.float32,
+        torch.float32,
+        torch.int64,
+    )

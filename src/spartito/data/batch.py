@@ -12,7 +12,8 @@ import torch
 class Batch:
     """The local batch of one step.
 
-    ``data`` is a tensor, a tuple ``(x, y)`` or a dict, its tensors of shape ``(size, ...)``.
+    ``data`` is a tensor, a tuple ``(x, y)`` or a dict, its tensors of shape ``(size, ...)``;
+    their parts may be tuples and dicts again.
     ``places`` are the rows' positions inside the global batch, shape ``(size,)`` int64.
     ``global_size`` counts the examples that the order gave to the step over all replicas;
     a corrupt example keeps its place there, so ``size`` may be less than this replica's share.

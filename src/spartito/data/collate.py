@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ def collate(examples: Sequence[Any]) -> Any:
     first = examples[0]
     if isinstance(first, tuple | list):
         return tuple(collate(column) for column in zip(*examples, strict=True))
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         return {name: collate([example[name] for example in examples]) for name in first}
     if isinstance(first, Tensor):
         return _stack(examples)
@@ -34,14 +34,15 @@ def collate(examples: Sequence[Any]) -> Any:
 
 
 def tidy(data: Any) -> Any:
-    """A batch of somebody else's making as ours are: arrays as tensors, lists of such as tuples.
+    """A batch of somebody else's making as ours are: arrays as tensors, lists of such as tuples,
+    any mapping (a tokenizer's ``BatchEncoding``) as a dict.
 
     torch's own collate function answers a list ``[x, y]`` for examples ``(x, y)``. Lists of
     anything else (texts, one per example) stay lists.
     """
     if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":
         return torch.from_numpy(data)
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return {name: tidy(part) for name, part in data.items()}
     if isinstance(data, tuple | list):
         parts = tuple(tidy(part) for part in data)
@@ -58,7 +59,7 @@ def take(data: Any, places: Tensor) -> Any:
         return tuple(take(part, places) for part in data)
     if isinstance(data, list):
         return [data[place] for place in places.tolist()]
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return {name: take(part, places) for name, part in data.items()}
     return data
 
@@ -69,18 +70,25 @@ def rows(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
         return function(data)
     if isinstance(data, tuple):
         return tuple(rows(part, function) for part in data)
-    if isinstance(data, dict):
+    if isinstance(data, Mapping):
         return {name: rows(part, function) for name, part in data.items()}
     return data
 
 
+def leaves(data: Any) -> Iterator[Tensor]:
+    """The tensors of ``data``, in tuples, lists and mappings of any depth."""
+    if isinstance(data, Tensor):
+        yield data
+    elif isinstance(data, tuple | list | Mapping):
+        for part in data.values() if isinstance(data, Mapping) else data:
+            yield from leaves(part)
+
+
 def count_rows(data: Any) -> int:
     """How many examples a batch has: the rows of its first tensor."""
-    if isinstance(data, Tensor) and data.dim():
-        return data.shape[0]
-    parts = list(data.values()) if isinstance(data, dict) else data
-    if isinstance(parts, tuple | list) and parts:
-        return count_rows(parts[0])
+    first = next(leaves(data), None)
+    if first is not None and first.dim():
+        return first.shape[0]
     raise UserError(
         f"a batch of {type(data).__name__} has no rows",
         "A batch is a tensor, or a tuple or dict of tensors whose first dim is the example.",

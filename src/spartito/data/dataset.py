@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -106,7 +106,7 @@ class Dataset(Chain):
 
 
 def arrays(x: Any = None, y: Any = None, *more: Any) -> Dataset:
-    """Arrays or tensors in memory (or one dict of them), one row per example.
+    """Arrays or tensors in memory (or tuples or dicts of them), one row per example.
 
     dtypes stay as they are. Raises `UserError` if the numbers of rows differ.
     """
@@ -136,7 +136,7 @@ def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
         chain = data
     elif isinstance(data, DataLoader):
         chain = _from_loader(data)
-    elif isinstance(data, tuple | dict | torch.Tensor) or hasattr(data, "__array__"):
+    elif isinstance(data, tuple | Mapping | torch.Tensor) or hasattr(data, "__array__"):
         chain = arrays(*data) if isinstance(data, tuple) else arrays(data)
     elif isinstance(data, IterableDataset):
         chain = Dataset(ExampleStream(data))

@@ -71,10 +71,22 @@ class Loader:
             fresh = self._step == 0
             yield from self.rest_of_pass()
             if fresh and self._step == 0:
-                raise UserError("the data set has no examples")
+                raise self.nothing()
             self.next_pass()
             if self.begins_epoch:
                 return
+
+    def nothing(self) -> UserError:
+        """What to raise when a pass had no batch at all."""
+        given = used_up(self.dataset)
+        if given is None:
+            return UserError("the data set has no examples")
+        return UserError(
+            f"the {type(given).__name__} that was given as data is used up: nothing for another "
+            f"pass (the {self._pass + 1}.)",
+            "Give what can be iterated again: arrays, a list, a DataLoader, an object with "
+            "__iter__, or sp.data.per_worker(function).",
+        )
 
     @property
     def begins_epoch(self) -> bool:
@@ -109,6 +121,14 @@ class Loader:
                 yield batch
         finally:
             batches.close()
+
+
+def used_up(dataset: Chain) -> Iterator[Any] | None:
+    """The generator or other iterator below a data set, which can be read only once."""
+    source = dataset.source
+    given = source.batches if isinstance(source, BatchStream) else None
+    given = source.examples if isinstance(source, ExampleStream) else given
+    return given if isinstance(given, Iterator) else None
 
 
 def examples(dataset: Chain) -> Iterator[Any]:

@@ -6,29 +6,29 @@ change the user's arrays, and with them every later epoch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from spartito.data.collate import leaves, rows
 from spartito.errors import UserError
 
 
 class Arrays:
     """Examples that are the rows of tensors in memory.
 
-    One array gives tensors, several give tuples; a dict of arrays gives dicts.
+    One array gives tensors, several give tuples; a dict of arrays gives dicts. Both may hold
+    further tuples and dicts of arrays: ``arrays((left, right), y)`` gives ``((l, r), y)``.
     """
 
     def __init__(self, *arrays: Any) -> None:
-        self._names: tuple[str, ...] | None = None
-        if len(arrays) == 1 and isinstance(arrays[0], dict):
-            self._names = tuple(arrays[0])
-            arrays = tuple(arrays[0].values())
-        if not arrays:
+        alone = len(arrays) == 1 and not _is_nested(arrays[0])
+        self._tree = _tree(arrays[0]) if alone else tuple(_tree(array) for array in arrays)
+        sizes = [len(tensor) if tensor.dim() else None for tensor in leaves(self._tree)]
+        if not sizes:
             raise UserError("arrays() got no array", "Give x, or x and y.")
-        self._tensors = tuple(_tensor(array) for array in arrays)
-        sizes = [len(tensor) if tensor.dim() else None for tensor in self._tensors]
         if len(set(sizes)) != 1 or sizes[0] is None:
             raise UserError(
                 f"arrays of {', '.join(map(str, sizes))} examples",
@@ -40,18 +40,26 @@ class Arrays:
         return self._size
 
     def __getitem__(self, index: int) -> Any:
-        return self._pack(tuple(tensor[index].clone() for tensor in self._tensors))
+        return rows(self._tree, lambda tensor: tensor[index].clone())
 
     def gather(self, indices: slice | Tensor) -> Any:
         """The rows at ``indices``, copied."""
         if isinstance(indices, slice):
-            return self._pack(tuple(tensor[indices].clone() for tensor in self._tensors))
-        return self._pack(tuple(tensor.index_select(0, indices) for tensor in self._tensors))
+            return rows(self._tree, lambda tensor: tensor[indices].clone())
+        return rows(self._tree, lambda tensor: tensor.index_select(0, indices))
 
-    def _pack(self, parts: tuple[Tensor, ...]) -> Any:
-        if self._names is not None:
-            return dict(zip(self._names, parts, strict=True))
-        return parts if len(parts) > 1 else parts[0]
+
+def _is_nested(array: Any) -> bool:
+    """Whether a tuple holds arrays; one of numbers is an array."""
+    return isinstance(array, tuple) and any(
+        isinstance(part, tuple | Mapping) or hasattr(part, "__array__") for part in array
+    )
+
+
+def _tree(array: Any) -> Any:
+    if isinstance(array, Mapping):
+        return {name: _tree(part) for name, part in array.items()}
+    return tuple(_tree(part) for part in array) if _is_nested(array) else _tensor(array)
 
 
 def _tensor(array: Any) -> Tensor:

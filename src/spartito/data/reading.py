@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Lock
@@ -14,7 +14,7 @@ from spartito.data.chain import Chain, Change
 from spartito.data.collate import tidy
 from spartito.data.order import example_generator
 from spartito.data.transforms import RandomTransform
-from spartito.errors import CorruptSampleError, UserError
+from spartito.errors import CorruptSampleError, SpartitoError, UserError
 
 Wanted = tuple[int, Sequence[int]]
 """A pass, and the indices of examples."""
@@ -47,8 +47,18 @@ class Reading:
 
     def one(self, epoch: int, index: int) -> Any:
         """The example ``index`` as it is in pass ``epoch``."""
-        with _ONE_AT_A_TIME if self.alone else nullcontext():
-            example = self.source[index]
+        try:
+            with _ONE_AT_A_TIME if self.alone else nullcontext():
+                example = self.source[index]
+        except SpartitoError:
+            raise
+        except Exception as error:
+            error.add_note(
+                f"This was example {index} of {type(self.source).__name__}. To leave out examples "
+                "that cannot be read, raise spartito.CorruptSampleError in __getitem__; "
+                ".skip_corrupt(n) says how many may be."
+            )
+            raise
         return changed(self.maps, example, self.seed, epoch, index)
 
     def many(self, wanted: Wanted) -> Found:
@@ -87,7 +97,7 @@ def mapped(functions: tuple[Callable[..., Any], ...], data: Any) -> Any:
     """``data`` after ``functions``: a tuple arrives as separate arguments."""
     for function in functions:
         data = function(*data) if isinstance(data, tuple) else function(data)
-    return data
+    return dict(data) if functions and isinstance(data, Mapping) else data
 
 
 class Processes:

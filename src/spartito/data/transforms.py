@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,7 +40,7 @@ def on_image(change: Callable[[torch.Tensor], torch.Tensor], sample: Any) -> Any
     if isinstance(sample, tuple | list) and sample:
         parts = [change(sample[0]), *sample[1:]]
         return parts if isinstance(sample, list) else tuple(parts)
-    if isinstance(sample, dict) and "x" in sample:
+    if isinstance(sample, Mapping) and "x" in sample:
         return {**sample, "x": change(sample["x"])}
     raise UserError(
         f"a sample of type {type(sample).__name__} has no image to transform",

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from spartito.data.batch import Batch
-from spartito.data.collate import rows
+from spartito.data.collate import leaves, rows
 from spartito.errors import UserError
 from spartito.log import warn
 
@@ -37,11 +37,24 @@ def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
     Without a loss function the model gets everything, ``model(*data)`` or ``model(**data)``,
     and answers its own loss.
     """
-    if isinstance(data, dict):
-        return model(**{k: v for k, v in data.items() if k != "y" or not has_loss})
-    if isinstance(data, tuple | list):
-        return model(data[0]) if has_loss else model(*data)
-    return model(data)
+    try:
+        if isinstance(data, dict):
+            return model(**{k: v for k, v in data.items() if k != "y" or not has_loss})
+        if isinstance(data, tuple | list):
+            return model(data[0]) if has_loss else model(*data)
+        return model(data)
+    except RuntimeError as error:
+        whole = next((t for t in leaves(data) if t.dtype in _WHOLE), None)
+        if whole is None or not any(word in str(error) for word in _WHOLE[whole.dtype]):
+            raise
+        raise UserError(
+            f"the model does not take an input of {describe(whole)}: {error}",
+            "Make it floating: .map(lambda x, y: (x / 255, y)), or sp.data.Rescale(1 / 255).",
+        ) from error
+
+
+_WHOLE = {torch.uint8: ("Byte", "unsigned char"), torch.int64: ("Long", "long int")}
+"""Numbers of images that nobody rescaled, and how torch calls them in its errors."""
 
 
 def in_dtype(batch: Batch, dtype: torch.dtype | None) -> Batch:
@@ -50,14 +63,11 @@ def in_dtype(batch: Batch, dtype: torch.dtype | None) -> Batch:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    if dtype is None:
+    if dtype is None or all(
+        part.dtype == dtype or not part.is_floating_point() for part in leaves(batch.data)
+    ):
         return batch
-    parts = batch.data.values() if isinstance(batch.data, dict) else batch.data
-    parts = [parts] if isinstance(parts, Tensor) else parts
-    for part in parts:
-        if isinstance(part, Tensor) and part.is_floating_point() and part.dtype != dtype:
-            return replace(batch, data=rows(batch.data, cast))
-    return batch
+    return replace(batch, data=rows(batch.data, cast))
 
 
 def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:

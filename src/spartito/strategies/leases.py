@@ -13,7 +13,7 @@ from torch import Tensor
 from spartito.data.batch import Batch
 from spartito.data.chain import Chain
 from spartito.data.collate import rows
-from spartito.data.loader import IndexedFeed, Loader, make_feed
+from spartito.data.loader import IndexedFeed, Loader, make_feed, used_up
 from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
 from spartito.data.source import PerWorker, Source
@@ -70,6 +70,14 @@ class Leased(Distributed):
             raise UserError(
                 "per_worker data under parameter_server, where any task may get any piece",
                 "Use a data set that every task can read, or a synchronous strategy.",
+            )
+        given = used_up(chain)
+        if given is not None:
+            raise UserError(
+                f"a {type(given).__name__} under parameter_server, where any part of the data "
+                "may be read again",
+                "Give what can be iterated again: arrays, a list, a DataLoader, or an object "
+                "with __iter__.",
             )
         Loader(chain, 0, slices, seed)  # refuses what cannot be divided
         self._desk, self._chain = desk, chain

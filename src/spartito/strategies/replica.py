@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
@@ -158,8 +158,8 @@ class ReplicaStrategy(Strategy):
         data = in_dtype(batch, pair.dtype).data
         with torch.no_grad(), autocast(pair.precision, self.device):
             output = forward(pair.model, data, has_loss)
-        if not has_loss and isinstance(output, dict):
-            return {name: part for name, part in output.items() if name != "loss"}
+        if not has_loss and isinstance(output, Mapping):
+            return {k: v for k, v in output.items() if k not in ("loss", "num_items")}
         return output
 
     def backward(self, losses: Any, batch: Batch) -> None:

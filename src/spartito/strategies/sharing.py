@@ -152,7 +152,7 @@ class Together(Share):
             step, position["step"] = position["step"], position["step"] + 1
             yield replace(found, global_size=sum(sizes), places=places, step=step)
         if not position["step"]:
-            raise UserError("the data set has no examples")
+            raise self._loader.nothing()
         position["step"] = 0
         self.load_state(position)
         self._loader.next_pass()
