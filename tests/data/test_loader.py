@@ -306,7 +306,8 @@ def test_an_error_of_a_data_set_names_the_example(ahead: int) -> None:
     (note,) = info.value.__notes__
     assert "example 3 of Broken" in note
     assert "raise spartito.CorruptSampleError" in note
-    loader = torch.utils.data.DataLoader(Broken(6), 2, num_workers=1)  # type: ignore[arg-type]
+    source: Any = Broken(6)
+    loader: Any = torch.utils.data.DataLoader(source, 2, num_workers=1)
     with pytest.raises(OSError, match="example 3 of Broken"):
         list(Loader(as_dataset(loader)))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -589,3 +590,58 @@ def drift(name: str, options: dict[str, Any], what: str) -> tuple[int, str]:
         return trainer.step, str(error)
     finally:
         strategy.close()
+
+
+class Tagger(nn.Module):
+    """As models of transformers: keywords in, a mapping out, its loss a mean over tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 3)
+        self.double()
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> UserDict[str, Any]:
+        logits = self.head(self.embed(input_ids))
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return UserDict(loss=loss, logits=logits, num_items=(labels != -100).sum())
+
+
+class Sentences(torch.utils.data.Dataset[Any]):
+    """Lists of 1 to 5 tokens."""
+
+    def __len__(self) -> int:
+        return 13
+
+    def __getitem__(self, index: int) -> UserDict[str, Any]:
+        tokens = [(index * 5 + n) % 9 for n in range(1 + index % 5)]
+        return UserDict(input_ids=tokens, labels=[token % 3 for token in tokens])
+
+
+def padded(found: list[Any]) -> UserDict[str, Tensor]:
+    """As long as the longest of them."""
+    width = max(len(one["labels"]) for one in found)
+
+    def column(name: str, filler: int) -> Tensor:
+        return torch.tensor([one[name] + [filler] * (width - len(one[name])) for one in found])
+
+    return UserDict(input_ids=column("input_ids", 0), labels=column("labels", -100))
+
+
+def tokens(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """Sentences of unequal length, padded to the longest of each share."""
+    strategy = make_strategy(name or None, **options)
+    net = Tagger()
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.5),
+        metrics="accuracy",
+        strategy=strategy,
+    )
+    loader = torch.utils.data.DataLoader(Sentences(), 4, collate_fn=padded)
+    history = trainer.fit(loader, epochs=2, validation_data=loader, verbose=0)
+    strategy.close()
+    return {
+        "history": history.history,
+        "weights": {k: v.clone() for k, v in net.state_dict().items()},
+    }

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -289,3 +290,32 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
                 assert text in error
             else:
                 assert (step, error) == (8, "")
+
+
+@every_strategy
+def test_a_mean_over_tokens_is_one_over_all_tokens(replicas: Replicas, case: Case) -> None:
+    answer = run(replicas, case, jobs.tokens)
+    net, sentences = jobs.Tagger(), jobs.Sentences()
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+
+    def figures(update: bool) -> tuple[float, float]:
+        loss, right, count = 0.0, 0, 0
+        for start in range(0, 13, 4):
+            batch = jobs.padded([sentences[n] for n in range(start, min(13, start + 4))])
+            output = net(**batch)
+            items, counted = int(output["num_items"]), batch["labels"] != -100
+            loss += output["loss"].item() * items
+            right += int((output["logits"].argmax(-1) == batch["labels"])[counted].sum())
+            count += items
+            if update:
+                optimizer.zero_grad()
+                output["loss"].backward()
+                optimizer.step()
+        return loss / count, right / count
+
+    for epoch in range(2):
+        for update, prefix in ((True, ""), (False, "val_")):
+            loss, accuracy = figures(update)
+            close(answer["history"][prefix + "loss"][epoch], loss)
+            close(answer["history"][prefix + "accuracy"][epoch], accuracy)
+    close(answer["weights"], {k: v.detach() for k, v in net.state_dict().items()})

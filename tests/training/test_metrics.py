@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -120,3 +121,42 @@ def test_what_is_no_metric() -> None:
         (metric,) = make_metrics([name], None)
         with pytest.raises(UserError, match=r"output of \(7, 6\) float32 and a target of \(7, 1\)"):
             metric.update(SCORES, BITS[:, None], 7)
+
+
+def test_one_name_is_enough_and_ignored_targets_do_not_count() -> None:
+    (metric,) = make_metrics("accuracy", nn.CrossEntropyLoss(ignore_index=5))
+    metric.update(SCORES[:3], CLASSES[:3], 3)
+    metric.update(SCORES[3:], CLASSES[3:], 4)
+    counted = CLASSES != 5
+    right = (SCORES.argmax(1) == CLASSES)[counted]
+    assert (metric.total, metric.count) == (right.sum().item(), counted.sum().item())
+    (top,) = make_metrics(["top_2_accuracy"], nn.CrossEntropyLoss(ignore_index=5))
+    top.update(SCORES, CLASSES, 7)
+    assert top.count == counted.sum().item()
+
+
+@pytest.mark.parametrize("length", [5, 6])  # 6: as many tokens as classes
+@pytest.mark.parametrize("form", [dict, lambda **parts: SimpleNamespace(**parts)])
+def test_names_find_their_tensors_in_mappings_and_objects(form: Any, length: int) -> None:
+    """As models of transformers answer: classes last, labels of -100 left out."""
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(4, length, 6, generator=generator)
+    labels = torch.randint(0, 6, (4, length), generator=generator)
+    labels[1:, 3:] = -100
+    (metric,) = make_metrics("accuracy", None)
+    for rows in (slice(0, 1), slice(1, 4)):  # uneven in tokens too
+        output = form(loss=torch.tensor(1.0), logits=logits[rows].bfloat16(), num_items=7)
+        metric.update(output, {"input_ids": labels[rows], "labels": labels[rows]}, 3)
+    counted = labels != -100
+    right = (logits.bfloat16().float().argmax(-1) == labels)[counted]
+    assert metric.value == pytest.approx(right.double().mean().item(), abs=1e-12)
+    for output in (form(loss=torch.tensor(1.0)), form(one=logits, two=logits)):
+        with pytest.raises(UserError, match="a metric does not fit an output of"):
+            metric.update(output, labels, 4)
+
+
+def test_functions_may_count_what_they_like() -> None:
+    (metric,) = make_metrics(lambda output, target: (output["hits"], output["of"]), None)
+    for hits, of in ((1, 2), (torch.tensor(5), 6)):
+        metric.update({"hits": hits, "of": of}, None, 3)
+    assert metric.value == 6 / 8

@@ -27,6 +27,8 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
     ("options", "text"),
     [
         ({"metrics": ["acc"]}, "unknown metric 'acc'"),
+        ({"loss": nn.MSELoss}, "loss=MSELoss is a class"),
+        ({"model": nn.Linear}, "is no module"),
         ({"loss": nn.MSELoss(reduction="sum")}, r"MSELoss\(reduction='sum'\)"),
         ({"precision": "fp8"}, "precision 'fp8'"),
         ({"accumulate": 0}, "accumulate=0"),
@@ -60,6 +62,8 @@ def test_trainers_that_cannot_be(options: dict[str, Any], text: str) -> None:
         ),
         ({"data": (torch.zeros(0, 3), torch.zeros(0))}, "the data set has no examples"),
         ({"data": "photos"}, "str is no data"),
+        ({"callbacks": [sp.callbacks.TerminateOnNaN]}, "TerminateOnNaN is a class"),
+        ({"callbacks": [print]}, "is no callback"),
     ],
 )
 def test_fits_that_cannot_be(options: dict[str, Any], text: str) -> None:
@@ -158,6 +162,87 @@ def test_a_model_that_changes_its_input_leaves_the_users_arrays_alone() -> None:
     made.fit((x, y), epochs=2, batch_size=5, validation_data=(x, y), verbose=0)
     made.predict(x)
     assert torch.equal(x, before)
+
+
+def test_several_trainers_share_a_strategy() -> None:
+    """k-fold, or a notebook whose cells run twice: each trainer keeps to its own model."""
+    for shared, alone, seconds in on_replicas(folds, 2):
+        assert shared == alone
+        assert seconds == 1
+
+
+def folds(strategy: sp.Strategy) -> tuple[list[Any], list[Any], int]:
+    """What two interleaved trainers come to, what each comes to alone, and pairs of one net."""
+    x, y = data(24)
+
+    def fold(number: int, on: sp.Strategy) -> sp.Trainer:
+        torch.manual_seed(number)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
+        return trainer(on, model=model.double(), seed=number, deterministic=True)
+
+    def look(made: sp.Trainer) -> list[Any]:
+        return [made.history.history, made.evaluate((x, y)), made.predict(x).tolist()]
+
+    def fit(made: sp.Trainer, **options: Any) -> None:
+        made.fit((x, y), epochs=2, batch_size=8, verbose=0, **options)
+
+    first, second = fold(1, strategy), fold(2, strategy)
+
+    class Peek(sp.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any) -> None:
+            second.evaluate((x, y))
+
+    fit(first, callbacks=Peek())
+    fit(second)
+    shared = [*look(first), *look(second)]
+    alone = []
+    for number in (1, 2):
+        made = fold(number, strategy)
+        fit(made)
+        alone += look(made)
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for _ in range(2):
+        trainer(strategy, model=model, optimizer=optimizer)
+    return shared, alone, sum(pair.optimizer is optimizer for pair in strategy._pairs)  # type: ignore[attr-defined]
+
+
+def test_what_is_lazy_gets_its_size_on_one_device_only() -> None:
+    x, y = data()
+    made = trainer(model=nn.Sequential(nn.LazyLinear(2)).double())
+    made.fit((x, y), batch_size=5, verbose=0)
+    assert made.model[0].weight.shape == (2, 3)  # type: ignore[index]
+    for text in on_replicas(lazy, 2):
+        assert "2 lazy parameters, the first '0.weight', on several tasks" in text
+        assert "net(x[:1])" in text
+
+
+def lazy(strategy: sp.Strategy) -> str:
+    with pytest.raises(UserError) as info:
+        trainer(strategy, model=nn.Sequential(nn.LazyLinear(2)))
+    return str(info.value)
+
+
+def test_targets_that_are_all_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = data()
+    nobody = torch.full_like(y, -100)
+    made = trainer()
+    with pytest.raises(UserError, match="an evaluation of 20 examples of which none counts"):
+        made.evaluate((x, nobody))
+    before = weights(made)
+    made.fit((x, nobody), verbose=0)
+    assert equal(weights(made), before)
+    assert "none of the 20 examples of this epoch counts" in caplog.text
+    with pytest.raises(UserError, match="an evaluation without examples"):
+        made.evaluate(sp.data.per_worker(lambda context: [(x[:0], y[:0])]))
+
+
+def test_a_generator_is_read_once() -> None:
+    x, y = data()
+    made = trainer()
+    with pytest.raises(UserError, match="the generator that was given as data is used up"):
+        made.fit(((x[n : n + 5], y[n : n + 5]) for n in (0, 5)), epochs=2, verbose=0)
+    assert made.step == 2
 
 
 def test_history_has_a_value_for_every_epoch() -> None:

@@ -42,3 +42,8 @@ class Batch:
         if isinstance(self.data, tuple | list):
             return self.data[1] if len(self.data) > 1 else None
         return self.data.get("y") if isinstance(self.data, dict) else None
+
+    @property
+    def target(self) -> Any:
+        """What a loss or metric compares with: `y`, or all of the data where there is none."""
+        return self.data if self.y is None else self.y

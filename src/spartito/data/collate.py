@@ -64,6 +64,17 @@ def take(data: Any, places: Tensor) -> Any:
     return data
 
 
+def head(data: Any, count: int) -> Any:
+    """A copy of the first ``count`` rows of a batch, of what has so many."""
+    if isinstance(data, Tensor):
+        return data[:count].clone() if data.dim() else data
+    if isinstance(data, tuple):
+        return tuple(head(part, count) for part in data)
+    if isinstance(data, Mapping):
+        return {name: head(part, count) for name, part in data.items()}
+    return data[:count] if isinstance(data, list) else data
+
+
 def rows(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
     """``data`` with ``function`` applied to each of its tensors; lists are left as they are."""
     if isinstance(data, Tensor):

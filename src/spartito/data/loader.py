@@ -14,7 +14,7 @@ from torch import Tensor
 
 from spartito.data.batch import Batch
 from spartito.data.chain import Chain
-from spartito.data.collate import count_rows, take, tidy
+from spartito.data.collate import count_rows, head, take, tidy
 from spartito.data.draws import Draws
 from spartito.data.order import permutation
 from spartito.data.passes import Passes
@@ -277,14 +277,14 @@ class IndexedFeed:
         if self._dataset.gathers:
             return self._source.gather(slice(0, SPARE))
         self._empty(epoch)
-        return take(self._sample, torch.arange(count_rows(self._sample)))  # a copy of its own
+        return head(self._sample, SPARE)
 
     def _note(self, found: Found) -> None:
         """Remember what batches look like, and which examples cannot be read."""
         for index, message in found.corrupt:
             self._skip(index, message)
         if found.data is not None and (self._sample is None or count_rows(self._sample) < SPARE):
-            self._sample = take(found.data, torch.arange(min(SPARE, len(found.kept))))
+            self._sample = head(found.data, SPARE)
 
     def _empty(self, epoch: int) -> Any:
         """A batch without rows, shaped like one that has some."""
@@ -294,7 +294,7 @@ class IndexedFeed:
             self._note(self._reading.many((epoch, range(index, min(index + SPARE, self._count)))))
         if self._sample is None:
             raise UserError("not one example of the data set can be read")
-        return take(self._sample, torch.empty(0, dtype=torch.int64))
+        return head(self._sample, 0)
 
     def _skip(self, index: int, message: str) -> None:
         if index in self._skipped:

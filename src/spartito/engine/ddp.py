@@ -5,7 +5,9 @@ The engine for GPUs, where NCCL's traffic hides behind the computation. On CPUs 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +23,7 @@ def overlap(model: nn.Module, device: torch.device) -> nn.Module:
 
     Buffers stay each replica's own, as under every strategy; parameters may go unused.
     """
+    model.register_forward_hook(_as_dict)
     return DistributedDataParallel(
         model,
         device_ids=[device] if device.type == "cuda" else None,
@@ -28,6 +31,11 @@ def overlap(model: nn.Module, device: torch.device) -> nn.Module:
         find_unused_parameters=True,
         gradient_as_bucket_view=True,
     )
+
+
+def _as_dict(model: nn.Module, given: Any, output: Any) -> Any:
+    """DDP looks for what was used in tuples and dicts, not in other mappings."""
+    return dict(output) if isinstance(output, Mapping) and not isinstance(output, dict) else output
 
 
 class OverlappedGradients(PackedGradients):

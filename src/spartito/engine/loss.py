@@ -80,7 +80,7 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
         answer = own_loss(output)
         _tokens.look(answer, batch.data)
         return answer
-    target = batch.data if batch.y is None else batch.y
+    target = batch.target
     if not of_torch(loss):
         return loss(output, target)
     if isinstance(output, Tensor) and output.dtype == torch.bfloat16:
@@ -171,7 +171,7 @@ def _exact(loss: LossFunction, output: Any, target: Any) -> Any:
     if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or value.dim():
         return value
     if target.is_floating_point() or (
-        loss.weight is None and target.dim() == 1 and _all_count(target, loss.ignore_index)
+        loss.weight is None and target.dim() == 1 and all_count(target, loss.ignore_index)
     ):
         return value
     # torch divides by the weights of the classes that count, not by the examples.
@@ -180,7 +180,7 @@ def _exact(loss: LossFunction, output: Any, target: Any) -> Any:
     return (value * weight if weight else output.sum() * 0.0, weight)
 
 
-def _all_count(target: Tensor, ignored: int) -> bool:
+def all_count(target: Tensor, ignored: int) -> bool:
     """Whether none of the classes is the one to be left out."""
     # A class below 0 is no class: the smallest tells. This is cheaper than to compare them all.
     return ignored < 0 and (not target.numel() or int(target.min()) >= 0)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Optimizer
 
 from spartito.errors import UserError
@@ -50,6 +51,16 @@ def make_optimizer(given: OptimizerLike, model: nn.Module) -> Optimizer:
             "It takes the parameters and answers a torch.optim.Optimizer.",
         )
     return made
+
+
+def check_initialized(model: nn.Module) -> None:
+    """Refuse parameters without a size, which each replica would fill with values of its own."""
+    lazy = [name for name, parameter in model.named_parameters() if is_lazy(parameter)]
+    if lazy:
+        raise UserError(
+            f"{len(lazy)} lazy parameters, the first {lazy[0]!r}, on several tasks",
+            "Let one batch go through the model before the Trainer is made: net(x[:1]).",
+        )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -> None:

@@ -174,6 +174,12 @@ class Strategy(ABC):
         model's own dtype) or "bf16" (autocast), ``deterministic`` gives one device's numbers.
         """
 
+    def using(self, optimizer: Optimizer) -> AbstractContextManager[None]:
+        """A block in which `step`, `evaluate`, `state` and their like are about one prepared pair,
+        that of ``optimizer``: several trainers may share a strategy.
+        """
+        return nullcontext()
+
     @abstractmethod
     def distribute(
         self, dataset: Any, *, seed: int | None = None, training: bool = True

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -34,6 +34,7 @@ from spartito.engine.memory import check_memory
 from spartito.engine.optimizers import (
     NoOptimizer,
     OptimizerLike,
+    check_initialized,
     check_members,
     check_optimizer,
     fuse,
@@ -61,6 +62,7 @@ class Pair:
     precision: str
     dtype: torch.dtype | None  # what floating data is cast to: that of the parameters
     shared: dict[int, Tensor]  # by id: the chief's values of these have come to all replicas
+    seed: int
     passes: int = 0
 
     @property
@@ -88,6 +90,7 @@ class ReplicaStrategy(Strategy):
         self._sync_batchnorm = sync_batchnorm
         self._collective: Collective = IdentityCollective()
         self._pairs: list[Pair] = []
+        self._used: Pair | None = None
         self._seed = 0
         self._needs_context = self._synchronized = False
         _share_cores(self.cluster)
@@ -108,6 +111,8 @@ class ReplicaStrategy(Strategy):
             raise UserError(f"accumulate={accumulate}", "At least one batch makes an update.")
         if clip_norm is not None and not clip_norm > 0:
             raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
+        if self.cluster.num_replicas > 1 or self.cluster.addresses.get("ps"):
+            check_initialized(model)
         model.to(self.device)
         made = make_optimizer(optimizer, model)
         check_optimizer(made, model, self.cluster.num_replicas)
@@ -126,9 +131,18 @@ class ReplicaStrategy(Strategy):
         self._share(model, list(tensors.values()))
         whole, gradients = self._gradients(model, made)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-        pair = Pair(whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors)
-        self._pairs.append(pair)
+        pair = Pair(whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors, seed)
+        self._pairs = [*(other for other in self._pairs if other.optimizer is not made), pair]
         return whole, made
+
+    @contextmanager
+    def using(self, optimizer: Optimizer) -> Iterator[None]:
+        before = self._used
+        self._used = self._pair_of(optimizer)
+        try:
+            yield
+        finally:
+            self._used = before
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         pair = self._only_pair()
@@ -166,14 +180,7 @@ class ReplicaStrategy(Strategy):
         self._backward(self._pairs, weigh(losses, batch), batch)
 
     def update(self, optimizer: Optimizer) -> None:
-        for pair in self._pairs:
-            if pair.optimizer is optimizer:
-                self._update(pair, None, 0, False)
-                return
-        raise UserError(
-            f"update({type(optimizer).__name__}) of an optimizer that was not prepared",
-            "Use the one that strategy.prepare answered.",
-        )
+        self._update(self._pair_of(optimizer), None, 0, False)
 
     def state(self) -> dict[str, Any]:
         self.synchronize()
@@ -210,12 +217,13 @@ class ReplicaStrategy(Strategy):
             if pair.new:
                 self._welcome(pair)
         if self._needs_context:
+            seed = self._seed if self._used is None else self._used.seed
             step = batch.epoch << 32 | batch.step
-            enter(StepContext(self._collective, self._seed, step, batch.global_size, batch.places))
+            enter(StepContext(self._collective, seed, step, batch.global_size, batch.places))
 
     def _divisible(self, chain: Chain, parts: int) -> Chain:
         """``chain`` whose batches are cut into ``parts`` so that every BatchNorm can use them."""
-        if parts == 1 or not any(apart(pair.model) for pair in self._pairs):
+        if parts == 1 or not any(apart(pair.model) for pair in self._in_use):
             return chain
         size = chain.batch_size
         if size is not None and size < 2 * parts and self.is_chief:
@@ -323,11 +331,26 @@ class ReplicaStrategy(Strategy):
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
 
+    @property
+    def _in_use(self) -> list[Pair]:
+        return self._pairs if self._used is None else [self._used]
+
+    def _pair_of(self, optimizer: Optimizer) -> Pair:
+        for pair in self._pairs:
+            if pair.optimizer is optimizer:
+                return pair
+        raise UserError(
+            f"an {type(optimizer).__name__} that was not prepared",
+            "Use the one that strategy.prepare answered.",
+        )
+
     def _only_pair(self) -> Pair:
+        if self._used is not None:
+            return self._used
         if len(self._pairs) != 1:
             raise UserError(
                 f"step() with {len(self._pairs)} prepared models",
-                "Prepare one model for it; with several, use backward() and update().",
+                "Say which: with strategy.using(optimizer). Or use backward() and update().",
             )
         return self._pairs[0]
 

@@ -103,7 +103,7 @@ class SynchronousStrategy(ReplicaStrategy):
             return torch.cat(self._collective.all_gather_rows(rows))
 
     def synchronize(self) -> None:
-        for pair in self._pairs:
+        for pair in self._in_use:
             average_statistics(pair.model, self._collective)
 
     def lead(self, work: Callable[[], T]) -> T:

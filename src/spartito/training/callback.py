@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from spartito.engine.loss import LossFunction
+from spartito.errors import UserError
 from spartito.strategies import Strategy
 from spartito.training.history import History
 from spartito.training.metrics import MeanMetric
@@ -118,3 +119,14 @@ class Callback:
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` answered."""
+
+
+def check_given(callbacks: Callback | Sequence[Callback]) -> list[Callback]:
+    """The callbacks that a user gave, one or several; `UserError` for what is none."""
+    given = [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+    for callback in given:
+        if isinstance(callback, type):
+            raise UserError(f"{callback.__name__} is a class", f"Give {callback.__name__}().")
+        if not isinstance(callback, Callback):
+            raise UserError(f"{callback!r} is no callback", "Give a list of sp.Callback.")
+    return given

@@ -241,7 +241,7 @@ class TrainingLoop:
             self._done += result.batches
             clock.examples += result.examples
             if metrics and result.output is not None and batch.size:
-                target = batch.y
+                target = batch.target
                 with torch.no_grad():
                     for metric in metrics:
                         metric.update(result.output, target, batch.size)
@@ -279,6 +279,12 @@ class TrainingLoop:
         }
         loss, weight, *metrics = self._sums()
         figures = {"loss": loss / weight if weight else float("nan")}
+        if not weight and self.clock.examples and self._strategy.is_chief:
+            warn(
+                "none of the %d examples of this epoch counts: their targets are all left out "
+                "(ignore_index), or weigh nothing",
+                self.clock.examples,
+            )
         for metric, (total, count) in zip(self._metrics, _pairs(metrics), strict=True):
             figures[metric.name] = total / count if count else float("nan")
         return figures, timing
@@ -335,6 +341,7 @@ class Evaluation:
         for metric in self._metrics:
             metric.reset()
         losses = [0.0, 0.0]
+        examples = 0
         self._strategy.synchronize()
         with evaluating(self._model):
             self._batches.load_state({"pass": 0, "step": 0})  # kept: a corrupt one is named once
@@ -342,15 +349,25 @@ class Evaluation:
                 loss, weight, output = self._strategy.evaluate(batch, self._loss)
                 losses[0] += loss
                 losses[1] += weight
+                examples += batch.size
                 if batch.size:
                     for metric in self._metrics:
-                        metric.update(output, batch.y, batch.size)
+                        metric.update(output, batch.target, batch.size)
         own = [part for metric in self._metrics for part in (metric.total, metric.count)]
-        sums = _pairs(self._batches.total((), [*losses, *own]))
-        if not sums[0][1]:
+        *flat, examples_in_all = self._batches.total((), [*losses, *own, examples])
+        sums = _pairs(flat)
+        if not examples_in_all:
             raise UserError("an evaluation without examples", "Give it some data.")
+        if not sums[0][1]:
+            raise UserError(
+                f"an evaluation of {examples_in_all:.0f} examples of which none counts",
+                "Their targets are all left out (ignore_index), or weigh nothing.",
+            )
         names = ["loss", *(metric.name for metric in self._metrics)]
-        return {name: total / count for name, (total, count) in zip(names, sums, strict=True)}
+        return {
+            name: total / count if count else float("nan")
+            for name, (total, count) in zip(names, sums, strict=True)
+        }
 
     def _once(self) -> Iterator[Batch]:
         """The batches of one epoch, no more than the steps that were asked for."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from spartito.engine.loss import LossFunction, align, describe
+from spartito.engine.loss import IGNORED, LossFunction, align, all_count, describe
 from spartito.errors import UserError
 from spartito.names import nearest
 
-MetricFunction = Callable[[Any, Any], Tensor]
-"""``(output, target)`` to one value per example, shape ``(batch,)``, or their scalar mean."""
+MetricFunction = Callable[[Any, Any], Any]
+"""``(output, target)`` to one value per example, shape ``(batch,)``, their scalar mean, or the
+tuple ``(sum, count)`` where something else than examples is counted."""
 
 
 @dataclass
@@ -32,7 +33,13 @@ class MeanMetric:
         """Take in the ``size`` examples of a local batch."""
         if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16):
             output = output.float()  # as the loss does: targets would be rounded to 3 digits
-        value = torch.as_tensor(self.function(output, target))
+        found = self.function(output, target)
+        if isinstance(found, tuple):
+            total, count = found
+            self.total += float(total)
+            self.count += float(count)
+            return
+        value = torch.as_tensor(found)
         if value.dim() == 0:
             self.total += value.item() * size
         elif value.dtype == torch.bool and value.numel() == size:
@@ -57,17 +64,20 @@ class MeanMetric:
 
 
 def make_metrics(
-    given: Sequence[str | MetricFunction], loss: LossFunction | None
+    given: str | MetricFunction | Sequence[str | MetricFunction], loss: LossFunction | None
 ) -> list[MeanMetric]:
-    """Metrics by name or function.
+    """Metrics by name or function, one or several.
 
     Names: accuracy, binary_accuracy, top_k_accuracy (k = 5) or top_3_accuracy,
     mean_absolute_error (mae), mean_squared_error (mse). "loss" is always there.
     Binary outputs count as logits, unless ``loss`` is ``nn.BCELoss``, which wants probabilities.
+    Of a model that answers a dict or object they look at "output" or "logits", and of a batch
+    that is one at "y" or "labels". Classes of the loss's ``ignore_index`` (-100) do not count.
     """
-    threshold = 0.5 if isinstance(loss, nn.BCELoss) else 0.0
+    if isinstance(given, str) or not isinstance(given, Sequence):
+        given = [given]
     metrics = [
-        _named(metric, threshold)
+        _named(metric, loss)
         if isinstance(metric, str)
         else MeanMetric(getattr(metric, "__name__", type(metric).__name__), metric)
         for metric in given
@@ -80,16 +90,29 @@ def make_metrics(
     return metrics
 
 
-def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> Tensor:
-    """1 where the class with the largest output is the target, shape ``(batch, ...)``.
+def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0, ignored: int = IGNORED) -> Any:
+    """1 where the class with the largest output is the target, shape ``(batch,)``.
 
-    For outputs shaped as the target (or ``(batch, 1)``) it is `binary_accuracy`.
+    With several targets for an example, or some that are ``ignored``, the tuple (how many are
+    right, of how many). Classes are in dim 1, or in the last one if only that fits. For outputs
+    shaped as the target (or ``(batch, 1)``) it is `binary_accuracy`.
     """
     if output.dim() == target.dim() + 1 and output.shape[1] > 1:
-        return torch.eq(output.argmax(1), target)
+        found = output.argmax(1 if output.shape[2:] == target.shape[1:] else -1)
+        if found.shape != target.shape:
+            raise _misfit(output, target)
+        return _counted(torch.eq(found, target), target, ignored)
     if output.shape == target.shape and output.dim() > 1 and output.shape[1] > 1:
         return torch.eq(output.argmax(1), target.argmax(1))  # targets are probabilities of classes
     return binary_accuracy(output, target, threshold)
+
+
+def _counted(right: Tensor, target: Tensor, ignored: int) -> Any:
+    """``right``, or its sum and count where targets are left out or not one per example."""
+    if target.dim() == 1 and all_count(target, ignored):
+        return right
+    counted = target != ignored
+    return right[counted].sum(), counted.sum()
 
 
 def binary_accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> Tensor:
@@ -97,10 +120,10 @@ def binary_accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> T
     return torch.eq(output > threshold, _fitting(output, target) > 0.5)
 
 
-def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5) -> Tensor:
-    """1 where the target is among the ``k`` largest outputs, shape ``(batch,)``."""
+def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5, ignored: int = IGNORED) -> Any:
+    """1 where the target is among the ``k`` largest outputs; shape and tuple as `accuracy`."""
     best = output.topk(min(k, output.shape[1]), dim=1).indices
-    return torch.eq(best, target.unsqueeze(1)).any(1)
+    return _counted(torch.eq(best, target.unsqueeze(1)).any(1), target, ignored)
 
 
 def mean_absolute_error(output: Tensor, target: Tensor) -> Tensor:
@@ -117,12 +140,42 @@ def _fitting(output: Tensor, target: Tensor) -> Tensor:
     """``target`` in the shape of ``output``; broadcasting would compare all with all."""
     aligned: Tensor = align(output, target)
     if aligned.shape != output.shape:
-        raise UserError(
-            f"a metric does not fit an output of {describe(output)} "
-            f"and a target of {describe(target)}",
-            "Both have one value per example, or the output one per class.",
-        )
+        raise _misfit(output, target)
     return aligned
+
+
+def _misfit(output: Any, target: Any) -> UserError:
+    return UserError(
+        f"a metric does not fit an output of {describe(output)} and a target of {describe(target)}",
+        "Both have one value per example, or the output one per class. Of anything else give a "
+        "function (output, target).",
+    )
+
+
+def _on_tensors(function: MetricFunction, output: Any, target: Any) -> Any:
+    """``function`` of the prediction and the labels, wherever these are."""
+    prediction = _pick(output, ("output", "logits"), ("loss", "num_items"))
+    labels = _pick(target, ("y", "labels", "label"), ())
+    if prediction is None or labels is None or not prediction.dim():
+        raise _misfit(output, target)
+    if not isinstance(output, Tensor) and prediction.shape[:-1] == labels.shape != (len(labels),):
+        prediction = prediction.movedim(-1, 1)  # as in transformers: classes come last
+    if prediction.dtype in (torch.bfloat16, torch.float16):
+        prediction = prediction.float()
+    return function(prediction, labels)
+
+
+def _pick(value: Any, names: Sequence[str], others: Sequence[str]) -> Tensor | None:
+    """The tensor under one of ``names``; else the only one that is none of ``others``."""
+    if isinstance(value, Tensor):
+        return value
+    parts = value if isinstance(value, Mapping) else getattr(value, "__dict__", {})
+    tensors = {name: part for name, part in parts.items() if isinstance(part, Tensor)}
+    for name in names:
+        if name in tensors:
+            return tensors[name]
+    left = [part for name, part in tensors.items() if name not in others]
+    return left[0] if len(left) == 1 else None
 
 
 _NAMES: dict[str, MetricFunction] = {
@@ -136,13 +189,19 @@ _NAMES: dict[str, MetricFunction] = {
 }
 
 
-def _named(name: str, threshold: float) -> MeanMetric:
+def _named(name: str, loss: LossFunction | None) -> MeanMetric:
+    threshold = 0.5 if isinstance(loss, nn.BCELoss) else 0.0
+    ignored = getattr(loss, "ignore_index", IGNORED)
     top = re.fullmatch(r"top_?([1-9][0-9]*)(_accuracy)?", name)
-    if top:
-        return MeanMetric(name, partial(top_k_accuracy, k=int(top[1])))
-    if name not in _NAMES:
+    if not top and name not in _NAMES:
         raise UserError(f"unknown metric {name!r}", nearest(name, [*_NAMES, "loss"]))
-    function = _NAMES[name]
-    if function in (accuracy, binary_accuracy):
+    function: MetricFunction = top_k_accuracy if top else _NAMES[name]
+    if top:
+        function = partial(top_k_accuracy, k=int(top[1]), ignored=ignored)
+    elif function is accuracy:
+        function = partial(function, threshold=threshold, ignored=ignored)
+    elif function is binary_accuracy:
         function = partial(function, threshold=threshold)
-    return MeanMetric(name, function)
+    elif function is top_k_accuracy:
+        function = partial(function, ignored=ignored)
+    return MeanMetric(name, partial(_on_tensors, function))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -25,7 +25,7 @@ from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
 from spartito.strategies.record import write_record
 from spartito.training.beacon import Beacon
-from spartito.training.callback import Callback
+from spartito.training.callback import Callback, check_given
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.callbacks.tensorboard import TensorBoard
@@ -38,6 +38,7 @@ from spartito.training.evaluator import (
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics import MetricFunction, make_metrics
+from spartito.training.pairs import with_its_pair
 from spartito.training.resume import read_together
 from spartito.training.run_folder import RunFolder
 from spartito.training.schedule import Schedule, Scheduler, SchedulerLike
@@ -64,7 +65,7 @@ class Trainer:
         *,
         optimizer: OptimizerLike | None = None,
         loss: LossFunction | None = None,
-        metrics: Sequence[str | MetricFunction] = (),
+        metrics: str | MetricFunction | Sequence[str | MetricFunction] = (),
         strategy: Strategy | None = None,
         scheduler: SchedulerLike | None = None,
         scheduler_interval: str = "step",
@@ -77,6 +78,8 @@ class Trainer:
         run_dir: str | Path | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
+        if not isinstance(model, nn.Module):
+            raise UserError(f"model={model!r} is no module", "Give an object: Net(), not Net.")
         self.strategy = chosen_strategy() if strategy is None else strategy
         self.loss = make_loss(loss)
         self.metrics = make_metrics(metrics, self.loss)
@@ -115,6 +118,7 @@ class Trainer:
         self._loop: TrainingLoop | None = None
         self._restored: dict[str, Any] | None = None
 
+    @with_its_pair
     def fit(
         self,
         data: Any,
@@ -123,7 +127,7 @@ class Trainer:
         steps_per_epoch: int | None = None,
         validation_data: Any = None,
         validation_steps: int | None = None,
-        callbacks: Sequence[Callback] = (),
+        callbacks: Callback | Sequence[Callback] = (),
         initial_epoch: int | None = None,
         batch_size: int = 32,
         verbose: bool | int = True,
@@ -155,9 +159,7 @@ class Trainer:
             )
         if isinstance(self.optimizer, NoOptimizer):
             raise UserError("fit() without an optimizer", "Give the Trainer an optimizer.")
-        for callback in callbacks:
-            if not isinstance(callback, Callback):
-                raise UserError(f"{callback!r} is no callback", "Give a list of sp.Callback.")
+        callbacks = check_given(callbacks)
         chain = as_dataset(data, batch_size)
         if steps_per_epoch is None and chain.repeats is None:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")
@@ -207,6 +209,7 @@ class Trainer:
         self.strategy.synchronize()  # the model is the trained one, on every task
         return self.history
 
+    @with_its_pair
     def evaluate(
         self, data: Any, *, steps: int | None = None, batch_size: int = 32
     ) -> dict[str, float]:
@@ -214,6 +217,7 @@ class Trainer:
         with self.strategy.during("evaluate"):
             return self.strategy.lead(lambda: self._evaluation(data, steps, batch_size).run())
 
+    @with_its_pair
     def predict(self, data: Any, *, steps: int | None = None, batch_size: int = 32) -> Any:
         """The model's outputs for ``data`` in its order, all of them on every replica.
 
@@ -260,6 +264,7 @@ class Trainer:
         with self.strategy.during("load"):
             self.load_state(read_together(self.strategy, path))
 
+    @with_its_pair
     def state(self) -> dict[str, Any]:
         """Everything that training needs to go on, equal on all replicas; all call it."""
         with self.strategy.during("save"):
@@ -275,6 +280,7 @@ class Trainer:
                 },
             }
 
+    @with_its_pair
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` answered, under any strategy and number of replicas."""
         self.strategy.load_state(state)
@@ -396,6 +402,6 @@ def _join(parts: list[Any]) -> Any:
         return torch.cat(parts)
     if isinstance(first, tuple):
         return tuple(_join(list(column)) for column in zip(*parts, strict=True))
-    if isinstance(first, dict):
+    if isinstance(first, Mapping):
         return {name: _join([part[name] for part in parts]) for name in first}
     raise UserError(f"the model answered {type(first).__name__}", "Predictions are tensors.")
