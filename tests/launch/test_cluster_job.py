@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from spartito.launch.containers.compose import compose_file, machine_files
 from spartito.launch.containers.engine import TaskState, call, complaint, state_of
 from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.job import check_folders, check_ports, make_folders
-from spartito.launch.containers.plan import Containers, Network
+from spartito.launch.containers.plan import Containers, Network, plan_containers
+from spartito.launch.containers.secret import make_secret, write_secret
 from spartito.launch.containers.watch import verdict
 from spartito.launch.roles import Roles
 
@@ -129,6 +132,41 @@ def test_who_decides_on_one_machine_of_several(
     made = read_job(path)
     assert {name.replace("-", "_") for name in made.services} >= set(ended)
     assert verdict(made, ends(made, **ended)) == expected
+
+
+def test_the_secret_is_a_file_for_the_containers_user_alone(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text(compose_file(replace(plan_containers("mnist", workers=2), user="1000:1000")))
+    made = make_secret(read_job(path))
+    assert made == tmp_path / "mnist.secret"
+    assert made.stat().st_mode & 0o777 == 0o600
+    if os.getuid() == 0:
+        assert (made.stat().st_uid, made.stat().st_gid) == (1000, 1000)
+    text = made.read_text()
+    assert re.fullmatch("[0-9a-f]{64}\n", text)
+    assert make_secret(read_job(path)) is None  # it is there already
+    assert made.read_text() == text
+    assert text.strip() not in path.read_text()
+
+
+def test_several_machines_share_the_secret_that_was_written_once(tmp_path: Path) -> None:
+    network = Network(host=True, machines=("a", "b"))
+    plan = Containers(
+        "digits", "mnist", ("python",), "multi_worker_mirrored", Roles(2), "/out", network=network
+    )
+    path = tmp_path / "a.yaml"
+    path.write_text(machine_files(plan)["a"])
+    with pytest.raises(UserError, match=r"digits\.secret: all machines of the job need the same"):
+        make_secret(read_job(path))
+    assert write_secret(tmp_path / "digits.secret")
+    assert make_secret(read_job(path)) is None
+
+
+def test_a_task_alone_needs_no_secret(tmp_path: Path) -> None:
+    path = tmp_path / "compose.yaml"
+    path.write_text(compose_file(plan_containers("mnist")))
+    assert make_secret(read_job(path)) is None
+    assert list(tmp_path.iterdir()) == [path]
 
 
 def test_a_file_that_does_not_tell_who_is_in_the_job(tmp_path: Path) -> None:
@@ -372,7 +410,11 @@ def test_several_machines_need_a_folder_for_their_files(tmp_path: Path) -> None:
     into = tmp_path / "files"
     done = spartito("compose", "mnist", "--workers", "2", "--hosts", "a,b", "--into", into)
     assert done.returncode == 0
-    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == ["a.yaml", "b.yaml"]
+    assert sorted(path.name for path in (tmp_path / "files").iterdir()) == [
+        "a.yaml",
+        "b.yaml",
+        "mnist.secret",
+    ]
 
 
 def test_a_source_folder_is_needed_for_the_image(tmp_path: Path) -> None:

@@ -124,6 +124,7 @@ def compose(
     """
     from spartito.launch.containers.compose import compose_file, machine_files
     from spartito.launch.containers.plan import plan_containers
+    from spartito.launch.containers.secret import secret_name, write_secret
 
     if (hosts is None) != (into is None):
         raise UserError(
@@ -160,6 +161,10 @@ def compose(
         path = into / f"{machine}.yaml"
         path.write_text(text)
         typer.echo(f"{machine:<12} {path}")
+    if job.meets:
+        secret = into / secret_name(job.name)
+        write_secret(secret)
+        typer.echo(f"{'all':<12} {secret}")
 
 
 @cluster_app.command()

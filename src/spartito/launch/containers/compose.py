@@ -11,11 +11,14 @@ import yaml
 
 from spartito.cluster.spec import Task
 from spartito.cluster.tf_config import VARIABLE
+from spartito.launch.containers.file import SECRET
 from spartito.launch.containers.plan import Containers, service
+from spartito.launch.containers.secret import secret_name
 from spartito.launch.local import RUNTIME
 from spartito.names import (
     ENV_PORTS,
     ENV_RUN_DIR,
+    ENV_SECRET_FILE,
     ENV_SNAPSHOT_DIR,
     ENV_STRATEGY,
     ENV_STRATEGY_OPTIONS,
@@ -41,6 +44,7 @@ STOP_SECONDS = 30
 COMMENTS = {
     "x-task:": "What all tasks share: no root, no capability, nothing to write on but the volumes.",
     "x-environment:": "What all tasks are told.",
+    "secrets:": "By it the tasks know each other; 'spartito cluster up' makes it.",
     "services:": "The tasks. TF_CONFIG says who is in the job, and who each one is.",
 }
 
@@ -127,6 +131,8 @@ def _document(job: Containers, tasks: Sequence[Task]) -> dict[str, Any]:
     }
     if not job.network.host:
         document["networks"] = {"job": {"driver": "bridge"}}
+    if job.meets:
+        document["secrets"] = {SECRET: {"file": f"./{secret_name(job.name)}"}}
     if any(one.type == "ps" for one in tasks):
         document["volumes"] = {"snapshots": {}}
     return document
@@ -160,6 +166,8 @@ def _shared(job: Containers) -> dict[str, Any]:
         shared["shm_size"] = SHARED_MEMORY
     if job.limits.memory is not None:
         shared["mem_limit"] = job.limits.memory
+    if job.meets:
+        shared["secrets"] = _List([SECRET])
     return shared | {"volumes": volumes}
 
 
@@ -173,6 +181,8 @@ def _told(job: Containers) -> dict[str, str]:
         told[ENV_PORTS] = f"{job.ports[0]}-{job.ports[-1]}"
     if job.roles.ps:
         told[ENV_SNAPSHOT_DIR] = "/snapshots"
+    if job.meets:
+        told[ENV_SECRET_FILE] = f"/run/secrets/{SECRET}"
     return told | RUNTIME
 
 

@@ -16,6 +16,9 @@ from spartito.launch.containers.plan import JOB_NAME
 from spartito.launch.roles import PARAMETER_SERVER
 from spartito.names import ENV_STRATEGY
 
+SECRET = "spartito"
+"""What a compose file calls the job's secret; it is ``/run/secrets/spartito`` in containers."""
+
 
 @dataclass(frozen=True, slots=True)
 class Folder:
@@ -28,9 +31,7 @@ class Folder:
     @property
     def owner(self) -> tuple[int, int] | None:
         """The numbers of user and group; None where they are names."""
-        user, _, group = self.user.partition(":")
-        numbers = user, group or user
-        return (int(numbers[0]), int(numbers[1])) if all(map(str.isdigit, numbers)) else None
+        return owner_of(self.user)
 
     def is_open(self) -> bool:
         """Whether the container's user can use it, by its owner and its mode."""
@@ -73,6 +74,20 @@ class JobFile:
         return list(dict.fromkeys(found))
 
     @property
+    def secret(self) -> Path | None:
+        """The file with the job's secret, None where it has none."""
+        secrets = yaml.safe_load(self.text).get("secrets") or {}
+        file = secrets.get(SECRET, {}).get("file")
+        return None if file is None else self.path.parent / str(file).replace("$$", "$")
+
+    @property
+    def is_partial(self) -> bool:
+        """Whether other files have tasks of the same job, for other machines."""
+        specs = [self.spec(name) for name in self.services]
+        counts = [sum(map(len, spec.addresses.values())) for spec in specs if spec is not None]
+        return len(self.services) < max(counts, default=0)
+
+    @property
     def leader(self) -> str | None:
         """The service whose task leads the job; None where that runs on another machine.
 
@@ -101,6 +116,13 @@ class JobFile:
     def goes_on_without(self, service: str) -> bool:
         """Whether the engine starts a lost ``service`` again while the others go on."""
         return str(self.services[service].get("restart", "no")) != "no"
+
+
+def owner_of(user: str) -> tuple[int, int] | None:
+    """The numbers of user and group of ``1000:1000``; None where they are names."""
+    name, _, group = user.partition(":")
+    numbers = name, group or name
+    return (int(numbers[0]), int(numbers[1])) if all(map(str.isdigit, numbers)) else None
 
 
 def read_job(path: Path) -> JobFile:

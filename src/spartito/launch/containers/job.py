@@ -16,6 +16,7 @@ from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.engine import VERSION_LABEL, Engine, TaskState
 from spartito.launch.containers.file import Folder, JobFile, read_job
+from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import Watch, how_it_ended, say, verdict
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -44,6 +45,7 @@ def up(path: Path, detach: bool = False) -> int:
         )
     check_ports(job)
     make_folders(job)
+    make_secret(job)
     say(f"{job.name}: {len(job.services)} containers")
     try:
         with interrupts() as ignore:

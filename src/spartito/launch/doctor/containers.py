@@ -16,6 +16,7 @@ from spartito.launch.containers import job as cluster_job
 from spartito.launch.containers.compose import dump
 from spartito.launch.containers.engine import ASK_SECONDS, Engine, TaskState, run
 from spartito.launch.containers.file import JobFile, read_job
+from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import say
 from spartito.launch.doctor.examination import TIMEOUT, checked
 
@@ -111,11 +112,14 @@ def _unnamed(given: Any) -> Any:
 
 @contextmanager
 def _folders(job: JobFile) -> Iterator[None]:
-    """The folders that the job would write, those that were not there only for this time."""
+    """The folders and the secret that the job needs, new ones only for this time."""
     made = cluster_job.make_folders(job)
+    secret = make_secret(job)
     try:
         yield
     finally:
+        if secret is not None:
+            secret.unlink(missing_ok=True)
         for folder in sorted(made, key=lambda path: len(path.parts), reverse=True):
             with suppress(OSError):  # somebody has put something in: it stays
                 folder.rmdir()
