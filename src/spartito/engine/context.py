@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
@@ -15,7 +16,8 @@ from spartito.collectives.collective import Collective
 class StepContext:
     """What one forward pass belongs to: who takes part, and which rows of the batch are here.
 
-    ``calls`` counts how often each dropout module has drawn in this step.
+    ``calls`` counts the forward passes in this step; ``drawn`` tells by key how each random
+    tensor of them holds the examples.
     """
 
     collective: Collective
@@ -23,7 +25,8 @@ class StepContext:
     step: int
     global_size: int
     places: Tensor
-    calls: dict[int, int] = field(default_factory=dict)
+    calls: int = 0
+    drawn: dict[int, Any] = field(default_factory=dict)
 
 
 _current: StepContext | None = None

@@ -20,7 +20,6 @@ from spartito.data.chain import Chain
 from spartito.data.collate import count_rows
 from spartito.engine.batchnorm import apart, keeping_statistics, synchronize_batchnorm
 from spartito.engine.context import StepContext, enter
-from spartito.engine.dropout import globalize_dropout
 from spartito.engine.gradients import Gradients
 from spartito.engine.loss import (
     LossFunction,
@@ -45,6 +44,7 @@ from spartito.engine.optimizers import (
     plain,
 )
 from spartito.engine.precision import autocast, choose_precision
+from spartito.engine.randomness import GlobalRandomness, globalize, replaying
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.strategies.base import StepResult, Strategy
@@ -63,6 +63,7 @@ class Pair:
     dtype: torch.dtype | None  # what floating data is cast to: that of the parameters
     shared: dict[int, Tensor]  # by id: the chief's values of these have come to all replicas
     seed: int
+    randomness: GlobalRandomness | None  # where training is deterministic
     passes: int = 0
 
     @property
@@ -123,15 +124,17 @@ class ReplicaStrategy(Strategy):
         self._synchronized = self._synchronized or synchronized
         if synchronized:
             synchronize_batchnorm(model)
-        if deterministic:
-            globalize_dropout(model)
+        randomness = globalize(model) if deterministic else None
         self._seed = seed
         self._needs_context = self._needs_context or synchronized or deterministic
         tensors = _tensors(model)
         self._share(model, list(tensors.values()))
         whole, gradients = self._gradients(model, made)
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
-        pair = Pair(whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors, seed)
+        pair = Pair(
+            whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors, seed,
+            randomness,
+        )  # fmt: skip
         self._pairs = [*(other for other in self._pairs if other.optimizer is not made), pair]
         return whole, made
 
@@ -326,6 +329,8 @@ class ReplicaStrategy(Strategy):
         with ExitStack() as stack:
             for pair in () if found.weight else pairs:
                 stack.enter_context(pair.gradients.aside())
+            if any(pair.randomness for pair in pairs):
+                stack.enter_context(replaying())
             found.value.backward(torch.full_like(found.value, scale))
         loss = found.value.detach().item() * found.scale if found.weight else 0.0
         for pair in pairs:

@@ -188,7 +188,11 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         with self.during("update"):
-            weight, loss, stops = pair.gradients.reduce((float(stop),))
+            randomness = pair.randomness
+        drawn = () if randomness is None else randomness.riders()
+        weight, loss, stops, *drawn_by_all = pair.gradients.reduce((float(stop), *drawn))
+        if randomness is not None:
+            randomness.check(drawn_by_all)
         if weight:
             if pair.clip_norm is not None:
                 pair.gradients.clip(pair.clip_norm)

@@ -55,7 +55,8 @@ class Trainer:
     always is, and watches ``scheduler_monitor`` (``val_loss``, or ``loss`` without validation).
     ``accumulate`` batches make one step. ``clip_norm`` bounds the gradient's global norm.
     ``precision`` "bf16" computes under autocast. ``deterministic`` gives one device's numbers
-    at any number of replicas, if all of BatchNorm and dropout are torch's.
+    at any number of replicas, if all of BatchNorm is torch's; random operations that cannot be
+    divided are refused.
     ``run_dir`` (or ``SPARTITO_RUN_DIR``) keeps settings, history, checkpoints and a report.
     """
 
