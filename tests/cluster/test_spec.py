@@ -151,3 +151,11 @@ def test_loopback_names() -> None:
     for host in ("localhost", "LOCALHOST", "127.0.0.1", "127.0.1.1", "::1", "0.0.0.0"):
         assert is_loopback(host)
     assert not is_loopback("10.0.0.1")
+
+
+def test_one_machine_has_one_name() -> None:
+    both = {"worker": ("localhost:1", "127.0.0.1:2")}
+    task = Task("worker", 0)
+    assert not ClusterSpec(both, task, 0, 2, 0, 2, "localhost:1", "the test").spans_hosts
+    for host in ("localhost.", "0:0:0:0:0:0:0:1"):
+        assert is_loopback(host)

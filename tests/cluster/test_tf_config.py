@@ -121,7 +121,6 @@ def test_a_broken_whole_is_named(text: str, words: list[str]) -> None:
         ({"chief": ["a:1", "b:1"]}, "chief", 0, ["2 chiefs"]),
         (GOOD, "worker", 2, ["index 2", "0 to 1"]),
         (GOOD, "worker", -1, ["index -1", "0 to 1"]),
-        (GOOD, "worker", "0", ['"0"', "whole number"]),
         (GOOD, "worker", True, ["true", "whole number"]),
         (GOOD, "worker", 0.0, ["0.0", "whole number"]),
         (GOOD, "chief", 0, ["chief 0", "no 'chief'"]),
@@ -160,3 +159,10 @@ def test_every_replica_reads_the_same_cluster(
         "task": {"type": one.task.type, "index": one.task.index},
     }
     assert from_tf_config({"TF_CONFIG": json.dumps(again)}) == one
+
+
+def test_an_index_may_be_a_text_as_in_tensorflow() -> None:
+    assert read({"worker": ["a:1", "b:1"]}, index="1").rank == 1
+    for text in ("", "1x", "-1", "1.0"):
+        with pytest.raises(UserError, match="is not a whole number"):
+            read({"worker": ["a:1", "b:1"]}, index=text)

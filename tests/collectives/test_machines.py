@@ -242,6 +242,18 @@ def test_one_machine_alone_does_not_listen_everywhere(
     assert "listens on all" not in ended.err
 
 
+def test_a_machine_finds_itself_by_its_address(commands: Commands, debian: list[Machine]) -> None:
+    addresses = [f"{machine.address}:{PORT}" for machine in debian]
+    commands.write("cluster.yaml", json.dumps({"worker": addresses}))
+    asks = "from spartito.cluster import resolve; print(resolve().task)"
+    for index, machine in enumerate(debian):
+        started = commands.start(
+            *machine.enters, sys.executable, "-c", asks, env={"SPARTITO_CLUSTER": "cluster.yaml"}
+        )
+        ended = started.end()
+        assert ended.out == f"worker {index}\n", ended.text
+
+
 def listen_by_a_name(pipe: Connection, rank: int, here: Machine, name: str) -> int:
     """Listen at an own name that the test makes known once we have looked for it in vain."""
 

@@ -338,10 +338,11 @@ def test_a_script_is_mounted_from_its_folder(tmp_path: Path) -> None:
         ({"cpus": "nan"}, "0.01 CPUs or more"),
         ({"memory": "lots"}, "no amount of memory"),
         ({"memory": "100m"}, "too small: Python and torch alone take 300m"),
-        ({"hosts": "a,,b", "workers": 3}, "'' is no name of a machine"),
+        ({"hosts": "a,,b", "workers": 3}, "does not parse"),
         ({"hosts": "a:1,b", "workers": 2}, "without ports"),
         ({"hosts": "a,localhost", "workers": 2}, "localhost is each machine itself"),
         ({"hosts": "a,A", "workers": 2}, "names a machine twice"),
+        ({"hosts": "fe80::1,fe80:0::1", "workers": 2}, "names a machine twice"),
         ({"arguments": ["--name=\udc80"]}, "is not UTF-8"),
         ({"hosts": "a,b,c", "workers": 2}, "too many for the job"),
     ],
@@ -368,3 +369,15 @@ def test_a_target_that_is_nothing() -> None:
 )
 def test_amounts_of_memory(text: str, expected: int) -> None:
     assert memory_bytes(text) == expected
+
+
+def test_machines_by_their_ipv6_addresses() -> None:
+    job = plan_containers("mnist", workers=2, hosts="fd00::1,fd00::2")
+    files = machine_files(job)
+    assert list(files) == ["fd00::1", "fd00::2"]
+    service = yaml.safe_load(files["fd00::2"])["services"]["worker-1"]
+    told = json.loads(service["environment"]["TF_CONFIG"])
+    assert told["cluster"] == {"worker": ["[fd00::1]:29500", "[fd00::2]:29500"]}
+    assert plan_containers("mnist", workers=2, hosts="node[01-02]").network.machines == (
+        *("node01", "node02"),
+    )

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -13,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.cluster import resolve
+from spartito.cluster.interfaces import is_here
 from spartito.errors import UserError
 from spartito.launch.hosts import far_end, near_end
 from spartito.launch.hosts.check import ask_hosts, notes
 from spartito.launch.hosts.far_facts import Facts, Question, facts, parse
-from spartito.launch.hosts.names import Host, check_names, is_here, parse_hosts
+from spartito.launch.hosts.names import Host, check_names, parse_hosts
 from spartito.launch.hosts.plan import OF_A_PLACE, Plan, check_passed, travelling
 from spartito.launch.hosts.ssh import MOST, Answer, Ssh, address_of, ask_all, parse_ssh, refusal
 from spartito.launch.roles import Roles
@@ -62,6 +64,7 @@ def test_a_list_of_machines() -> None:
         ("a,-me@b", ["'-me@b' is no name"]),
         ("a,b,A", ["names A twice"]),
         ("a,me@a", ["names a twice"]),
+        ("fe80::1,FE80:0::1", ["names FE80:0::1 twice"]),
         ("a,localhost", ["localhost is each machine itself"]),
         ("127.0.0.2,127.0.0.3", ["127.0.0.2 is each machine itself"]),
     ],
@@ -193,9 +196,28 @@ def test_a_variable_of_the_users_travels_by_its_name() -> None:
 
 
 def test_a_folder_below_the_home_there() -> None:
-    for folder, words in (("~", "cd . "), ("~/a b", "cd 'a b' "), ("a", "cd a ")):
+    for folder, words in (("~", "cd ~ "), ("~/a b", "cd ~/'a b' "), ("a", "cd a ")):
         script = shlex.split(Ssh(("ssh",), folder, "python").python_command("b", ["python"])[-1])
         assert script[3].startswith(words)
+
+
+def test_a_python_below_the_home_there(tmp_path: Path) -> None:
+    python = tmp_path / "my env" / "python"
+    python.parent.mkdir()
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    ssh = Ssh(("ssh",), "~/my env", "~/my env/python")
+    show = ["-c", "import os, sys; print(os.getcwd(), sys.argv[1])", "~/as it is"]
+    argv = far_end.command([ssh.python, *show], ssh.python)
+    script = ssh.python_command("b", argv)[-1]
+    home = os.environ | {"HOME": str(tmp_path)}
+    words, pipe = ["sh", "-c", script], subprocess.PIPE
+    with subprocess.Popen(words, env=home, text=True, stdin=pipe, stdout=pipe) as there:
+        assert there.stdin is not None
+        assert there.stdout is not None
+        there.stdin.write(far_end.tell(home))
+        there.stdin.flush()
+        assert there.stdout.read() == f"{python.parent} ~/as it is\n"
 
 
 def test_a_command_that_is_too_long() -> None:

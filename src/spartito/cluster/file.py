@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from spartito.cluster.interfaces import is_here
 from spartito.cluster.listed import ENV_TASK, check_addresses, named_task, spec_of
-from spartito.cluster.spec import REPLICA_ROLES, ROLES, ClusterSpec, Task, split_address
+from spartito.cluster.spec import REPLICA_ROLES, ROLES, ClusterSpec, Task, canonical, split_address
 from spartito.errors import UserError
 from spartito.names import nearest
 
@@ -21,35 +22,32 @@ def speaks(env: Mapping[str, str]) -> bool:
     return bool(env.get(VARIABLE, "").strip())
 
 
-def from_file(env: Mapping[str, str], hosts: Iterable[str] | None = None) -> ClusterSpec | None:
+def from_file(
+    env: Mapping[str, str], is_ours: Callable[[str], bool] | None = None
+) -> ClusterSpec | None:
     """The cluster in the YAML or JSON file that ``SPARTITO_CLUSTER`` names; None if none is.
 
     The file maps roles to addresses: ``worker: [a:29500, b:29500]``. We are the task that
-    ``SPARTITO_TASK`` names, else the only one whose host is one of ``hosts``, by default the
-    names and addresses of this machine.
+    ``SPARTITO_TASK`` names, else the only one whose host ``is_ours``, by default `is_this_machine`.
     """
     if not speaks(env):
         return None
     path = Path(env[VARIABLE].strip())
     cluster = _cluster(_read(path), f"{path}")
-    task = named_task(env) or _by_host(
-        cluster, set(this_machine() if hosts is None else hosts), f"{path}"
-    )
+    task = named_task(env) or _by_host(cluster, is_ours or is_this_machine, f"{path}")
     if task.index >= len(cluster.get(task.type, ())):
         listed = ", ".join(f"{len(tasks)} {role}" for role, tasks in cluster.items())
         raise UserError(f"{ENV_TASK} names {task}, but {path} lists {listed}")
     return spec_of(cluster, task, str(path))
 
 
-def this_machine() -> set[str]:
-    """The names and addresses by which a file may mean this machine."""
-    name = socket.gethostname()
-    names = {name, name.partition(".")[0]}
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except socket.gaierror:
-        return names  # a machine whose name nobody knows still has the name
-    return names | {str(entry[4][0]) for entry in found}
+def is_this_machine(host: str) -> bool:
+    """Whether ``host`` is this machine's own name, or an address that it has, or stands for one.
+
+    The own name alone would not do: on Debian it means 127.0.1.1, and the file says 10.0.0.1.
+    """
+    own = canonical(socket.gethostname())
+    return canonical(host) in {own, own.partition(".")[0]} or is_here(host)
 
 
 def _read(path: Path) -> Any:
@@ -81,17 +79,18 @@ def _cluster(given: Any, source: str) -> dict[str, tuple[str, ...]]:
     return cluster
 
 
-def _by_host(cluster: Mapping[str, tuple[str, ...]], hosts: set[str], source: str) -> Task:
-    known = {host.lower() for host in hosts}
+def _by_host(
+    cluster: Mapping[str, tuple[str, ...]], is_ours: Callable[[str], bool], source: str
+) -> Task:
     found = [
         Task(role, index)
         for role, tasks in cluster.items()
         for index, address in enumerate(tasks)
-        if split_address(address)[0].lower() in known
+        if is_ours(split_address(address)[0])
     ]
     if len(found) == 1:
         return found[0]
-    here = f"this machine ({', '.join(sorted(hosts))})"
+    here = f"this machine ({socket.gethostname()})"
     what = f"{' and '.join(map(str, found))} are on {here}" if found else f"no task is on {here}"
     raise UserError(f"{source}: {what}", f"Say which task this is: {ENV_TASK}='worker 0'")
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from spartito.cluster.ports import is_own
 from spartito.cluster.spec import is_loopback
 
 SIOCGIFADDR = 0x8915
@@ -38,6 +39,20 @@ def interface_of(address: str) -> str:
             if _ipv4(name) == address:
                 return name
     return ""
+
+
+def addresses_of(name: str) -> list[str]:
+    """What this machine takes ``name`` for, as numbers; empty where it does not know it."""
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
+    except (socket.gaierror, UnicodeError):
+        return []
+    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
+
+
+def is_here(host: str) -> bool:
+    """Whether ``host``, a name or a number, belongs to this machine."""
+    return any(map(is_own, addresses_of(host)))
 
 
 def own_address(host: str, port: int, others: Sequence[str] = ()) -> str:

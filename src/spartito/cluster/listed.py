@@ -10,7 +10,9 @@ from spartito.cluster.spec import (
     ROLES,
     ClusterSpec,
     Task,
+    canonical,
     is_loopback,
+    machine_of,
     split_address,
 )
 from spartito.errors import UserError
@@ -66,7 +68,7 @@ def task_of(number: int, cluster: Mapping[str, tuple[str, ...]]) -> Task:
 
 def check_addresses(cluster: Mapping[str, tuple[str, ...]], source: str) -> None:
     """Every address whole, no two equal, and no ``localhost`` that another host would dial."""
-    seen: dict[tuple[str, int], Task] = {}
+    seen: dict[tuple[str, int], tuple[Task, str]] = {}
     own: list[str] = []
     others: list[str] = []
     for role, tasks in cluster.items():
@@ -76,10 +78,11 @@ def check_addresses(cluster: Mapping[str, tuple[str, ...]], source: str) -> None
                 host, port = split_address(address)
             except UserError as error:
                 raise UserError(f"{source}, {task}: {error}") from error
-            twin = seen.setdefault((host.lower(), port), task)
+            twin, told = seen.setdefault((canonical(host), port), (task, address))
             if twin != task:
+                same = address if told == address else f"{told}, which is {address}"
                 raise UserError(
-                    f"{source}: {twin} and {task} have one address, {address}",
+                    f"{source}: {twin} and {task} have one address, {same}",
                     "Give each task a port of its own.",
                 )
             (own if is_loopback(host) else others).append(f"{task} at {address}")
@@ -136,7 +139,4 @@ def named_task(env: Mapping[str, str]) -> Task | None:
 
 
 def _machine(address: str) -> str:
-    if not address:
-        return ""
-    host = split_address(address)[0].lower()
-    return "localhost" if is_loopback(host) else host
+    return machine_of(split_address(address)[0]) if address else ""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from ipaddress import ip_address
 from typing import Self
 
 from spartito.errors import UserError
@@ -77,7 +79,7 @@ class ClusterSpec:
         """Whether tasks run on several hosts, as far as addresses or local ranks tell."""
         addresses = [address for tasks in self.addresses.values() for address in tasks]
         if all(addresses):
-            return len({split_address(address)[0] for address in addresses}) > 1
+            return len({machine_of(split_address(address)[0]) for address in addresses}) > 1
         return self.local_size < self.num_replicas
 
     @property
@@ -176,9 +178,23 @@ def split_address(address: str) -> tuple[str, int]:
     return name, int(port)
 
 
+def canonical(host: str) -> str:
+    """One spelling for each host: ``localhost`` for all that mean 127.0.0.1 or all interfaces."""
+    name = host.lower().removesuffix(".")
+    with suppress(ValueError):
+        name = str(ip_address(name))
+    return "localhost" if name in {"127.0.0.1", "::1", "0.0.0.0", "::"} else name
+
+
+def machine_of(host: str) -> str:
+    """One name for all that mean one machine, as far as ``host`` tells: loopbacks are one."""
+    return "localhost" if is_loopback(host) else canonical(host)
+
+
 def is_loopback(host: str) -> bool:
     """Whether ``host`` means each machine itself, so that no other machine can reach it."""
-    return host.lower() in {"localhost", "::1", "0.0.0.0", "::"} or host.startswith("127.")
+    name = canonical(host)
+    return name == "localhost" or name.startswith("127.")
 
 
 def _is_host(name: str) -> bool:

@@ -77,6 +77,8 @@ def _task(given: Mapping[str, Any], cluster: Mapping[str, tuple[str, ...]]) -> T
         raise UserError(
             f"{VARIABLE}: the task's type {kind!r} is not a role", nearest(str(kind), ROLES)
         )
+    if isinstance(index, str) and index.strip().isascii() and index.strip().isdigit():
+        index = int(index)  # TensorFlow takes it too
     if not isinstance(index, int) or isinstance(index, bool):
         raise _wrong(f"the task's index {json.dumps(index)} is not a whole number")
     listed = cluster.get(kind, ())

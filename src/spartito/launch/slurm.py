@@ -23,7 +23,7 @@ from spartito.launch.slurm_values import (
     check_values,
     time_seconds,
 )
-from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here
+from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here, quoted
 from spartito.names import ENV_PORTS, ENV_RUN_DIR, ENV_SECRET, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 
 ONE_MACHINE = ("central_storage", "mirrored", "one_device")
@@ -303,7 +303,7 @@ def _program(
                 f"--data {data} is for recipes, and {target} is a script",
                 "Give it to the script, by an option of its own after --.",
             )
-        return script.name, (shlex.quote(python), shlex.quote(_named(script)), *own)
+        return script.name, (quoted(python), shlex.quote(_named(script)), *own)
     for word in arguments:
         option = word.partition("=")[0]
         if option in ("--out", "--data"):
@@ -315,7 +315,7 @@ def _program(
     if data is not None:
         folders.append(f"--data={shlex.quote(_named(data))}")
     module = f"spartito.recipes.{target}"
-    return target, (shlex.quote(python), "-m", module, *folders, *own)
+    return target, (quoted(python), "-m", module, *folders, *own)
 
 
 def _named(path: Path) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import sys
 from collections.abc import Sequence
 from difflib import get_close_matches
@@ -13,6 +15,17 @@ from pathlib import Path
 from spartito.errors import UserError
 from spartito.launch.roles import PARAMETER_SERVER, Roles
 from spartito.names import RECIPES, STRATEGIES, nearest
+
+HOME = re.compile(r"~[A-Za-z0-9_.-]*")
+"""Somebody's home, as a shell knows it."""
+
+
+def quoted(path: str) -> str:
+    """``path`` as a word of a POSIX shell, which puts its own home for a ``~`` in front."""
+    home, slash, rest = path.partition("/")
+    if HOME.fullmatch(home):
+        return home + slash + (shlex.quote(rest) if rest else "")
+    return shlex.quote(path)
 
 
 def choose_strategy(strategy: str | None, options: str | None, roles: Roles) -> str:

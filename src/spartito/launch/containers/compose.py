@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from spartito.cluster.listed import address
 from spartito.cluster.spec import Task
 from spartito.cluster.tf_config import VARIABLE
 from spartito.launch.containers.file import SECRET
@@ -223,8 +224,7 @@ def _service(
 def _tf_config(job: Containers, task: Task) -> str:
     cluster: dict[str, list[str]] = {}
     for one in job.roles.tasks:
-        host, port = job.address(one)
-        cluster.setdefault(one.type, []).append(f"{host}:{port}")
+        cluster.setdefault(one.type, []).append(address(*job.address(one)))
     return json.dumps({"cluster": cluster, "task": {"type": task.type, "index": task.index}})
 
 

@@ -9,10 +9,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from spartito.cluster import nodelist
 from spartito.cluster.endpoints import parse_range
-from spartito.cluster.spec import Task, is_loopback
+from spartito.cluster.spec import Task, canonical, is_loopback
 from spartito.device import available_cores
 from spartito.errors import UserError
+from spartito.launch.hosts.names import is_name
 from spartito.launch.roles import Roles
 from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here
 
@@ -28,7 +30,6 @@ CONTAINER_USER = "1000:1000"
 
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
-HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]*[A-Za-z0-9])?")
 MEMORY = re.compile(r"(\d+(?:\.\d+)?)\s*([bkmgt]?)(?:i?b)?", re.IGNORECASE)
 
 
@@ -291,9 +292,9 @@ def _machines(text: str | None, roles: Roles) -> tuple[str, ...]:
     """The machines' names of a list with commas."""
     if text is None:
         return ()
-    names = tuple(part.strip() for part in text.split(","))
+    names = nodelist.expand(text)
     for name in names:
-        if not HOST_NAME.fullmatch(name):
+        if not is_name(name):
             raise UserError(
                 f"--hosts {text}: {name!r} is no name of a machine", "Write a,b,c, without ports."
             )
@@ -302,7 +303,7 @@ def _machines(text: str | None, roles: Roles) -> tuple[str, ...]:
                 f"--hosts {text}: {name} is each machine itself",
                 "Give the name or address by which the other machines reach it.",
             )
-    if len({name.lower() for name in names}) < len(names):
+    if len(set(map(canonical, names))) < len(names):
         raise UserError(f"--hosts {text} names a machine twice", "Name each machine once.")
     if len(names) > len(roles.tasks) or len(names) > max(roles.workers, roles.ps):
         raise UserError(

@@ -11,7 +11,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from spartito.cluster.spec import EVALUATOR, split_address
+from spartito.cluster.spec import EVALUATOR, canonical, split_address
 from spartito.launch.doctor.messages import (
     End,
     Facts,
@@ -204,8 +204,7 @@ class Leader:
             {name: address for name, address in cluster.items() if not name.startswith(EVALUATOR)}
             for cluster in (self.addresses, addresses_of(join.facts.cluster))
         )
-        if known != theirs:
-            difference = _difference(known, theirs)
+        if difference := _difference(known, theirs):
             return f"{task} came with another cluster than {self.facts.task}: {difference}"
         return ""
 
@@ -314,8 +313,15 @@ def _invited(target: Target, end: float) -> tuple[Join, Talk]:
 
 
 def _difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
+    """Where a task has two addresses, "" where all are the same, however they are written."""
     for task in [*ours, *theirs]:
         here, there = ours.get(task), theirs.get(task)
-        if here != there:
+        if _place(here) != _place(there):
             return f"{task} at {there or 'no address'}, not at {here or 'no address'}"
-    return "the same"
+    return ""
+
+
+def _place(address: str | None) -> tuple[str, int] | None:
+    """The host in its one spelling, and the port; None for a task that is not in the cluster."""
+    host, port = split_address(address) if address else ("", 0)
+    return None if address is None else (canonical(host), port)

@@ -7,7 +7,7 @@ from statistics import median
 
 import msgspec
 
-from spartito.cluster.spec import REPLICA_ROLES, ROLES, is_loopback, split_address
+from spartito.cluster.spec import REPLICA_ROLES, ROLES, machine_of, split_address
 from spartito.collectives.placement import calls
 from spartito.launch.doctor.messages import OK, Facts, Knocked, Speed
 
@@ -51,10 +51,8 @@ class Report(msgspec.Struct, frozen=True):
     @property
     def hosts(self) -> set[str]:
         """The hosts that the addresses name; all loopback names are one."""
-        names = (
-            split_address(address)[0].lower() for address in self.addresses.values() if address
-        )
-        return {"localhost" if is_loopback(name) else name for name in names}
+        hosts = (split_address(address)[0] for address in self.addresses.values() if address)
+        return {machine_of(host) for host in hosts}
 
     @property
     def slow(self) -> set[tuple[str, str]]:

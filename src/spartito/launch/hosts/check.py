@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from importlib.metadata import version
 
-from spartito.cluster.spec import is_loopback
+from spartito.cluster.interfaces import is_here
+from spartito.cluster.spec import canonical, is_loopback
 from spartito.errors import UserError
 from spartito.launch.hosts.far_facts import Facts, Question, ask, facts, parse
-from spartito.launch.hosts.names import Host, check_names, check_reachable, is_here, parse_hosts
+from spartito.launch.hosts.names import Host, check_names, check_reachable, parse_hosts
 from spartito.launch.hosts.ssh import Ssh, address_of, ask_all, refusal
 
 
@@ -22,7 +23,7 @@ def find_hosts(text: str, ssh: Ssh) -> tuple[Host, ...]:
         # Another user, or an own name for a port of localhost (a virtual machine), means ssh.
         meant = "@" not in name and (where == name or not is_loopback(where))
         hosts.append(Host(name, where, here=meant and is_here(where)))
-        twin = next(host for host in hosts if host.address.lower() == where.lower())
+        twin = next(host for host in hosts if canonical(host.address) == canonical(where))
         if twin.name != name:
             raise UserError(
                 f"--hosts {text}: {twin.name} and {name} are both {where}",

@@ -56,7 +56,7 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
     guard, before = Guard(), memory_kills()
     try:
         task = subprocess.Popen(
-            list(argv),
+            [os.path.expanduser(argv[0]), *argv[1:]],
             env={**env, **guard.mark},
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 
+from spartito.cluster.interfaces import addresses_of
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
-from spartito.launch.hosts.names import addresses_of
 from spartito.launch.target import check_program
 
 MARK = "spartito-facts "

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import re
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from ipaddress import ip_address
 
 from spartito.cluster import nodelist
-from spartito.cluster.ports import is_own
-from spartito.cluster.spec import is_loopback
+from spartito.cluster.spec import canonical, is_loopback
 from spartito.errors import UserError
 
 NAME = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]*[A-Za-z0-9_])?")
@@ -36,15 +34,15 @@ def parse_hosts(text: str) -> tuple[str, ...]:
     seen: set[str] = set()
     for name in names:
         user, at, bare = name.rpartition("@")
-        if not _is_name(bare) or (at and not USER.fullmatch(user)):
+        if not is_name(bare) or (at and not USER.fullmatch(user)):
             raise UserError(
                 f"--hosts {text}: {name!r} is no name of a machine",
                 "Write a,b,c or me@a,me@b; ports and keys belong to ssh's own config.",
             )
         check_reachable(text, bare, len(names))
-        if bare.lower() in seen:
+        if canonical(bare) in seen:
             raise UserError(f"--hosts {text} names {bare} twice", "Name each machine once.")
-        seen.add(bare.lower())
+        seen.add(canonical(bare))
     return names
 
 
@@ -55,20 +53,6 @@ def check_reachable(text: str, address: str, count: int) -> None:
             f"--hosts {text}: {address} is each machine itself",
             "Give the name or address by which the other machines reach it.",
         )
-
-
-def is_here(address: str) -> bool:
-    """Whether ``address``, a name or a number, belongs to this machine."""
-    return any(map(is_own, addresses_of(address)))
-
-
-def addresses_of(name: str) -> list[str]:
-    """What this machine takes ``name`` for, as numbers; empty where it does not know it."""
-    try:
-        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
-    except (socket.gaierror, UnicodeError):
-        return []
-    return list(dict.fromkeys(str(entry[4][0]) for entry in found))
 
 
 def check_names(hosts: Sequence[Host], knows: Sequence[dict[str, list[str]]]) -> None:
@@ -94,7 +78,8 @@ def check_names(hosts: Sequence[Host], knows: Sequence[dict[str, list[str]]]) ->
                 )
 
 
-def _is_name(text: str) -> bool:
+def is_name(text: str) -> bool:
+    """Whether ``text`` can be a machine: a name, or an address of IPv4 or IPv6."""
     try:
         ip_address(text)
     except ValueError:

@@ -13,6 +13,7 @@ from typing import IO
 
 from spartito.errors import UserError
 from spartito.launch.guard import die_with_parent
+from spartito.launch.target import quoted
 
 OPTIONS = (
     *("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3"),
@@ -76,11 +77,11 @@ class Ssh:
 
         Raises `UserError` where they are too long for one command.
         """
-        python = shlex.quote(argv[0])
+        python = quoted(argv[0])
         lines = (
-            f"cd {shlex.quote(_from_home(self.folder))} 2>/dev/null || exit {NO_FOLDER}",
+            f"cd {quoted(self.folder)} 2>/dev/null || exit {NO_FOLDER}",
             f"command -v {python} >/dev/null || exit {NO_PYTHON}",
-            f"exec {shlex.join(argv)}",
+            f"exec {python} {shlex.join(argv[1:])}",
         )
         words = self.command(host, "; ".join(lines))
         if (size := len(words[-1].encode())) > MOST:
@@ -187,10 +188,3 @@ def _answer(
         file.seek(0)
         printed.append(file.read().decode(errors="replace"))
     return Answer(code, *printed)
-
-
-def _from_home(folder: str) -> str:
-    """``folder`` for ``cd``, which begins at home where ssh begins."""
-    if folder == "~":
-        return "."
-    return folder.removeprefix("~/") if folder.startswith("~/") else folder
