@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from spartito.collectives.versions import Versions
-from spartito.errors import SpartitoError, UserError
+from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.ps.coordinator import Coordinator
 from spartito.ps.lease import Lease, WorkRange
 from spartito.ps.link import LocalLink, WorkerLink
@@ -29,6 +29,7 @@ from spartito.ps.work import (
     Totals,
     ToWorker,
 )
+from spartito.strategies.leases import NO_EPOCH
 from tests.callers import call
 from tests.ps import coordination as co
 
@@ -122,6 +123,31 @@ def test_a_group_that_was_granted_before_the_stop_is_done_by_all() -> None:
             assert source.take(0, 0, co.report(lease)) == Complete(0, stop=True)
         assert coordinator.held(0) == []
         local.close()
+        link.close()
+
+
+def test_a_worker_that_leaves_a_lease_in_the_middle_stays() -> None:
+    with co.serving(1) as (coordinator, port):
+        link = co.link(port, 0)
+        coordinator.open(0, co.plan(slices=1))
+        first = link.take(0, 0, None)
+        assert isinstance(first, Lease)
+        given_up = co.report(first, abandoned=True)
+        assert link.take(0, NO_EPOCH, given_up, wait=False) == Complete(NO_EPOCH)
+        assert co.work(link, 1)
+        assert co.wait(coordinator, 0, 0).sums == co.whole(slices=1)
+        link.close()
+
+
+def test_an_exception_of_a_worker_is_the_chiefs_next_answer() -> None:
+    with co.serving(2) as (coordinator, port):
+        link = co.link(port, 1)
+        coordinator.open(0, co.plan())
+        link.fail("ValueError: no\x1b[31m such class" + "!" * 5000)
+        why = r"^worker 1 failed: ValueError: no\?\[31m such"
+        with pytest.raises(TaskLostError, match=why) as told:
+            co.wait(coordinator, 0, 0)
+        assert len(str(told.value)) < 1000
         link.close()
 
 

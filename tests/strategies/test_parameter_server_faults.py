@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -377,6 +378,9 @@ def test_more_servers_than_parameters_is_refused_by_all(tmp_path: Path) -> None:
         names = list(found.members)
         assert found.ends(*names) == [2] * len(names)
         assert found.said("worker 0", "5 parameter servers for parameters that fill 4")
+        assert found.said(
+            "worker 0", r"at most 4 with --ps, .*min_shard_bytes=N\), .* than 1048576"
+        )
 
 
 def test_gradients_that_are_no_numbers_are_dropped_and_named(tmp_path: Path) -> None:
@@ -405,6 +409,67 @@ def test_too_many_of_them_end_the_job(tmp_path: Path) -> None:
         assert found.said("worker 0", why)
         assert found.ends("ps 0") == [0]
         assert found.ends("worker 1") != [0]
+
+
+def test_an_exception_of_a_worker_ends_the_job_and_is_told_at_the_chief(tmp_path: Path) -> None:
+    asked = Asked(fails="worker 1", epochs=1000)
+    with job(tmp_path, asked, worker=3, ps=1) as found:
+        assert found.ends("worker 1") == [1], found.text
+        assert found.ends("worker 0") == [LOST], found.text
+        assert found.said("worker 0", "error: worker 1 failed: ValueError: no such class in these")
+        assert found.ends("ps 0") == [0], found.text
+
+
+OWN_LOOP = """
+import torch
+import spartito as sp
+strategy = sp.strategy()
+net = torch.nn.Linear(4, 3)
+def train():
+    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    data = sp.data.arrays(torch.randn(64, 4), torch.arange(64) % 3).batch(8)
+    batches = strategy.distribute(data)
+    for _ in range(10_000):
+        for batch in batches:
+            losses = torch.nn.functional.cross_entropy(model(batch.x), batch.y, reduction="none")
+            strategy.backward(losses, batch)
+            strategy.update(optimizer)
+            if str(strategy.task) == "worker 1":
+                raise ValueError("no such class")
+if strategy.task.type == "ps":
+    try:
+        train()
+    except:
+        pass
+    print("runs on", flush=True)
+else:
+    train()
+"""
+
+
+def test_a_loop_of_ones_own_that_raises_is_told_and_a_server_never_runs_on(tmp_path: Path) -> None:
+    with commands_in(tmp_path) as commands:
+        script = commands.write("train.py", OWN_LOOP)
+        cluster = {"worker": addresses(2), "ps": addresses(1)}
+        tasks = [("worker", 0), ("worker", 1), ("ps", 0)]
+        programs = [
+            commands.start(sys.executable, script, env=tf_config(cluster, *task)) for task in tasks
+        ]
+        chief, worker, server = [program.end() for program in programs]
+        assert (chief.code, worker.code, server.code) == (LOST, 1, 0), chief.text
+        assert "error: worker 1 failed: ValueError: no such class" in chief.err
+        assert "runs on" not in server.text
+
+
+def test_a_server_without_a_chief_ends_whatever_its_script_catches(tmp_path: Path) -> None:
+    with commands_in(tmp_path) as commands:
+        script = commands.write("train.py", OWN_LOOP)
+        cluster = {"worker": addresses(2), "ps": addresses(1)}
+        env = {**tf_config(cluster, "ps", 0), "SPARTITO_TIMEOUT": "1"}
+        ended = commands.python(script, env=env)
+        assert ended.code == LOST, ended.text
+        assert "error: worker 0 " in ended.err
+        assert "runs on" not in ended.text
 
 
 def test_a_worker_that_comes_after_the_end_is_told_so(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from spartito.errors import SpartitoError, UserError
 from spartito.log import note, shown, warn
 from spartito.ps.board import Board
 from spartito.ps.lease import Lease, Plan, WorkQueue, WorkRange
-from spartito.ps.members import Member, absence, absent
+from spartito.ps.members import Member, absence, absent, raised
 from spartito.ps.work import Complete, Pause, Report, Totals, Work
 
 LOOK_SECONDS = 0.25
@@ -82,9 +82,7 @@ class Coordinator:
     # Workers
 
     def enter(self, worker: int, local: bool = False) -> int:
-        """``worker`` has come; answers its session. It takes the place of one there before.
-
-        Sessions grow: that of a later process in a place is larger.
+        """``worker`` has come; returns its session, larger than that of one there before.
 
         A ``local`` one lives as long as the coordinator. Raises `UserError` if the job has
         ended or has no such worker.
@@ -214,6 +212,10 @@ class Coordinator:
         with self._changed:
             self._failure = self._failure or error
             self._changed.notify_all()
+
+    def failed(self, worker: int, what: str) -> None:
+        """A worker's script raised: the chief's next call says so."""
+        self.fail(raised(self._members[worker], what))
 
     def check(self, began: float | None = None) -> None:
         """Raise what went wrong; `TaskLostError` if a wait since ``began`` leads nowhere."""

@@ -166,7 +166,13 @@ def cut(layout: Layout, servers: int, min_bytes: int, whole: bool) -> tuple[Span
         raise UserError(
             f"{servers} parameter servers for parameters that fill {len(latest)} "
             + ("(no tensor is cut)" if whole else f"(at least {min_bytes:,} bytes of a tensor)"),
-            f"Start at most {len(latest)} with --ps, or let the partitioner cut finer.",
+            f"Start at most {len(latest)} with --ps"
+            + (
+                ": this optimizer works on whole tensors."
+                if whole
+                else f", or have tensors cut finer: ParameterServerStrategy(min_shard_bytes=N), "
+                f"where N is less than {min_bytes}."
+            ),
         )
     points = [0]
     for server in range(1, servers):

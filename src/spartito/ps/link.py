@@ -21,6 +21,7 @@ from spartito.ps.work import (
     Ask,
     Beat,
     Bye,
+    Failed,
     Hello,
     Pause,
     Refused,
@@ -34,6 +35,9 @@ from spartito.ps.work import (
 )
 
 Reply = TypeVar("Reply")
+
+MAX_TOLD = 500
+"""Characters of an exception that the chief hears of."""
 
 
 class LocalLink(WorkSource):
@@ -68,6 +72,9 @@ class LocalLink(WorkSource):
         if value is None:
             raise TaskLostError(f"the chief published nothing under {key}")
         return value
+
+    def fail(self, what: str) -> None:
+        """Nothing: the chief's own exception ends it."""
 
     def close(self) -> None:
         self._coordinator.leave(self._worker, self._session, lost=False)
@@ -136,6 +143,10 @@ class WorkerLink(WorkSource):
             answer, payload = self._ask(Ask(key), Value)
             if answer.found:
                 return payload
+
+    def fail(self, what: str) -> None:
+        with contextlib.suppress(Gone, TimeoutError), self._pen:  # the chief may be gone first
+            self._wire.send(Failed(what[:MAX_TOLD]))
 
     def close(self) -> None:
         if self._closed.is_set():

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spartito.errors import TaskLostError
+from spartito.log import shown
 
 
 @dataclass(slots=True)
@@ -39,4 +40,13 @@ def absence(members: Sequence[Member], all_expected: bool, seconds: float) -> Ta
         if missing
         else f"no worker has finished anything for {seconds:g} s",
         "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
+    )
+
+
+def raised(member: Member, what: str) -> TaskLostError:
+    """The error of a job one of whose workers raised the exception ``what``."""
+    return TaskLostError(
+        f"{member.name} failed: {shown(what, 500)}",
+        "Look at its last lines. A worker that is killed can be replaced, but one that raises "
+        "an exception would do so again.",
     )

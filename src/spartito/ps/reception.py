@@ -17,6 +17,7 @@ from spartito.ps.work import (
     Ask,
     Beat,
     Bye,
+    Failed,
     Hello,
     Refused,
     Take,
@@ -124,6 +125,8 @@ class Reception:
                     if value is None and self._coordinator.ended:
                         raise UserError("the job has ended", "Start a new one.")
                     wire.send(Value(value is not None), value or b"")
+                case Failed(what):
+                    self._coordinator.failed(worker, what)
                 case Bye():
                     return True
                 case Beat():

@@ -37,7 +37,7 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
     """All of ``epoch`` is done; with ``stop`` no more work comes in this stream at all."""
 
-    epoch: Count
+    epoch: Place  # -1: none
     stop: bool = False
 
 
@@ -66,6 +66,10 @@ class WorkSource(Protocol):
 
     def published(self, key: int) -> bytes:
         """What the chief publishes under ``key``, once it does."""
+        ...
+
+    def fail(self, what: str) -> None:
+        """Tell the chief of an exception of this worker's script, which ends the job."""
         ...
 
     def close(self) -> None:
@@ -98,7 +102,7 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
     """As `WorkSource.take`; answered with `Answer` in about a second at the latest."""
 
     stream: Count
-    epoch: Count
+    epoch: Place  # -1: none
     report: Report | None
     wait: bool
 
@@ -107,6 +111,12 @@ class Ask(msgspec.Struct, frozen=True, tag="ask"):
     """As `WorkSource.published`; answered with `Value` in about a second at the latest."""
 
     key: Count
+
+
+class Failed(msgspec.Struct, frozen=True, tag="failed"):
+    """The worker's script raised an exception: the job cannot go on. Not answered."""
+
+    what: Text
 
 
 class Bye(msgspec.Struct, frozen=True, tag="bye"):
@@ -140,5 +150,5 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     do: Text = ""
 
 
-ToCoordinator = Hello | Beat | Take | Ask | Bye
+ToCoordinator = Hello | Beat | Take | Ask | Failed | Bye
 ToWorker = Welcome | Answer | Value | Refused

@@ -270,6 +270,9 @@ class Strategy(ABC):
     def share_rates(self, optimizer: Optimizer) -> None:
         """Give all tasks the learning rates that the chief has chosen by its evaluation."""
 
+    def failed(self, error: BaseException | None) -> None:  # noqa: B027 - most notice it anyway
+        """``error``, if any, ends a training on this task: tell others that would not notice."""
+
     def follow(self, schedule: LRScheduler | None) -> None:  # noqa: B027 - few have to
         """``schedule`` steps once per global step; None: nobody knows the options to come.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -17,7 +18,7 @@ from spartito.data.loader import IndexedFeed, Loader, make_feed, used_up
 from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
 from spartito.data.source import PerWorker, Source
-from spartito.errors import UserError
+from spartito.errors import SpartitoError, UserError
 from spartito.ps.chief import Chief
 from spartito.ps.lease import Lease, Plan
 from spartito.ps.work import Complete, Pause, Report, WorkSource
@@ -213,7 +214,8 @@ class Leased(Distributed):
                     finally:
                         self._partial = _since(sums(), before)
                         given_up = Report(answer.id, [], abandoned=True)
-                        work.take(stream, NO_EPOCH, given_up, wait=False)
+                        with suppress(SpartitoError):  # the first cause is what is told
+                            work.take(stream, NO_EPOCH, given_up, wait=False)
                     raise
                 finally:
                     pusher.place = None

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import dataclasses
 import json
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -38,9 +37,9 @@ from spartito.ps.shard import set_options, settings
 from spartito.ps.timetable import Planner, Row
 from spartito.ps.work import WorkSource
 from spartito.strategies.base import Distributed, StepResult
+from spartito.strategies.ending import serve_and_end, told, uncaught
 from spartito.strategies.leases import Leased
 from spartito.strategies.pusher import Pusher
-from spartito.strategies.record import write_record
 from spartito.strategies.replica import Pair, ReplicaStrategy
 from spartito.strategies.sharing import Placed
 
@@ -216,7 +215,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         return super().step(batch, loss)
 
     def flush(self) -> StepResult | None:
-        return self._progress(None, 0.0, 0.0)  # all is pushed: what the others did comes in
+        return self._progress(None, 0.0, 0.0)  # all is pushed: what others did comes in
 
     def backward(self, losses: Any, batch: Batch) -> None:
         self._in_job().repeats = False
@@ -267,6 +266,10 @@ class ParameterServerStrategy(ReplicaStrategy):
     def share_rates(self, optimizer: Optimizer) -> None:
         self.tell()
 
+    def failed(self, error: BaseException | None) -> None:
+        if self.pusher and self.work and (what := told(error)):
+            self.work.fail(what)
+
     def follow(self, schedule: LRScheduler | None) -> None:
         if self._planner is not None:
             self._planner.schedule = schedule
@@ -298,6 +301,7 @@ class ParameterServerStrategy(ReplicaStrategy):
     def close(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""
         enter(None)
+        self.failed(uncaught())
         atexit.unregister(self.close)
         pusher, work, chief = self.pusher, self.work, self.chief
         self.pusher = self.work = self.chief = None
@@ -363,8 +367,7 @@ class ParameterServerStrategy(ReplicaStrategy):
     def _progress(self, output: Any, loss: float, weight: float) -> StepResult:
         """How far the whole training has come since the last result."""
         seen, slices = self._seen, self._rules.workers
-        # A server that was started again counts some work a second time: nobody else does.
-        far = self._seen = furthest(seen, self._far())
+        far = self._seen = furthest(seen, self._far())  # a restarted server counts again
         return StepResult(
             output,
             examples=max(0, far.examples - seen.examples),
@@ -408,10 +411,7 @@ class ParameterServerStrategy(ReplicaStrategy):
             self.cluster, self._rules, self._options, plain(pair.model), pair.optimizer
         )
         if self.task.type == "ps":
-            record = job.serve()
-            if self.record_to is not None:
-                write_record(self.record_to, self.task, record)
-            sys.exit(0)
+            serve_and_end(job, self.record_to)
         self.chief = job.begin() if self.is_chief else None
         self._planner = Planner(pair.optimizer) if self.is_chief else None
         self.work, name = job.work(self.chief)

@@ -202,6 +202,7 @@ class Trainer:
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_train_error(error)
+            self.strategy.failed(error)
             raise
         if self.run_dir is not None:
             write_record(self.run_dir, self.strategy.task, loop.record())

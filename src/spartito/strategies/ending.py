@@ -1,0 +1,57 @@
+"""How a task of a job with parameter servers ends, whatever its script does about it."""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import NoReturn
+
+from spartito.errors import SpartitoError, TaskLostError, show
+from spartito.ps.job import Job
+from spartito.strategies.record import write_record
+
+
+def serve_and_end(job: Job, record_to: Path | None) -> NoReturn:
+    """Be a server, record what it did, and end the process.
+
+    No script goes on as a server without a trainer, not even one that catches `SystemExit` with
+    all else. In a child of `multiprocessing` it is raised: there other code surrounds the script.
+    """
+    if multiprocessing.parent_process() is not None:
+        _serve(job, record_to)
+        sys.exit(0)
+    code = 0
+    try:
+        _serve(job, record_to)
+    except SpartitoError as error:
+        code = show(error)
+    except Exception:
+        traceback.print_exc()
+        code = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _serve(job: Job, record_to: Path | None) -> None:
+    record = job.serve()
+    if record_to is not None:
+        write_record(record_to, job.cluster.task, record)
+
+
+def uncaught() -> BaseException | None:
+    """The exception that ends this process, when it is at its end; None in a notebook."""
+    found: BaseException | None = getattr(sys, "last_value", None)
+    return None if hasattr(sys, "ps1") else found
+
+
+def told(error: BaseException | None) -> str:
+    """What the chief should hear of an exception: nothing of a lost task or an interrupt."""
+    ends = isinstance(error, SystemExit) and error.code not in (None, 0)
+    fails = isinstance(error, Exception) and not isinstance(error, TaskLostError)
+    return f"{type(error).__name__}: {' '.join(str(error).split())}" if ends or fails else ""
