@@ -26,6 +26,7 @@ from torch import nn
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.handshake import prove
+from spartito.collectives.shared_memory import host_key
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
 from spartito.log import Seldom
@@ -560,3 +561,13 @@ def test_an_optimizer_that_fails_ends_the_server_and_is_told(tmp_path: Path) -> 
     assert isinstance(answer, Refused)
     assert "the optimizer is broken" in answer.why
     assert [str(error) for error in raised] == ["the optimizer is broken"]
+
+
+def test_a_worker_that_dies_while_it_is_let_in(live: Live, steps: None) -> None:
+    wire = live.stranger()
+    wire.send(replace(live.hello, host=host_key()))
+    welcome = wire.receive()
+    assert isinstance(welcome, Welcome)
+    with socket.socket(socket.AF_UNIX) as local:
+        local.connect(welcome.socket)
+    wire.close()

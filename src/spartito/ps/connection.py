@@ -101,6 +101,7 @@ class Connection:
         try:
             hello = self._greet()
             if hello is not None:
+                self._welcome(hello)
                 self._serve()
         except ProtocolError as error:
             name, who, why = self._server.name, _who(hello), shown(str(error))
@@ -133,7 +134,7 @@ class Connection:
             self._wire.send(Refused(why, advice, isinstance(error, TaskLostError)))
 
     def _greet(self) -> Hello | None:
-        """Let a task in, with shared memory where it is on this machine."""
+        """Who comes, once it is let in; None if it was refused."""
         hello = self._wire.receive()
         if not isinstance(hello, Hello):
             raise ProtocolError(f"hello was expected, {type(hello).__name__.lower()} came")
@@ -155,6 +156,10 @@ class Connection:
             with self._store.turn:
                 self._store.meet(self._worker, self._generation, GREETING_SECONDS)
         self._server.came(self, hello.chief)
+        return hello
+
+    def _welcome(self, hello: Hello) -> None:
+        """Go on with shared memory where the task is on this machine."""
         same_host = bool(hello.host) and hello.host == host_key()
         if self._server.shares and same_host:
             self._share()
@@ -164,7 +169,6 @@ class Connection:
         self._wire.set_timeouts(send=self._server.timeout, receive=None)
         self._wire.header_limit = LONG_HEADER
         self._wire.limit = room_for_state(self._span) if hello.chief else self._codec.size
-        return hello
 
     def _fits(self, hello: Hello) -> bool:
         """Whether the task runs what we run; else it is refused."""
@@ -191,9 +195,7 @@ class Connection:
                     Welcome(self._store.ready, self._server.life, str(segment.path), str(path))
                 )
                 sock, _ = local.accept()
-            challenge(sock, self._server.key, LOCAL, time.monotonic() + GREETING_SECONDS)
-        except StrangerError as error:
-            raise ProtocolError(str(error)) from error
+            self._challenge(sock)
         finally:
             segment.path.unlink(missing_ok=True)
             path.unlink(missing_ok=True)
@@ -202,6 +204,18 @@ class Connection:
         self._inbox = segment.tensor(push_at, self._span.size, torch.uint8)
         self._outbox = segment.tensor(pull_at, self._span.size, torch.uint8)
         self._shared = True
+
+    def _challenge(self, sock: socket.socket) -> None:
+        """Have the task prove once more who it is; `Gone` if it leaves instead."""
+        try:
+            challenge(sock, self._server.key, LOCAL, time.monotonic() + GREETING_SECONDS)
+        except BaseException as error:
+            sock.close()
+            if isinstance(error, StrangerError):
+                raise ProtocolError(str(error)) from error
+            if isinstance(error, OSError):
+                raise Gone(*error.args) from error
+            raise
 
     def _serve(self) -> None:
         inbox, outbox, store = self._inbox, self._outbox, self._store
