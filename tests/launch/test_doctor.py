@@ -19,6 +19,7 @@ import pytest
 from spartito.cluster.spec import split_address
 from spartito.launch.doctor.messages import OK, Target
 from spartito.launch.doctor.probe import knock
+from tests.callers import hung_up
 from tests.commands import (
     SPARTITO,
     Commands,
@@ -225,9 +226,9 @@ from spartito.cluster import resolve
 from spartito.cluster.spec import split_address
 from spartito.launch.doctor.facts import collect
 from spartito.launch.doctor.messages import Join
-from spartito.launch.doctor.talk import call
+from spartito.launch.doctor.talk import meet
 end = time.monotonic() + 300
-talk = call(*split_address(sys.argv[1]), end)
+talk = meet(*split_address(sys.argv[1]), end, b"")
 talk.say(Join(collect(resolve(), os.environ, 1.0), 1), end)
 time.sleep(300)
 """
@@ -265,7 +266,7 @@ def test_a_stranger_that_talks_garbage_is_hung_up_on_and_told(commands: Commands
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\n", b"[" * 5000 + b"\n"):
         with socket.create_connection(split_address(own[0]), 30.0) as connection:
             connection.sendall(garbage)
-            assert connection.recv(100) == b""
+            assert hung_up(connection) == b""
     other = start(commands, own, 1)
     found = report(first.end())
     assert found["strangers"] == ["127.0.0.1"] * 3

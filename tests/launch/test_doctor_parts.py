@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -25,7 +26,8 @@ from spartito.launch.doctor.network import (
 )
 from spartito.launch.doctor.probe import at_once, knock, measure
 from spartito.launch.doctor.station import Station, open_station
-from spartito.launch.doctor.talk import LONGEST_LINE, ClosedError, GarbageError, Talk
+from spartito.launch.doctor.talk import LONGEST_LINE, ClosedError, GarbageError, Talk, meet
+from tests.callers import hung_up
 
 LOOPBACK = "127.0.0.1"
 MIB = 1 << 20
@@ -174,12 +176,25 @@ def test_a_way_to_nobody_has_no_figures(station: Station) -> None:
 
 
 def test_more_bytes_than_a_doctor_sends_are_refused(station: Station) -> None:
-    with socket.create_connection((LOOPBACK, station.port), 30.0) as connection:
-        talk = Talk(connection)
+    with meet(LOOPBACK, station.port, soon(), b"") as talk:
         talk.say(Push(1 << 40), soon())
         with pytest.raises(ClosedError):
             talk.hear(Pong, soon())
-    assert station.strangers == [LOOPBACK]
+
+
+def test_who_does_not_know_the_secret_is_told_nothing() -> None:
+    endpoint, key = Endpoint("worker 1", LOOPBACK, (DRAWN,)), b"known to the tasks alone"
+    station, _ = open_station(endpoint, soon(), key=key)
+    target = Target("worker 1", LOOPBACK, station.port)
+    try:
+        assert knock("me", target, soon(), key).how == OK
+        assert knock("me", target, soon()).how == "outsider"
+        with socket.create_connection((LOOPBACK, station.port), 30.0) as connection:
+            connection.sendall(msgspec.json.encode(Ping()) + b"\n")
+            assert hung_up(connection) == b""
+        assert station.strangers == [LOOPBACK] * 2
+    finally:
+        station.close()
 
 
 def test_work_that_does_not_end_is_given_up() -> None:

@@ -25,7 +25,8 @@ class Door:
     Each has a thread of its own, in which ``enter`` is called with the connected, blocking
     socket, which is its own from then on. Before that a caller takes one descriptor and one
     thread, for `GREETING_SECONDS` at most. When too many are unknown the oldest is sent away: a
-    task is known after two round trips. ``name`` is what this task is called in warnings.
+    task is known after two round trips. ``name`` is what this task is called in warnings; ``told``
+    gets the address of a stranger and what is wrong with it, instead of a warning.
     """
 
     def __init__(
@@ -36,8 +37,10 @@ class Door:
         key: bytes,
         purpose: str,
         name: str,
+        told: Callable[[str, str], None] | None = None,
     ) -> None:
         self._listener, self._enter, self._name = listener, enter, name
+        self._told = told or self._warn
         self._key, self._purpose = key, purpose
         self._most = min(MOST_UNKNOWN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._unknown: dict[socket.socket, str] = {}  # in the order of their coming
@@ -94,7 +97,7 @@ class Door:
             end = time.monotonic() + GREETING_SECONDS
             challenge(caller, self._key, self._purpose, end)
         except StrangerError as error:
-            self._seldom.warn("%s sent %s away: %s", self._name, shown(address), error)
+            self._told(shown(address), str(error))
         except OSError:
             pass  # it left, or said nothing: a port scan, a health check
         else:
@@ -103,6 +106,9 @@ class Door:
                 return
         self._forget(caller)
         caller.close()
+
+    def _warn(self, address: str, why: str) -> None:
+        self._seldom.warn("%s sent %s away: %s", self._name, address, why)
 
     def _forget(self, caller: socket.socket) -> bool:
         """The caller is unknown no more; False if it was sent away meanwhile."""

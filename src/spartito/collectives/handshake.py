@@ -35,6 +35,14 @@ class StrangerError(SpartitoError):
     """A caller does not know the job's secret, or is no task of Spartito."""
 
 
+class OtherProgramError(UserError):
+    """What listens there is no task of Spartito."""
+
+
+class SecretError(UserError):
+    """The task that listens there does not know our secret."""
+
+
 def reach(
     host: str, port: int, name: str, limit: float, *, key: bytes, purpose: str
 ) -> socket.socket:
@@ -70,13 +78,14 @@ def prove(connection: socket.socket, name: str, key: bytes, purpose: str, end: f
     """As the caller: the handshake with ``name``, until ``end`` of `time.monotonic`.
 
     The socket is a blocking one afterwards. Raises `OSError` if the other end hangs up or is
-    silent, and `UserError` if it is no task of Spartito, or does not know the secret.
+    silent, `OtherProgramError` if it is no task of Spartito, and `SecretError` if it does not know
+    the secret.
     """
     own = secrets.token_bytes(NONCE)
     _send(connection, MAGIC + own, end)
     answer = read(connection, len(MAGIC), end)
     if answer != MAGIC:
-        raise UserError(
+        raise OtherProgramError(
             f"{name} is no task of Spartito: another program answers there",
             "Mend the address, or end that program.",
         )
@@ -84,7 +93,7 @@ def prove(connection: socket.socket, name: str, key: bytes, purpose: str, end: f
     _send(connection, _proof(key, "caller", purpose, nonces), end)
     found = read(connection, PROOF, end)
     if not hmac.compare_digest(found, _proof(key, "listener", purpose, nonces)):
-        raise UserError(
+        raise SecretError(
             f"{name} does not know the secret of this task: it is of another job, was given "
             "another SPARTITO_SECRET, or runs another Spartito",
             "Give all tasks the same SPARTITO_SECRET or SPARTITO_SECRET_FILE, or none; two jobs "

@@ -25,6 +25,7 @@ from spartito.cluster.endpoints import (
     training_endpoints,
 )
 from spartito.cluster.ports import free_port
+from spartito.cluster.secret import read_secret, with_secret
 from spartito.cluster.spec import split_address
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, UserError, show
 from spartito.launch.doctor import facts as local_facts
@@ -112,7 +113,7 @@ def examine_here(
     limit = checked(seconds)
     if workers < 1:
         raise UserError(f"--workers {workers} is less than 1")
-    base = {name: value for name, value in variables.items() if name not in LAUNCHED}
+    base = with_secret({n: value for n, value in variables.items() if n not in LAUNCHED})
     place = Place(0, 1, "127.0.0.1", free_port(allowed=port_range(variables)))
     with tempfile.TemporaryDirectory(prefix="spartito-") as folder:
         result, errors = Path(folder) / "report.json", Path(folder) / "errors"
@@ -225,11 +226,12 @@ def _open(
     else:
         endpoints = training_endpoints(spec, env, group=group)
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    found = []
+    found, key = [], read_secret(env).encode()
     for endpoint in endpoints or [peer_endpoint(spec, env)]:
         at_meeting = leads and endpoint.is_fixed
         spare = [candidate.port for candidate in candidates[1:]] if at_meeting else []
-        station, port = open_station(endpoint, end, spare, agent=agent and at_meeting)
+        at = agent and at_meeting
+        station, port = open_station(endpoint, end, spare, agent=at, key=key)
         host = "" if endpoint.host == ANYWHERE else endpoint.host
         found.append(Open(station, host, None if endpoint.ports == (DRAWN,) else port))
     return found

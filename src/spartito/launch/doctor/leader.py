@@ -31,7 +31,7 @@ from spartito.launch.doctor.messages import (
 from spartito.launch.doctor.probe import at_once, knock_all, measure
 from spartito.launch.doctor.report import Report, addresses_of, slow_ways
 from spartito.launch.doctor.station import Station
-from spartito.launch.doctor.talk import GarbageError, Talk, call
+from spartito.launch.doctor.talk import GarbageError, Talk, meet
 
 GATHER, MEASURE = 0.6, 0.9
 """When the time limit is so far gone we wait no longer for tasks, and measure no more."""
@@ -70,14 +70,15 @@ class Own:
     """This task's own doctor."""
 
     facts: Facts
+    key: bytes
 
     def knock(self, targets: list[Target], seconds: float) -> list[Knocked]:
         """Connect to all ``targets`` at the same time."""
-        return knock_all(self.facts.task, targets, seconds)
+        return knock_all(self.facts.task, targets, seconds, self.key)
 
     def measure(self, target: Target, seconds: float) -> Speed | None:
         """Measure the way to ``target``."""
-        return measure(self.facts.task, target, seconds)
+        return measure(self.facts.task, target, seconds, self.key)
 
 
 @dataclass
@@ -189,7 +190,7 @@ class Leader:
             target = self._target(task)
             try:
                 if target is not None:
-                    self.station.joins.put(_invited(target, end))
+                    self.station.joins.put(_invited(target, end, self.station.key))
                     return
             except (OSError, GarbageError):
                 time.sleep(INVITE_SECONDS)  # it does not listen yet, or came meanwhile
@@ -209,7 +210,7 @@ class Leader:
         return ""
 
     def _doctors(self) -> dict[str, Doctor]:
-        return {self.facts.task: Own(self.facts), **self.members}
+        return {self.facts.task: Own(self.facts, self.station.key), **self.members}
 
     def _target(self, task: str) -> Target | None:
         """Where the doctor of ``task`` listens, or should; None where nothing tells."""
@@ -300,9 +301,9 @@ def rounds(tasks: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
         players = [players[0], players[-1], *players[1:-1]]
 
 
-def _invited(target: Target, end: float) -> tuple[Join, Talk]:
+def _invited(target: Target, end: float, key: bytes) -> tuple[Join, Talk]:
     """The task at ``target`` comes in by the connection that we made to it."""
-    talk = call(target.host, target.port, end)
+    talk = meet(target.host, target.port, end, key)
     try:
         talk.say(Invite(), end)
         join: Join = talk.hear(Join, end)

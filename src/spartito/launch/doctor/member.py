@@ -25,7 +25,7 @@ from spartito.launch.doctor.messages import (
 from spartito.launch.doctor.probe import knock_all, measure
 from spartito.launch.doctor.report import Report, addresses_of
 from spartito.launch.doctor.station import Station
-from spartito.launch.doctor.talk import GarbageError, Talk, call
+from spartito.launch.doctor.talk import GarbageError, Talk, meet
 
 RETRY_SECONDS = 0.05  # between two looks for a leader that does not listen yet
 KNOCK_SECONDS = 1.0
@@ -54,23 +54,23 @@ def follow(
             if talk is not None:
                 break
             limit = min(KNOCK_SECONDS, end - time.monotonic())
-            (found,) = knock_all(facts.task, [target], limit)
+            (found,) = knock_all(facts.task, [target], limit, station.key)
             if found.how == OK:
-                talk = _join(Join(facts, station.port, host), target, end)
+                talk = _join(Join(facts, station.port, host), target, end, station.key)
                 break
             why = found.how if target == leader[0] else why
         if talk is None:
             if time.monotonic() >= alone_at:
-                report = _alone(facts, leader[0], why)
+                report = _alone(facts, station.key, leader[0], why)
                 # The others look who is there at about the same time: be there.
                 time.sleep(max(0.0, end - time.monotonic()))
                 return report
             time.sleep(RETRY_SECONDS)
     with talk:
         try:
-            return _obey(facts, talk, leader[0], end)
+            return _obey(facts, station.key, talk, leader[0], end)
         except (OSError, GarbageError):
-            return _alone(facts, leader[0], "silent", came=True)
+            return _alone(facts, station.key, leader[0], "silent", came=True)
 
 
 def _invited(facts: Facts, station: Station, host: str, end: float) -> Talk | None:
@@ -83,10 +83,10 @@ def _invited(facts: Facts, station: Station, host: str, end: float) -> Talk | No
     return talk
 
 
-def _join(join: Join, target: Target, end: float) -> Talk | None:
+def _join(join: Join, target: Target, end: float, key: bytes) -> Talk | None:
     try:
-        talk = call(target.host, target.port, end)
-    except OSError:
+        talk = meet(target.host, target.port, end, key)
+    except (OSError, GarbageError):
         return None
     try:
         talk.say(join, end)
@@ -96,24 +96,25 @@ def _join(join: Join, target: Target, end: float) -> Talk | None:
     return talk
 
 
-def _obey(facts: Facts, talk: Talk, leader: Target, end: float) -> End | Report:
+def _obey(facts: Facts, key: bytes, talk: Talk, leader: Target, end: float) -> End | Report:
     while True:
         order = talk.hear(Order, end)
         now = time.monotonic()
         if isinstance(order, End):
             return order
         if isinstance(order, Refused):
-            return _alone(facts, leader, OK, refused=order.why)
+            return _alone(facts, key, leader, OK, refused=order.why)
         if isinstance(order, Welcome):
             end = now + order.seconds + GRACE_SECONDS
         elif isinstance(order, Knock):
-            talk.say(Knocks(knock_all(facts.task, order.targets, order.seconds)), end)
+            talk.say(Knocks(knock_all(facts.task, order.targets, order.seconds, key)), end)
         elif isinstance(order, Measure):
-            talk.say(Measured(measure(facts.task, order.target, order.seconds)), end)
+            found = measure(facts.task, order.target, order.seconds, key)
+            talk.say(Measured(found), end)
 
 
 def _alone(
-    facts: Facts, leader: Target, why: str, *, came: bool = False, refused: str = ""
+    facts: Facts, key: bytes, leader: Target, why: str, *, came: bool = False, refused: str = ""
 ) -> Report:
     """What this task can say without the leader: itself, and who of the others answers it."""
     addresses = addresses_of(facts.cluster)
@@ -122,7 +123,7 @@ def _alone(
         for name, address in addresses.items()
         if address and name not in {facts.task, leader.task}
     }
-    knocks = knock_all(facts.task, list(others.values()), KNOCK_SECONDS) if not refused else []
+    knocks = knock_all(facts.task, list(others.values()), KNOCK_SECONDS, key) if not refused else []
     if not refused:
         address = f"{leader.host}:{leader.port}"
         knocks.append(Knocked(facts.task, leader.task, address, why))

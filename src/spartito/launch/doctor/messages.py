@@ -138,6 +138,8 @@ FAILURES = {
     "unroutable": "no route to it",
     "silent": "it accepts the connection and says nothing: frozen, or another program",
     "stranger": "another program answers there",
+    "outsider": "a task of Spartito that does not know our secret: one of another job, a running "
+    "one, or one with another SPARTITO_SECRET",
     "closed": "it accepts the connection and closes it at once: a proxy, or another program",
     "wrong task": "another task answers there",
     "late": "no time was left to try",

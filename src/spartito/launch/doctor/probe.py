@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from spartito.cluster.secret import NO_SECRET
 from spartito.launch.doctor.messages import OK, Knocked, Ping, Pong, Push, Speed, Target
-from spartito.launch.doctor.talk import ClosedError, GarbageError, Talk, call
+from spartito.launch.doctor.talk import ClosedError, GarbageError, OutsiderError, Talk, call, meet
 
 PINGS, LEAST_PINGS = 20, 4
 PING_SECONDS = 0.02
@@ -45,17 +46,19 @@ def at_once(work: Callable[[A], B], items: Sequence[A], end: float) -> list[B | 
     return list(results)
 
 
-def knock_all(source: str, targets: Sequence[Target], seconds: float) -> list[Knocked]:
-    """Connect to all ``targets`` at the same time."""
+def knock_all(
+    source: str, targets: Sequence[Target], seconds: float, key: bytes = NO_SECRET
+) -> list[Knocked]:
+    """Connect to all ``targets``, which know ``key``, at the same time."""
     end = time.monotonic() + seconds
-    found = at_once(lambda target: knock(source, target, end), targets, end + 0.2)
+    found = at_once(lambda target: knock(source, target, end, key), targets, end + 0.2)
     return [
         result or _knocked(source, target, "unresolved", "no answer from the name service")
         for target, result in zip(targets, found, strict=True)
     ]
 
 
-def knock(source: str, target: Target, end: float) -> Knocked:
+def knock(source: str, target: Target, end: float, key: bytes = NO_SECRET) -> Knocked:
     """Ask the doctor of ``target`` who it is."""
     try:
         talk = call(target.host, target.port, end)
@@ -63,10 +66,13 @@ def knock(source: str, target: Target, end: float) -> Knocked:
         return _knocked(source, target, _why_not_connected(error), str(error))
     with talk:
         try:
+            talk.prove(key, end)
             talk.say(Ping(), end)
             answer: Pong = talk.hear(Pong, end)
         except TimeoutError:
             return _knocked(source, target, "silent")
+        except OutsiderError:
+            return _knocked(source, target, "outsider")
         except GarbageError as error:
             return _knocked(source, target, "stranger", str(error))
         except OSError as error:
@@ -76,11 +82,11 @@ def knock(source: str, target: Target, end: float) -> Knocked:
     return _knocked(source, target, OK)
 
 
-def measure(source: str, target: Target, seconds: float) -> Speed | None:
+def measure(source: str, target: Target, seconds: float, key: bytes = NO_SECRET) -> Speed | None:
     """Latency, bandwidth and clock of the way to ``target``; None when it does not answer."""
     end = time.monotonic() + seconds
     try:
-        with call(target.host, target.port, end) as talk:
+        with meet(target.host, target.port, end, key) as talk:
             latency, clock = _latency(talk, end)
             return Speed(source, target.task, latency, _bandwidth(talk, latency, end), clock)
     except (OSError, GarbageError):

@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import queue
 import socket
-import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
+from spartito.cluster.secret import NO_SECRET
+from spartito.collectives.door import Door
 from spartito.collectives.sockets import Opened, TakenError, UnresolvedError, open_listener
 from spartito.errors import UserError
 from spartito.launch.doctor.messages import Invite, Join, Pong, Port, Push, Question
 from spartito.launch.doctor.network import holder_of
 from spartito.launch.doctor.probe import PUSHES, at_once
-from spartito.launch.doctor.talk import GarbageError, Talk
+from spartito.launch.doctor.talk import PURPOSE, GarbageError, Talk
 
 IDLE_SECONDS = 5.0
 """How long a caller may be silent."""
+
+MOST_STRANGERS = 100
+"""So many calls of strangers are kept for the report."""
 
 GRACE_SECONDS = 0.2
 """How long after its end a question to the name service may come back."""
@@ -33,23 +37,22 @@ class Station:
 
     ``invites`` holds where the one that leads asks this task to come in.
 
-    ``strangers`` are the addresses of callers that are no doctors.
+    ``strangers`` are the addresses of callers that are no doctors, or do not know ``key``.
     """
 
-    def __init__(self, name: str, listener: socket.socket) -> None:
-        self.name = name
+    def __init__(self, name: str, listener: socket.socket, key: bytes = NO_SECRET) -> None:
+        self.name, self.key = name, key
         self.port: int = listener.getsockname()[1]
         self.joins: queue.Queue[tuple[Join, Talk]] = queue.Queue()
         self.invites: queue.Queue[Talk] = queue.Queue()
         self.strangers: list[str] = []
-        self._listener = listener
-        threading.Thread(target=self._accept, daemon=True).start()
+        self._door = Door(
+            listener, self._answer, key=key, purpose=PURPOSE, name=name, told=self._note
+        )
 
     def close(self) -> None:
         """Listen no more; those that came to stay and were not taken in are hung up on."""
-        with suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
+        self._door.close()
         with suppress(queue.Empty):
             while True:
                 self.joins.get_nowait()[1].close()
@@ -57,17 +60,12 @@ class Station:
             while True:
                 self.invites.get_nowait().close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return  # closed
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            caller = Talk(connection), str(address[0])
-            threading.Thread(target=self._answer, args=caller, daemon=True).start()
+    def _note(self, address: str, why: str) -> None:
+        if len(self.strangers) < MOST_STRANGERS:
+            self.strangers.append(address)
 
-    def _answer(self, talk: Talk, address: str) -> None:
+    def _answer(self, connection: socket.socket) -> None:
+        talk = Talk(connection)
         try:
             while True:
                 end = time.monotonic() + IDLE_SECONDS
@@ -83,15 +81,18 @@ class Station:
                         raise GarbageError(f"{question.size} bytes are not what a doctor sends")
                     talk.skip(question.size, end)
                 talk.say(Pong(self.name, time.time()), end)
-        except GarbageError:
-            self.strangers.append(address)
-        except OSError:
+        except (GarbageError, OSError):
             pass  # the caller has hung up, or went silent: it knows, and tells
         talk.close()
 
 
 def open_station(
-    endpoint: Endpoint, end: float, spare: Sequence[int] = (), *, agent: bool = False
+    endpoint: Endpoint,
+    end: float,
+    spare: Sequence[int] = (),
+    *,
+    agent: bool = False,
+    key: bytes = NO_SECRET,
 ) -> tuple[Station, Port]:
     """Listen at ``endpoint`` as training would, and say how that went.
 
@@ -119,7 +120,7 @@ def open_station(
         last=last if not free and len(endpoint.ports) > 1 else 0,
         drawn=opened.port if free and opened.drawn else 0,
     )
-    return Station(endpoint.name, opened.listener), told
+    return Station(endpoint.name, opened.listener, key), told
 
 
 def _enter(endpoint: Endpoint, end: float) -> Opened | UserError | None:

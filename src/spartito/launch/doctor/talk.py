@@ -11,8 +11,13 @@ from typing import Any, Self, TypeVar
 
 import msgspec
 
+from spartito.collectives.handshake import OtherProgramError, SecretError, prove
+
 LONGEST_LINE = 1 << 20
 """Bytes of one message at most: facts of a hundred tasks fit, floods do not."""
+
+PURPOSE = "doctor"
+"""What a connection between doctors is for, in its handshake."""
 
 READ_SIZE = 1 << 16
 
@@ -21,6 +26,14 @@ T = TypeVar("T")
 
 class GarbageError(Exception):
     """What came is no message of a doctor."""
+
+
+class StrangerError(GarbageError):
+    """Another program is there."""
+
+
+class OutsiderError(GarbageError):
+    """A task is there that does not know our secret."""
 
 
 class ClosedError(OSError):
@@ -52,6 +65,18 @@ class Talk:
     def close(self) -> None:
         """Hang up."""
         self.connection.close()
+
+    def prove(self, key: bytes, end: float) -> None:
+        """Prove to a doctor that called nobody yet that we know ``key``, and have it do the same.
+
+        Raises `StrangerError` for another program, `OutsiderError` for a task that does not.
+        """
+        try:
+            prove(self.connection, "it", key, PURPOSE, end)
+        except OtherProgramError as error:
+            raise StrangerError("it says what no task of Spartito says") from error
+        except SecretError as error:
+            raise OutsiderError("it does not know our secret") from error
 
     def say(self, message: msgspec.Struct, end: float, payload: bytes | memoryview = b"") -> None:
         """Send ``message`` and the bytes that belong to it."""
@@ -92,6 +117,17 @@ class Talk:
         if left <= 0:
             raise TimeoutError("no time is left")
         self.connection.settimeout(left)
+
+
+def meet(host: str, port: int, end: float, key: bytes) -> Talk:
+    """As `call`; both ends know ``key`` then. Raises `GarbageError` too, where they do not."""
+    talk = call(host, port, end)
+    try:
+        talk.prove(key, end)
+    except BaseException:
+        talk.close()
+        raise
+    return talk
 
 
 def call(host: str, port: int, end: float) -> Talk:
