@@ -128,7 +128,7 @@ def test_training_by_names_that_mean_the_loopback(
         commands.start(
             *host.enters,
             *SPARTITO,
-            *("train", "mnist", "--epochs=1", "--batch-size=500"),
+            *("train", "mnist", "--epochs=1", "--batch-size=500", "--out=run"),
             env={**tf_config(cluster, role, index), **TOLD},
         )
         for host, role, index in tasks
