@@ -126,7 +126,8 @@ def test_keep_removes_the_oldest_and_never_the_best(tmp_path: Path) -> None:
     assert manager.best == tmp_path / "step-1"
     assert manager.best_so_far == Best("step-1", "val_accuracy", 0.9)
     pointer = json.loads((tmp_path / "best.json").read_text())
-    assert pointer == {"name": "step-1", "monitor": "val_accuracy", "value": 0.9}
+    facts = {"name": "step-1", "monitor": "val_accuracy", "value": 0.9}
+    assert pointer == {**facts, "sequence": 2}
 
 
 def test_keep_one_with_a_new_best_leaves_one(tmp_path: Path) -> None:
@@ -204,3 +205,22 @@ def test_a_best_pointer_without_its_checkpoint_is_none(tmp_path: Path) -> None:
 def test_a_directory_that_is_no_checkpoint_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=f"{tmp_path} has no manifest.json"):
         read_checkpoint(tmp_path)
+
+
+def test_a_writer_killed_before_it_names_the_best_has_named_it(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=1)
+    pointer = tmp_path / "best.json"
+    manager.save(state(), "step-1", best=("loss", 2.0))
+    pointer.unlink()
+    assert manager.best_so_far == Best("step-1", "loss", 2.0)
+    manager.name_best(Best("step-1", "loss", 2.0))
+    before = pointer.read_bytes()
+    manager.save(state(), "step-2", best=("loss", -math.inf))
+    pointer.write_bytes(before)  # as the kill leaves it
+    assert manager.best_so_far == Best("step-2", "loss", -math.inf)
+    manager.save(state(), "step-3")
+    assert names(manager) == ["step-2", "step-3"]
+    manager.name_best(Best("step-3", "val_loss", 1.0))  # as an evaluator does, later
+    assert manager.best_so_far == Best("step-3", "val_loss", 1.0)
+    manager.save(state(), "step-4")
+    assert names(manager) == ["step-3", "step-4"]

@@ -443,6 +443,12 @@ def only_join(_: Connection, rank: int, world_size: int, port: int, limit: float
     return "joined"
 
 
+def come_as_rank_1(_: Connection, _number: int, world_size: int, port: int, limit: float) -> str:
+    """Come to the rendezvous where another process is rank 1."""
+    join(1, world_size, port, limit, "sockets").close()
+    return "joined"
+
+
 def store_at(rank: int, port: int) -> dist.Store:
     """The store of a group on this machine."""
     limit = timedelta(seconds=20)

@@ -92,6 +92,22 @@ def test_who_never_comes_is_named_by_all() -> None:
             assert f"worker 2 and worker 3 did not come to 127.0.0.1:{port} within 4 s" in text
 
 
+def test_a_second_process_of_one_rank_is_refused() -> None:
+    port = free_port()
+    with running() as group:
+        for rank in (0, 1):
+            group.start(rank, jobs.wait_for_others, 2, port, LONG, "sockets")
+        for rank in (0, 1):
+            assert group.answer(rank) == "together"
+        group.start(2, jobs.come_as_rank_1, 2, port, 1.0)
+        kind, text = group.answer(2)
+        assert kind == "TaskLostError"
+        assert f"another process has come to 127.0.0.1:{port} as worker 1" in text
+        for rank in (0, 1):
+            group.tell(rank)
+        assert [group.answer(rank) for rank in range(2)] == ["met", "met"]
+
+
 def test_a_chief_that_never_comes_is_named() -> None:
     port = free_port()
     with running() as group:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -645,3 +647,27 @@ def tokens(name: str, options: dict[str, Any]) -> dict[str, Any]:
         "history": history.history,
         "weights": {k: v.clone() for k, v in net.state_dict().items()},
     }
+
+
+def folds(name: str, options: dict[str, Any], closes: bool) -> list[tuple[bool, bool, int]]:
+    """After each of three trainings: whether strategy and model are gone, and what is mapped."""
+    found = []
+    for _ in range(3):
+        strategy = make_strategy(name, **options)
+        net = mlp()
+        trainer = sp.Trainer(
+            net,
+            optimizer=torch.optim.Adam(net.parameters(), 0.02),
+            loss=nn.CrossEntropyLoss(),
+            strategy=strategy,
+        )
+        trainer.fit(blobs(20), batch_size=10, verbose=0)
+        alive = weakref.ref(strategy), weakref.ref(net)
+        strategy.tell_all("")
+        if closes:
+            strategy.close()
+        del strategy, net, trainer
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("spartito-")
+        found.append((alive[0]() is None, alive[1]() is None, maps))
+    return found

@@ -319,3 +319,14 @@ def test_a_mean_over_tokens_is_one_over_all_tokens(replicas: Replicas, case: Cas
             close(answer["history"][prefix + "loss"][epoch], loss)
             close(answer["history"][prefix + "accuracy"][epoch], accuracy)
     close(answer["weights"], {k: v.detach() for k, v in net.state_dict().items()})
+
+
+@every_synchronous
+@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
+def test_a_strategy_goes_with_its_model_and_memory(
+    replicas: Replicas, case: Case, closes: bool
+) -> None:
+    name, world_size, options = case
+    for folds in replicas(jobs.folds, world_size, name, options, closes):
+        assert [fold[:2] for fold in folds] == [(True, True)] * 3
+        assert folds[2][2] == folds[0][2]

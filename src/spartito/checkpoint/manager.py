@@ -1,12 +1,16 @@
 """Checkpoints of a run: written whole, checked when read, the last few kept and the best.
 
     checkpoints/
-        best.json                 {"name", "monitor", "value"}
+        best.json                 {"name", "monitor", "value", "sequence"}
         step-00000400/
             model.safetensors     the parameters under the user's own names
             optimizer.safetensors
             state.json            all that is no tensor
-            manifest.json         sizes and checksums of the files above, order and metrics
+            manifest.json         sizes and checksums of the files above, order, metrics, and
+                                  {"monitor", "value"} if it was the best when it was written
+
+A writer may be killed before it gets to best.json: the newest checkpoint that was the best and is
+newer than best.json (its ``sequence`` is that of the newest checkpoint at the time) is the best.
 
 A state is a dict of sections, ``{"model": ..., "optimizer": ..., "trainer": ...}``, each a nested
 tree as `spartito.storage.pack_state` takes it; a section with tensors has its own file.
@@ -132,7 +136,11 @@ class CheckpointManager:
         sweep(self.directory)
         figures, _ = pack_state(dict(metrics or {}), "metrics")
         path = self.directory / name
-        write_checkpoint(path, state, {"sequence": self.next_sequence, "metrics": figures})
+        about = {"sequence": self.next_sequence, "metrics": figures}
+        if best is not None:
+            mark, _ = pack_state({"monitor": best[0], "value": best[1]}, "best")
+            about["best"] = mark
+        write_checkpoint(path, state, about)
         if best is not None:
             self.name_best(Best(name, *best))
         self._remove_oldest(path)
@@ -140,7 +148,8 @@ class CheckpointManager:
 
     def name_best(self, best: Best) -> None:
         """Let ``best.json`` point to this one; the best is never removed."""
-        write_file_atomically(self.directory / BEST, json.dumps(asdict(best)) + "\n")
+        pointer = {**asdict(best), "sequence": self.next_sequence - 1}
+        write_file_atomically(self.directory / BEST, json.dumps(pointer) + "\n")
 
     @property
     def next_sequence(self) -> int:
@@ -175,13 +184,26 @@ class CheckpointManager:
 
     @property
     def best_so_far(self) -> Best | None:
-        """What ``best.json`` says, or None; a `UserError` when it cannot be understood."""
+        """The best checkpoint that was named, or None; a `UserError` when that cannot be read."""
+        named, sequence = self._pointer()
+        for path in reversed(self.all()):
+            if sequence_of(path) <= sequence:
+                break
+            mark = read_manifest(path).about.get("best")
+            if mark is not None:
+                found = unpack_state(mark, {})
+                return Best(path.name, str(found["monitor"]), float(found["value"]))
+        return named
+
+    def _pointer(self) -> tuple[Best | None, int]:
+        """What ``best.json`` says, and which checkpoint was the newest then."""
         file = self.directory / BEST
         try:
             raw = json.loads(file.read_bytes())
-            return Best(str(raw["name"]), str(raw["monitor"]), float(raw["value"]))
+            best = Best(str(raw["name"]), str(raw["monitor"]), float(raw["value"]))
+            return best, int(raw.get("sequence", sequence_of(self.directory / best.name)))
         except (FileNotFoundError, NotADirectoryError):
-            return None
+            return None, -1
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise UserError(f"{file} cannot be understood: {error}", "Remove it.") from error
 

@@ -28,7 +28,7 @@ from spartito.collectives.peers import try_ways
 from spartito.collectives.placement import PROCESS_GROUP, Placement
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
-from spartito.collectives.sockets import dial, listen
+from spartito.collectives.sockets import RETRY_SECONDS, dial, listen
 from spartito.collectives.store import absentees, ask
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
@@ -36,6 +36,7 @@ from spartito.errors import TaskLostError, UserError
 from spartito.names import nearest
 
 COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
+_meetings = 0  # of this process so far
 FAREWELL = 10.0  # seconds that the keeper of the store stays for those who are refused with it
 
 
@@ -131,13 +132,33 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = cluster.rank == 0 and not agent
     end = time.monotonic() + limit
+    global _meetings
+    _meetings += 1
+    # The agent's store keeps what was said in earlier meetings of the same processes.
+    prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings * agent}"
     if serves:
         listener = listen(meeting_endpoint(cluster), limit).detach()
     else:
         listener = None
-        dial(host, port, names[0], limit).close()  # torch's store would wait, but noisily
-    store = ask(lambda: _store(host, port, limit, listener), limit, names[0])
-    job = dist.PrefixStore(f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    while True:
+        if not serves:
+            dial(host, port, names[0], limit).close()  # torch's store would wait, but noisily
+        try:
+            job = ask(
+                lambda: _place(host, port, limit, listener, prefix, cluster.rank), limit, names[0]
+            )
+        except TaskLostError:
+            if serves or _meetings == 1 or time.monotonic() > end:
+                raise
+            job = None
+        if job is not None:
+            break
+        if serves or time.monotonic() > end:
+            raise TaskLostError(
+                f"another process has come to {host}:{port} as {names[cluster.rank]}",
+                "Each task is one process: give this one a rank or an address of its own.",
+            )
+        time.sleep(RETRY_SECONDS)
     left = max(0.0, end - time.monotonic())
     absent = absentees(dist.PrefixStore("came", job), cluster.rank, names, left)
     if absent:
@@ -146,6 +167,17 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
             "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
     return job
+
+
+def _place(
+    host: str, port: int, limit: float, listener: int | None, prefix: str, rank: int
+) -> dist.Store | None:
+    """Our place at the job's store; None where a process came as ``rank`` before.
+
+    That may have been this one: the store of a meeting that is over goes a moment later.
+    """
+    job = dist.PrefixStore(prefix, _store(host, port, limit, listener))
+    return job if job.add(f"place/{rank}", 1) == 1 else None
 
 
 def _store(host: str, port: int, limit: float, listener: int | None) -> dist.TCPStore:

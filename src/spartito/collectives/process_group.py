@@ -88,6 +88,7 @@ class ProcessGroupCollective(Collective):
                     pg_options=options,
                 )
 
+        self._joined = True
         ask(join, timeout + 2 * GRACE, names[0])  # the error itself takes a while to name someone
         install_excepthook()  # torch has put its own before ours, which drops the exit code
 
@@ -138,8 +139,9 @@ class ProcessGroupCollective(Collective):
             dist.all_reduce(tensor)
 
     def close(self) -> None:
-        if dist.is_initialized():
+        if self._joined and dist.is_initialized():  # it may be another's by now
             dist.destroy_process_group()
+        self._joined = False
 
     def give_up(self, error: SpartitoError) -> None:
         self._roll.leave(error, self.close)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import pickle
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +18,7 @@ from spartito.collectives.shared_memory import LINE, Segment, SharedMemoryCollec
 from spartito.engine.gradients import Gradients, same
 from spartito.engine.optimizers import optimizer_parameters, plain
 from spartito.errors import UserError
+from spartito.storage.tensors import pack_state, unpack_state
 from spartito.strategies.replica import Pair
 from spartito.strategies.synchronous import SynchronousStrategy
 
@@ -177,33 +178,29 @@ class CentralStorageStrategy(SynchronousStrategy):
 
         Settings are the chief's: an optimizer may count in them.
         """
-        outline = {
-            **own,
-            "state": {
-                name: {key: _outline(value) for key, value in values.items()}
-                for name, values in own["state"].items()
-            },
-        }
-        messages = self._collective.all_gather_bytes(pickle.dumps(outline))
-        outlines = [pickle.loads(message) for message in messages]
-        state = {
-            name: {
-                key: self._tell(owner, value, own["state"].get(name, {}).get(key))
-                for key, value in outlines[owner]["state"][name].items()
-            }
+        tree, tensors = pack_state(own, "optimizer")
+        kinds = {name: [list(t.shape), str(t.dtype)[6:]] for name, t in tensors.items()}
+        told = self._collective.all_gather_bytes(json.dumps([tree, kinds]).encode())
+        states = [self._rebuilt(owner, text, tensors) for owner, text in enumerate(told)]
+        held = {
+            name: states[owner]["state"][name]
             for name, owner in owners.items()
-            if name in outlines[owner]["state"]
+            if name in states[owner]["state"]
         }
-        return {**outlines[0], "state": state}
+        return {**states[0], "state": held}
 
-    def _tell(self, owner: int, outline: Any, own: Any) -> Any:
-        """What the owner holds of this outline, on every replica."""
-        if not isinstance(outline, Tensor):
-            return outline
+    def _rebuilt(self, owner: int, told: bytes, own: dict[str, Tensor]) -> dict[str, Any]:
+        """The state that ``owner`` has told of, once it has sent the tensors; ``own`` are ours."""
+        tree, kinds = json.loads(told)
         mine = owner == self.cluster.rank
-        return self._collective.broadcast(
-            own if mine else torch.empty_like(outline, device="cpu"), owner
-        )
+        tensors = {
+            name: self._collective.broadcast(
+                own[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype)), owner
+            )
+            for name, (shape, dtype) in kinds.items()
+        }
+        found: dict[str, Any] = unpack_state(tree, tensors)
+        return found
 
 
 def balanced(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
@@ -232,11 +229,6 @@ def _view(segment: Segment, offset: int, like: Tensor) -> Tensor:
     """Memory of the segment, shaped and laid out as ``like``."""
     dense = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
     return segment.tensor(offset, like.numel(), like.dtype).as_strided(dense.shape, dense.stride())
-
-
-def _outline(value: Any) -> Any:
-    """A tensor without its values; anything else as it is."""
-    return torch.empty_like(value, device="meta") if isinstance(value, Tensor) else value
 
 
 def _give_back_memory() -> None:
