@@ -38,16 +38,6 @@ def _as_dict(model: nn.Module, given: Any, output: Any) -> Any:
     return dict(output) if isinstance(output, Mapping) and not isinstance(output, dict) else output
 
 
-def release(model: nn.Module) -> None:
-    """Let go of what DDP holds of its process group, before that is left; others stay as they are.
-
-    Whoever lets go of a group last waits for its threads. DDP does so with the interpreter's lock,
-    which one of these may want.
-    """
-    if isinstance(model, DistributedDataParallel):
-        model.reducer = model.logger = None  # type: ignore[assignment]
-
-
 class OverlappedGradients(PackedGradients):
     """Gradients that backward has reduced already; only the weights are left to agree on.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Collective, Traffic
+from spartito.collectives.collective import Traffic
 from spartito.collectives.meeting import connect
 from spartito.data.batch import Batch
 from spartito.data.chain import Chain
@@ -21,8 +22,7 @@ from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
 from spartito.engine.batchnorm import average_statistics
 from spartito.engine.checksum import apart, checksum, kernels, moments, odd_ones
-from spartito.engine.context import enter
-from spartito.engine.ddp import OverlappedGradients, overlap, release
+from spartito.engine.ddp import OverlappedGradients, overlap
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
@@ -32,12 +32,6 @@ from spartito.strategies.replica import Pair, ReplicaStrategy
 from spartito.strategies.sharing import Placed, Together
 
 T = TypeVar("T")
-
-
-def _leave(collective: Collective, pairs: list[Pair]) -> None:
-    for pair in pairs:
-        release(pair.model)
-    collective.close()
 
 
 class SynchronousStrategy(ReplicaStrategy):
@@ -66,16 +60,16 @@ class SynchronousStrategy(ReplicaStrategy):
         self._overlaps = self.num_replicas_in_sync > 1 and (
             communication == "ddp" or (communication == "auto" and self.device.type == "cuda")
         )
-        # gloo aborts a process that ends with its group open.
-        self._leave = weakref.finalize(self, _leave, self._collective, self._pairs)
+        # gloo aborts a process that ends with its group open. DDP stays until then: letting go of
+        # it waits for the group's threads with the interpreter's lock, which one of them may want.
+        if self._overlaps:
+            atexit.register(self.close)
+        else:
+            weakref.finalize(self, self._collective.close)
 
     @property
     def traffic(self) -> Traffic:
         return self._collective.traffic
-
-    def close(self) -> None:
-        enter(None)
-        self._leave()
 
     def during(self, purpose: str) -> AbstractContextManager[None]:
         return self._collective.doing.during(purpose)
