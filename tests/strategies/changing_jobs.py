@@ -182,3 +182,38 @@ def accumulated(
     history = trainer.fit(data, epochs=epochs, steps_per_epoch=steps, verbose=0)
     strategy.close()
     return {"loss": history.history["loss"], "weights": weights(net)}
+
+
+def twice_by_torch() -> dict[str, Any]:
+    """Two backward passes before each update: means over two batches of other weights, summed."""
+    net = Network()
+    optimizer = start_all(net)
+    x, y = blobs(EXAMPLES)
+    weight = torch.tensor([1.0, 2.0, 5.0]).double()
+    for inputs, targets in zip(x.split(BATCH), y.split(BATCH), strict=True):
+        optimizer.zero_grad(set_to_none=False)
+        nn.functional.cross_entropy(net(inputs), targets, weight=weight).backward()
+        net(inputs * 2).square().mean().backward()
+        nn.functional.cross_entropy(net(-inputs), targets).backward()
+        optimizer.step()
+    return weights(net)
+
+
+def twice(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """The same by a strategy."""
+    strategy = make_strategy(name, **options)
+    net = Network()
+    model, optimizer = strategy.prepare(net, start_all(net))
+    weight = torch.tensor([1.0, 2.0, 5.0]).double()
+    for batch in strategy.distribute(sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)):
+        optimizer.zero_grad(set_to_none=False)
+        losses = nn.functional.cross_entropy(
+            model(batch.x), batch.y, weight=weight, reduction="sum"
+        )
+        strategy.backward((losses, weight[batch.y].sum()), batch)
+        strategy.backward(model(batch.x * 2).square().mean(1), batch)
+        losses = nn.functional.cross_entropy(model(-batch.x), batch.y, reduction="none")
+        strategy.backward(losses, batch)
+        strategy.update(optimizer)
+    strategy.close()
+    return weights(net)

@@ -48,3 +48,8 @@ def test_accumulation_over_shares_that_are_empty(
     names = ("examples", "batch", "accumulate", "steps", "epochs")
     options: dict[str, Any] = dict(zip(names, sizes, strict=True))
     close(run(replicas, case, jobs.accumulated, **options), jobs.accumulated_by_torch(**options))
+
+
+@every_synchronous
+def test_several_backward_passes_add_up_as_in_torch(replicas: Replicas, case: Case) -> None:
+    close(run(replicas, case, jobs.twice), jobs.twice_by_torch())

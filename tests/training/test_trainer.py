@@ -621,3 +621,19 @@ def test_unequal_batches_of_each_worker_are_weighted() -> None:
     for answer in on_replicas(uneven_sizes, 2):
         for got, expected in zip(answer, model.parameters(), strict=True):
             torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-12)
+
+
+def test_a_model_of_several_dtypes_gets_data_as_it_is() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+            self.net = nn.Linear(3, 2)
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.dtype == torch.float32
+            out: Tensor = self.net(x) * self.scale
+            return out
+
+    made = trainer(model=Scaled())
+    made.fit((torch.randn(6, 3), torch.zeros(6, dtype=torch.long)), epochs=1, verbose=0)

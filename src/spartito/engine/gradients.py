@@ -38,6 +38,9 @@ class Gradients(ABC):
         self.parameters: list[nn.Parameter] = []
         """Those that learn, or did."""
         self.unit = self.weight = self.loss = 0.0
+        self.calls = 0
+        """Backward passes of a loop of the user's own since the last update, on all replicas."""
+        self.settled = False
         self.follow()
 
     def begin(self, unit: float) -> float:
@@ -58,6 +61,12 @@ class Gradients(ABC):
         if self.unit != unit:
             scale_gradients(self.parameters, self.unit / unit)
             self.unit = unit
+
+    def settle(self, weight: float) -> None:
+        """Make what waits the mean of its own batch, which weighs so much over all replicas."""
+        if weight and not self.settled:
+            scale_gradients(self.parameters, self.unit / weight)
+        self.settled, self.unit = True, 1.0
 
     def follow(self) -> None:
         """Take the parameters that the optimizer has now, without what old ones left in ``.grad``.
@@ -99,6 +108,7 @@ class Gradients(ABC):
 
     def clear(self) -> None:
         """Forget it all, after the update."""
+        self.calls, self.settled = 0, False
         self.unit = self.weight = self.loss = 0.0
         for parameter in self.parameters:
             parameter.grad = None
@@ -134,7 +144,7 @@ class LocalGradients(Gradients):
 
     def reduce(self, riders: Riders = ()) -> Riders:
         self.follow()
-        if self.weight and self.weight != self.unit:
+        if self.weight and self.weight != self.unit and not self.settled:
             scale_gradients(self.parameters, self.unit / self.weight)
         return (self.weight, self.loss, *riders)
 
@@ -180,7 +190,8 @@ class PackedGradients(Gradients):
             _refuse_sparse(packed)
             self._checked = True
         absent = sum(parameter.grad is None for parameter in packed)
-        brought = (self.weight, self.loss, *riders, float(absent), self.unit)
+        weight = float(self._collective.rank == 0) if self.settled else self.weight
+        brought = (weight, self.loss, *riders, float(absent), self.unit)
         for pack in self._packs:
             pack.fill()
             total = pack.reducer.reduce(brought, self.unit)

@@ -214,7 +214,10 @@ class Strategy(ABC):
 
     @abstractmethod
     def backward(self, losses: Any, batch: Batch) -> None:
-        """Gradients of ``losses``: one per example, their mean, or (sum, weight)."""
+        """Gradients of ``losses``: one per example, their mean, or (sum, weight).
+
+        Several calls before an update add up, as in torch: each is a mean over its own batch.
+        """
 
     @abstractmethod
     def update(self, optimizer: Optimizer) -> None:

@@ -22,7 +22,7 @@ from spartito.data.dataset import as_dataset
 from spartito.data.loader import Loader
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.context import enter
-from spartito.engine.gradients import Gradients, LocalGradients
+from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, named_state, plain
 from spartito.errors import UserError
@@ -39,28 +39,13 @@ from spartito.ps.work import WorkSource
 from spartito.strategies.base import Distributed, StepResult
 from spartito.strategies.ending import serve_and_end, told, uncaught
 from spartito.strategies.leases import Leased
-from spartito.strategies.pusher import Pusher
+from spartito.strategies.pusher import Pusher, ServedGradients
 from spartito.strategies.replica import Pair, ReplicaStrategy
 from spartito.strategies.sharing import Placed
 
 T = TypeVar("T")
 
 START_SECONDS = 60.0  # that a chief waits for workers which start more slowly
-
-
-class ServedGradients(LocalGradients):
-    """Gradients of parameters whose places on the servers were laid out once."""
-
-    _planned = False
-
-    def _plan(self) -> None:
-        if self._planned:
-            raise UserError(
-                "the optimizer's parameters changed, or others learn now, under parameter_server",
-                "The servers hold what learned at the start: make a new Trainer, in a new job, or "
-                "choose a synchronous strategy.",
-            )
-        self._planned = True
 
 
 class ParameterServerStrategy(ReplicaStrategy):
@@ -219,6 +204,8 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     def backward(self, losses: Any, batch: Batch) -> None:
         self._in_job().repeats = False
+        if self._pairs[0].accumulate > 1:
+            self._pairs[0].gradients.calls = 0  # the batches of one update are one mean
         super().backward(losses, batch)
         self._pairs[0].passes += 1
 

@@ -8,12 +8,28 @@ from typing import Any
 from msgspec.structs import replace
 
 from spartito.data.batch import Batch
+from spartito.engine.gradients import LocalGradients
 from spartito.errors import UserError
 from spartito.ps.lease import Lease
 from spartito.ps.messages import Push
 from spartito.ps.rules import Rules
 from spartito.ps.worker import EXPIRED, RESTARTED, STALE, Exchange
 from spartito.strategies.replica import Pair
+
+
+class ServedGradients(LocalGradients):
+    """Gradients of parameters whose places on the servers were laid out once."""
+
+    _planned = False
+
+    def _plan(self) -> None:
+        if self._planned:
+            raise UserError(
+                "the optimizer's parameters changed, or others learn now, under parameter_server",
+                "The servers hold what learned at the start: make a new Trainer, in a new job, or "
+                "choose a synchronous strategy.",
+            )
+        self._planned = True
 
 
 class Place:

@@ -60,7 +60,7 @@ class Pair:
     accumulate: int
     clip_norm: float | None
     precision: str
-    dtype: torch.dtype | None  # what floating data is cast to: that of the parameters
+    dtype: torch.dtype | None  # what floating data is cast to: that of all parameters, if one
     shared: dict[int, Tensor]  # by id: the chief's values of these have come to all replicas
     seed: int
     randomness: GlobalRandomness | None  # where training is deterministic
@@ -130,7 +130,8 @@ class ReplicaStrategy(Strategy):
         tensors = _tensors(model)
         self._share(model, list(tensors.values()))
         whole, gradients = self._gradients(model, made)
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), None)
+        dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+        dtype = dtypes.pop() if len(dtypes) == 1 else None
         pair = Pair(
             whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors, seed,
             randomness,
@@ -180,7 +181,20 @@ class ReplicaStrategy(Strategy):
         return output
 
     def backward(self, losses: Any, batch: Batch) -> None:
-        self._backward(self._pairs, weigh(losses, batch), batch)
+        found = weigh(losses, batch)
+        again = [pair for pair in self._pairs if pair.gradients.calls]
+        unit = 0.0
+        if again:  # what waits becomes the mean of its own batch, and this one joins it as such
+            weights = [found.weight, *(pair.gradients.weight for pair in again)]
+            total, *before = self.reduce("sum", torch.tensor(weights).double()).tolist()
+            unit = total or 1.0
+            for pair, weight in zip(again, before, strict=True):
+                pair.gradients.settle(weight)
+        self._backward(self._pairs, found, batch, unit)
+        for pair in self._pairs:
+            pair.gradients.calls += 1
+            if again:
+                pair.gradients.settle(0.0)
 
     def update(self, optimizer: Optimizer) -> None:
         self._update(self._pair_of(optimizer), None, 0, False)
@@ -306,7 +320,10 @@ class ReplicaStrategy(Strategy):
         """Whether the batches so far make an update."""
         return pair.passes >= pair.accumulate
 
-    def _backward(self, pairs: Sequence[Pair], found: WeightedLoss, batch: Batch) -> None:
+    def _backward(
+        self, pairs: Sequence[Pair], found: WeightedLoss, batch: Batch, unit: float = 0.0
+    ) -> None:
+        """Add the gradients of a loss, divided by ``unit`` (0: that of the batches that wait)."""
         if not found.value.requires_grad:
             raise UserError(
                 "the loss has no gradient: no parameter that learns leads to it",
@@ -320,11 +337,12 @@ class ReplicaStrategy(Strategy):
                     "out: each replica computed with its own values of them",
                     "Change the model between two calls of fit, or before the loop takes a batch.",
                 )
-        unit = 0.0
+        is_mean = unit > 0
         for pair in pairs:
             own = pair.gradients.begin(unit or self._unit(batch))
             unit = unit or own
-            pair.gradients.rescale(unit)
+            if not is_mean:
+                pair.gradients.rescale(unit)
         scale = found.scale * pairs[0].gradients.replicas / unit if found.weight else 0.0
         with ExitStack() as stack:
             for pair in () if found.weight else pairs:

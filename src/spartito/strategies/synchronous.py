@@ -193,10 +193,10 @@ class SynchronousStrategy(ReplicaStrategy):
         return model, PackedGradients(optimizer, self._collective)
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
-        with self.during("update"):
-            randomness = pair.randomness
+        randomness = pair.randomness
         drawn = () if randomness is None else randomness.riders()
-        weight, loss, stops, *drawn_by_all = pair.gradients.reduce((float(stop), *drawn))
+        with self.during("update"):
+            weight, loss, stops, *drawn_by_all = pair.gradients.reduce((float(stop), *drawn))
         if randomness is not None:
             randomness.check(drawn_by_all)
         if weight:
