@@ -221,6 +221,20 @@ def wait_for_others(
     return meet_twice(pipe, join(rank, world_size, port, LONG, communication), limit, by)
 
 
+def wait_with_a_child(pipe: Connection, rank: int, port: int, communication: str) -> Any:
+    """As `wait_for_others`, in a process that has forked one, which stays until its end is told.
+
+    Sends its process id first.
+    """
+    group = join(rank, 2, port, LONG, communication)
+    child = os.fork()
+    if child == 0:
+        while True:
+            signal.pause()
+    pipe.send_bytes(pickle.dumps(child))
+    return meet_twice(pipe, group, LONG, "all_reduce")
+
+
 def wait_on_machines(
     pipe: Connection, rank: int, machines: Sequence[Machine], port: int, limit: float
 ) -> Any:

@@ -16,7 +16,8 @@ from spartito.cluster.limits import time_limit
 from spartito.cluster.ports import free_port
 from spartito.collectives.collective import MAX_RIDERS
 from spartito.collectives.meeting import connect
-from spartito.collectives.shared_memory import SLOT, Segment
+from spartito.collectives.segment import Segment
+from spartito.collectives.shared_memory import SLOT
 from spartito.collectives.store import ask
 from spartito.errors import TaskLostError, UserError
 from tests.collectives import jobs
@@ -49,6 +50,28 @@ def test_a_killed_rank_is_named_at_once(communication: str, world_size: int, vic
             assert kind == "TaskLostError"
             assert f"worker {victim} is gone" in text
             assert seconds < LONG / 2
+
+
+@pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.parametrize("communication", ["auto", "sockets"])
+def test_a_process_that_it_has_forked_does_not_hide_a_death(communication: str) -> None:
+    """As the workers of a DataLoader do: it would be noticed at the time limit alone."""
+    port, children = free_port(), []
+    with running() as group:
+        for rank in (0, 1):
+            group.start(rank, jobs.wait_with_a_child, port, communication)
+        try:
+            for rank in (0, 1):
+                children.append(group.answer(rank))
+                assert group.answer(rank) == "together"
+            group.tell(0)
+            group.signal(1, signal.SIGKILL)
+            kind, text, _ = group.answer(0)
+        finally:
+            for child in children:
+                os.kill(child, signal.SIGKILL)
+    assert kind == "TaskLostError"
+    assert "worker 1 is gone" in text
 
 
 @pytest.mark.usefixtures("no_segments_left")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from spartito.cluster.endpoints import Endpoint
 from spartito.cluster.listed import address
 from spartito.collectives.door import Door
+from spartito.collectives.forks import keep_from_forks
 from spartito.collectives.handshake import GREETING_SECONDS, reach, read
 from spartito.collectives.sockets import listen
 from spartito.collectives.store import roll_call
@@ -63,6 +64,7 @@ def connect_all(
             close_all(connections)
             raise
     for connection in connections.values():
+        keep_from_forks(connection.fileno())
         connection.setblocking(False)
     return connections
 

@@ -12,12 +12,9 @@ A rank's life is a file lock, which the kernel drops when its process ends, howe
 
 from __future__ import annotations
 
-import errno
 import fcntl
-import mmap
 import os
 import platform
-import secrets
 import select
 import tempfile
 import time
@@ -31,16 +28,16 @@ from torch.distributed import PrefixStore, Store
 
 from spartito.collectives.calls import encode
 from spartito.collectives.collective import MAX_RIDERS, Collective, Reducer, Riders, add_riders
+from spartito.collectives.forks import keep_from_forks
+from spartito.collectives.segment import Segment
 from spartito.collectives.store import absentees, ask
 from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, cgroup_quota, own_cgroup
 from spartito.errors import TaskLostError, UserError
-from spartito.log import warn
 
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
 SLOT = 1 << 20  # bytes of scratch per rank
 SPINS = 1000  # about 60 us of looking before the core is offered to others
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
 
 
@@ -57,64 +54,6 @@ def host_key() -> str:
 
 def _shm_device() -> int:
     return os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
-
-
-class Segment:
-    """A file mapped by several processes; its name goes once all of them have it."""
-
-    def __init__(self, path: Path, map_: mmap.mmap) -> None:
-        self.path = path
-        self.map = map_
-
-    @classmethod
-    def create(cls, size: int, directories: Sequence[Path]) -> Segment:
-        """Map a new file of ``size`` bytes in the first of ``directories`` that has the room.
-
-        The room is claimed at once: a mapping that finds its disk full later ends by SIGBUS.
-        """
-        for directory in directories:
-            try:
-                return cls._create_in(directory, size)
-            except OSError as error:
-                if error.errno not in _NO_ROOM:
-                    raise
-                warn(
-                    "%s has no room for %.1f MB of shared memory: %s",
-                    directory, size / 1e6, error.strerror,
-                )  # fmt: skip
-        raise UserError(
-            f"no room for {size / 1e6:.1f} MB of shared memory in "
-            f"{' or '.join(map(str, directories))}",
-            "Make room there, or give the container more with --shm-size.",
-        )
-
-    @classmethod
-    def _create_in(cls, directory: Path, size: int) -> Segment:
-        path = directory / f"spartito-{secrets.token_hex(8)}"
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        try:
-            os.posix_fallocate(fd, 0, size)
-            return cls(path, mmap.mmap(fd, size))
-        except BaseException:
-            path.unlink()
-            raise
-        finally:
-            os.close(fd)
-
-    @classmethod
-    def attach(cls, path: Path, size: int) -> Segment:
-        """Map the file that another process created."""
-        fd = os.open(path, os.O_RDWR)
-        try:
-            return cls(path, mmap.mmap(fd, size))
-        finally:
-            os.close(fd)
-
-    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements of the mapping from byte ``offset`` on."""
-        if numel == 0:
-            return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
 
 
 def has_room(own: Tensor, everyone: Tensor, cores: int, quota: float) -> bool:
@@ -365,6 +304,7 @@ class SharedMemoryCollective(Collective):
         """Lock a file of our own, and open those of the others."""
         own = os.open(self._life_path(self.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._lives.append((self.rank, own))
+        keep_from_forks(own)
         fcntl.flock(own, fcntl.LOCK_EX)
         lives = PrefixStore("life", store)
         absent = absentees(lives, self.rank, self.names, self.timeout, self._keeper)

@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.handshake import GREETING_SECONDS, StrangerError, challenge
-from spartito.collectives.shared_memory import Segment, host_key
+from spartito.collectives.segment import Segment
+from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import shown

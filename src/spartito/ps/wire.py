@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from spartito.collectives.forks import keep_from_forks
 from spartito.errors import SpartitoError
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class Wire:
         self.received = 0
         self.payload = memoryview(b"")
         self._sock = sock
+        keep_from_forks(sock.fileno())
         self._encode = msgspec.msgpack.Encoder().encode_into
         self._decode = msgspec.msgpack.Decoder(accepts).decode
         self._head = bytearray(PREFIX.size)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.shared_memory import LINE, Segment, SharedMemoryCollective
+from spartito.collectives.segment import Segment
+from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine.gradients import Gradients, same
 from spartito.engine.optimizers import optimizer_parameters, plain
 from spartito.errors import UserError

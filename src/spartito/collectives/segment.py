@@ -1,0 +1,76 @@
+"""Memory that several processes share: a file that they map, whose name goes at once."""
+
+from __future__ import annotations
+
+import errno
+import mmap
+import os
+import secrets
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from spartito.errors import UserError
+from spartito.log import warn
+
+_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+
+
+class Segment:
+    """A file mapped by several processes; its name goes once all of them have it."""
+
+    def __init__(self, path: Path, map_: mmap.mmap) -> None:
+        self.path = path
+        self.map = map_
+
+    @classmethod
+    def create(cls, size: int, directories: Sequence[Path]) -> Segment:
+        """Map a new file of ``size`` bytes in the first of ``directories`` that has the room.
+
+        The room is claimed at once: a mapping that finds its disk full later ends by SIGBUS.
+        """
+        for directory in directories:
+            try:
+                return cls._create_in(directory, size)
+            except OSError as error:
+                if error.errno not in _NO_ROOM:
+                    raise
+                warn(
+                    "%s has no room for %.1f MB of shared memory: %s",
+                    directory, size / 1e6, error.strerror,
+                )  # fmt: skip
+        raise UserError(
+            f"no room for {size / 1e6:.1f} MB of shared memory in "
+            f"{' or '.join(map(str, directories))}",
+            "Make room there, or give the container more with --shm-size.",
+        )
+
+    @classmethod
+    def _create_in(cls, directory: Path, size: int) -> Segment:
+        path = directory / f"spartito-{secrets.token_hex(8)}"
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size)
+            return cls(path, mmap.mmap(fd, size))
+        except BaseException:
+            path.unlink()
+            raise
+        finally:
+            os.close(fd)
+
+    @classmethod
+    def attach(cls, path: Path, size: int) -> Segment:
+        """Map the file that another process created."""
+        fd = os.open(path, os.O_RDWR)
+        try:
+            return cls(path, mmap.mmap(fd, size))
+        finally:
+            os.close(fd)
+
+    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
+        """``numel`` elements of the mapping from byte ``offset`` on."""
+        if numel == 0:
+            return torch.empty(0, dtype=dtype)
+        return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
