@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
+import os
+import resource
 import socket
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -36,6 +40,7 @@ from spartito.ps.timetable import Timetable
 from spartito.ps.vector import Copies, Vector, allocate
 from spartito.ps.wire import Wire
 from tests.callers import answer
+from tests.ps.coordination import eventually
 
 HOST = "127.0.0.1"
 LIMIT = 30.0  # seconds that no passing test comes near
@@ -566,6 +571,26 @@ def test_a_server_that_stops_answering_is_named(job: Start, way: dict[str, Any])
         link.ask(Status())
     assert f"ps 0 ({HOST}:{run.ports[0]}) did not answer within {SHORT} s" in str(caught.value)
     assert "SPARTITO_TIMEOUT" in str(caught.value)
+
+
+@pytest.mark.skipif(not supported(), reason="this system shares no memory")
+def test_a_server_without_a_descriptor_for_a_task_lets_it_in_later(
+    job: Start, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = job(1, Rules(1), shares=True)
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    used = max(map(int, os.listdir("/proc/self/fd"))) + 1
+    with caplog.at_level(logging.WARNING), ExitStack() as taken:
+        taken.callback(resource.setrlimit, resource.RLIMIT_NOFILE, before)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 8, before[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                taken.callback(os.close, os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (used + 10, before[1]))  # for both ends of one
+        meeting = run.pool.submit(run.link)
+        eventually(lambda: "ps 0 cannot let a task in: Too many open files" in caplog.text)
+        taken.close()
+        assert meeting.result(LIMIT).shared
 
 
 def test_a_server_that_always_hangs_up_is_named() -> None:

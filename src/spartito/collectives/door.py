@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import resource
+import select
 import socket
 import threading
 import time
@@ -14,6 +15,9 @@ from spartito.log import Seldom, shown
 
 MOST_UNKNOWN = 64
 """Callers that have not proved yet who they are, at the same time; fewer with few descriptors."""
+
+LOOK_SECONDS = 1.0
+"""How often to look whether the door is closed, where closing it wakes nobody."""
 
 REST_SECONDS = 0.05
 """How long to wait when the system has no descriptor or thread for a caller."""
@@ -62,15 +66,18 @@ class Door:
         self._thread.join(1.0)  # where a shutdown wakes nobody it ends with the process
 
     def _accept(self) -> None:
+        knock = select.poll()  # a call to accept fails without a descriptor, though nobody is there
+        knock.register(self._listener)
         while not self._closed.is_set():
+            if not knock.poll(LOOK_SECONDS * 1000):
+                continue
             try:
                 caller, address = self._listener.accept()
             except OSError as error:
                 if self._closed.is_set():
                     return
                 self._seldom.warn("%s cannot let anybody in: %s", self._name, error.strerror)
-                self._evict()  # its descriptor is for the next one
-                time.sleep(REST_SECONDS)
+                time.sleep(REST_SECONDS)  # strangers are gone soon, and a task may leave
                 continue
             self._begin(caller, str(address[0]) if address else "")
 

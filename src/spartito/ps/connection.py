@@ -5,8 +5,8 @@ from __future__ import annotations
 import socket
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -100,9 +100,11 @@ class Connection:
         """Serve until the task leaves."""
         hello: Hello | None = None
         try:
-            hello = self._greet()
+            with self._coming():
+                hello = self._greet()
+                if hello is not None:
+                    self._welcome(hello)
             if hello is not None:
-                self._welcome(hello)
                 self._serve()
         except ProtocolError as error:
             name, who, why = self._server.name, _who(hello), shown(str(error))
@@ -158,6 +160,18 @@ class Connection:
                 self._store.meet(self._worker, self._generation, GREETING_SECONDS)
         self._server.came(self, hello.chief)
         return hello
+
+    @contextmanager
+    def _coming(self) -> Iterator[None]:
+        """`Gone` where the system has no descriptor or memory for a task: it comes again."""
+        try:
+            yield
+        except (Gone, TimeoutError):
+            raise
+        except OSError as error:
+            name, why = self._server.name, error.strerror
+            self._server.seldom.warn("%s cannot let a task in: %s", name, why)
+            raise Gone(*error.args) from error
 
     def _welcome(self, hello: Hello) -> None:
         """Go on with shared memory where the task is on this machine."""
