@@ -323,6 +323,7 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     def tell(self) -> None:
         """As the chief: have the servers know which options of the optimizer hold when."""
+        self._pairs[0].gradients.follow()  # other parameters are refused first
         if self.chief is not None and self._planner is not None:
             self.chief.share_rates(settings(self._pairs[0].optimizer))
             self.chief.schedule(self._planner, self._seen.pushes // self._rules.workers)
