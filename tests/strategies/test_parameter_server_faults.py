@@ -118,6 +118,17 @@ def test_a_worker_that_is_started_again_leaves_the_learning_rate_alone(tmp_path:
         scheduled(found, 2)
 
 
+def test_a_chief_that_is_busy_leaves_the_schedule_to_go_on(tmp_path: Path) -> None:
+    """It waits in its first batch, while the other worker makes more steps than were foreseen."""
+    asked = Asked(optimizer="SGD", schedule="cycle", examples=5000, batch=2, epochs=1,
+                  holds={"worker 0": 1, "worker 1": 4800})  # fmt: skip
+    with job(tmp_path, asked, worker=2, ps=1) as found:
+        found.held("worker 0", "worker 1")
+        found.go("worker 0", "worker 1")
+        found.finish()
+        scheduled(found, 1)
+
+
 def test_a_server_that_is_started_again_counts_no_global_step_twice(tmp_path: Path) -> None:
     asked = Asked(
         optimizer="SGD", schedule="cycle", epochs=4, holds={"worker 0": 13, "worker 1": 13}

@@ -14,7 +14,7 @@ from spartito.ps.lease import Lease, Plan, WorkRange
 from spartito.ps.messages import Flush, GetRecord, Lost, Status, Values
 from spartito.ps.servers import Control
 from spartito.ps.staleness import Histogram
-from spartito.ps.timetable import Planner
+from spartito.ps.timetable import Planner, Timetable
 
 WATCH_SECONDS = 1.0  # between two looks at the servers
 JOB = 0  # what is published first
@@ -42,6 +42,8 @@ class Chief:
         self.coordinator = make(self._worker_lost, control.fence)
         self.lost = 0
         """Pieces whose updates were lost with a server, and are computed again."""
+        self.planner: Planner | None = None
+        """Knows what options the servers are to have, and when."""
         self._slices = slices
         self._streams: list[int] = []
         self._over = threading.Event()
@@ -101,11 +103,11 @@ class Chief:
         self._published += 1
         self.coordinator.board.publish(self._published, json.dumps(value).encode())
 
-    def schedule(self, planner: Planner, step: int) -> None:
+    def schedule(self, step: int) -> None:
         """Tell the servers what options hold from global step ``step`` on, if they do not know."""
-        timetable = planner.write(step)
-        if timetable is not None:
-            self.control.schedule(timetable)
+        if self.planner is not None:
+            with self.planner.turn:
+                self._tell(self.planner.write(step))
 
     def share_rates(self, settings: Sequence[Mapping[str, Any]]) -> None:
         """Show all tasks these learning rates."""
@@ -135,9 +137,20 @@ class Chief:
     def _look_at_servers(self) -> None:
         """Ask all how they are; returns when the losses of all that were restarted are mended."""
         with self._mending:
-            self.control.tell(Status())
+            found = self.control.tell(Status())
+            self._look_ahead(min(values.pushes for values in found) // self._slices)
             while self.control.restarted:
                 self._reopen(self.control.restarted.pop())
+
+    def _look_ahead(self, step: int) -> None:
+        """The servers are at ``step``, while the chief may be busy with something else."""
+        if self.planner is not None:
+            with self.planner.turn:
+                self._tell(self.planner.extend(step))
+
+    def _tell(self, timetable: Timetable | None) -> None:
+        if timetable is not None:
+            self.control.schedule(timetable)
 
     def _reopen(self, server: int) -> None:
         """Have computed again what a server that was started again has not applied.

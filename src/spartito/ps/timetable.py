@@ -8,8 +8,9 @@ pushes has no say in it.
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -20,10 +21,14 @@ from torch.optim.lr_scheduler import LRScheduler
 from spartito.ps.fields import Count
 from spartito.ps.shard import settings
 
-AHEAD = 256
-"""Steps that the chief looks ahead; it looks again when half of them are over."""
-MOST = 1 << 13
-"""Row of single groups in a timetable at most, where there are many groups."""
+BEGIN = 256
+"""Steps that the chief looks ahead at first, and whenever something was not as foreseen."""
+AHEAD = 4096
+"""Steps that it looks ahead from then on; it looks further when half of them are over."""
+BEHIND = 64
+"""Steps before the present one that are told again: for a server that is not so far yet."""
+MOST = 1 << 14
+"""Rows of single groups that the chief looks ahead at most, where there are many groups."""
 
 Row = list[dict[str, Any]]
 """For each parameter group some of its options by name."""
@@ -52,29 +57,61 @@ class Planner:
     def __init__(self, optimizer: Optimizer) -> None:
         self.schedule: LRScheduler | None = None
         """Steps once per global step; None: nobody knows what comes."""
+        self.turn = threading.RLock()
+        """To be held while a timetable is written and told."""
         self._optimizer = optimizer
+        self._ahead = max(1, min(AHEAD, MOST // max(1, len(optimizer.param_groups))))
         self.begin()
 
     def begin(self) -> None:
-        """The servers have the options as they are now."""
-        self._given = settings(self._optimizer)
-        self._names: list[set[str]] = [set() for _ in self._given]
-        self._table, self._until = Timetable(), 0
+        """The servers have the options as they are now, and no timetable."""
+        with self.turn:
+            self._given = settings(self._optimizer)
+            self._names: list[set[str]] = [set() for _ in self._given]
+            self._table = Timetable()
+            self._followed: LRScheduler | None = None
+            self._forecast: Iterator[Row] = iter(())
 
     def write(self, step: int) -> Timetable | None:
-        """What to tell the servers at global step ``step``; None: what they know holds."""
-        now, known = settings(self._optimizer), self._table.at(step)
-        (row,) = self._rows([now])
-        if (known or [{} for _ in now]) == row and (self.schedule is None or step < self._until):
+        """What to tell the servers when the chief has come to global step ``step``.
+
+        None: what they know holds.
+        """
+        with self.turn:
+            if self._followed is self.schedule and self._is_known(step):
+                return self._extended(step, max(step - BEHIND, self._table.first))
+            self._followed, self._forecast = self.schedule, self._foresee()
+            now = settings(self._optimizer)
+            rows = self._rows([now, *islice(self._forecast, min(BEGIN, self._ahead))])
+            self._table = Timetable(step, rows)
+            return Timetable(step, _cut_off(rows))
+
+    def extend(self, step: int) -> Timetable | None:
+        """As `write`, when the servers are at ``step`` already and the chief may be behind."""
+        with self.turn:
+            return self._extended(step, self._table.first)
+
+    def _is_known(self, step: int) -> bool:
+        """Whether the servers use the options at ``step`` that the optimizer has now."""
+        (now,) = self._rows([settings(self._optimizer)])
+        known = self._table.at(step) or [{} for _ in now]
+        return all(
+            row.get(name, given.get(name)) == value
+            for row, given, group in zip(known, self._given, now, strict=True)
+            for name, value in group.items()
+        )
+
+    def _extended(self, step: int, keep: int) -> Timetable | None:
+        """The timetable that goes on from ``step``, if there is news; ours begins at ``keep``."""
+        first, rows = self._table.first, self._table.rows
+        left = first + len(rows) - step
+        if 2 * left > self._ahead or not (more := [*islice(self._forecast, self._ahead - left)]):
             return None
-        rows = self._rows([now, *self._foresee()])
-        self._until = step + (len(rows) + 1) // 2
-        while len(rows) > 1 and rows[-1] == rows[-2]:
-            rows.pop()
-        if rows == [known] == self._table.rows[-1:]:
-            return None
-        self._table = Timetable(step, rows)
-        return self._table
+        last, rows = rows[-1], rows[keep - first :] + self._rows(more)
+        self._table = Timetable(keep, rows)
+        begin = max(step - BEHIND, keep)
+        told = _cut_off(rows[begin - keep :])
+        return None if told == [last] else Timetable(begin, told)
 
     def counters(self, served: Row) -> Row:
         """What of a server's options is not the schedule's, but the optimizer's own."""
@@ -96,21 +133,37 @@ class Planner:
             for step in steps
         ]
 
-    def _foresee(self) -> list[Row]:
-        """The options of the steps to come, by a copy of the schedule on a copy of the groups."""
+    def _foresee(self) -> Iterator[Row]:
+        """The options of the steps to come, by a copy of the schedule on a copy of the groups.
+
+        None where it cannot be copied, and none after its end: these are told step by step.
+        """
         if self.schedule is None:
-            return []
-        stand_in, found = _StandIn(self._optimizer), list[Row]()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                schedule = copy.deepcopy(self.schedule, {id(self._optimizer): stand_in})
-                for _ in range(max(1, min(AHEAD, MOST // len(self._given)))):
-                    schedule.step()
-                    found.append(settings(stand_in))
-            except Exception:  # it ends here, or cannot be copied: told step by step then
-                return found
-        return found
+            return iter(())
+        stand_in = _StandIn(self._optimizer)
+        try:
+            schedule = copy.deepcopy(self.schedule, {id(self._optimizer): stand_in})
+        except Exception:
+            return iter(())
+        return _steps(schedule, stand_in)
+
+
+def _cut_off(rows: Sequence[Row]) -> list[Row]:
+    """The rows without those at the end that say the same again: the last one holds."""
+    size = len(rows)
+    while size > 1 and rows[size - 1] == rows[size - 2]:
+        size -= 1
+    return list(rows[:size])
+
+
+def _steps(schedule: LRScheduler, stand_in: _StandIn) -> Iterator[Row]:
+    """What the groups have after each step of the schedule, up to its end."""
+    while True:
+        try:
+            schedule.step()
+        except Exception:
+            return
+        yield settings(stand_in)
 
 
 class _StandIn(Optimizer):
@@ -126,3 +179,10 @@ class _StandIn(Optimizer):
             }
             for group in optimizer.param_groups
         ]
+        # Its steps are made on the servers: torch need not warn of schedules before the first.
+        self._opt_called = True
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: there are no parameters."""
+
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]

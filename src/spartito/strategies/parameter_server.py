@@ -279,10 +279,10 @@ class ParameterServerStrategy(ReplicaStrategy):
             state = {**self.state(), **state}  # the servers keep their optimizer's state
         super().load_state(state)
         pair = self._only_pair()
-        if self.chief is not None and self._job is not None:
-            self._job.give(self.chief)
         if self._planner is not None:
             self._planner.begin()
+        if self.chief is not None and self._job is not None:
+            self._job.give(self.chief)
         pair.optimizer.state.clear()
 
     def close(self) -> None:
@@ -326,7 +326,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         self._pairs[0].gradients.follow()  # other parameters are refused first
         if self.chief is not None and self._planner is not None:
             self.chief.share_rates(settings(self._pairs[0].optimizer))
-            self.chief.schedule(self._planner, self._seen.pushes // self._rules.workers)
+            self.chief.schedule(self._seen.pushes // self._rules.workers)
 
     def heed(self, rates: bytes) -> None:
         """Show the learning rates that hold at the chief."""
@@ -401,8 +401,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         if self.task.type == "ps":
             serve_and_end(job, self.record_to)
         self.chief = job.begin() if self.is_chief else None
-        self._planner = Planner(pair.optimizer) if self.is_chief else None
         self.work, name = job.work(self.chief)
         self.pusher = Pusher(pair, job.exchange(name, self.work), self._rules, self._again)
         if self.chief is not None:
+            self._planner = self.chief.planner = Planner(pair.optimizer)
             self.chief.gather(min(START_SECONDS, self._options.timeout))
