@@ -417,10 +417,11 @@ def test_a_worker_that_never_comes(commands: Commands, here: int) -> None:
     ended = commands.python("long.py", "nobody", env=env)
     assert ended.code == 69
     absent = 1 - here
-    assert ended.err.startswith(
-        f"{PREFIX}worker {absent} ({places[absent]}) did not come to {places[0]} within 3 s"
-    )
-    assert len(ended.err.splitlines()) == 2
+    name = f"worker {absent} ({places[absent]})"
+    waits, says, *more = ended.err.splitlines()
+    assert waits == f"spartito: waiting for {name}, for 2 s now; the limit is 3 s"
+    assert says.startswith(f"{PREFIX}{name} did not come to {places[0]} within 3 s")
+    assert len(more) == 1
 
 
 def finished(folder: Path) -> bool:

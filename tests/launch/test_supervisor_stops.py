@@ -102,21 +102,39 @@ def test_a_pause_reaches_all_and_ends_for_all(start: Start) -> None:
     assert job.end()[0] == 143
 
 
-def test_a_pause_stops_what_slows_a_task_down_first(start: Start) -> None:
+def test_a_pause_stops_what_slows_a_task_down_too(start: Start) -> None:
     job = start(SLEEPS, SLEEPS, policies=[{}, {"share": 0.5}])
     job.wait_for_pids(2)
+    wait_until(lambda: len(brakes(job)) == 1)
+    everyone = [job.popen.pid, *job.pids, *brakes(job)]
     job.popen.send_signal(signal.SIGTSTP)
-    wait_until(lambda: all(map(stands_still, [job.popen.pid, *job.pids])))
-    children = Path(f"/proc/{job.popen.pid}/task/{job.popen.pid}/children").read_text().split()
-    tasks = [int(pid) for pid in children if "task" in Path(f"/proc/{pid}/cmdline").read_text()]
-    brakes = [
-        int(pid) for pid in children if "throttle" in Path(f"/proc/{pid}/cmdline").read_text()
-    ]
-    assert len(brakes) == 1
-    assert all(map(stands_still, tasks + brakes))
+    wait_until(lambda: all(map(stands_still, everyone)))
     job.popen.kill()
     job.popen.wait(LIMIT)
-    assert vanished(job.pids + brakes)
+    assert vanished(everyone)
+
+
+def brakes(job: Job) -> list[int]:
+    """The processes that slow the tasks down."""
+    children = Path(f"/proc/{job.popen.pid}/task/{job.popen.pid}/children").read_text().split()
+    return [
+        int(pid) for pid in children if b"throttle" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
+
+
+def test_what_stands_for_a_far_task_is_told_of_a_pause(start: Start, tmp_path: Path) -> None:
+    told = {name: tmp_path / name for name in ("SIGTSTP", "SIGCONT")}
+    hears = "import signal\n" + "".join(
+        f"signal.signal(signal.{name}, lambda *_: open({str(path)!r}, 'w').close())\n"
+        for name, path in told.items()
+    )
+    job = start(hears + SLEEPS, SLEEPS, policies=[{"far": True}, {}])
+    job.wait_for_pids(2)
+    for number in (signal.SIGTSTP, signal.SIGCONT):
+        job.popen.send_signal(number)
+        wait_until(told[number.name].exists)
+    job.popen.terminate()
+    assert job.end()[0] == 143
 
 
 @pytest.mark.parametrize("kill", [False, True])

@@ -99,7 +99,8 @@ def dial(host: str, port: int, name: str, limit: float) -> socket.socket:
     """
     start = time.monotonic()
     end = start + limit
-    waiting = Waiting(0, [f"{name} at {host}:{port}"])
+    where = "" if f"{host}:{port}" in name else f" at {host}:{port}"
+    waiting = Waiting(0, [name + where])
     while True:
         try:
             until = min(end, start + waiting.after)

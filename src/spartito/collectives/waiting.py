@@ -36,4 +36,4 @@ class Waiting:
             shown = [self._names[rank] for rank in sorted(late)[:SHOWN]]
             more = [f"{len(late) - SHOWN} more"] if len(late) > SHOWN else []
             who = " and ".join(shown + more)
-            note("waiting for %s, for %.0f s now; the limit is %g s", who, seconds, limit)
+            note("waiting for %s, for %.0f s now; the limit is %.0f s", who, seconds, limit)

@@ -6,13 +6,13 @@ import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.pace import FULL, slow_tasks
+from spartito.launch.target import check_program
 from spartito.names import RECIPE_SEED, RECIPES, STRATEGIES, nearest
 
 ALL = "all"
@@ -267,14 +267,10 @@ def _target(name: str, arguments: Sequence[str]) -> Target:
             )
         return Target(name, is_recipe=True)
     script = Path(name)
-    if script.is_file():
-        return Target(name, tuple(arguments))
-    if script.is_dir() or script.suffix != ".py":
+    if script.is_dir() or not (script.is_file() or script.suffix == ".py"):
         raise UserError(f"{name!r} is neither a recipe nor a script", nearest(name, RECIPES))
-    beside = [str(p) for p in script.parent.glob("*.py")] if script.parent.is_dir() else []
-    close = get_close_matches(name, beside, n=1)
-    advice = f"Did you mean {close[0]!r}?" if close else f"The folder we are in is {Path.cwd()}."
-    raise UserError(f"there is no script {name!r}", advice)
+    check_program([name], module=False)
+    return Target(name, tuple(arguments))
 
 
 def _strategies(text: str, known: Sequence[str]) -> list[str]:
