@@ -142,9 +142,12 @@ def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_and_resume(
-    name: str, options: dict[str, Any], folder: str, phase: str
+    name: str, options: dict[str, Any], folder: str, phase: str, accumulate: int = 1
 ) -> dict[str, Any]:
-    """Train 2 of 4 epochs and a half and save ("save"), go on ("resume"), or all ("whole")."""
+    """Train 2 of 4 epochs and a half and save ("save"), go on ("resume"), or all ("whole").
+
+    With ``accumulate`` 2 that is in the middle of an update.
+    """
     strategy = make_strategy(name, **options)
     net = mlp(0.3)
     trainer = sp.Trainer(
@@ -154,6 +157,7 @@ def checkpoint_and_resume(
         metrics=["accuracy"],
         strategy=strategy,
         scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.97),
+        accumulate=accumulate,
         deterministic=True,
         seed=4,
     )
@@ -161,7 +165,8 @@ def checkpoint_and_resume(
 
     class SaveInTheMiddle(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
-            if phase == "save" and self.trainer.step == 12:
+            here = self.trainer.step == 12 if accumulate == 1 else batch == 2
+            if phase == "save" and self.trainer.epoch == 2 and here:
                 self.trainer.save(folder)
                 self.trainer.stop_training = True
 

@@ -156,6 +156,20 @@ def test_a_checkpoint_in_the_middle_of_an_epoch_loads_anywhere(
 
 
 @every_synchronous
+def test_a_checkpoint_in_the_middle_of_an_update_loads_anywhere(
+    replicas: Replicas, case: Case, tmp_path: Path
+) -> None:
+    given = {"folder": str(tmp_path), "accumulate": 2}
+    whole = run(replicas, case, jobs.checkpoint_and_resume, phase="whole", **given)
+    run(replicas, case, jobs.checkpoint_and_resume, phase="save", **given)
+    for other in (case, CASES[0], CASES[1]):
+        resumed = run(replicas, other, jobs.checkpoint_and_resume, phase="resume", **given)
+        close(resumed["weights"], whole["weights"])
+        history = {name: values[2:] for name, values in whole["history"].items()}
+        close(resumed["history"], history)
+
+
+@every_synchronous
 def test_a_custom_loop_trains_a_gan(replicas: Replicas, case: Case) -> None:
     same_as_one_device(replicas, case, jobs.gan)
 

@@ -107,3 +107,19 @@ def test_an_evaluation_does_not_begin_again(caplog: pytest.LogCaptureFixture) ->
     with torch.no_grad():
         some = cross_entropy(made.model(x[:5]), y[:5]).item()
     assert made.evaluate(endless, steps=3)["loss"] == pytest.approx(some, abs=1e-12)
+
+
+def test_an_update_is_gone_on_with_as_it_was_begun(tmp_path: Path) -> None:
+    class Save(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            if batch == 0:
+                self.trainer.save(tmp_path / "saved")
+
+    trainer(accumulate=2).fit(chain(), epochs=1, callbacks=[Save()], verbose=0)
+    other = trainer(accumulate=3)
+    other.load(tmp_path / "saved")
+    with pytest.raises(UserError, match=r"after 1 of 2 batches of an update, and accumulate=3 now"):
+        other.fit(chain(), epochs=1, verbose=0)
+    other.load(tmp_path / "saved")
+    other.fit(chain(), epochs=1, initial_epoch=0, verbose=0)  # a whole one: nothing waits
+    assert other.step == 2  # of 3 batches, and of the last one

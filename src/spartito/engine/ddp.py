@@ -56,6 +56,9 @@ class OverlappedGradients(PackedGradients):
             self._collective.barrier()  # gloo would wait there for one that is at another call
         return found
 
+    def _is_summed(self, parameter: nn.Parameter) -> bool:
+        return any(parameter is wrapped for wrapped in self._wrapped)
+
     @property
     def _packed(self) -> list[nn.Parameter]:
         wrapped = {id(parameter) for parameter in self._wrapped}

@@ -10,6 +10,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from operator import is_
 
 import torch
@@ -19,6 +20,16 @@ from torch.optim import Optimizer
 from spartito.collectives.collective import Collective, Reducer, Riders
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Gradients of batches that are no update yet, summed over all replicas, and their weight."""
+
+    grads: Sequence[Tensor | None]
+    unit: float
+    weight: float
+    loss: float
 
 
 class Gradients(ABC):
@@ -105,6 +116,25 @@ class Gradients(ABC):
 
         Answers the sums over the replicas of (weight, loss, *riders).
         """
+
+    def waiting(self) -> Waiting:
+        """What waits for the update, over all replicas, which all call this. It stays as it is."""
+        grads = [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
+        return Waiting(grads, self.unit, self.weight, self.loss)
+
+    def wait_for(self, waiting: Waiting, rank: int) -> None:
+        """Go on with what `waiting` returned, under any number of replicas, for `parameters`."""
+        self.clear()
+        self.unit = waiting.unit
+        if rank == 0:  # the sum over the replicas is what it was
+            self.weight, self.loss = waiting.weight, waiting.loss
+        for parameter, grad in zip(self.parameters, waiting.grads, strict=True):
+            if rank == 0 or self._is_summed(parameter):
+                parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
+
+    def _is_summed(self, parameter: nn.Parameter) -> bool:
+        """Whether its ``.grad`` is the sum over all replicas already."""
+        return False
 
     def clear(self) -> None:
         """Forget it all, after the update."""
@@ -206,6 +236,20 @@ class PackedGradients(Gradients):
         for pack in self._packs:
             pack.give_back(unused)
         return total[:-2]
+
+    def waiting(self) -> Waiting:
+        own = super().waiting()
+        used = torch.tensor([float(grad is not None) for grad in own.grads])
+        self._collective.all_reduce(used)
+        grads: list[Tensor | None] = []
+        for parameter, grad, count in zip(self.parameters, own.grads, used.tolist(), strict=True):
+            if count and not self._is_summed(parameter):
+                shown = torch.zeros_like(parameter.detach()) if grad is None else grad
+                grad = self._collective.all_reduce(shown)
+            grads.append(grad)
+        sums = torch.tensor([own.weight, own.loss], dtype=torch.float64)
+        weight, loss = self._collective.all_reduce(sums).tolist()
+        return Waiting(grads, own.unit, weight, loss)
 
     def _unused(self, packed: Sequence[nn.Parameter]) -> frozenset[int]:
         """The parameters (by id) that no replica has a gradient for: they keep None."""

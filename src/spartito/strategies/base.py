@@ -290,6 +290,18 @@ class Strategy(ABC):
     def state(self) -> dict[str, Any]:
         """Model and optimizer under the user's names, equal on all replicas; all call it."""
 
+    def go_on_accumulating(self, saved: dict[str, Any]) -> None:
+        """Take up the batches since the last update, as ``state()["accumulated"]`` has them.
+
+        To be called after `load_state`, in the middle of an epoch. Raises `UserError` where the
+        number of batches of an update differs, or where updates cannot be made of other tasks'.
+        """
+        raise UserError(
+            f"the checkpoint was written after {saved['batches']} of {saved['accumulate']} batches "
+            f"of an update, which {self.name} cannot go on with",
+            "Save after an update, or begin a whole epoch: fit(..., initial_epoch=N).",
+        )
+
     @abstractmethod
     def load_state(self, state: dict[str, Any]) -> None:
         """Take back what `state` answered, under any strategy and number of replicas."""

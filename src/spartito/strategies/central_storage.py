@@ -20,7 +20,7 @@ from spartito.engine.gradients import Gradients, same
 from spartito.engine.optimizers import optimizer_parameters, plain
 from spartito.errors import UserError
 from spartito.storage.tensors import pack_state, unpack_state
-from spartito.strategies.replica import Pair
+from spartito.strategies.pair import Pair
 from spartito.strategies.synchronous import SynchronousStrategy
 
 

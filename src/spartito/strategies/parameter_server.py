@@ -36,11 +36,12 @@ from spartito.ps.rules import Rules
 from spartito.ps.shard import set_options, settings
 from spartito.ps.timetable import Planner, Row
 from spartito.ps.work import WorkSource
-from spartito.strategies.base import Distributed, StepResult
+from spartito.strategies.base import Distributed, StepResult, Strategy
 from spartito.strategies.ending import serve_and_end, told, uncaught
 from spartito.strategies.leases import Leased
+from spartito.strategies.pair import Pair
 from spartito.strategies.pusher import Pusher, ServedGradients
-from spartito.strategies.replica import Pair, ReplicaStrategy
+from spartito.strategies.replica import ReplicaStrategy
 from spartito.strategies.sharing import Placed
 
 T = TypeVar("T")
@@ -273,6 +274,10 @@ class ParameterServerStrategy(ReplicaStrategy):
             set_options(optimizer["groups"], self._planner.counters(served))
         pair.optimizer.state.clear()  # it lives on the servers
         return {"model": dict(model.state_dict()), "optimizer": optimizer}
+
+    def go_on_accumulating(self, saved: dict[str, Any]) -> None:
+        """Refuses: what is not pushed is computed again, by whichever worker."""
+        Strategy.go_on_accumulating(self, saved)
 
     def load_state(self, state: dict[str, Any]) -> None:
         if self.chief is not None and "optimizer" not in state:

@@ -14,7 +14,7 @@ from spartito.ps.lease import Lease
 from spartito.ps.messages import Push
 from spartito.ps.rules import Rules
 from spartito.ps.worker import EXPIRED, RESTARTED, STALE, Exchange
-from spartito.strategies.replica import Pair
+from spartito.strategies.pair import Pair
 
 
 class ServedGradients(LocalGradients):

@@ -6,7 +6,7 @@ import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -44,32 +44,11 @@ from spartito.engine.optimizers import (
     plain,
 )
 from spartito.engine.precision import autocast, choose_precision
-from spartito.engine.randomness import GlobalRandomness, globalize, replaying
+from spartito.engine.randomness import globalize, replaying
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.strategies.base import StepResult, Strategy
-
-
-@dataclass
-class Pair:
-    """A prepared model, its optimizer, and what an update of it has to do."""
-
-    model: nn.Module
-    optimizer: Optimizer
-    gradients: Gradients
-    accumulate: int
-    clip_norm: float | None
-    precision: str
-    dtype: torch.dtype | None  # what floating data is cast to: that of all parameters, if one
-    shared: dict[int, Tensor]  # by id: the chief's values of these have come to all replicas
-    seed: int
-    randomness: GlobalRandomness | None  # where training is deterministic
-    passes: int = 0
-
-    @property
-    def new(self) -> list[nn.Parameter]:
-        """The parameters that the optimizer has got since."""
-        return [p for p in optimizer_parameters(self.optimizer) if id(p) not in self.shared]
+from spartito.strategies.pair import Pair
 
 
 class ReplicaStrategy(Strategy):
@@ -203,10 +182,14 @@ class ReplicaStrategy(Strategy):
         self.synchronize()
         pair = self._only_pair()
         model = plain(pair.model)
-        return {
+        state = {
             "model": dict(model.state_dict()),
             "optimizer": named_state(model, pair.optimizer),
         }
+        return {**state, "accumulated": pair.accumulated()} if pair.passes else state
+
+    def go_on_accumulating(self, saved: dict[str, Any]) -> None:
+        self._only_pair().go_on_accumulating(saved, self._collective.rank)
 
     def load_state(self, state: dict[str, Any]) -> None:
         pair = self._only_pair()
@@ -217,6 +200,9 @@ class ReplicaStrategy(Strategy):
                 f"the checkpoint does not fit the model: {error}",
                 "Build the model as it was built when the checkpoint was written.",
             ) from error
+        if "optimizer" in state:  # all of a training: what waits for an update is of another one
+            pair.gradients.clear()
+            pair.passes = 0
         if "optimizer" in state and not isinstance(pair.optimizer, NoOptimizer):
             load_named_state(plain(pair.model), pair.optimizer, state["optimizer"])
 

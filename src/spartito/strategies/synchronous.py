@@ -28,7 +28,8 @@ from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.strategies.base import Distributed, StepResult
-from spartito.strategies.replica import Pair, ReplicaStrategy
+from spartito.strategies.pair import Pair
+from spartito.strategies.replica import ReplicaStrategy
 from spartito.strategies.sharing import Placed, Together
 
 T = TypeVar("T")

@@ -196,6 +196,8 @@ class Trainer:
             callback.set_trainer(self)
         if restored:
             loop.load_state(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
+            if initial_epoch is None and restored["accumulated"]:
+                self.strategy.go_on_accumulating(restored["accumulated"])
             _restore(self._given, restored["callbacks"])
         try:
             loop.run(range(first, epochs), steps_per_epoch, validation, history)
@@ -292,7 +294,8 @@ class Trainer:
         self.step, self.epoch = saved["step"], saved["epoch"]
         if self.scheduler is not None and saved["scheduler"] is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
-        self._restored = saved if saved["loop"] else None
+        waiting = state.get("accumulated")
+        self._restored = {**saved, "accumulated": waiting} if saved["loop"] else None
 
     @property
     def data_wait_share(self) -> float:
