@@ -75,19 +75,19 @@ def test_workers_and_chief_share_the_epochs(options: dict[str, Any]) -> None:
             link.close()
 
 
-def test_rates_and_published_values_reach_the_workers() -> None:
+def test_timetables_and_published_values_reach_the_workers() -> None:
     with co.serving(2) as (coordinator, port), ThreadPoolExecutor(1) as threads:
         link = co.link(port, 1)
-        assert link.rates == b""
+        assert link.timetable == b""
         early = threads.submit(link.published, 3)
-        coordinator.rates = b"0.1"
+        coordinator.timetable = b"0.1"
         large = b"history" * 100_000
         coordinator.board.publish(3, large)
         assert early.result(co.LIMIT) == large
-        for rates in (b"0.1", b"0.1", b"0.05"):
-            coordinator.rates = rates
+        for timetable in (b"0.1", b"0.1", b"0.05", large, b""):
+            coordinator.timetable = timetable
             assert isinstance(link.take(0, 0, None, wait=False), Pause)
-            assert link.rates == rates
+            assert link.timetable == timetable
         with pytest.raises(ValueError, match="more than"):
             coordinator.board.publish(4, bytes(MAX_PUBLISHED + 1))
         link.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from spartito.errors import SpartitoError
@@ -104,14 +104,10 @@ class Chief:
         self.coordinator.board.publish(self._published, json.dumps(value).encode())
 
     def schedule(self, step: int) -> None:
-        """Tell the servers what options hold from global step ``step`` on, if they do not know."""
+        """Tell all tasks what options hold from global step ``step`` on, if they do not know."""
         if self.planner is not None:
             with self.planner.turn:
                 self._tell(self.planner.write(step))
-
-    def share_rates(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Show all tasks these learning rates."""
-        self.coordinator.rates = json.dumps([group.get("lr") for group in settings]).encode()
 
     def close(self) -> None:
         """End the job: the workers leave, then the servers end."""
@@ -151,6 +147,7 @@ class Chief:
     def _tell(self, timetable: Timetable | None) -> None:
         if timetable is not None:
             self.control.schedule(timetable)
+        self.coordinator.timetable = self.control.timetable
 
     def _reopen(self, server: int) -> None:
         """Have computed again what a server that was started again has not applied.

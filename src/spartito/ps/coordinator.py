@@ -66,8 +66,8 @@ class Coordinator:
         self._stopped: set[int] = set()
         self.board = Board()
         """What the chief leaves for all tasks."""
-        self.rates = b""
-        """What every worker is told with its next answer; a few bytes."""
+        self.timetable = b""
+        """What every worker is told with its next answer."""
         self._sessions = 0
         # When a worker came or finished work, and when anybody's work last changed hands.
         self._progress = self._moved = time.monotonic()

@@ -26,6 +26,3 @@ Name = Annotated[str, Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u202
 
 Text = Annotated[str, Meta(max_length=1 << 14)]
 """What is for people; it may have several lines."""
-
-Data = Annotated[bytes, Meta(max_length=1 << 14)]
-"""A few bytes that only their sender reads."""

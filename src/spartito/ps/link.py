@@ -52,8 +52,8 @@ class LocalLink(WorkSource):
         return self._session
 
     @property
-    def rates(self) -> bytes:
-        return self._coordinator.rates
+    def timetable(self) -> bytes:
+        return self._coordinator.timetable
 
     def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
         """As `WorkSource.take`; raises too what the coordinator found to be wrong."""
@@ -93,7 +93,7 @@ class WorkerLink(WorkSource):
         self, host: str, port: int, chief: str, worker: int, *, timeout: float, key: bytes = b""
     ) -> None:
         self._chief = chief
-        self._rates = b""
+        self._timetable = b""
         self._turn = threading.Lock()  # of asking, and of hearing the answer
         self._pen = threading.Lock()  # of sending
         self._closed = threading.Event()
@@ -116,8 +116,8 @@ class WorkerLink(WorkSource):
         return self._generation
 
     @property
-    def rates(self) -> bytes:
-        return self._rates
+    def timetable(self) -> bytes:
+        return self._timetable
 
     @property
     def sent(self) -> int:
@@ -131,9 +131,9 @@ class WorkerLink(WorkSource):
 
     def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
         while True:
-            answer, _ = self._ask(Take(stream, epoch, report, wait), Answer)
-            if answer.rates is not None:
-                self._rates = answer.rates
+            answer, payload = self._ask(Take(stream, epoch, report, wait), Answer)
+            if answer.changed:
+                self._timetable = payload
             if not wait or not isinstance(answer.work, Pause):
                 return answer.work
             report = None  # it was heard: an answer came

@@ -117,9 +117,10 @@ class Reception:
             match message:
                 case Take(stream, epoch, report, wait):
                     work = self._coordinator.take(worker, stream, epoch, report, wait, patience)
-                    rates = self._coordinator.rates
-                    wire.send(Answer(work, rates if rates != known else None))
-                    known = rates
+                    timetable = self._coordinator.timetable
+                    changed = timetable != known
+                    wire.send(Answer(work, changed), timetable if changed else b"")
+                    known = timetable
                 case Ask(key):
                     value = self._coordinator.board.published(key, patience)
                     if value is None and self._coordinator.ended:

@@ -153,7 +153,8 @@ class Control:
         self._turn = threading.Lock()
         self._lost: deque[Lost] = deque(maxlen=64)
         self._generations: dict[int, int] = {}
-        self._timetable = b""
+        self.timetable = b""
+        """The last one that the servers were told, encoded."""
         self.restarted: set[int] = set()
 
     def tell(self, message: Message) -> list[Any]:
@@ -184,7 +185,7 @@ class Control:
              settings: list[dict[str, Any]]) -> None:  # fmt: skip
         """Give every server its values and the state of its optimizer."""
         with self._turn:
-            self._timetable = b""
+            self.timetable = b""
             for number, (own, state) in enumerate(zip(values, states, strict=True)):
                 load = Load(job, settings, len(state))
                 self._insist(number, Link.load, load, own, state)
@@ -192,9 +193,9 @@ class Control:
     def schedule(self, timetable: Timetable) -> None:
         """Tell every server the optimizer's options, also one that is started again later."""
         with self._turn:
-            self._timetable = msgspec.msgpack.encode(timetable)
+            self.timetable = msgspec.msgpack.encode(timetable)
             for number in range(len(self.links)):
-                self._insist(number, Link.schedule, self._timetable)
+                self._insist(number, Link.schedule, self.timetable)
 
     def states(self) -> list[tuple[Tensor, OptimizerState, list[dict[str, Any]]]]:
         """Every server's values, the state of its optimizer, and its options."""
@@ -226,8 +227,8 @@ class Control:
         link, forgetful = self.links[number], False
         while True:
             try:
-                if forgetful and self._timetable:
-                    link.schedule(self._timetable)
+                if forgetful and self.timetable:
+                    link.schedule(self.timetable)
                 for told in (*self._lost, Fence(self._generations)) if forgetful else ():
                     link.ask(told)
                 return ask(link, *what)

@@ -47,6 +47,11 @@ class Timetable(msgspec.Struct, frozen=True):
         return self.rows[min(max(step - self.first, 0), len(self.rows) - 1)]
 
 
+def decode_timetable(data: bytes) -> Timetable:
+    """What `msgspec.msgpack.encode` made of one."""
+    return msgspec.msgpack.decode(data, type=Timetable)
+
+
 class Planner:
     """Writes the timetables of one optimizer, whose options the servers have as they are now.
 

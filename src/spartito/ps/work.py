@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from spartito.collectives.versions import Versions
-from spartito.ps.fields import Amount, Count, Data, Number, Place, Text
+from spartito.ps.fields import Amount, Count, Number, Place, Text
 from spartito.ps.lease import Lease
 
 MAX_PUBLISHED = 64 << 20  # bytes
@@ -53,8 +53,8 @@ class WorkSource(Protocol):
         ...
 
     @property
-    def rates(self) -> bytes:
-        """What the chief decided about learning rates, as of the last answer."""
+    def timetable(self) -> bytes:
+        """The chief's `Timetable`, encoded, as of the last answer; empty: it told none."""
         ...
 
     def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
@@ -131,10 +131,10 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Work; ``rates`` only if they have changed since the last answer."""
+    """Work; if the chief's timetable has changed since the last answer it is the payload."""
 
     work: Work
-    rates: Data | None = None
+    changed: bool = False
 
 
 class Value(msgspec.Struct, frozen=True, tag="value"):

@@ -49,8 +49,8 @@ class Desk(Protocol):
         """As the chief: have the servers know which options of the optimizer hold when."""
         ...
 
-    def heed(self, rates: bytes) -> None:
-        """Show the learning rates that hold at the chief."""
+    def heed(self, timetable: bytes) -> None:
+        """From now on show the options of the chief's timetable."""
         ...
 
     def enter(self, batch: Batch) -> None:
@@ -198,7 +198,7 @@ class Leased(Distributed):
                 answer = work.take(stream, epoch, None)
             pusher.exchange.waited += time.perf_counter() - began
             self.waited += time.perf_counter() - began
-            desk.heed(work.rates)
+            desk.heed(work.timetable)
             if isinstance(answer, Complete):
                 pusher.exchange.rest()  # who has not done its own yet need not wait for us
                 return

@@ -33,8 +33,8 @@ from spartito.ps.job import Job, Options, workers_of
 from spartito.ps.lease import Plan
 from spartito.ps.messages import Values, furthest
 from spartito.ps.rules import Rules
-from spartito.ps.shard import set_options, settings
-from spartito.ps.timetable import Planner, Row
+from spartito.ps.shard import set_options
+from spartito.ps.timetable import Planner, Row, Timetable, decode_timetable
 from spartito.ps.work import WorkSource
 from spartito.strategies.base import Distributed, StepResult, Strategy
 from spartito.strategies.ending import serve_and_end, told, uncaught
@@ -111,7 +111,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         self.work: WorkSource | None = None
         self._streams = self._leads = 0
         self._loss: LossFunction | None = None
-        self._rates = b""
+        self._told, self._timetable = b"", Timetable()
         self._seen = Values(0, 0, 0, 0)
         self._planner: Planner | None = None
         self._stopped = self._deterministic = False
@@ -233,6 +233,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         """The newest values into the model."""
         if self.pusher is not None:
             self.pusher.look()
+            self._show(furthest(self._seen, self._far()))
 
     def lead(self, work: Callable[[], T]) -> T:
         if self.chief is not None:
@@ -330,16 +331,19 @@ class ParameterServerStrategy(ReplicaStrategy):
         """As the chief: have the servers know which options of the optimizer hold when."""
         self._pairs[0].gradients.follow()  # other parameters are refused first
         if self.chief is not None and self._planner is not None:
-            self.chief.share_rates(settings(self._pairs[0].optimizer))
             self.chief.schedule(self._seen.pushes // self._rules.workers)
 
-    def heed(self, rates: bytes) -> None:
-        """Show the learning rates that hold at the chief."""
-        if self.chief is None and rates != self._rates:
-            self._rates = rates
-            groups = self._pairs[0].optimizer.param_groups
-            for group, rate in zip(groups, json.loads(rates), strict=True):
-                group["lr"] = rate
+    def heed(self, timetable: bytes) -> None:
+        """From now on show the options of the chief's timetable."""
+        if self.chief is None and timetable != self._told:
+            self._told = timetable
+            self._timetable = decode_timetable(timetable) if timetable else Timetable()
+
+    def _show(self, far: Values) -> None:
+        """Give our own optimizer the options of the global step, as the servers have them."""
+        options = self._timetable.at(far.pushes // self._rules.workers)
+        if options is not None:
+            set_options(self._pairs[0].optimizer.param_groups, options)
 
     # Inside: one step
 
@@ -361,6 +365,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         """How far the whole training has come since the last result."""
         seen, slices = self._seen, self._rules.workers
         far = self._seen = furthest(seen, self._far())  # a restarted server counts again
+        self._show(far)
         return StepResult(
             output,
             examples=max(0, far.examples - seen.examples),
