@@ -654,6 +654,21 @@ def tokens(name: str, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def one_after_the_other(name: str, options: dict[str, Any]) -> list[int]:
+    """Steps of three trainings, each with a strategy of its own; all are still referred to."""
+    trainers = []
+    for _ in range(3):
+        strategy, net = make_strategy(name, **options), mlp()
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        trainer = sp.Trainer(
+            net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), strategy=strategy
+        )
+        trainer.fit(blobs(20), batch_size=10, verbose=0)
+        strategy.close()
+        trainers.append(trainer)
+    return [trainer.step for trainer in trainers]
+
+
 def folds(name: str, options: dict[str, Any], closes: bool) -> list[tuple[bool, bool, int]]:
     """After each of three trainings: whether strategy and model are gone, and what is mapped."""
     found = []

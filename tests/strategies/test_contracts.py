@@ -346,3 +346,12 @@ def test_a_strategy_goes_with_its_model_and_memory(
     for folds in replicas(jobs.folds, world_size, name, options, closes):
         assert [fold[:2] for fold in folds] == [(True, True)] * 3
         assert folds[2][2] == folds[0][2]
+
+
+@every_synchronous
+def test_a_closed_strategy_leaves_its_address_to_the_next(replicas: Replicas, case: Case) -> None:
+    name, world_size, options = case
+    if options.get("communication") == "ddp":
+        pytest.skip("DDP, and with it the store, is kept until the process ends")
+    for steps in replicas(jobs.one_after_the_other, world_size, name, options):
+        assert steps == [2, 2, 2]

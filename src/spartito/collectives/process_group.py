@@ -142,6 +142,7 @@ class ProcessGroupCollective(Collective):
         if self._joined and dist.is_initialized():  # it may be another's by now
             dist.destroy_process_group()
         self._joined = False
+        self._roll.close()
 
     def give_up(self, error: SpartitoError) -> None:
         self._roll.leave(error, self.close)

@@ -8,7 +8,7 @@ from contextlib import suppress
 import torch.distributed as dist
 
 from spartito.collectives.store import ask, retold, roll_call, told
-from spartito.errors import SpartitoError, TaskLostError
+from spartito.errors import SpartitoError, TaskLostError, UserError
 
 GRACE = 3.0  # seconds in which the living answer after an error
 LINGER = 10.0  # seconds that the keeper of the store stays for those who have not heard its reason
@@ -18,8 +18,10 @@ class Roll:
     """The group's list at ``store``, which its first task keeps; ``names`` are in rank order."""
 
     def __init__(self, store: dist.Store, rank: int, names: Sequence[str], timeout: float) -> None:
-        self._store = dist.PrefixStore("alive", store)
-        self._heard = dist.PrefixStore("heard", store)
+        self._stores: tuple[dist.Store, dist.Store] | None = (
+            dist.PrefixStore("alive", store),
+            dist.PrefixStore("heard", store),
+        )
         self._rank = rank
         self._names = names
         self._timeout = timeout
@@ -32,10 +34,13 @@ class Roll:
         Of those who do not, the ``suspects`` are named, with ``what`` was seen of them, else
         all: others may just be busy. A reason that somebody left at the store comes first.
         """
-        absent, reasons = roll_call(self._store, self._rank, self._names, GRACE)
+        if self._stores is None:
+            return UserError("a call to other tasks after close()", "Make a new strategy.")
+        alive, heard = self._stores
+        absent, reasons = roll_call(alive, self._rank, self._names, GRACE)
         if reasons:  # somebody left because of another loss
             # The store goes with its keeper, who stays for those that are slower to hear.
-            roll_call(self._heard, self._rank, self._names, 0.0 if self._rank else GRACE)
+            roll_call(heard, self._rank, self._names, 0.0 if self._rank else GRACE)
             return retold(reasons[0])
         seen = [name for name in absent if name in suspects]
         if not seen:
@@ -49,15 +54,21 @@ class Roll:
 
     def leave(self, error: SpartitoError, close: Callable[[], None]) -> None:
         """Leave ``error`` to the others, then ``close`` what they wait at: they look here."""
-        word = told(error)
+        if self._stores is None:
+            return
+        word, (alive, heard) = told(error), self._stores
 
         def tell() -> None:
-            self._store.set(str(self._rank), word)
-            self._heard.set(str(self._rank), "")  # the keeper need not wait for us
+            alive.set(str(self._rank), word)
+            heard.set(str(self._rank), "")  # the keeper need not wait for us
 
         # A store that is gone cannot be told; the others then name its keeper.
         with suppress(TaskLostError):
             ask(tell, GRACE, self._names[0])
         close()
         if self._rank == 0:  # the store goes with us
-            roll_call(self._heard, self._rank, self._names, LINGER)
+            roll_call(heard, self._rank, self._names, LINGER)
+
+    def close(self) -> None:
+        """Let go of the store: its keeper's address is free for the next group."""
+        self._stores = None

@@ -171,6 +171,7 @@ class SocketCollective(Collective):
 
     def close(self) -> None:
         close_all(self._connections)
+        self._roll.close()
 
     def give_up(self, error: SpartitoError) -> None:
         self._roll.leave(error, self.close)
