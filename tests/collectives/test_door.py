@@ -16,7 +16,7 @@ from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.door import MOST_UNKNOWN, Door
 from spartito.collectives.handshake import MAGIC, NONCE, PROOF, reach
 from spartito.collectives.sockets import listen
-from spartito.errors import UserError
+from spartito.errors import TaskLostError, UserError
 from spartito.log import shown
 from tests.callers import LIMIT, call, hung_up
 
@@ -86,6 +86,16 @@ def test_a_listener_must_prove_itself_too(says: bytes, what: str) -> None:
             theirs.sendall(says)
             with pytest.raises(UserError, match=f"ps 0 at {HOST}:{port} {what}"):
                 calling.result(LIMIT)
+
+
+def test_the_limit_of_a_task_that_hangs_up_and_is_gone_is_told_as_it_was_given() -> None:
+    with socket.create_server((HOST, 0)) as server, ThreadPoolExecutor(1) as pool:
+        port = server.getsockname()[1]
+        calling = pool.submit(reach, HOST, port, "ps 0", 1.0, key=KEY, purpose=PURPOSE)
+        server.accept()[0].close()
+        server.close()
+        with pytest.raises(TaskLostError, match=f"ps 0 did not come to {HOST}:{port} within 1 s"):
+            calling.result(LIMIT)
 
 
 def test_more_strangers_than_a_door_takes() -> None:

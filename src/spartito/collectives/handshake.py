@@ -55,7 +55,7 @@ def reach(
     where = f"{host}:{port}"
     called = name if where in name else f"{name} at {where}"
     while True:
-        connection = dial(host, port, name, max(RETRY_SECONDS, end - time.monotonic()))
+        connection = dial(host, port, name, limit, end)
         try:
             prove(connection, called, key, purpose, end)
         except OSError as error:  # it died, or had too many callers: it may be there again

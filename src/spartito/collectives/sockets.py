@@ -92,13 +92,16 @@ def open_listener(endpoint: Endpoint, limit: float) -> Opened:
     return Opened(listener, tuple(remarks), foreign, drawn)
 
 
-def dial(host: str, port: int, name: str, limit: float) -> socket.socket:
+def dial(
+    host: str, port: int, name: str, limit: float, end: float | None = None
+) -> socket.socket:
     """A blocking connection to task ``name``, once it listens at ``host:port``; no Nagle delay.
 
-    Raises `TaskLostError` that names the task if it does not within ``limit`` seconds.
+    Raises `TaskLostError` that names the task if it does not within ``limit`` seconds; they are
+    over at ``end`` of `time.monotonic`, where a part of them has gone by already.
     """
     start = time.monotonic()
-    end = start + limit
+    end = start + limit if end is None else end
     where = "" if f"{host}:{port}" in name else f" at {host}:{port}"
     waiting = Waiting(0, [name + where])
     while True:

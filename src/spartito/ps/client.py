@@ -261,7 +261,7 @@ class Link:
     def _meet(self, end: float) -> None:
         """Connect and say hello once; `Restarted` if it is another process than last time."""
         where, left = self.address, max(RETRY_SECONDS, end - time.monotonic())
-        sock = dial(where.host, where.port, where.name, left)
+        sock = dial(where.host, where.port, where.name, self._timeout, end)
         try:
             prove(sock, where.name, self._key, PURPOSE, time.monotonic() + left)
             wire = Wire(sock, Answer, timeout=left)
