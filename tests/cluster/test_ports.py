@@ -6,7 +6,10 @@ from contextlib import ExitStack
 import pytest
 
 from spartito.cluster import ports as module
+from spartito.cluster.endpoints import Endpoint
 from spartito.cluster.ports import BELOW_EPHEMERAL, free_port, free_ports
+from spartito.collectives.sockets import listen
+from spartito.errors import UserError
 
 HOST = "127.77.0.1"
 """An address of the loopback that nobody else calls from: what is free there stays free."""
@@ -30,3 +33,15 @@ def test_free_ports_differ_and_can_be_taken_at_once(
         for port in ports:
             held.enter_context(socket.socket()).bind((HOST, port))
     assert len(set(ports)) == 20
+
+
+def test_a_port_that_is_held_is_for_our_tasks_alone() -> None:
+    first = free_port(HOST)
+    with ExitStack() as held:
+        assert free_port(HOST, [first], held) == first
+        with pytest.raises(UserError, match="0 of the ports"):
+            free_port(HOST, [first])
+        for _ in range(2):  # the task, and the one that is started in its place
+            with listen(Endpoint("ps 0", HOST, (first,)), 30.0) as listener:
+                assert listener.getsockname()[1] == first
+    assert free_port(HOST, [first]) == first

@@ -447,6 +447,27 @@ def test_a_range_of_ports_is_kept_to(tmp_path: Path) -> None:
         assert (env["MASTER_PORT"], env["SPARTITO_PORTS"]) == (str(first), allowed)
 
 
+HELD = """
+import json, os
+from spartito.cluster.ports import free_port
+from spartito.errors import UserError
+found = json.loads(os.environ.get("TF_CONFIG", "{}")).get("cluster", {})
+ports = [int(a.split(":")[1]) for tasks in found.values() for a in tasks]
+for port in ports or [int(os.environ["MASTER_PORT"])]:
+    try:
+        free_port(allowed=[port])
+    except UserError:
+        continue
+    raise SystemExit(f"another job could take {port}")
+"""
+
+
+@pytest.mark.parametrize("ps", [0, 1])
+def test_a_jobs_ports_are_taken_before_its_tasks_listen(tmp_path: Path, ps: int) -> None:
+    (tmp_path / "held.py").write_text(HELD)
+    assert launch([str(tmp_path / "held.py")], workers=2, ps=ps) == 0
+
+
 def test_only_the_first_process_has_the_tasks_address(tmp_path: Path) -> None:
     rows, _ = run(tmp_path, "--workers", "2", TF_CONFIG=tf_config("worker", 2))
     assert [env.get("SPARTITO_ADDRESS") for _, _, env in rows] == ["b:1000", None]

@@ -92,9 +92,7 @@ def open_listener(endpoint: Endpoint, limit: float) -> Opened:
     return Opened(listener, tuple(remarks), foreign, drawn)
 
 
-def dial(
-    host: str, port: int, name: str, limit: float, end: float | None = None
-) -> socket.socket:
+def dial(host: str, port: int, name: str, limit: float, end: float | None = None) -> socket.socket:
     """A blocking connection to task ``name``, once it listens at ``host:port``; no Nagle delay.
 
     Raises `TaskLostError` that names the task if it does not within ``limit`` seconds; they are

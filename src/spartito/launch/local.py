@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -102,33 +102,36 @@ def launch(
     check_number(len(cast.tasks), available_cores(), yes)
     if cast.asked and (machines > 1 or master_addr is not None):
         raise UserError(f"{cast.asked} starts on one machine only", SEVERAL_MACHINES)
-    if job is None:
-        place = _place(machines, node_rank, master_addr, allowed)
-    elif master_addr is None:
-        place = _place_in(job, cast.workers, allowed)
-    else:
-        raise UserError(
-            f"--master-addr {master_addr}, but {job.source} says already that this is {job.task}",
-            "Leave it out; or give --nnodes and --node-rank as well.",
+    with ExitStack() as held:  # the job's ports
+        if job is None:
+            place = _place(machines, node_rank, master_addr, allowed, None if cast.asked else held)
+        elif master_addr is None:
+            place = _place_in(job, cast.workers, allowed, held)
+        else:
+            raise UserError(
+                f"--master-addr {master_addr}, but {job.source} says already that this is "
+                f"{job.task}",
+                "Leave it out; or give --nnodes and --node-rank as well.",
+            )
+        check_strategy(strategy, strategy_options, place, cast.workers)
+        cast.check(
+            strategy or variables.get(ENV_STRATEGY), None if job is None else job.source, machines
         )
-    check_strategy(strategy, strategy_options, place, cast.workers)
-    cast.check(
-        strategy or variables.get(ENV_STRATEGY), None if job is None else job.source, machines
-    )
-    for note in _notes(place, cast.workers):
-        print(f"spartito: note: {note}", file=sys.stderr, flush=True)
-    chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
-    variables |= {name: value for name, value in chosen.items() if value is not None}
-    if place.task is None and place.nodes == 1:  # else others start the rest of the job
-        variables = with_secret(variables)
-    command = [sys.executable, *(["-m"] if module else []), *argv]
-    with snapshots(cast, variables) as (folder, variables):
-        processes = with_logs(_processes(command, variables, place, cast, slow or {}), log_dir)
-        # Elsewhere nobody sees what fails here unless one of our tasks says it.
-        patience = Patience(word=WORD) if place.nodes > place.locals else Patience()
-        return supervise(
-            processes, patience=patience, result_of=0 if result else None, private=folder
-        )
+        for note in _notes(place, cast.workers):
+            print(f"spartito: note: {note}", file=sys.stderr, flush=True)
+        chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
+        variables |= {name: value for name, value in chosen.items() if value is not None}
+        if place.task is None and place.nodes == 1:  # else others start the rest of the job
+            variables = with_secret(variables)
+        command = [sys.executable, *(["-m"] if module else []), *argv]
+        with snapshots(cast, variables) as (folder, variables):
+            started = _processes(command, variables, place, cast, slow or {}, held)
+            processes = with_logs(started, log_dir)
+            # Elsewhere nobody sees what fails here unless one of our tasks says it.
+            patience = Patience(word=WORD) if place.nodes > place.locals else Patience()
+            return supervise(
+                processes, patience=patience, result_of=0 if result else None, private=folder
+            )
 
 
 @contextmanager
@@ -150,6 +153,7 @@ def _processes(
     place: Place,
     cast: Roles,
     slow: Mapping[str, float],
+    held: ExitStack,
 ) -> list[Process]:
     """What starts here; the first is the one that leads."""
     if cast.asked:
@@ -162,7 +166,9 @@ def _processes(
                 cast.is_vital(task),
                 outlives=task.type == "evaluator",
             )
-            for task, environment in zip(cast.tasks, role_environments(env, cast), strict=True)
+            for task, environment in zip(
+                cast.tasks, role_environments(env, cast, held=held), strict=True
+            )
         ]
     else:
         started = [
@@ -247,14 +253,18 @@ def _address(place: Place, env: Mapping[str, str], index: int) -> dict[str, str]
 
 
 def role_environments(
-    env: Mapping[str, str], cast: Roles, usable: int | None = None
+    env: Mapping[str, str],
+    cast: Roles,
+    usable: int | None = None,
+    held: ExitStack | None = None,
 ) -> list[dict[str, str]]:
     """The environment of each task of ``cast``: ``env``, and a `TF_CONFIG` that says who it is.
 
-    Ports are free ones of this machine. Cores are shared out as in `environments`.
+    Ports are free ones of this machine, the job's until ``held`` closes. Cores are shared out as
+    in `environments`.
     """
     cores = available_cores() if usable is None else usable
-    ports = free_ports(len(cast.tasks), HOST, port_range(env))
+    ports = free_ports(len(cast.tasks), HOST, port_range(env), held)
     told = roles.environments(env, cast, ports)
     return [
         defaults(cast.threads(task, cores)) | own
@@ -267,7 +277,13 @@ def defaults(threads: int) -> dict[str, str]:
     return SETTINGS | {"OMP_NUM_THREADS": str(threads)}
 
 
-def _place(nnodes: int, node_rank: int, master_addr: str | None, allowed: range | None) -> Place:
+def _place(
+    nnodes: int,
+    node_rank: int,
+    master_addr: str | None,
+    allowed: range | None,
+    held: ExitStack | None,
+) -> Place:
     """What the arguments say, else this machine alone, at one of the ports that are ``allowed``."""
     if nnodes < 1:
         raise UserError(f"--nnodes {nnodes} is less than 1")
@@ -283,15 +299,15 @@ def _place(nnodes: int, node_rank: int, master_addr: str | None, allowed: range 
             f"--nnodes {nnodes} needs a place where the machines meet",
             "Give each the address of the first: --master-addr host:29500",
         )
-    return Place(0, 1, HOST, free_port(allowed=allowed))
+    return Place(0, 1, HOST, free_port(allowed=allowed, held=held))
 
 
-def _place_in(job: Joined, workers: int, allowed: range | None) -> Place:
+def _place_in(job: Joined, workers: int, allowed: range | None, held: ExitStack) -> Place:
     """The place of a launcher of so many ``workers`` that is one of the tasks of ``job``."""
     itself = workers == 1 and job.source != tf_config.VARIABLE
     spec = job.spec
     if spec is None or spec.rendezvous is None:
-        port = free_port(allowed=allowed)
+        port = free_port(allowed=allowed, held=held)
         return Place(0, 1, HOST, port, task=job.task, itself=itself)
     host, port = split_address(spec.rendezvous)
     if spec.rank == NO_RANK:
