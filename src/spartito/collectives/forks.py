@@ -7,34 +7,34 @@ killed. A lock or a connection of the replica that they hold too would hide its 
 from __future__ import annotations
 
 import os
+import threading
 
 _ours: dict[int, tuple[int, int]] = {}
 """Descriptors, and by device and inode what they were when they were told: one that was closed
 since then may be another's."""
+_turn = threading.Lock()  # of those who change it; a fork asks nobody, as it is alone
 
 
 def keep_from_forks(descriptor: int) -> None:
-    """Forks of this process get ``descriptor`` as one of the null device."""
-    for other in [other for other in _ours if not _is_ours(other)]:
-        del _ours[other]
-    _ours[descriptor] = _identity(descriptor)
-
-
-def _is_ours(descriptor: int) -> bool:
-    try:
-        return _identity(descriptor) == _ours[descriptor]
-    except OSError:
-        return False
+    """Forks of this process get ``descriptor`` as one of the null device. Thread-safe."""
+    with _turn:
+        for other, identity in list(_ours.items()):
+            if _identity(other) != identity:
+                del _ours[other]
+        _ours[descriptor] = _identity(descriptor)
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
+    try:
+        status = os.fstat(descriptor)
+    except OSError:  # it is closed
+        return -1, -1
     return status.st_dev, status.st_ino
 
 
 def _let_go() -> None:
     """In the fork. Closed numbers would be used again, under the objects that still have them."""
-    mine = [descriptor for descriptor in _ours if _is_ours(descriptor)]
+    mine = [number for number, identity in _ours.items() if _identity(number) == identity]
     _ours.clear()
     if mine:
         null = os.open(os.devnull, os.O_RDWR)
@@ -43,4 +43,10 @@ def _let_go() -> None:
         os.close(null)
 
 
-os.register_at_fork(after_in_child=_let_go)
+def _begin_fork() -> None:
+    global _turn
+    _turn = threading.Lock()
+    _let_go()
+
+
+os.register_at_fork(after_in_child=_begin_fork)
