@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from spartito.cluster.ports import free_ports
+from spartito.cluster.secret import new_secret
 from tests.commands import SPARTITO, Commands, Ended, commands_in
 
 
@@ -28,12 +29,15 @@ def train(commands: Commands, run: Path, *options: str) -> dict[str, Ended]:
     named = set(re.findall(r"127\.0\.0\.1:(\d+)", written.out))
     ports = {port: str(free) for port, free in zip(named, free_ports(len(named)), strict=True)}
     run.mkdir()
+    secret = run.with_name("secret")
+    secret.write_text(new_secret())
     programs = {}
     for name, service in yaml.safe_load(written.out)["services"].items():
         told = {
             key: value.replace("/snapshots", str(run)).replace("/runs", str(run))
             for key, value in service["environment"].items()
         }
+        told["SPARTITO_SECRET_FILE"] = str(secret)  # which the engine mounts
         for port, free in ports.items():
             told["TF_CONFIG"] = told["TF_CONFIG"].replace(f":{port}", f":{free}")
         python, *arguments = service["command"]

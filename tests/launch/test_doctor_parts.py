@@ -28,6 +28,7 @@ from spartito.launch.doctor.probe import at_once, knock, measure
 from spartito.launch.doctor.station import Station, open_station
 from spartito.launch.doctor.talk import LONGEST_LINE, ClosedError, GarbageError, Talk, meet
 from tests.callers import hung_up
+from tests.launch.supervised import wait_until
 
 LOOPBACK = "127.0.0.1"
 MIB = 1 << 20
@@ -192,6 +193,7 @@ def test_who_does_not_know_the_secret_is_told_nothing() -> None:
         with socket.create_connection((LOOPBACK, station.port), 30.0) as connection:
             connection.sendall(msgspec.json.encode(Ping()) + b"\n")
             assert hung_up(connection) == b""
+        wait_until(lambda: len(station.strangers) == 2)  # it notes them in threads of its own
         assert station.strangers == [LOOPBACK] * 2
     finally:
         station.close()
