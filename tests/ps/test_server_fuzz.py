@@ -111,7 +111,7 @@ class Live:
         found = wire.receive()
         assert isinstance(found, Values)
         gradient = torch.full((self.span.size // 4,), 0.5)
-        push = push_of(keys=[(1, 0, step, 1)], pulled=found.version)
+        push = push_of(keys=[(1, 0, step, 1)], pulled=found.version, norm=float(gradient.norm()))
         wire.send(push, gradient.numpy().data)
         answer = wire.receive()
         assert isinstance(answer, Values)
@@ -407,8 +407,9 @@ def test_a_gradient_out_of_all_proportion_is_told(
     wire = live.wire(live.hello)
     version = live.store.version
     with caplog.at_level(logging.WARNING):
-        push = push_of(keys=[(2, 0, 0, 1)], pulled=version)
-        wire.send(push, torch.full((live.span.size // 4,), 1e6).numpy().data)
+        gradient = torch.full((live.span.size // 4,), 1e6)
+        push = push_of(keys=[(2, 0, 0, 1)], pulled=version, norm=float(gradient.norm()))
+        wire.send(push, gradient.numpy().data)
         assert isinstance(wire.receive(), Values)
         wire.close()
     assert "ps 0: worker 1 pushed a gradient with a norm of 2.83e+06; 1.41 is usual" in caplog.text
@@ -421,7 +422,8 @@ def test_a_gradient_that_is_not_finite(live: Live, steps: None, number: float) -
     wire = live.wire(live.hello)
     gradient = torch.zeros(live.span.size // 4)
     gradient[3] = number
-    wire.send(push_of(keys=[(3, 0, 0, 1)], pulled=live.store.version), gradient.numpy().data)
+    push = push_of(keys=[(3, 0, 0, 1)], pulled=live.store.version, norm=number)
+    wire.send(push, gradient.numpy().data)
     assert isinstance(answers_or_closes(wire), Refused)
     assert live.store.values() == before
 

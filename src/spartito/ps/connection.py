@@ -7,7 +7,6 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -246,12 +245,10 @@ class Connection:
                 self._check_push(message, left_out)
                 if not self._shared and not message.dropped:
                     self._codec.decode(inbox, self._wire.payload, left_out)
-                norm = 0.0 if message.dropped else store.shard.norm(inbox, message.absent)
-                need(isfinite(norm), "a gradient is not finite")
                 with store.turn:
                     self._need_values()
                     store.check(self._worker, self._generation)
-                    self._watch(norm)
+                    self._watch(message.norm)
                     status, staleness = store.push(self._worker, message, inbox)
                     store.check(self._worker, self._generation)  # a round takes its time
                     if message.pull:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 from msgspec import Meta
@@ -20,6 +21,9 @@ Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 
 Amount = Annotated[float, Meta(ge=0, le=1e15)]
 """A weight, or seconds."""
+
+Norm = Annotated[float, Meta(ge=0, le=sys.float_info.max)]
+"""The length of a vector of finite numbers."""
 
 Name = Annotated[str, Meta(max_length=200, pattern=r"\A[^\x00-\x1f\x7f-\x9f\u2028\u2029]*\Z")]
 """A task, a tensor, a hash: on one line."""

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Meta
 
 from spartito.collectives.versions import Versions
-from spartito.ps.fields import Amount, Count, Name, Number, Place, Text
+from spartito.ps.fields import Amount, Count, Name, Norm, Number, Place, Text
 from spartito.ps.keys import Key
 
 
@@ -80,6 +80,8 @@ class Push(Message, frozen=True, tag="push"):
     absent: list[Number]
     dropped: bool = False
     """The gradient was not finite: the pieces count as applied, and change nothing."""
+    norm: Norm = 0.0
+    """The L2 norm of the gradient, as far as it is for this server."""
     pull: bool = True
     group: Number = 0
     index: Number = 0

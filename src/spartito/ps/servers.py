@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,6 +36,7 @@ class Servers:
         self.links, self.vector = list(links), vector
         self._ordered = ordered and len(links) > 1
         self._sent: list[Push] = []
+        self._norms = [0.0] * len(self.links)  # of what lies in the links' memory
         self._early: list[Values] = []  # what all but the first said to a push that is ordered
         self._versions = [0] * len(self.links)
         self.far = Values(0, 0, 0, 0)
@@ -47,12 +49,12 @@ class Servers:
         Returns per server the entries without a gradient or a change, and whether all numbers
         are finite.
         """
-        absent, finite = [], True
+        absent, self._norms = [], []
         for link in self.links:
             missing = link.outgoing.store_gradients() + link.outgoing.store_changes(link.incoming)
-            finite = finite and link.outgoing.is_finite(unused(link.runs, missing))
+            self._norms.append(link.outgoing.norm(unused(link.runs, missing)))
             absent.append(missing)
-        return absent, finite
+        return absent, all(map(isfinite, self._norms))
 
     def push(self, push: Push, absent: Sequence[Sequence[int]]) -> None:
         """Send what `fill` stored, and ask for new values; `answers` waits for them.
@@ -60,8 +62,8 @@ class Servers:
         Raises `Restarted` when a server has forgotten what it knew; nothing is left to wait for.
         """
         self._sent = [
-            replace(push, pulled=version, absent=list(missing))
-            for version, missing in zip(self._versions, absent, strict=True)
+            replace(push, pulled=version, absent=list(missing), norm=0.0 if push.dropped else norm)
+            for version, missing, norm in zip(self._versions, absent, self._norms, strict=True)
         ]
         if self._ordered:
             others = [replace(push, pull=False) for push in self._sent[1:]]

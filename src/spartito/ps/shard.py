@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from math import isfinite, sqrt
+from math import isfinite
 from typing import Any
 
 import torch
@@ -187,19 +186,6 @@ class Shard:
         grads = [self._view(push, run) for run in self.slots]
         total = torch.nn.utils.get_total_norm(grads)
         torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
-
-    def norm(self, push: Tensor, absent: Sequence[int] = ()) -> float:
-        """The L2 norm of the gradients; infinite or nan if one of them is not finite.
-
-        ``push`` has none for the entries ``absent``.
-        """
-        idle = unused(self.slots, absent)
-        views = [self._view(push, run) for n, run in enumerate(self.slots) if n not in idle]
-        total = sqrt(sum(float(torch.linalg.vector_norm(view)) ** 2 for view in views))
-        if isfinite(total):
-            return total
-        finite = all(bool(view.isfinite().all()) for view in views)
-        return sys.float_info.max if finite else total  # else too large for its own square
 
     def accepts(self, options: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these can be options of our parameter groups, for each group some.

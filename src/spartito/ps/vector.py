@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from dataclasses import dataclass
 from itertools import count
+from math import inf, isfinite, sqrt
 
 import torch
 from torch import Tensor, nn
@@ -212,19 +214,23 @@ class Copies:
                     place.view.sub_(old)
         return absent
 
-    def is_finite(self, but: Collection[int] = ()) -> bool:
-        """Whether gradients and new statistics hold neither NaN nor infinity.
+    def norm(self, but: Collection[int] = ()) -> float:
+        """The L2 norm of the gradients; inf if they or new statistics hold NaN or infinity.
 
         An infinity that was there before (a mask's) is no new one. Runs ``but`` do not count.
         """
+        total = 0.0
         for number, run in enumerate(self._runs):
             if number in but or not is_mixed(run.dtype):
                 continue
             now = self._flat[number]
-            old = now if run.learns or self._before is None else self._before._flat[number]
-            if not _is_finite(now) and (run.learns or _has_news(now, old)):
-                return False
-        return True
+            if run.learns:
+                total += _square(now)
+                continue
+            old = now if self._before is None else self._before._flat[number]
+            if not _is_finite(now) and _has_news(now, old):
+                return inf
+        return min(sqrt(total), sys.float_info.max) if isfinite(total) else inf
 
     @staticmethod
     def _part(tensor: Tensor, place: _Place) -> Tensor:
@@ -247,6 +253,18 @@ def _place(tensor: Tensor, part: Part, dtype: str, span: Span, memory: Tensor) -
         flat(tensor)  # refuses what is not dense
         view = view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
     return _Place(part.entry, view, whole, part.begin, part.end, is_summed(dtype))
+
+
+def _square(view: Tensor) -> float:
+    """The square of a gradient's L2 norm; inf if it is not finite, else at most a float's most."""
+    if view.dtype in (torch.float32, torch.float64):
+        total = float(torch.dot(view, view))  # one pass, as fast as a sum
+    else:
+        wide = view.to(torch.promote_types(view.dtype, torch.float32))
+        total = float(torch.linalg.vector_norm(wide)) ** 2
+    if isfinite(total):
+        return total
+    return sys.float_info.max / 1e6 if bool(view.isfinite().all()) else inf
 
 
 def _is_finite(view: Tensor) -> bool:

@@ -24,7 +24,9 @@ def test_every_epoch_is_saved_in_the_run_folder(trainer: Any) -> None:
     place = trainer.run_dir / "checkpoints"
     assert names(place) == ["best.json", "step-00000004", "step-00000008", "step-00000012"]
     best = json.loads((place / "best.json").read_text())
-    assert best == {"name": "step-00000008", "monitor": "val_loss", "value": 1.0}
+    assert best == {
+        "name": "step-00000008", "monitor": "val_loss", "value": 1.0, "sequence": 2
+    }  # fmt: skip
     assert CheckpointManager(place).latest() == place / "step-00000012"
     state = read_checkpoint(place / "step-00000008")
     assert state["trainer"] == {"step": 8, "callbacks": [{"best": 1.0}]}
@@ -85,7 +87,7 @@ def test_the_best_value_outlives_a_resume(trainer: Any, tmp_path: Path) -> None:
 def test_without_validation_the_default_watches_the_loss(trainer: Any, tmp_path: Path) -> None:
     trainer.fit(ModelCheckpoint(tmp_path / "c"), epochs=[{"loss": 2.0}, {"loss": 1.0}])
     best = json.loads((tmp_path / "c" / "best.json").read_text())
-    assert best == {"name": "step-00000008", "monitor": "loss", "value": 1.0}
+    assert best == {"name": "step-00000008", "monitor": "loss", "value": 1.0, "sequence": 2}
 
 
 @pytest.mark.parametrize(
