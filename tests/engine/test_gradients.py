@@ -63,6 +63,13 @@ def test_clip_as_torch_does(norm: float) -> None:
     check(jobs.weighted(IdentityCollective(), [[0, 11]], "mean", norm, False), "mean", norm)
 
 
+def test_nothing_to_clip() -> None:
+    model = jobs.classifier()
+    gradients = LocalGradients(torch.optim.SGD(model.parameters(), 0.1))
+    gradients.clip(1.0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_dtypes_layouts_and_what_nobody_used() -> None:
     base = torch.arange(4 * 3 * 3 * 3.0).view(4, 3, 3, 3)
     for answer in run(jobs.layouts, 2):

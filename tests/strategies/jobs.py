@@ -577,6 +577,8 @@ def drift(name: str, options: dict[str, Any], what: str) -> tuple[int, str]:
             if last and what == "value" and trainer.step == 2:
                 bias: Tensor = net[0].bias  # type: ignore[index]
                 bias.data = bias.data + 1e-9
+            if last and what == "frozen" and trainer.step == 2:
+                next(net.parameters()).requires_grad_(False)
 
     trainer = sp.Trainer(
         net,

@@ -140,6 +140,7 @@ KINDS["some rows only"] = lambda: (
     nn.Identity(),
     lambda m, x: F.dropout(x, 0.5) if x[0, 0, 0] > x[1, 0, 0] else x,
 )
+KINDS["loss"] = lambda: (nn.Identity(), lambda m, x: m(x))  # see `noisy`
 KINDS["packed"] = lambda: (nn.LSTM(WIDTH, WIDTH, 2, dropout=0.4, batch_first=True), packed)
 REFUSED = {
     "packed": "packed sequences",
@@ -147,12 +148,18 @@ REFUSED = {
     "order": "an order of the examples",
     "own generator": "a generator of your own",
     "multinomial": "torch's multinomial .* not among the operations",
+    "loss": "torch's randn_like .* in the loss: draw in the model's forward pass",
 }
 
 
 def data() -> tuple[Tensor, Tensor]:
     x = torch.randn(22, STEPS, WIDTH, generator=torch.Generator().manual_seed(2)).double()
     return x, (x.mean((1, 2)) > 0).long()
+
+
+def noisy(output: Tensor, target: Tensor) -> Tensor:
+    """A loss that draws at random."""
+    return F.cross_entropy(output + torch.randn_like(output), target)
 
 
 def train(
@@ -171,7 +178,7 @@ def train(
             )
             for _ in range(2):
                 for batch in strategy.distribute(sp.data.arrays(*data()).batch(6)):
-                    strategy.step(batch, nn.CrossEntropyLoss())
+                    strategy.step(batch, noisy if kind == "loss" else nn.CrossEntropyLoss())
             found[kind] = weights(net)
             strategy._pairs.clear()  # type: ignore[attr-defined]
         return found

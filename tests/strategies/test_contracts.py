@@ -296,7 +296,8 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
 ) -> None:
     name, world_size, options = case
     last = world_size - 1
-    for what, text in {"value": "has other parameters than", "seed": "in another order"}.items():
+    drifts = {"value": "parameters than", "frozen": "that learn than", "seed": "in another order"}
+    for what, text in drifts.items():
         for step, error in replicas(jobs.drift, world_size, name, options, what):
             if world_size > 1:
                 assert step == 4, error

@@ -137,6 +137,9 @@ def test_figures_and_predictions_in_their_order() -> None:
     assert made.model.training
     with pytest.raises(UserError, match="a prediction for no examples"):
         made.predict(x, steps=0)
+    made.model.register_forward_hook(lambda _, given, output: output.t())
+    with pytest.raises(UserError, match=r"an output of \(2, 4\) for 4 examples"):
+        made.predict(x, batch_size=4)
 
 
 def test_float64_arrays_for_a_float32_model() -> None:

@@ -147,6 +147,8 @@ class Gradients(ABC):
         """Scale the reduced gradients so that their global L2 norm is at most ``norm``."""
         present = [p for p in self.parameters if p.grad is not None]
         grads = [p.grad for p in present if p.grad is not None]
+        if not grads:
+            return
         total = torch.nn.utils.get_total_norm(grads)
         scale = torch.clamp(norm / (total + 1e-6), max=1.0)
         # Not in place: a reduced gradient may lie in memory that all replicas read.

@@ -237,6 +237,13 @@ class _Recording(TorchDispatchMode):
         return _filled(shape, dtype, fill, _key()[1])
 
 
+class Undivided(_Recording):
+    """Refuses random operations: outside of the model each replica draws for its own rows."""
+
+    def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
+        raise _refusal(func, "it is in the loss: draw in the model's forward pass")
+
+
 def _key() -> tuple[int, torch.Generator]:
     """The next key of torch's generator, and one that draws by it."""
     key = int(torch.randint(1 << 62, ()))
@@ -319,7 +326,7 @@ def _compared(small: Shape, large: Shape) -> Rows | None:
 def _refusal(func: Any, why: str) -> UserError:
     name = func._schema.name.replace("aten::", "torch's ")
     return UserError(
-        f"{name} in a forward pass draws at random, and cannot give one device's numbers: {why}",
+        f"{name} draws at random, and cannot give one device's numbers: {why}",
         "Leave deterministic=True out, or draw with dropout, torch.rand or torch.randn, the "
         "examples in a dim of their own.",
     )

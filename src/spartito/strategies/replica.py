@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -44,7 +44,7 @@ from spartito.engine.optimizers import (
     plain,
 )
 from spartito.engine.precision import autocast, choose_precision
-from spartito.engine.randomness import globalize, replaying
+from spartito.engine.randomness import Undivided, globalize, replaying
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.strategies.base import StepResult, Strategy
@@ -290,7 +290,9 @@ class ReplicaStrategy(Strategy):
         batch = in_dtype(batch, pair.dtype)
         with autocast(pair.precision, self.device):
             output = forward(pair.model, batch.data, loss is not None)
-            answer = evaluate_loss(loss, output, batch)
+            divided = pair.randomness is not None and self.cluster.num_replicas > 1
+            with Undivided() if divided else nullcontext():
+                answer = evaluate_loss(loss, output, batch)
         return output, weigh(answer, batch)
 
     @property

@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -119,13 +120,20 @@ class SynchronousStrategy(ReplicaStrategy):
     def compare_replicas(self, order: int = 0) -> None:
         if self.num_replicas_in_sync == 1:
             return
-        mine = (self._checksum(), kernels(self.device), order)
-        values, rounds, orders = zip(*self._gather_numbers(mine), strict=True)
+        learn = crc32(bytes(parameter.requires_grad for parameter in self._parameters()))
+        mine = (self._checksum(), kernels(self.device), order, learn)
+        values, rounds, orders, flags = zip(*self._gather_numbers(mine), strict=True)
         if unlike := odd_ones(orders):
             raise self._unlike(
                 unlike,
                 "has trained on other examples, or in another order, than",
                 "Give all replicas the same data, batch size and seed.",
+            )
+        if unlike := odd_ones(flags):
+            raise self._unlike(
+                unlike,
+                "has other parameters that learn than",
+                "Freeze and unfreeze the same ones on every replica.",
             )
         unlike = odd_ones(values)
         if unlike and len(set(rounds)) > 1:  # processors of several kinds: to rounding, then

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.checkpoint.manager import write_checkpoint
-from spartito.data.collate import rows
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike
@@ -39,6 +37,7 @@ from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics import MetricFunction, make_metrics
 from spartito.training.pairs import with_its_pair
+from spartito.training.predictions import joined, whole
 from spartito.training.resume import read_together
 from spartito.training.run_folder import RunFolder
 from spartito.training.schedule import Schedule, Scheduler, SchedulerLike
@@ -236,9 +235,8 @@ class Trainer:
             self.strategy.synchronize()
             for batch in islice(self.strategy.distribute(chain, training=False), steps):
                 output = self.strategy.predict(batch, self.loss is not None)
-                size = batch.global_size
-                outputs.append(rows(output, lambda part, n=size: self.strategy.gather(part)[:n]))  # type: ignore[misc]
-        return _join(outputs)
+                outputs.append(whole(output, batch, self.strategy.gather))
+        return joined(outputs)
 
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint to the directory ``path``, from which any strategy goes on.
@@ -390,23 +388,3 @@ def _restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> N
 
 def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
     return None if scheduler is None else dict(scheduler.state_dict())
-
-
-def _join(parts: list[Any]) -> Any:
-    if not parts:
-        raise UserError("a prediction for no examples", "Give it some data.")
-    first = parts[0]
-    if isinstance(first, Tensor):
-        for number, part in enumerate(parts):
-            if part.shape[1:] != first.shape[1:]:
-                raise UserError(
-                    f"outputs of {tuple(first.shape)} for batch 0, of {tuple(part.shape)} for "
-                    f"batch {number}: they do not make one tensor",
-                    "Pad all batches to one length, or predict them one by one.",
-                )
-        return torch.cat(parts)
-    if isinstance(first, tuple):
-        return tuple(_join(list(column)) for column in zip(*parts, strict=True))
-    if isinstance(first, Mapping):
-        return {name: _join([part[name] for part in parts]) for name in first}
-    raise UserError(f"the model answered {type(first).__name__}", "Predictions are tensors.")

@@ -1,0 +1,51 @@
+"""What a model answers for the batches of a data set, put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartito.data.batch import Batch
+from spartito.data.collate import rows
+from spartito.errors import UserError
+
+
+def whole(output: Any, batch: Batch, gather: Callable[[Tensor], Tensor]) -> Any:
+    """The outputs for a global batch: all replicas' ``output``, one row for each example.
+
+    Raises `UserError` for a tensor that has another number of rows than this replica's batch.
+    """
+
+    def of_all(part: Tensor) -> Tensor:
+        if not part.dim() or len(part) != batch.size:
+            raise UserError(
+                f"an output of {tuple(part.shape)} for {batch.size} examples",
+                "Predictions have the examples in their first dim: (examples, ...).",
+            )
+        return gather(part)[: batch.global_size]
+
+    return rows(output, of_all)
+
+
+def joined(parts: list[Any]) -> Any:
+    """The outputs of all batches, which are tensors in tuples or mappings of one form."""
+    if not parts:
+        raise UserError("a prediction for no examples", "Give it some data.")
+    first = parts[0]
+    if isinstance(first, Tensor):
+        for number, part in enumerate(parts):
+            if part.shape[1:] != first.shape[1:]:
+                raise UserError(
+                    f"outputs of {tuple(first.shape)} for batch 0, of {tuple(part.shape)} for "
+                    f"batch {number}: they do not make one tensor",
+                    "Pad all batches to one length, or predict them one by one.",
+                )
+        return torch.cat(parts)
+    if isinstance(first, tuple):
+        return tuple(joined(list(column)) for column in zip(*parts, strict=True))
+    if isinstance(first, Mapping):
+        return {name: joined([part[name] for part in parts]) for name in first}
+    raise UserError(f"the model answered {type(first).__name__}", "Predictions are tensors.")
