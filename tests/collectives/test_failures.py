@@ -269,6 +269,19 @@ def test_no_room_for_the_gradients_ends_all(tight: Path) -> None:
     assert list(tight.iterdir()) == []
 
 
+def test_shared_memory_that_is_another_users_is_not_mapped(tmp_path: Path) -> None:
+    theirs, link = tmp_path / "theirs", tmp_path / "link"
+    theirs.write_bytes(bytes(4096))
+    link.symlink_to(theirs)
+    refused = [link]
+    if os.geteuid() == 0:
+        os.chown(theirs, 12345, -1)
+        refused.append(theirs)
+    for path in refused:
+        with pytest.raises(UserError, match=f"{path} is no file of this user's"):
+            Segment.attach(path, 4096)
+
+
 def test_a_segment_in_a_directory_that_is_not_ours(tmp_path: Path) -> None:
     closed = tmp_path / "closed"
     closed.mkdir(mode=0o500)

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 import secrets
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -62,8 +63,18 @@ class Segment:
 
     @classmethod
     def attach(cls, path: Path, size: int) -> Segment:
-        """Map the file that another process created."""
-        fd = os.open(path, os.O_RDWR)
+        """Map the file that another process of this user created.
+
+        Its name comes from a store that asks nobody who he is: a link, or another user's file,
+        is a `UserError`.
+        """
+        status = os.lstat(path)
+        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+            raise UserError(
+                f"the shared memory {path} is no file of this user's",
+                "Run all replicas of a machine as one user, or take communication='sockets'.",
+            )
+        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
             return cls(path, mmap.mmap(fd, size))
         finally:
