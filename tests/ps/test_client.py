@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import resource
@@ -578,6 +579,7 @@ def test_a_server_without_a_descriptor_for_a_task_lets_it_in_later(
     job: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = job(1, Rules(1), shares=True)
+    gc.collect()  # what other tests left would be closed in the middle, and make room
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(map(int, os.listdir("/proc/self/fd"))) + 1
     with caplog.at_level(logging.WARNING), ExitStack() as taken:
