@@ -17,7 +17,7 @@ class Batch:
     ``places`` are the rows' positions inside the global batch, shape ``(size,)`` int64.
     ``global_size`` counts the examples that the order gave to the step over all replicas;
     a corrupt example keeps its place there, so ``size`` may be less than this replica's share.
-    ``drawn`` is a checksum of the indices of all of them, 0 where the data has no indices.
+    ``drawn`` is a checksum of the order of the whole pass, 0 where the data has no indices.
     ``spare`` stands in for ``data`` without rows where a model has to be run in any case: up to
     two rows of other examples, which count for nothing; None where there are rows.
     """

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, tee
 from typing import Any, Protocol
-from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -174,12 +173,6 @@ class _Part:
         return self.epoch, found.tolist()
 
 
-def _checksum(indices: slice | Tensor) -> int:
-    if isinstance(indices, slice):
-        return crc32(f"{indices.start} {indices.stop}".encode())
-    return crc32(indices.numpy().data)
-
-
 class IndexedFeed:
     """Examples by index: the order is made first, then only this replica's share is read."""
 
@@ -240,8 +233,7 @@ class IndexedFeed:
             size = found.size(step)
             rows, places = self._share(size)
             indices = found.indices(step, places if rows is None else rows)
-            drawn = found.indices(step, slice(0, size))
-            yield _Part(epoch, step, size, places, indices, _checksum(drawn))
+            yield _Part(epoch, step, size, places, indices, found.checksum)
 
     def _share(self, size: int) -> tuple[slice | None, Tensor]:
         """This replica's rows of a global batch of ``size``, also as a slice if it has them all."""

