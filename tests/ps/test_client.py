@@ -492,6 +492,10 @@ def test_a_server_with_another_life_has_forgotten(job: Start) -> None:
     assert 1 in run.servers[1].store._absent[3]  # it was told of the lost worker again
     servers.get(admit=True)  # the links stand
     assert servers.links[1].ask(Status()).version == 1
+    # What server 0 had brought before the other was found to be another is in the model too.
+    for span, (values, *_) in zip(run.spans, control.states(), strict=True):
+        Copies(run.vector, span, values).load()
+    assert_close(model, run.model, 0.0)
 
 
 # Refusals
