@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import signal
+import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -30,6 +31,8 @@ from spartito.collectives.store import absentees
 from spartito.collectives.tcp import SocketCollective
 from spartito.errors import TaskLostError, UserError
 from spartito.log import logger
+from spartito.ps.messages import Lost
+from spartito.ps.wire import Wire
 from tests.collectives.group import join, spec
 from tests.netns import Machine
 
@@ -233,6 +236,17 @@ def wait_with_a_child(pipe: Connection, rank: int, port: int, communication: str
             signal.pause()
     pipe.send_bytes(pickle.dumps(child))
     return meet_twice(pipe, group, LONG, "all_reduce")
+
+
+def wire_with_a_child(pipe: Connection, rank: int, port: int) -> None:
+    """Connect a `Wire`, fork a process that stays, send its process id, and wait for the end."""
+    wire = Wire(socket.create_connection(("127.0.0.1", port)), Lost)
+    child = os.fork()
+    if child == 0:
+        while True:
+            signal.pause()
+    pipe.send_bytes(pickle.dumps(child))
+    wire.receive()
 
 
 def wait_on_machines(

@@ -74,6 +74,20 @@ def test_a_process_that_it_has_forked_does_not_hide_a_death(communication: str) 
     assert "worker 1 is gone" in text
 
 
+def test_nor_does_it_hide_a_death_from_a_parameter_server() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, running() as group:
+        server.settimeout(LONG)
+        group.start(0, jobs.wire_with_a_child, server.getsockname()[1])
+        with server.accept()[0] as connection:
+            connection.settimeout(LONG)
+            child = group.answer(0)
+            try:
+                group.signal(0, signal.SIGKILL)
+                assert connection.recv(1) == b""
+            finally:
+                os.kill(child, signal.SIGKILL)
+
+
 @pytest.mark.usefixtures("no_segments_left")
 @pytest.mark.parametrize("communication", ["auto", "process_group", "sockets"])
 @pytest.mark.parametrize("victim", [0, 1])
