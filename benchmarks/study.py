@@ -19,8 +19,8 @@ from typing import Any
 
 from benchmarks.common import announce
 from benchmarks.study_results import DOCS, write_docs, write_results
+from spartito.comparison.containers import job_name
 from spartito.errors import EXIT_INTERRUPTED, SpartitoError, UserError, show
-from spartito.launch.comparison.containers import job_name
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.job import up
 from spartito.launch.containers.plan import IMAGE, Containers, plan_containers

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from spartito.report.compare import Figures, comparison, read_result
+from spartito.comparison.report.results import Figures, comparison, read_result
 from spartito.report.figures import NOTHING, duration, figure, is_share, or_nothing, percent
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "study.md"

@@ -47,6 +47,8 @@ UNSWEPT: tuple[str, ...] = (
     "src/spartito/ps/",
     "src/spartito/recipes/",
     "src/spartito/report/",
+    "src/spartito/comparison/",
+    "src/spartito/doctor/",
     "src/spartito/storage/",
     "src/spartito/strategies/",
     "src/spartito/training/",

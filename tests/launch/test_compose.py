@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.cluster import resolve
+from spartito.doctor.launch.containers import doctor_job
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file, machine_files
 from spartito.launch.containers.file import JobFile
@@ -23,7 +24,6 @@ from spartito.launch.containers.plan import (
     plan_containers,
     service,
 )
-from spartito.launch.doctor.containers import doctor_job
 from spartito.launch.roles import RESTARTS, Roles
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "containers.md"

@@ -329,7 +329,7 @@ def test_when_nobody_reads_the_output_there_is_no_noise(room: Room, words: tuple
 def test_an_engine_that_does_not_print_its_logs(
     room: Room, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from spartito.launch.doctor import containers as doctor
+    from spartito.doctor.launch import containers as doctor
 
     room.bar("logs")
     room.tell("status", "exited")

@@ -15,7 +15,7 @@ import pytest
 from tests.collectives.group import running
 from tests.collectives.jobs import enter
 from tests.commands import SPARTITO, Commands, commands_in, tf_config
-from tests.launch.test_doctor import report, what
+from tests.doctor.test_examination import report, what
 from tests.netns import Machine, NoNamespacesError, network
 
 FIRST, LAST = 29500, 29509

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from spartito.cluster import resolve
 from spartito.cluster.ports import free_port
+from spartito.comparison.plan import make_plan
+from spartito.comparison.run import compare_strategies
 from spartito.errors import UserError
 from spartito.launch import launch
-from spartito.launch.comparison.job import compare_strategies
-from spartito.launch.comparison.plan import make_plan
 from spartito.launch.hosts.job import Reach, launch_on_hosts
 from spartito.launch.local import RUNTIME, Place, environments
 from tests.cluster.environments import (

@@ -112,8 +112,8 @@ def compare(
 
     Example: spartito compare mnist --workers 2 --ps 1 --epochs 5 --goal val_accuracy=0.95
     """
-    from spartito.launch.comparison.job import compare_strategies
-    from spartito.launch.comparison.plan import containers_for, make_plan
+    from spartito.comparison.plan import containers_for, make_plan
+    from spartito.comparison.run import compare_strategies
 
     plan = make_plan(
         target,

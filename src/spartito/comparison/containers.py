@@ -1,0 +1,106 @@
+"""A comparison in containers: each run is a job with a compose file of its own, which stays."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spartito.comparison.plan import ContainerOptions, Launch, Plan, Planned
+from spartito.errors import UserError
+from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.engine import VERSION_LABEL, Engine
+from spartito.launch.containers.plan import Containers, plan_containers
+from spartito.names import ENV_EPOCHS
+
+
+@dataclass(frozen=True, slots=True)
+class InContainers:
+    """Starts runs as jobs in containers; ``jobs`` are by run folder."""
+
+    out: Path
+    options: ContainerOptions
+    jobs: Mapping[str, Containers]
+
+    @classmethod
+    def of(cls, plan: Plan, options: ContainerOptions) -> InContainers:
+        """The jobs of ``plan``; `UserError` for one that cannot be, and where no engine answers.
+
+        All of it is checked here, before the first run starts.
+        """
+        jobs = {run.folder: job_for(plan, options, run) for run in plan.runs}
+        if Engine.find().label(options.image, VERSION_LABEL) is None:
+            raise UserError(
+                f"there is no image {options.image!r} on this machine",
+                f"Build it: spartito cluster image --tag {options.image}",
+            )
+        return cls(plan.out, options, jobs)
+
+    @property
+    def facts(self) -> dict[str, str]:
+        """What the containers had, for the record's machine."""
+        options = self.options
+        network = "host network" if options.host_network else "private bridge"
+        shared = ", shared IPC" if options.share_ipc else ""
+        facts = {"containers": f"image {options.image}, {network}{shared}"}
+        facts |= {"cpus of the workers": options.cpus} if options.cpus else {}
+        return facts | ({"memory of each task": options.memory} if options.memory else {})
+
+    def prepare(self, planned: Planned) -> Launch:
+        """Write the run's compose file; ``spartito cluster up`` runs it and removes all of it."""
+        self.out.mkdir(parents=True, exist_ok=True)
+        file = self.out / f"{planned.folder}.yaml"
+        file.write_text(compose_file(self.jobs[planned.folder]))
+        words = [sys.executable, "-m", "spartito", "cluster", "up", str(file)]
+        return Launch(words, mixed=True)
+
+
+def job_for(plan: Plan, options: ContainerOptions, planned: Planned) -> Containers:
+    """The job that the run ``planned`` is; `UserError` for what cannot run in containers."""
+    target, out = plan.target, plan.out.resolve()
+    most = max(run.workers for run in plan.runs)
+    given = {
+        "--epochs": plan.epochs,
+        "--batch-size": planned.batch_size,
+        "--seed": plan.seed_of(planned),
+    }
+    recipe = [f"{name}={value}" for name, value in given.items() if value is not None]
+    job = plan_containers(
+        target.name,
+        recipe if target.is_recipe else target.arguments,
+        strategy=planned.strategy,
+        workers=planned.workers,
+        ps=planned.ps,
+        data=plan.data,
+        out=out / planned.folder,
+        cpus=_first(options.cpus, planned.workers, most),
+        memory=options.memory,
+        image=options.image,
+        name=job_name(f"{out.name}-{planned.folder}"),
+        host_network=options.host_network,
+        share_ipc=options.share_ipc,
+    )
+    command = job.command
+    if plan.epochs is not None and not target.is_recipe:
+        command = ("env", f"{ENV_EPOCHS}={plan.epochs}", *command)
+    # The file lies in the comparison's folder, so that paths from here would lead astray.
+    return replace(
+        job,
+        command=command,
+        out=str(out / planned.folder),
+        data=None if plan.data is None else str(plan.data.resolve()),
+        scripts=None if target.is_recipe else str(Path(target.name).resolve().parent),
+    )
+
+
+def job_name(text: str) -> str:
+    """``text`` as a name for containers: small letters, digits, - and _."""
+    return re.sub(r"[^a-z0-9_-]+", "-", text.lower()).lstrip("-_") or "compare"
+
+
+def _first(cpus: str | None, workers: int, most: int) -> str | None:
+    """Of one number for each worker of the largest run, those of a smaller run."""
+    parts = [] if cpus is None else cpus.split(",")
+    return ",".join(parts[:workers]) if len(parts) == most else cpus

@@ -1,0 +1,411 @@
+"""Which strategy to choose for a job, and why: plain sentences, each with its figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import stdev
+
+from spartito.comparison.report.results import SHORTEST_CURVE, Comparison, Figures
+from spartito.report.figures import (
+    duration,
+    figure,
+    higher_is_better,
+    is_share,
+    label,
+    points,
+    size,
+)
+
+MOST = 6
+"""Sentences that a reader takes in before the table."""
+
+MARGIN = 0.05
+"""The share by which two speeds or times differ at least before we call them different.
+
+Two that differ by less are equal. Two that differ by more, but not beyond their noise, are not
+equal: they cannot be told apart.
+"""
+
+SIMPLEST_FIRST = (
+    "one_device",
+    "mirrored",
+    "multi_worker_mirrored",
+    "central_storage",
+    "parameter_server",
+)
+ASYNCHRONOUS = frozenset({"parameter_server"})
+
+
+def sentences(found: Comparison) -> list[str]:
+    """Three to six sentences (fewer when little ran), the recommendation first.
+
+    Nothing is claimed from a run that failed, nor from a difference within the noise.
+    """
+    if not found.done:
+        return ["No run of this comparison ended well, so there is nothing to choose from."]
+    rules = (_goal, _speed, _quality, _slow, _one_device, _batch, _workers, _memory, _staleness)
+    said = [words for rule in rules if (words := rule(found))]
+    failed = _failures(found)
+    headline = " ".join(filter(None, (_recommendation(found), _slowed(found))))
+    said = [headline, *said][: MOST - len(failed)]
+    return said + failed
+
+
+def _recommendation(found: Comparison) -> str:
+    done = found.done
+    if len(found.runs) == 1:
+        return f"Only {done[0].strategy} was run, so there is no other to compare it with."
+    if len(done) == 1:
+        return f"Only {done[0].strategy} ended well, so there is no other to choose."
+    good = _not_behind(done)
+    reached = [run for run in good if run.seconds_to_goal is not None]
+    if reached and found.goal is not None:
+        first = min(reached, key=_seconds)
+        equal = [run for run in reached if _is_same_time(run, first)]
+        pick = _simplest(equal)
+        after = duration(_seconds(pick))
+        if len(equal) == 1:
+            return f"Choose {pick.strategy}: it is the first to reach {found.goal}, after {after}."
+        return (
+            f"Choose {pick.strategy}: no other reaches {found.goal} clearly earlier ({after}), "
+            f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
+        )
+    fastest = max(good, key=_rate)
+    equal = [run for run in good if _is_same_speed(run, fastest)]
+    pick = _simplest(equal)
+    faster = [run for run in done if run not in good and _rate(run) > _rate(pick)]
+    speed = _per_second(pick)
+    if faster:
+        return (
+            f"Choose {pick.strategy} ({speed}): {_names(faster)} "
+            f"{'is' if len(faster) == 1 else 'are'} faster, but at a worse {label(pick.quality)}."
+        )
+    if len(equal) > 1:
+        return (
+            f"Choose {pick.strategy}: no other is clearly faster ({speed}), "
+            f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
+        )
+    return f"Choose {pick.strategy}: it is clearly the fastest ({speed})" + (
+        f" and its {label(pick.quality)} is not behind the others'." if _noise_known(done) else "."
+    )
+
+
+def _slowed(found: Comparison) -> str | None:
+    """Under which strategies tasks were slowed, and under which not: they are not alike."""
+    slowed = [run for run in found.done if run.slow]
+    spared = [run for run in found.done if not run.slow]
+    if not slowed or not spared:
+        return None
+    had = f"{_given(slowed[0])} under {_names(slowed)}"
+    return f"Note: {had}; {_names(spared)} had no task that was slowed."
+
+
+def _given(run: Figures) -> str:
+    """How ``run`` was slowed: ``worker 1 had 25% of its speed``."""
+    return " and ".join(f"{task} had {share:.0%} of its speed" for task, share in run.slow.items())
+
+
+def _goal(found: Comparison) -> str | None:
+    """Who reached the goal, in which time, and who did not."""
+    if found.goal is None:
+        return None
+    done = found.done
+    reached = sorted((r for r in done if r.seconds_to_goal is not None), key=_seconds)
+    missed = [run for run in done if run.seconds_to_goal is None]
+    if not reached:
+        best = [run for run in done if run.best is not None]
+        pick = max if higher_is_better(found.goal.name) else min
+        if not best:
+            return f"No run reports {label(found.goal.name)}."
+        closest = pick(best, key=lambda run: run.best or 0.0)
+        value = figure(closest.quality, closest.best)
+        return f"No strategy reached {found.goal}; {closest.strategy} came closest with {value}."
+    times = ", ".join(f"{run.strategy} after {duration(_seconds(run))}" for run in reached)
+    return f"Training until {found.goal}: {times}" + (
+        f"; {_names(missed)} did not reach it." if missed else "."
+    )
+
+
+def _speed(found: Comparison) -> str | None:
+    """The fastest, and by how much."""
+    first, *others = sorted(found.done, key=_rate, reverse=True)
+    if not others:
+        return f"{first.strategy} does {_per_second(first)}."
+    second = others[0]
+    near = [run for run in others if _is_same_speed(run, first)]
+    if near and all(_is_close(run, first) for run in near):
+        return (
+            f"{_names([first, *near])} are equally fast: "
+            f"between {_per_second(first)} and {_per_second(near[-1])}."
+        )
+    if near:
+        speeds = _listed([f"{run.strategy} {_per_second(run)}" for run in (first, *near)])
+        why = (
+            "their repeats overlap"
+            if all(len(run.rates) > 1 for run in (first, *near))
+            else f"their epochs vary by up to {max(map(_variation, (first, *near))):.0%}; "
+            "more epochs, or --repeat 3, may tell"
+        )
+        return f"Which is faster cannot be told: {speeds} ({why})."
+    ratio = _rate(first) / _rate(second)
+    return (
+        f"{first.strategy} does {_per_second(first)}, {ratio:.2f} times as many as "
+        f"{second.strategy} with {_per_second(second)}."
+    )
+
+
+def _quality(found: Comparison) -> str | None:
+    """Whether the models differ by more than their curves jump."""
+    runs = [run for run in found.done if _is_number(run.final)]
+    if len(runs) < 2:
+        return None
+    name = runs[0].quality
+    best, worst = _ranked(runs)[0], _ranked(runs)[-1]
+    ends = f"{figure(name, best.final)} ({best.strategy})"
+    ends += f" and {figure(name, worst.final)} ({worst.strategy})"
+    if not _noise_known(runs):
+        return (
+            f"The final {label(name)} lies between {ends}; with fewer than {SHORTEST_CURVE} "
+            "epochs and no repeats nobody can tell whether that is more than noise."
+        )
+    spread = _noise_of(best, worst)
+    behind = [run for run in _ranked(runs) if _is_behind(run, best)]
+    if behind:
+        return (
+            f"{_names(behind)} {'ends' if len(behind) == 1 else 'end'} at a worse {label(name)}: "
+            f"{_values(behind)} against {figure(name, best.final)} of {best.strategy}, "
+            f"and the noise of this difference is {points(name, spread)}."
+        )
+    return (
+        f"The final {label(name)} does not differ beyond the noise: between {ends}, "
+        f"where the noise of a difference is {points(name, spread)}."
+    )
+
+
+def _slow(found: Comparison) -> str | None:
+    """What one slow worker costs the synchronous strategies, and spares the others."""
+    slowed = [run for run in found.done if run.slow]
+    if not slowed:
+        return None
+    task, share = next(iter(slowed[0].slow.items()))
+    given = f"With {task} at {share:.0%} of its speed"
+    waiting = [run for run in slowed if run.strategy not in ASYNCHRONOUS]
+    free = [run for run in slowed if run.strategy in ASYNCHRONOUS]
+    if not waiting:
+        return None
+    synchronous = max(waiting, key=_rate)
+    if free:
+        other = max(free, key=_rate)
+        if _rate(other) > _rate(synchronous) and not _is_same_speed(other, synchronous):
+            return (
+                f"{given}, {other.strategy} does {_rate(other) / _rate(synchronous):.2f} times "
+                f"the examples/s of {synchronous.strategy}, whose replicas wait for the slowest "
+                "at every step."
+            )
+        return f"{given}, {other.strategy} is still not faster than {synchronous.strategy}."
+    if synchronous.waited_for_tasks is None:
+        return None
+    return (
+        f"{given}, the tasks of {synchronous.strategy} spend "
+        f"{synchronous.waited_for_tasks:.0%} of their time waiting for one another."
+    )
+
+
+def _one_device(found: Comparison) -> str | None:
+    """Where the exchange eats what more workers gain."""
+    alone = next((run for run in found.done if run.strategy == "one_device"), None)
+    others = [run for run in found.done if run.workers > 1]
+    if alone is None or not others:
+        return None
+    best = max(others, key=_rate)
+    if _rate(best) > _rate(alone) and not _is_same_speed(best, alone):
+        return None
+    waits = best.waited_for_tasks
+    why = "" if waits is None else f"; {waits:.0%} of their time goes into waiting for one another"
+    slowed = "".join(f", of which {_given(best)}," for _ in best.slow)
+    return (
+        f"One device is enough here: {best.workers} workers under {best.strategy}{slowed} do no "
+        f"more ({_per_second(best)} against {_per_second(alone)}){why}."
+    )
+
+
+def _batch(found: Comparison) -> str | None:
+    """What the largest batch does to the model, against the batch that served it best."""
+    for strategy, runs in found.points("batch_size").items():
+        known = [run for run in runs if _is_number(run.final)]
+        if len(known) < 2:
+            continue
+        best, largest = _ranked(known)[0], known[-1]
+        if _noise_known([best, largest]) and _is_behind(largest, best):
+            name = best.quality
+            return (
+                f"A batch of {largest.batch_size:,} is too large for this training: under "
+                f"{strategy} it ends at {figure(name, largest.final)}, a batch of "
+                f"{best.batch_size:,} at {figure(name, best.final)}."
+            )
+    return None
+
+
+def _workers(found: Comparison) -> str | None:
+    """How far the fastest strategy grows with its workers."""
+    curves = list(found.points("workers").values())
+    if not curves:
+        return None
+    runs = max(curves, key=lambda runs: _rate(runs[-1]))
+    first, last = runs[0], runs[-1]
+    grown = last.workers / first.workers
+    return (
+        f"From {first.workers} to {last.workers} workers {last.strategy} goes from "
+        f"{_per_second(first)} to {_per_second(last)}, {_rate(last) / _rate(first):.2f} times; "
+        f"{grown:g} times would be ideal."
+    )
+
+
+def _memory(found: Comparison) -> str | None:
+    """What one shared copy of the parameters saves."""
+    runs = {run.strategy: run for run in found.done if run.memory}
+    central, mirrored = runs.get("central_storage"), runs.get("mirrored")
+    if central is None or mirrored is None:
+        return None
+    one, copies = central.peak_memory, mirrored.peak_memory
+    if one is None or copies is None or one > (1 - MARGIN) * copies:
+        return None
+    return (
+        f"central_storage keeps the parameters once: its largest task takes {size(one)}, "
+        f"that of mirrored {size(copies)}."
+    )
+
+
+def _staleness(found: Comparison) -> str | None:
+    """How late the updates of an asynchronous run were."""
+    run = next((r for r in found.done if r.mean_staleness), None)
+    if run is None or run.mean_staleness is None:
+        return None
+    return (
+        f"Under {run.strategy} a gradient is {run.mean_staleness:.1f} updates late on average, "
+        f"and {max(run.staleness)} at most."
+    )
+
+
+def _failures(found: Comparison) -> list[str]:
+    failed = [run for run in found.runs if run.error is not None]
+    some = [run for run in found.runs if run.error is None and run.failures]
+    said = []
+    if failed:
+        verb = "failed and says" if len(failed) == 1 else "failed and say"
+        said.append(f"{_names(failed)} {verb} nothing here; the table has the reason.")
+    if some:
+        parts = [f"{len(run.failures)} of {run.strategy}" for run in some]
+        said.append(f"Some repeats failed and are left out: {_listed(parts)}.")
+    return said
+
+
+def _not_behind(runs: Sequence[Figures]) -> list[Figures]:
+    """Those whose model is as good as the best one's, as far as the noise lets us see."""
+    known = [run for run in runs if _is_number(run.final)]
+    if not known:
+        return [run for run in runs if run.final is None] or list(runs)
+    best = _ranked(known)[0]
+    return [run for run in known if not _is_behind(run, best)]
+
+
+def _is_behind(run: Figures, best: Figures) -> bool:
+    """Whether ``run`` ended worse than ``best`` by more than twice the noise of a difference."""
+    if not _is_number(run.final) or run.final is None or best.final is None:
+        return True
+    gap = abs(run.final - best.final)
+    if _noise_known([run, best]):
+        return gap > 2 * _noise_of(run, best)
+    # Too few epochs for noise: only what nobody would take for noise counts.
+    return gap > (MARGIN if is_share(best.quality) else MARGIN * abs(best.final))
+
+
+def _ranked(runs: Sequence[Figures]) -> list[Figures]:
+    """By how well the model ended, best first."""
+    sign = -1.0 if higher_is_better(runs[0].quality) else 1.0
+    return sorted(runs, key=lambda run: sign * (run.final or 0.0))
+
+
+def _noise_of(one: Figures, other: Figures) -> float:
+    """The noise of the difference between two runs' figures."""
+    return math.hypot(_noise(one) or 0.0, _noise(other) or 0.0)
+
+
+def _noise_known(runs: Sequence[Figures]) -> bool:
+    return all(_noise(run) is not None for run in runs)
+
+
+def _noise(run: Figures) -> float | None:
+    """By how much a repeat may end elsewhere: what its curve and its repeats tell."""
+    told = [run.noise.get(run.quality), stdev(run.finals) if len(run.finals) > 1 else None]
+    return max((value for value in told if value is not None), default=None)
+
+
+def _is_close(one: Figures, other: Figures) -> bool:
+    """Whether two speeds differ so little that nobody minds which it is."""
+    return abs(_rate(one) - _rate(other)) <= MARGIN * max(_rate(one), _rate(other))
+
+
+def _is_same_speed(one: Figures, other: Figures) -> bool:
+    """Whether two speeds are close, or cannot be told apart."""
+    if len(one.rates) > 1 and len(other.rates) > 1:
+        overlap = min(one.rates) <= max(other.rates) and min(other.rates) <= max(one.rates)
+        return overlap or _is_close(one, other)
+    return abs(_rate(one) - _rate(other)) <= _speed_margin(one, other)
+
+
+def _variation(run: Figures) -> float:
+    """How much the speed of its epochs varies, as a share of it."""
+    return (run.rate_noise or 0.0) / (_rate(run) or math.inf)
+
+
+def _is_same_time(one: Figures, other: Figures) -> bool:
+    """Whether two times to the goal differ by no more than the speeds of their epochs do."""
+    relative = _speed_margin(one, other) / max(_rate(one), _rate(other))
+    return abs(_seconds(one) - _seconds(other)) <= relative * max(_seconds(one), _seconds(other))
+
+
+def _speed_margin(one: Figures, other: Figures) -> float:
+    """Examples per second that two runs may differ by without meaning."""
+    noise = math.hypot(one.rate_noise or 0.0, other.rate_noise or 0.0)
+    return max(2 * noise, MARGIN * max(_rate(one), _rate(other)))
+
+
+def _simplest(runs: Sequence[Figures]) -> Figures:
+    known = {name: place for place, name in enumerate(SIMPLEST_FIRST)}
+    return min(runs, key=lambda run: known.get(run.strategy, len(known)))
+
+
+def _rate(run: Figures) -> float:
+    return run.rate or 0.0
+
+
+def _seconds(run: Figures) -> float:
+    return math.inf if run.seconds_to_goal is None else run.seconds_to_goal
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _per_second(run: Figures) -> str:
+    return f"{figure('examples_per_second', run.rate)} examples/s"
+
+
+def _values(runs: Sequence[Figures]) -> str:
+    return _listed([figure(run.quality, run.final) for run in runs])
+
+
+def _names(runs: Sequence[Figures]) -> str:
+    return _listed([run.strategy for run in runs])
+
+
+def _listed(words: Sequence[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def _count(runs: Sequence[Figures]) -> str:
+    words = {2: "two", 3: "three", 4: "four", 5: "five"}
+    return words.get(len(runs), str(len(runs)))

@@ -1,0 +1,343 @@
+"""Train one job under several strategies, one after the other, and lay them side by side."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import IO, Any, BinaryIO, Protocol
+
+from spartito.cluster.resolver import check_alone
+from spartito.comparison.containers import InContainers
+from spartito.comparison.plan import Launch, Plan, Planned
+from spartito.device import available_cores
+from spartito.errors import UserError
+from spartito.launch.guard import Guard
+from spartito.launch.output import LineCutter, binary
+from spartito.launch.pause import pausing
+from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
+
+NOT_INHERITED = ("TF_CONFIG", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR, ENV_EPOCHS)
+"""Variables that say who we are and how to train: each run has its own."""
+
+INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+KEPT_LINES = 15
+"""Lines of a failed run's stderr that its row shows."""
+
+READ_SIZE = 1 << 16
+LAST_WORDS = 5.0
+"""Seconds for the output of a run that has ended."""
+
+NO_HISTORY = (
+    "it ended well, but left no history: only a Trainer writes one, into the folder that "
+    f"{ENV_RUN_DIR} names (do not give it another run_dir)"
+)
+
+
+class Place(Protocol):
+    """Where runs take place: processes here, or containers."""
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """What the runs had, beside the machine."""
+
+    def prepare(self, planned: Planned) -> Launch:
+        """Make ready what the run needs, and say how it is started."""
+
+
+@dataclass(frozen=True, slots=True)
+class InProcesses:
+    """Starts runs as processes of this machine."""
+
+    plan: Plan
+
+    @property
+    def facts(self) -> Mapping[str, Any]:
+        """Nothing: they have the machine."""
+        return {}
+
+    def prepare(self, planned: Planned) -> Launch:
+        """As `Place.prepare`: ``spartito run``."""
+        plan = self.plan
+        own = {ENV_RUN_DIR: str((plan.out / planned.folder).resolve())}
+        if plan.epochs is not None and not plan.target.is_recipe:
+            own[ENV_EPOCHS] = str(plan.epochs)
+        return Launch(command(plan, planned), own)
+
+
+def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
+    """Run all of ``plan`` in its order; answers the exit code.
+
+    ``compare.json`` is written after every run, ``compare.html`` at the end. 0 when all went
+    well, 1 when a run failed (the others are run all the same), 128 + n when signal n stopped
+    us. Raises `UserError` when the goal names a figure that no run reports: after the first
+    run, whose results are kept; and before the first one for containers that cannot be, and in
+    a process that is one of several tasks. Must be called from the main thread.
+    """
+    variables = os.environ if env is None else env
+    check_alone(variables, "spartito compare")
+    base = {name: value for name, value in variables.items() if name not in NOT_INHERITED}
+    place = InContainers.of(plan, plan.containers) if plan.containers else InProcesses(plan)
+    board = _Board(plan, place)
+    for why in plan.left_out:
+        _say(why)
+    guard = Guard()
+    try:
+        with _Stop().handled() as stop:
+            for number, planned in enumerate(plan.runs, start=1):
+                if stop.number is not None:
+                    break
+                _say(f"run {number} of {len(plan.runs)}: {planned}")
+                board.add(planned, _run(place, planned, base, guard, stop))
+                board.check_goal()
+            board.show()
+    finally:
+        guard.close()
+    if stop.number is not None:
+        _say(f"stopped by {stop.number.name} after {len(board.runs)} of {len(plan.runs)} runs")
+        return 128 + stop.number
+    return board.exit_code
+
+
+@dataclass
+class _Stop:
+    """The signal that shall end all, passed on to the run that is under way."""
+
+    number: signal.Signals | None = None
+    running: subprocess.Popen[bytes] | None = None
+
+    @contextmanager
+    def handled(self) -> Iterator[_Stop]:
+        """Listen to signals inside of the block."""
+        ours = [n for n in INTERRUPTS if signal.getsignal(n) != signal.SIG_IGN]  # nohup
+        old = {number: signal.signal(number, self._hear) for number in ours}
+        try:
+            with pausing(self._pause, self._go_on):
+                yield self
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
+
+    def watch(self, run: subprocess.Popen[bytes] | None) -> None:
+        """From now on signals go to ``run``, one that came before it too."""
+        self.running = run
+        if run is not None and self.number is not None:
+            self._send(self.number)
+
+    def _pause(self) -> None:
+        self._send(signal.SIGTSTP)
+
+    def _go_on(self) -> None:
+        self._send(signal.SIGCONT)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        self.number = self.number or signal.Signals(number)
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        if self.running is not None:
+            with suppress(ProcessLookupError):
+                self.running.send_signal(number)
+
+
+@dataclass
+class _Board:
+    """The results so far, written out with each that comes."""
+
+    plan: Plan
+    place: Place
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
+
+    @property
+    def exit_code(self) -> int:
+        """1 when a run failed."""
+        return int(any(run["error"] is not None for run in self.runs))
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """What ``compare.json`` says, but for the sentences."""
+        plan = self.plan
+        goal = plan.goal and {"name": plan.goal[0], "value": plan.goal[1]}
+        return {
+            "target": plan.target.title,
+            "arguments": list(plan.target.arguments),
+            "started": self.started,
+            "planned": len(plan.runs),
+            "goal": goal,
+            "machine": machine_facts() | dict(self.place.facts),
+            "runs": self.runs,
+        }
+
+    def add(self, planned: Planned, ended: Mapping[str, Any]) -> None:
+        """Read what the run left in its folder, and write it all down."""
+        # Imported here: a launcher starts at once, and this brings half the package.
+        from spartito.comparison.report.page import write_comparison
+        from spartito.comparison.report.results import read_result
+
+        result = read_result(self.plan.out / planned.folder)
+        error = ended["error"]
+        if error is None and not result["history"]:
+            error = NO_HISTORY
+        fit = result["config"].get("fit") or {}
+        self.runs.append(
+            {
+                "strategy": planned.strategy,
+                "workers": planned.workers,
+                "ps": planned.ps,
+                "batch_size": planned.batch_size or fit.get("batch_size"),
+                "sweep": planned.sweep,
+                "slow": {task.replace(":", " "): share for task, share in planned.slow.items()},
+                **result,
+                **ended,
+                "error": error,
+                "run": planned.folder,
+                "setting": planned.setting,
+                "repeat": planned.repeat,
+            }
+        )
+        write_comparison(self.plan.out, self.record)
+
+    def check_goal(self) -> None:
+        """Stop at the first run that ended well and does not know the goal's figure."""
+        run = self.runs[-1]
+        if self.plan.goal is None or run["error"] is not None:
+            return
+        epochs = [*run["history"], *run["evaluations"]]
+        there = {name for epoch in epochs for name in epoch}
+        name = self.plan.goal[0]
+        if name not in there:
+            self.show()
+            raise UserError(f"--goal: no run reports {name!r}", nearest(name, there))
+
+    def show(self) -> None:
+        """The page, and on the terminal the table and what it says."""
+        if not self.runs:
+            return
+        from spartito.comparison.report.choose import sentences
+        from spartito.comparison.report.page import write_comparison_page
+        from spartito.comparison.report.results import comparison
+        from spartito.comparison.report.table import table
+
+        found = comparison(self.record)
+        page = write_comparison_page(self.plan.out)
+        print(f"\n{table(found)}\n", *sentences(found), f"\ncomparison {page}", sep="\n")
+        sys.stdout.flush()
+        failed = [run["run"] for run in self.runs if run["error"] is not None]
+        if failed:
+            _say(f"{len(failed)} of {len(self.runs)} runs failed: {', '.join(failed)}")
+
+
+def command(plan: Plan, planned: Planned) -> list[str]:
+    """What starts the run ``planned``, as a user would type it."""
+    target = plan.target
+    words = [sys.executable, "-m", "spartito", "run", f"--strategy={planned.strategy}"]
+    words += [f"--workers={planned.workers}"]
+    words += [f"--ps={planned.ps}"] if planned.ps else []
+    words += [f"--slow={task}={share}" for task, share in planned.slow.items()]
+    if not target.is_recipe:
+        return [*words, target.name, *target.arguments]
+    given = {
+        "--out": plan.out / planned.folder,
+        "--epochs": plan.epochs,
+        "--data": plan.data,
+        "--batch-size": planned.batch_size,
+        "--seed": plan.seed_of(planned),
+    }
+    options = [f"{name}={value}" for name, value in given.items() if value is not None]
+    return [*words, "-m", f"spartito.recipes.{target.name}", *options]
+
+
+def machine_facts() -> dict[str, Any]:
+    """What the runs had to share: cores, processor, memory in bytes, system."""
+    facts = {"cores": available_cores(), "cpu": _processor(), "memory": _memory()}
+    facts |= {"system": platform.system(), "python": platform.python_version()}
+    return {name: value for name, value in facts.items() if value}
+
+
+def _run(
+    place: Place, planned: Planned, base: Mapping[str, str], guard: Guard, stop: _Stop
+) -> dict[str, Any]:
+    """One run from its start to its end: seconds, exit code, and its error if it failed."""
+    launch = place.prepare(planned)
+    began = time.monotonic()
+    popen = subprocess.Popen(
+        launch.command,
+        env={**base, **launch.environment},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,  # signals reach it through us, once
+    )
+    guard.watch([popen.pid])
+    stop.watch(popen)
+    last: deque[bytes] = deque(maxlen=KEPT_LINES)
+    readers = [
+        threading.Thread(target=_pass_on, args=(source, ours, kept), daemon=True)
+        for source, ours, kept in (
+            (popen.stdout, binary(sys.stdout), last if launch.mixed else deque(maxlen=0)),
+            (popen.stderr, binary(sys.stderr), last),
+        )
+    ]
+    for reader in readers:
+        reader.start()
+    code = popen.wait()
+    stop.watch(None)
+    guard.watch([])
+    for reader in readers:
+        reader.join(LAST_WORDS)
+    error = None
+    if code != 0:
+        said = b"".join(list(last)).decode(errors="replace").strip()
+        error = said or f"it ended with exit code {code} and said nothing"
+    return {"seconds": time.monotonic() - began, "exit_code": code, "error": error}
+
+
+def _pass_on(source: IO[bytes], ours: BinaryIO, kept: deque[bytes]) -> None:
+    """Print whole lines as they come, and keep the last ones."""
+    cutter = LineCutter()
+    while data := source.read(READ_SIZE):
+        _write(cutter.feed(data), ours, kept)
+        if (bar := cutter.bar()) is not None:
+            _write([b"\r" + bar], ours)
+    _write(cutter.finish(), ours, kept)
+    source.close()
+
+
+def _write(lines: Sequence[bytes], ours: BinaryIO, kept: deque[bytes] | None = None) -> None:
+    if kept is not None:
+        kept.extend(lines)
+    with suppress(BrokenPipeError):  # nobody reads us any more; the results are files
+        ours.writelines(lines)
+        ours.flush()
+
+
+def _say(text: str) -> None:
+    print(f"spartito: {text}", file=sys.stderr, flush=True)
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _memory() -> int | None:
+    names = os.sysconf_names
+    if not {"SC_PHYS_PAGES", "SC_PAGE_SIZE"} <= set(names):
+        return None
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,1 @@
+"""What a task knows about its machine and its network before it meets the others."""

@@ -1,0 +1,84 @@
+"""What this machine says about the network: names, routes, interfaces, who has a port."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+
+from spartito.cluster.interfaces import interface_of
+from spartito.doctor.probe.probes import at_once
+from spartito.doctor.transport.messages import Name, Route
+
+PROC = Path("/proc")
+LISTENS = "0A"
+"""The state of a listening socket in /proc/net/tcp."""
+
+
+def resolve_names(hosts: Iterable[str], end: float) -> list[Name]:
+    """What each of ``hosts`` means here, asked at the same time."""
+    asked = sorted(set(hosts))
+    found = at_once(_resolve, asked, end)
+    return [
+        name or Name(host, error="no answer from the name service")
+        for host, name in zip(asked, found, strict=True)
+    ]
+
+
+def routes(names: Iterable[Name]) -> list[Route]:
+    """How packets would leave for each host whose name resolves; nothing is sent."""
+    found = []
+    for name in names:
+        source = source_address(name.addresses[0]) if name.addresses else ""
+        if source:
+            found.append(Route(name.host, interface_of(source), source))
+    return found
+
+
+def source_address(address: str) -> str:
+    """Our own address on the way to ``address``, "" where there is no way."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((address, 9))  # of a datagram socket: only the route is looked up
+        except OSError:
+            return ""
+        return str(probe.getsockname()[0])
+
+
+def holder_of(port: int, proc: Path = PROC) -> str:
+    """Which program listens on ``port``, as ``nginx (process 12)``; "" where that is not told.
+
+    The system tells it about our own processes, and to root about all.
+    """
+    inodes = set(_listening(port, proc))
+    if not inodes:
+        return ""
+    sockets = {f"socket:[{inode}]" for inode in inodes}
+    for process in proc.iterdir():
+        if not process.name.isdigit():
+            continue
+        with suppress(OSError):
+            for fd in (process / "fd").iterdir():
+                if os.readlink(fd) in sockets:
+                    return f"{(process / 'comm').read_text().strip()} (process {process.name})"
+    return ""
+
+
+def _resolve(host: str) -> Name:
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return Name(host, error=str(getattr(error, "strerror", None) or error))
+    return Name(host, list(dict.fromkeys(str(entry[4][0]) for entry in found)))
+
+
+def _listening(port: int, proc: Path) -> Iterable[str]:
+    for table in ("net/tcp", "net/tcp6"):
+        with suppress(OSError):
+            for line in (proc / table).read_text().splitlines()[1:]:
+                words = line.split()
+                if words[3] == LISTENS and int(words[1].rpartition(":")[2], 16) == port:
+                    yield words[9]

@@ -1,0 +1,1 @@
+"""Starts a doctor where each task of a job would run: here, in containers, on hosts."""

@@ -1,0 +1,1 @@
+"""What the tasks find of each other: who reaches whom, how fast, and what time it is there."""

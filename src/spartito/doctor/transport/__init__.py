@@ -1,0 +1,1 @@
+"""How the doctors of a cluster exchange messages: connections, messages, a server."""

@@ -1,0 +1,254 @@
+"""The parts of a doctor: what it reads of the machine and the network, and how it talks."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spartito.cluster.endpoints import DRAWN, Endpoint
+from spartito.cluster.interfaces import interface_of
+from spartito.doctor.facts.machine import gpu_names, memory
+from spartito.doctor.facts.network import (
+    holder_of,
+    resolve_names,
+    routes,
+    source_address,
+)
+from spartito.doctor.probe.probes import at_once, knock, measure
+from spartito.doctor.transport.connection import LONGEST_LINE, ClosedError, GarbageError, Talk, meet
+from spartito.doctor.transport.messages import OK, Memory, Ping, Pong, Push, Question, Target
+from spartito.doctor.transport.server import Station, open_station
+from tests.callers import hung_up
+from tests.launch.supervised import wait_until
+
+LOOPBACK = "127.0.0.1"
+MIB = 1 << 20
+
+
+def soon(seconds: float = 30.0) -> float:
+    return time.monotonic() + seconds
+
+
+@pytest.fixture
+def two() -> Iterator[tuple[Talk, socket.socket]]:
+    """A talk, and the raw other end of it."""
+    here, there = socket.socketpair()
+    there.settimeout(30.0)
+    with here, there:
+        yield Talk(here), there
+
+
+@pytest.fixture
+def station() -> Iterator[Station]:
+    opened, _ = open_station(Endpoint("worker 1", LOOPBACK, (DRAWN,)), soon())
+    yield opened
+    opened.close()
+
+
+def meminfo(folder: Path) -> Path:
+    path = folder / "meminfo"
+    path.write_text("MemTotal: 8192 kB\nMemFree: 1 kB\nMemAvailable: 4096 kB\nHugePages_Total: 0\n")
+    return path
+
+
+def test_memory_without_a_cgroup(tmp_path: Path) -> None:
+    assert memory(meminfo(tmp_path), tmp_path, tmp_path / "none") == Memory(8 * MIB, 4 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("line", "folder", "names", "cache"),
+    [
+        ("0::/job", "job", ("memory.max", "memory.current"), "inactive_file"),
+        ("0::/job", ".", ("memory.max", "memory.current"), "inactive_file"),
+        (
+            "4:memory:/job",
+            "memory/job",
+            ("memory.limit_in_bytes", "memory.usage_in_bytes"),
+            "total_inactive_file",
+        ),
+    ],
+)
+def test_the_limit_of_a_cgroup_of_either_version(
+    tmp_path: Path, line: str, folder: str, names: tuple[str, str], cache: str
+) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text(f"1:cpu:/x\n{line}\n")
+    place = tmp_path / folder
+    place.mkdir(parents=True, exist_ok=True)
+    for name, value in zip(names, (3 * MIB, 2 * MIB), strict=True):
+        (place / name).write_text(f"{value}\n")
+    (place / "memory.stat").write_text(f"anon 1\n{cache} {MIB}\n")
+    assert memory(meminfo(tmp_path), tmp_path, own) == Memory(8 * MIB, 2 * MIB, 3 * MIB)
+
+
+@pytest.mark.parametrize("text", ["max", str((1 << 63) - 4096)])
+def test_a_cgroup_without_a_limit(tmp_path: Path, text: str) -> None:
+    own = tmp_path / "cgroup"
+    own.write_text("0::/\n")
+    (tmp_path / "memory.max").write_text(text)
+    (tmp_path / "memory.current").write_text("5")
+    assert memory(meminfo(tmp_path), tmp_path, own).limit is None
+
+
+def test_gpus_are_listed_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    query = tmp_path / "nvidia-smi"
+    query.write_text("#!/bin/sh\necho 'GPU 0: NVIDIA X (UUID: GPU-1)'\necho '  MIG 1g: Y'\n")
+    query.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert gpu_names({}, 30.0) == ["NVIDIA X"]
+    assert gpu_names({"CUDA_VISIBLE_DEVICES": ""}, 30.0) == []
+
+
+def test_names_that_resolve_and_names_that_do_not() -> None:
+    good, bad = sorted(
+        resolve_names([LOOPBACK, "no host", LOOPBACK], soon()), key=lambda name: name.error
+    )
+    assert (good.host, good.addresses) == (LOOPBACK, [LOOPBACK])
+    assert bad.addresses == []
+    assert bad.error
+
+
+def test_the_way_to_the_loopback_is_the_loopback() -> None:
+    (name,) = resolve_names([LOOPBACK], soon())
+    (route,) = routes([name])
+    assert route.source == source_address(LOOPBACK) == LOOPBACK
+    assert route.interface == interface_of(LOOPBACK)
+    assert route.interface.startswith("lo")
+
+
+def test_who_has_a_port() -> None:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+        assert f"(process {os.getpid()})" in holder_of(port)
+    assert holder_of(port) == ""
+
+
+def test_a_station_takes_the_next_port_when_one_is_taken() -> None:
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+        opened, told = open_station(Endpoint("worker 0", LOOPBACK, (port,)), soon())
+        opened.close()
+    assert opened.port != port
+    assert (told.number, told.free) == (port, False)
+    assert f"(process {os.getpid()})" in told.holder
+
+
+def test_an_address_of_no_interface_is_listened_for_on_all() -> None:
+    opened, told = open_station(Endpoint("worker 0", "192.0.2.1", (DRAWN,)), soon())
+    assert told.foreign
+    assert knock("me", Target("worker 0", LOOPBACK, opened.port), soon()).how == OK
+    opened.close()
+
+
+def test_a_knock_tells_what_it_found(station: Station) -> None:
+    def how(task: str, host: str, port: int, seconds: float = 30.0) -> str:
+        return knock("me", Target(task, host, port), soon(seconds)).how
+
+    assert how("worker 1", LOOPBACK, station.port) == OK
+    assert how("worker 2", LOOPBACK, station.port) == "wrong task"
+    assert how("worker 1", "no host", station.port) == "unresolved"
+    with socket.create_server((LOOPBACK, 0)) as server:
+        port = server.getsockname()[1]
+        assert how("worker 1", LOOPBACK, port, 2.0) == "silent"
+    assert how("worker 1", LOOPBACK, port) == "refused"
+
+
+def test_a_way_is_measured(station: Station) -> None:
+    speed = measure("worker 0", Target("worker 1", LOOPBACK, station.port), 30.0)
+    assert speed is not None
+    assert (speed.source, speed.target) == ("worker 0", "worker 1")
+    assert speed.latency > 0
+    assert speed.bandwidth > 0
+    assert abs(speed.clock) < 1.0
+
+
+def test_a_way_to_nobody_has_no_figures(station: Station) -> None:
+    station.close()
+    assert measure("worker 0", Target("worker 1", LOOPBACK, station.port), 5.0) is None
+
+
+def test_more_bytes_than_a_doctor_sends_are_refused(station: Station) -> None:
+    with meet(LOOPBACK, station.port, soon(), b"") as talk:
+        talk.say(Push(1 << 40), soon())
+        with pytest.raises(ClosedError):
+            talk.hear(Pong, soon())
+
+
+def test_who_does_not_know_the_secret_is_told_nothing() -> None:
+    endpoint, key = Endpoint("worker 1", LOOPBACK, (DRAWN,)), b"known to the tasks alone"
+    station, _ = open_station(endpoint, soon(), key=key)
+    target = Target("worker 1", LOOPBACK, station.port)
+    try:
+        assert knock("me", target, soon(), key).how == OK
+        assert knock("me", target, soon()).how == "outsider"
+        with socket.create_connection((LOOPBACK, station.port), 30.0) as connection:
+            connection.sendall(msgspec.json.encode(Ping()) + b"\n")
+            assert hung_up(connection) == b""
+        wait_until(lambda: len(station.strangers) == 2)  # it notes them in threads of its own
+        assert station.strangers == [LOOPBACK] * 2
+    finally:
+        station.close()
+
+
+def test_work_that_does_not_end_is_given_up() -> None:
+    go, done = threading.Event(), threading.Event()
+
+    def work(item: int) -> int:
+        if item:
+            go.wait(60.0)
+            done.set()
+        return item
+
+    assert at_once(work, [0, 1], soon(2.0)) == [0, None]
+    go.set()
+    assert done.wait(60.0)
+
+
+@given(st.lists(st.sampled_from([Ping(), Pong("worker 0", 1.5), Push(7)]), max_size=5), st.data())
+def test_messages_come_whole_however_they_are_cut(
+    messages: list[Ping | Pong | Push], data: st.DataObject
+) -> None:
+    here, there = socket.socketpair()
+    with here, there:
+        sender, receiver = Talk(here), Talk(there)
+        for message in messages:
+            payload = data.draw(st.binary(max_size=20))
+            sender.say(message, soon(), payload)
+            assert receiver.hear(Ping | Pong | Push, soon()) == message
+            receiver.skip(len(payload), soon())
+
+
+@pytest.mark.parametrize(
+    "line", [b"hello\n", b"{}\n", b'{"spartito_doctor":"pong"}\n', b"\xff\xfe\n", b"[]\n", b"\n"]
+)
+def test_what_is_no_message_is_garbage(two: tuple[Talk, socket.socket], line: bytes) -> None:
+    talk, other = two
+    other.sendall(line)
+    with pytest.raises(GarbageError):
+        talk.hear(Question, soon())
+
+
+def test_a_line_without_an_end_is_garbage(two: tuple[Talk, socket.socket]) -> None:
+    talk, _ = two
+    talk._kept += b"x" * (LONGEST_LINE + 1)
+    with pytest.raises(GarbageError):
+        talk.hear(Question, soon())
+
+
+def test_every_wait_ends(two: tuple[Talk, socket.socket]) -> None:
+    talk, _ = two
+    with pytest.raises(TimeoutError):
+        talk.hear(Question, soon(0.05))
+    with pytest.raises(TimeoutError):
+        talk.say(Ping(), soon(-1.0))
+    with pytest.raises(TimeoutError):
+        talk.say(Push(64 * MIB), soon(0.05), bytes(64 * MIB))
