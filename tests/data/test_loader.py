@@ -72,10 +72,10 @@ def together(
     loaders = [Loader(chain, rank, world_size, seed=5) for rank in range(world_size)]
     for loader in loaders:
         if state is not None:
-            loader.load_state(state)
+            loader.load_state_dict(state)
     batches = [loader.endless() if endless else iter(loader) for loader in loaders]
     for parts in zip(*batches, strict=True):
-        states = [loader.state() for loader in loaders]
+        states = [loader.state_dict() for loader in loaders]
         assert all(other == states[0] for other in states)
         yield whole(list(parts)), states[0]
 
@@ -351,7 +351,7 @@ def test_each_worker_makes_its_own() -> None:
     assert [b.x[0].item() for b in got] == [10.5, 11.5, 12.5]
     assert (got[0].size, got[0].global_size, got[0].places.tolist()) == (2, 6, [2, 3])
     resumed = Loader(chain, 1, 3)
-    resumed.load_state({"pass": 4, "step": 2})
+    resumed.load_state_dict({"pass": 4, "step": 2})
     assert [b.x[0].item() for b in resumed] == [12.5]
     assert asked == [InputContext(1, 3, 0), InputContext(1, 3, 4)]
 

@@ -91,7 +91,7 @@ def rows(loader: DataLoader[Any], world_size: int, start: int = 0) -> list[list[
     readers = [Loader(chain, rank, world_size, seed=3) for rank in range(world_size)]
     passes = []
     for reader in readers:
-        reader.load_state({"pass": 0, "step": start})
+        reader.load_state_dict({"pass": 0, "step": start})
     for _ in range(2):
         found = []
         iterators = [iter(reader) for reader in readers]
@@ -167,7 +167,7 @@ def test_worker_processes_are_kept() -> None:
             persistent_workers=persistent,
         )
         reader = Loader(as_dataset(loader), seed=1)
-        reader.load_state({"pass": 0, "step": 2})
+        reader.load_state_dict({"pass": 0, "step": 2})
         passes = [torch.cat([batch.data for batch in reader]) for _ in range(2)]
         assert len(passes[0]) in (23, 24)  # from the third batch on
         counts = Counter(passes[1][:, 0].tolist())

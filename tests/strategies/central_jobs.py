@@ -99,12 +99,12 @@ def states(name: str, kind: str, folder: str) -> dict[str, Any]:
     epoch()
     held = [name for name, p in net.named_parameters() if optimizer.state.get(p)]
     file = Path(folder, f"{strategy.cluster.rank}.pt")
-    torch.save(strategy.state(), file)
+    torch.save(strategy.state_dict(), file)
     saved = torch.load(file, weights_only=False)
     epoch()
-    strategy.load_state(saved)
+    strategy.load_state_dict(saved)
     still = [name for name, p in net.named_parameters() if optimizer.state.get(p)]
-    state = strategy.state()
+    state = strategy.state_dict()
     values = state["optimizer"]["state"]
     strategy.close()
     return {
@@ -137,4 +137,4 @@ def die_in_an_update(folder: str) -> None:
     Path(folder, str(strategy.cluster.rank)).touch()
     if strategy.cluster.rank:
         os._exit(3)
-    strategy.load_state(strategy.state())
+    strategy.load_state_dict(strategy.state_dict())

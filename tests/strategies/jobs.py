@@ -406,7 +406,7 @@ def low_precision(name: str, options: dict[str, Any], compiled: bool) -> dict[st
         precision="bf16",
     )
     history = trainer.fit(blobs(60), epochs=4, batch_size=12, verbose=0)  # float64 data
-    names = list(trainer.state()["model"])
+    names = list(trainer.state_dict()["model"])
     strategy.close()
     return {"history": history.history, "names": names}
 
@@ -464,7 +464,7 @@ def best_weights(name: str, options: dict[str, Any]) -> dict[str, Any]:
         "val_loss": history.history["val_loss"],
         "evaluated": trainer.evaluate((x, y))["loss"],
         "lr": strategy.lead(lambda: trainer.optimizer.param_groups[0]["lr"]),
-        "begun": strategy.lead(lambda: len(strategy.state()["optimizer"]["state"])),
+        "begun": strategy.lead(lambda: len(strategy.state_dict()["optimizer"]["state"])),
     }
     strategy.close()
     return answer

@@ -87,7 +87,7 @@ def test_one_replica_keeps_its_own_memory() -> None:
     places_ = [p.data_ptr() for p in net.parameters()]
     strategy.prepare(net, torch.optim.Adam(net.parameters()))
     assert [p.data_ptr() for p in net.parameters()] == places_
-    assert strategy.state()["optimizer"]["state"] == {}
+    assert strategy.state_dict()["optimizer"]["state"] == {}
     strategy.close()
 
 

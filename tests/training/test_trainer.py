@@ -482,10 +482,10 @@ class Diary(sp.Callback):
         assert 0 <= logs["accuracy"] <= 1
         self._note(f"batch {batch}")
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         return {"mark": self.mark}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self.mark = state["mark"]
 
 

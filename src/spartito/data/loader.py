@@ -41,8 +41,8 @@ class Loader:
     """Iterates over one epoch of a data set at a time; the next iteration is the next epoch.
 
     ``rank`` of ``world_size`` replicas reads its share of each global batch. ``seed`` shuffles
-    where the data set has no seed of its own. `state` answers the place after the last batch
-    that was given out, wherever the reading ahead is; `load_state` goes there.
+    where the data set has no seed of its own. `state_dict` returns the place after the last batch
+    that was given out, wherever the reading ahead is; `load_state_dict` goes there.
     """
 
     def __init__(self, dataset: Chain, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
@@ -102,12 +102,12 @@ class Loader:
         while True:
             yield from self
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """The place of the next batch: pass and step."""
         return {"pass": self._pass, "step": self._step}
 
-    def load_state(self, state: dict[str, int]) -> None:
-        """Go to a place that `state` answered, under any number of replicas."""
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go to a place that `state_dict` returned, under any number of replicas."""
         self._pass, self._step = state["pass"], state["step"]
 
     def rest_of_pass(self) -> Iterator[Batch]:

@@ -78,11 +78,11 @@ class Distributed(Protocol):
         """A checksum of the examples of all batches so far, in their order; 0: not known."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The place of the next batch."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to that place."""
         ...
 
@@ -175,8 +175,8 @@ class Strategy(ABC):
         """
 
     def using(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """A block in which `step`, `evaluate`, `state` and their like are about one prepared pair,
-        that of ``optimizer``: several trainers may share a strategy.
+        """A block in which `step`, `evaluate`, `state_dict` and their like are about the pair of
+        ``optimizer``: several trainers may share a strategy.
         """
         return nullcontext()
 
@@ -287,14 +287,14 @@ class Strategy(ABC):
         """Make equal what may differ between replicas: the running statistics of BatchNorm."""
 
     @abstractmethod
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Model and optimizer under the user's names, equal on all replicas; all call it."""
 
     def go_on_accumulating(self, saved: dict[str, Any]) -> None:
-        """Take up the batches since the last update, as ``state()["accumulated"]`` has them.
+        """Take up the batches since the last update: ``state_dict()["accumulated"]``.
 
-        To be called after `load_state`, in the middle of an epoch. Raises `UserError` where the
-        number of batches of an update differs, or where updates cannot be made of other tasks'.
+        To be called after `load_state_dict`, in the middle of an epoch. Raises `UserError` if
+        the number of batches of an update differs, or where updates cannot be made of other tasks'.
         """
         raise UserError(
             f"the checkpoint was written after {saved['batches']} of {saved['accumulate']} batches "
@@ -303,8 +303,8 @@ class Strategy(ABC):
         )
 
     @abstractmethod
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` answered, under any strategy and number of replicas."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, under any strategy and number of replicas."""
 
     @abstractmethod
     def close(self) -> None:

@@ -97,8 +97,8 @@ class CentralStorageStrategy(SynchronousStrategy):
                 "Choose multi_worker_mirrored for replicas on several machines.",
             )
 
-    def state(self) -> dict[str, Any]:
-        state = super().state()
+    def state_dict(self) -> dict[str, Any]:
+        state = super().state_dict()
         pair = self._only_pair()
         owners = self._divide(pair.optimizer).by_name(plain(pair.model))
         return {**state, "optimizer": self._collect(state["optimizer"], owners)}
@@ -108,7 +108,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         moved = [parameter.data_ptr() - home for parameter, home in self._homes]
         return crc32(repr(moved).encode())
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:
             pair, own = self._only_pair(), self.cluster.rank
             owners = self._divide(pair.optimizer).by_name(plain(pair.model))
@@ -116,7 +116,7 @@ class CentralStorageStrategy(SynchronousStrategy):
             kept = {name: value for name, value in values if owners.get(name, own) == own}
             state = {**state, "optimizer": {**state["optimizer"], "state": kept}}
         self._collective.barrier()  # nobody computes with the old values any more
-        super().load_state(state)
+        super().load_state_dict(state)
         self._collective.barrier()  # nobody still writes when the first one trains
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:

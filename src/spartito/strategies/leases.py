@@ -133,11 +133,11 @@ class Leased(Distributed):
     def order(self) -> int:
         return 0
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         number, step = self._where()
         return {"pass": number, "step": step}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         self._start = state["pass"], state["step"]
 
     def _where(self) -> tuple[int, int]:

@@ -263,7 +263,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         if self._planner is not None:
             self._planner.schedule = schedule
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         pair = self._only_pair()
         served: Row | None = None
         if self.chief is not None and self._job is not None:
@@ -280,10 +280,10 @@ class ParameterServerStrategy(ReplicaStrategy):
         """Refuses: what is not pushed is computed again, by whichever worker."""
         Strategy.go_on_accumulating(self, saved)
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         if self.chief is not None and "optimizer" not in state:
-            state = {**self.state(), **state}  # the servers keep their optimizer's state
-        super().load_state(state)
+            state = {**self.state_dict(), **state}  # the servers keep their optimizer's state
+        super().load_state_dict(state)
         pair = self._only_pair()
         if self._planner is not None:
             self._planner.begin()

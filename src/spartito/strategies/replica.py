@@ -178,7 +178,7 @@ class ReplicaStrategy(Strategy):
     def update(self, optimizer: Optimizer) -> None:
         self._update(self._pair_of(optimizer), None, 0, False)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         self.synchronize()
         pair = self._only_pair()
         model = plain(pair.model)
@@ -191,7 +191,7 @@ class ReplicaStrategy(Strategy):
     def go_on_accumulating(self, saved: dict[str, Any]) -> None:
         self._only_pair().go_on_accumulating(saved, self._collective.rank)
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         pair = self._only_pair()
         try:
             plain(pair.model).load_state_dict(state["model"])

@@ -30,11 +30,11 @@ class Share(Protocol):
         """From the present place on, epoch after epoch."""
         ...
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         """The place of the next batch."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to that place."""
         ...
 
@@ -83,11 +83,11 @@ class Placed(Distributed):
     def order(self) -> int:
         return self._order
 
-    def state(self) -> dict[str, Any]:
-        return self._batches.state()
+    def state_dict(self) -> dict[str, Any]:
+        return self._batches.state_dict()
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._batches.load_state(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._batches.load_state_dict(state)
 
     def _place(self, batches: Iterator[Batch]) -> Generator[Batch]:
         for batch in batches:
@@ -116,7 +116,7 @@ class Together(Share):
 
     def __init__(self, loader: Loader, collective: Collective) -> None:
         self._loader, self._collective = loader, collective
-        self._position = loader.state()
+        self._position = loader.state_dict()
 
     def __iter__(self) -> Iterator[Batch]:
         while True:
@@ -128,12 +128,12 @@ class Together(Share):
         while True:
             yield from self
 
-    def state(self) -> dict[str, int]:
+    def state_dict(self) -> dict[str, int]:
         return dict(self._position)
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        self._loader.load_state(state)
-        self._position = self._loader.state()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._loader.load_state_dict(state)
+        self._position = self._loader.state_dict()
 
     def _rest_of_pass(self) -> Iterator[Batch]:
         position, last = self._position, None
@@ -154,16 +154,16 @@ class Together(Share):
         if not position["step"]:
             raise self._loader.nothing()
         position["step"] = 0
-        self.load_state(position)
+        self.load_state_dict(position)
         self._loader.next_pass()
-        self._position = self._loader.state()
+        self._position = self._loader.state_dict()
 
     def _first(self) -> Batch:
         """The first batch of a pass: what the rest would look like where this source has none."""
-        position = self._loader.state()
-        self._loader.load_state({**position, "step": 0})
+        position = self._loader.state_dict()
+        self._loader.load_state_dict({**position, "step": 0})
         found = next(iter(self._loader.rest_of_pass()), None)
-        self._loader.load_state(position)
+        self._loader.load_state_dict(position)
         if found is None:
             raise UserError("a replica's source has no batch at all", "Give each some data.")
         return found

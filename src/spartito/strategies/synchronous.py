@@ -158,9 +158,9 @@ class SynchronousStrategy(ReplicaStrategy):
     def share_rates(self, optimizer: Optimizer) -> None:
         """Every replica has chosen the same."""
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         self.compare_replicas()
-        return super().state()
+        return super().state_dict()
 
     def _parameters(self) -> list[nn.Parameter]:
         """Those of all prepared models. Buffers may differ: not all are synchronized."""

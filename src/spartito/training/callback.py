@@ -64,12 +64,12 @@ class Training(Protocol):
         """Examples that all replicas trained on per second of this epoch so far."""
         ...
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Everything that training needs to go on; all replicas call it."""
         ...
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` answered."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
         ...
 
     def save(self, path: str | Path) -> Path:
@@ -113,12 +113,12 @@ class Callback:
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """After global step ``batch`` of the epoch, counted from 0."""
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """What must be remembered to resume, as JSON."""
         return {}
 
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` answered."""
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
 
 
 def check_given(callbacks: Callback | Sequence[Callback]) -> list[Callback]:

@@ -109,8 +109,8 @@ class TrainingLoop:
         self._batches = trainer.strategy.distribute(chain, seed=trainer.seed)
         self.clock = Clock(lambda: self._batches.waited, self._batches.goes_on)
         if before is not None:  # other data, but no order of passes that was seen already
-            position = before._batches.state()
-            self._batches.load_state(next_epoch({**position, "step": 1}, chain))
+            position = before._batches.state_dict()
+            self._batches.load_state_dict(next_epoch({**position, "step": 1}, chain))
         self._metrics = [copy.copy(metric) for metric in trainer.metrics]
         self._logs = StepLogs(self._metrics)
         self._steps: int | None = None
@@ -152,11 +152,11 @@ class TrainingLoop:
             "batches": self._own_batches,
         }
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Where the loop is: the place in the data, and the sums of the epoch over all replicas."""
         loss, weight, *metrics = self._sums()
         return {
-            "data": self._batches.state(),
+            "data": self._batches.state_dict(),
             "meaning": meaning(self.chain, self._steps, self._trainer.seed),
             "done": self._done,
             "examples": self.clock.examples if self._done else 0,
@@ -167,16 +167,16 @@ class TrainingLoop:
             },
         }
 
-    def load_state(self, state: dict[str, Any], steps: int | None, whole: bool) -> None:
+    def load_state_dict(self, state: dict[str, Any], steps: int | None, whole: bool) -> None:
         """Go there, under any number of replicas; ``whole`` begins an epoch after it instead.
 
         Raises `UserError` where an epoch of ``steps`` of this data has no such position.
         """
         if whole:
-            self._batches.load_state(next_epoch(state["data"], self.chain))
+            self._batches.load_state_dict(next_epoch(state["data"], self.chain))
             return
         check_position(state, meaning(self.chain, steps, self._trainer.seed))
-        self._batches.load_state(state["data"])
+        self._batches.load_state_dict(state["data"])
         self._done, self._examples = state["done"], state["examples"]
         self._before = [state["loss"], state["weight"]]
         for metric in self._metrics:
@@ -344,7 +344,9 @@ class Evaluation:
         examples = 0
         self._strategy.synchronize()
         with evaluating(self._model):
-            self._batches.load_state({"pass": 0, "step": 0})  # kept: a corrupt one is named once
+            self._batches.load_state_dict(
+                {"pass": 0, "step": 0}
+            )  # kept: a corrupt one is named once
             for batch in self._once():
                 loss, weight, output = self._strategy.evaluate(batch, self._loss)
                 losses[0] += loss

@@ -29,8 +29,8 @@ def meaning(chain: Chain, steps: int | None, seed: int) -> dict[str, Any]:
 def check_position(saved: dict[str, Any], now: dict[str, Any]) -> None:
     """Refuse to go on in the middle of a pass or epoch that would be another one now.
 
-    ``saved`` is what `TrainingLoop.state` returned. Between two passes everything may change, in
-    the middle of one nothing that says which examples come next.
+    ``saved`` is what `TrainingLoop.state_dict` returned. Between two passes everything may change,
+    in the middle of one nothing that says which examples come next.
     """
     then = saved.get("meaning")
     if then is None:  # a checkpoint of an earlier version

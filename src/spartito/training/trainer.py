@@ -194,7 +194,7 @@ class Trainer:
         for callback in self.callbacks:
             callback.set_trainer(self)
         if restored:
-            loop.load_state(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
+            loop.load_state_dict(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
             if initial_epoch is None and restored["accumulated"]:
                 self.strategy.go_on_accumulating(restored["accumulated"])
             _restore(self._given, restored["callbacks"])
@@ -252,7 +252,7 @@ class Trainer:
             return ""
 
         with self.strategy.during("save"):
-            state = self.state()
+            state = self.state_dict()
             self.strategy.attempt(write)
         return Path(path)
 
@@ -264,28 +264,30 @@ class Trainer:
         when they have not read the same checkpoint.
         """
         with self.strategy.during("load"):
-            self.load_state(read_together(self.strategy, path))
+            self.load_state_dict(read_together(self.strategy, path))
 
     @with_its_pair
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Everything that training needs to go on, equal on all replicas; all call it."""
         with self.strategy.during("save"):
             return {
-                **self.strategy.state(),
+                **self.strategy.state_dict(),
                 "trainer": {
                     "step": self.step,
                     "epoch": self.epoch,
                     "seed": self.seed,
                     "scheduler": _scheduler_state(self.scheduler),
-                    "loop": self._loop.state() if self._loop else None,
-                    "callbacks": [[type(given).__name__, given.state()] for given in self._given],
+                    "loop": self._loop.state_dict() if self._loop else None,
+                    "callbacks": [
+                        [type(given).__name__, given.state_dict()] for given in self._given
+                    ],
                 },
             }
 
     @with_its_pair
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` answered, under any strategy and number of replicas."""
-        self.strategy.load_state(state)
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, under any strategy and number of replicas."""
+        self.strategy.load_state_dict(state)
         saved = state.get("trainer")
         if saved is None:  # a model alone
             return
@@ -382,7 +384,7 @@ def _restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> N
         for entry in left:
             if entry[0] == type(callback).__name__:
                 left.remove(entry)
-                callback.load_state(entry[1])
+                callback.load_state_dict(entry[1])
                 break
 
 

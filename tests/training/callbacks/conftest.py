@@ -18,7 +18,7 @@ class Place:
     is_chief: bool = True
     model: torch.nn.Module | None = None
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Put the model's values back."""
         assert self.model is not None
         self.model.load_state_dict(state["model"])
@@ -42,7 +42,7 @@ class Loop:
     states: int = 0
     callbacks: Sequence[Callback] = ()
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """Counts how often it was asked; holds the model."""
         self.states += 1
         return {
@@ -50,7 +50,7 @@ class Loop:
             "optimizer": {"state": {0: {"step": torch.tensor(float(self.step))}}},
             "trainer": {
                 "step": self.step,
-                "callbacks": [callback.state() for callback in self.callbacks],
+                "callbacks": [callback.state_dict() for callback in self.callbacks],
             },
         }
 

@@ -65,7 +65,7 @@ def test_a_resume_goes_on_counting_and_a_new_fit_does_not(trainer: Any) -> None:
     first = EarlyStopping(patience=2)
     trainer.fit(first, epochs=losses(1, 2))
     second = EarlyStopping(patience=2)
-    second.load_state(json.loads(json.dumps(first.state())))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     assert (
         trainer.fit(second, epochs=[{"val_loss": 2.0}, {"val_loss": 2.0}, {"val_loss": 2.0}]) == 2
     )

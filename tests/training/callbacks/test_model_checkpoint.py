@@ -79,7 +79,7 @@ def test_the_best_value_outlives_a_resume(trainer: Any, tmp_path: Path) -> None:
     first = ModelCheckpoint(tmp_path / "c")
     trainer.fit(first, epochs=losses(1))
     second = ModelCheckpoint(tmp_path / "c")
-    second.load_state(json.loads(json.dumps(first.state())))
+    second.load_state_dict(json.loads(json.dumps(first.state_dict())))
     trainer.fit(second, epochs=losses(2))
     assert json.loads((tmp_path / "c" / "best.json").read_text())["name"] == "step-00000004"
 

@@ -82,15 +82,15 @@ class EarlyStopping(Callback):
                 self.best_epoch + 1,
             )
         if self._weights is not None:
-            self.trainer.strategy.load_state({"model": self._weights})
+            self.trainer.strategy.load_state_dict({"model": self._weights})
         elif self.restore_best_weights and self.best is not None:
             warn("the weights of epoch %d were not kept over the resume", self.best_epoch + 1)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The best value, its epoch, and the epochs since."""
         return {"best": self.best, "best_epoch": self.best_epoch, "wait": self.wait}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting where the training that is resumed stood."""
         self.best, self.best_epoch, self.wait = state["best"], state["best_epoch"], state["wait"]
         self._resumed = True

@@ -103,11 +103,11 @@ class ModelCheckpoint(Callback):
         if is_best or not self.save_best_only:
             self._save(logs, (monitor.name, value) if is_best else None)
 
-    def state(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, Any]:
         """The best value so far."""
         return {"best": self.best}
 
-    def load_state(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the best value of the training that is resumed."""
         self.best = state["best"]
 
@@ -118,6 +118,6 @@ class ModelCheckpoint(Callback):
         return self.monitor
 
     def _save(self, logs: Logs, best: tuple[str, float] | None) -> None:
-        state = self.trainer.state()  # on all replicas: it may communicate
+        state = self.trainer.state_dict()  # on all replicas: it may communicate
         if self.trainer.strategy.is_chief:
             self.manager.save(state, f"step-{self.trainer.step:08d}", dict(logs), best)
