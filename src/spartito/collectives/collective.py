@@ -34,6 +34,10 @@ class Traffic:
         self.received += nbytes
 
 
+def _nothing() -> None:
+    """Nobody wants to know."""
+
+
 class Reducer(Protocol):
     """A standing sum of one flat tensor: fill ``input``, `reduce`, read ``output``.
 
@@ -66,7 +70,7 @@ class Collective(ABC):
     names: Sequence[str] = ()
     """The tasks in rank order, for errors."""
     traffic: Traffic
-    moved: Callable[[], None] = staticmethod(lambda: None)
+    moved: Callable[[], None] = staticmethod(_nothing)
     """Is called whenever something came or went in a call that takes long."""
 
     def __init__(self) -> None:

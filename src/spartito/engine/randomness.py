@@ -241,6 +241,7 @@ class Undivided(_Recording):
     """Refuses random operations: outside of the model each replica draws for its own rows."""
 
     def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
+        """Raise `UserError`."""
         raise _refusal(func, "it is in the loss: draw in the model's forward pass")
 
 

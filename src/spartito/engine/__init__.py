@@ -1,0 +1,1 @@
+"""What two or more strategies share: losses, gradients, BatchNorm, randomness, precision."""

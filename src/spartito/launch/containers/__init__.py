@@ -1,0 +1,1 @@
+"""A job in containers: its file, the container engine, and the job as it runs."""

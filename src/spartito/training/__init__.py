@@ -1,0 +1,1 @@
+"""`fit`, `evaluate` and `predict` for every strategy; callbacks, metrics, the evaluator."""
