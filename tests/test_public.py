@@ -177,6 +177,21 @@ def test_imports_go_down_only(path: Path) -> None:
             assert (own, other) in NEIGHBOURS, f"{own} imports its neighbour {name}"
 
 
+def test_the_parts_of_ps_meet_in_the_protocol_alone() -> None:
+    allowed = {
+        "protocol": {"protocol"},
+        "scheduler": {"protocol", "scheduler"},
+        "server": {"protocol", "server"},
+        "client": {"protocol", "client"},
+        "chief": {"protocol", "scheduler", "client"},
+        "job": {"protocol", "scheduler", "server", "client", "chief"},
+    }
+    for path in (ROOT / "ps").rglob("*.py"):
+        own = [*module_name(path).split("."), ""][2]
+        used = {name.split(".")[2] for name, _ in imports(path) if name.startswith("spartito.ps.")}
+        assert used <= allowed.get(own, set()), path
+
+
 def test_no_module_needs_itself() -> None:
     graph = {
         module_name(path): {as_module(name) for name, at_once in imports(path) if at_once}

@@ -36,15 +36,17 @@ from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
-from spartito.ps.client import Address, Link
-from spartito.ps.layout import Span
-from spartito.ps.messages import End, Hello, Load, Push
-from spartito.ps.rules import Rules
-from spartito.ps.server import Server
-from spartito.ps.servers import Servers
-from spartito.ps.shard import Shard, settings
-from spartito.ps.store import Store
-from spartito.ps.vector import Vector, allocate
+from spartito.ps.client.link import Address, Link
+from spartito.ps.client.servers import Servers
+from spartito.ps.client.vector import Vector
+from spartito.ps.protocol.layout import Span
+from spartito.ps.protocol.memory import allocate
+from spartito.ps.protocol.messages import End, Hello, Load, Push
+from spartito.ps.protocol.options import settings
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.server.server import Server
+from spartito.ps.server.shard import Shard
+from spartito.ps.server.store import Store
 
 TIMEOUT = 120.0
 TENSORS = 8

@@ -31,8 +31,8 @@ from spartito.collectives.store import absentees
 from spartito.collectives.tcp import SocketCollective
 from spartito.errors import TaskLostError, UserError
 from spartito.log import logger
-from spartito.ps.messages import Lost
-from spartito.ps.wire import Wire
+from spartito.ps.protocol.messages import Lost
+from spartito.ps.protocol.wire import Wire
 from tests.collectives.group import join, spec
 from tests.netns import Machine
 

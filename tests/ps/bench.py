@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.optim import SGD, Optimizer
 
-from spartito.ps.layout import Span
-from spartito.ps.messages import Push
-from spartito.ps.rules import Rules
-from spartito.ps.shard import Shard
-from spartito.ps.store import Store
-from spartito.ps.vector import Copies, Vector
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.protocol.layout import Span
+from spartito.ps.protocol.messages import Push
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.server.shard import Shard
+from spartito.ps.server.store import Store
 
 LIMIT = 60.0  # seconds that no passing test comes near
 SIZE = 8

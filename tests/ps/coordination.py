@@ -12,11 +12,11 @@ from typing import Any
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.sockets import listen
-from spartito.ps.coordinator import Coordinator
-from spartito.ps.lease import Lease, Plan
-from spartito.ps.link import WorkerLink
-from spartito.ps.reception import Reception
-from spartito.ps.work import Complete, Report, Totals, WorkSource
+from spartito.ps.client.work_source import WorkerLink
+from spartito.ps.protocol.work import Complete, Lease, Report, Totals, WorkSource
+from spartito.ps.scheduler.coordinator import Coordinator
+from spartito.ps.scheduler.listener import Reception
+from spartito.ps.scheduler.plan import Plan
 from tests.callers import hung_up
 
 HOST = "127.0.0.1"

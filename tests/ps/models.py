@@ -7,8 +7,9 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.optim import SGD
 
-from spartito.ps.layout import Span, cut
-from spartito.ps.vector import Copies, Vector, allocate, dtype_of
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.protocol.layout import Span, cut
+from spartito.ps.protocol.memory import allocate, dtype_of
 
 LEARNED = ("float64", "float32", "bfloat16", "float16", "complex64")
 KEPT = ("int64", "bool", "float32", "uint8", "int16", "uint32", "float8_e5m2", "complex128")

@@ -28,18 +28,30 @@ from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.ps.client import BREAKS, Address, Link, Restarted
-from spartito.ps.connection import areas
-from spartito.ps.layout import LINE, Span, cut
-from spartito.ps.messages import Hello, Lost, Pull, Push, Status, Values, Welcome
-from spartito.ps.rules import Rules
-from spartito.ps.server import PURPOSE, Server
-from spartito.ps.servers import Control, Servers
-from spartito.ps.shard import Shard, State, is_elementwise, settings
-from spartito.ps.store import Store
-from spartito.ps.timetable import Timetable
-from spartito.ps.vector import Copies, Vector, allocate
-from spartito.ps.wire import Wire
+from spartito.ps.client.control import Control
+from spartito.ps.client.link import BREAKS, Address, Link, Restarted
+from spartito.ps.client.servers import Servers
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.protocol.layout import LINE, Span, cut
+from spartito.ps.protocol.memory import allocate, areas
+from spartito.ps.protocol.messages import (
+    PURPOSE,
+    Hello,
+    Lost,
+    Pull,
+    Push,
+    Status,
+    Values,
+    Welcome,
+)
+from spartito.ps.protocol.options import settings
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.slots import State, is_elementwise
+from spartito.ps.protocol.timetable import Timetable
+from spartito.ps.protocol.wire import Wire
+from spartito.ps.server.server import Server
+from spartito.ps.server.shard import Shard
+from spartito.ps.server.store import Store
 from tests.callers import answer
 from tests.ps.coordination import eventually
 

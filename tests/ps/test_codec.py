@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.ps.codec import NarrowCodec, PlainCodec, check_wire_dtype, make_codec
-from spartito.ps.layout import BUFFER, ITEM_SIZES, Entry, Layout, Span, cut, runs
-from spartito.ps.vector import allocate, dtype_of
+from spartito.ps.protocol.codec import NarrowCodec, PlainCodec, check_wire_dtype, make_codec
+from spartito.ps.protocol.layout import BUFFER, ITEM_SIZES, Entry, Layout, Span, cut, runs
+from spartito.ps.protocol.memory import allocate, dtype_of
 
 ROUNDED = ("float32", "float64")
 MODEL = Layout(

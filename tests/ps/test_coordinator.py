@@ -12,16 +12,15 @@ import pytest
 
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.ps.coordinator import Coordinator
-from spartito.ps.lease import Lease, WorkRange
-from spartito.ps.link import LocalLink, WorkerLink
-from spartito.ps.reception import PURPOSE
-from spartito.ps.wire import Wire
-from spartito.ps.work import (
+from spartito.ps.client.work_source import WorkerLink
+from spartito.ps.protocol.wire import Wire
+from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
+    PURPOSE,
     Beat,
     Complete,
     Hello,
+    Lease,
     Pause,
     Refused,
     Report,
@@ -29,6 +28,9 @@ from spartito.ps.work import (
     Totals,
     ToWorker,
 )
+from spartito.ps.scheduler.coordinator import Coordinator
+from spartito.ps.scheduler.local import LocalLink
+from spartito.ps.scheduler.queue import WorkRange
 from spartito.strategies.leases import NO_EPOCH
 from tests.callers import call
 from tests.ps import coordination as co

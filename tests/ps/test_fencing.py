@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.errors import UserError
-from spartito.ps.keys import Key
-from spartito.ps.rules import Rules
-from spartito.ps.store import Store
+from spartito.ps.protocol.keys import Key
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.server.store import Store
 from tests.ps.bench import Bench, push
 
 SERVERS = (1, 0)  # a push goes to the gate last

@@ -7,8 +7,8 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.ps.fields import MOST
-from spartito.ps.keys import ROW, Key, Keys
+from spartito.ps.protocol.fields import MOST
+from spartito.ps.protocol.keys import ROW, Key, Keys
 
 
 @st.composite

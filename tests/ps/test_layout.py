@@ -10,7 +10,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.errors import UserError
-from spartito.ps.layout import BUFFER, ITEM_SIZES, LINE, Entry, Layout, Span, cut, runs, table
+from spartito.ps.protocol.layout import (
+    BUFFER,
+    ITEM_SIZES,
+    LINE,
+    Entry,
+    Layout,
+    Span,
+    cut,
+    runs,
+    table,
+)
 
 KINDS = [("float32", 0), ("float32", 1), ("bfloat16", 0), ("float32", BUFFER), ("int64", BUFFER)]
 SHAPES = st.lists(st.integers(0, 60), max_size=3).map(tuple)

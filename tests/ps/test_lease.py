@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.errors import UserError
-from spartito.ps.course import Course
-from spartito.ps.lease import Lease, Plan, WorkQueue, WorkRange
+from spartito.ps.protocol.work import Lease
+from spartito.ps.scheduler.plan import Course, Plan
+from spartito.ps.scheduler.queue import WorkQueue, WorkRange
 from tests.ps.coordination import plan
 
 Piece = tuple[int, int, int]

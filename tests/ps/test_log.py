@@ -13,14 +13,15 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adam, Optimizer, RMSprop
 
-from spartito.ps.layout import Span
-from spartito.ps.log import PushLog, entries, replay
-from spartito.ps.messages import Push
-from spartito.ps.rules import Rules
-from spartito.ps.shard import Shard
-from spartito.ps.store import Store
-from spartito.ps.timetable import Timetable
-from spartito.ps.vector import Copies, Vector, allocate
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.protocol.layout import Span
+from spartito.ps.protocol.memory import allocate
+from spartito.ps.protocol.messages import Push
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.timetable import Timetable
+from spartito.ps.server.shard import Shard
+from spartito.ps.server.store import Store
+from spartito.ps.server.update_log import PushLog, entries, replay
 
 Opened = Callable[[], PushLog]
 KINDS = pytest.mark.parametrize("kind", [SGD, Adam, RMSprop])

@@ -11,9 +11,8 @@ from typing import Any
 import pytest
 
 from spartito.errors import TaskLostError, UserError
-from spartito.ps.lease import Lease
-from spartito.ps.link import LocalLink
-from spartito.ps.work import Pause
+from spartito.ps.protocol.work import Lease, Pause
+from spartito.ps.scheduler.local import LocalLink
 from tests.collectives.group import Group, running
 from tests.ps import coordination as co
 

@@ -30,10 +30,13 @@ from spartito.collectives.shared_memory import host_key
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
 from spartito.log import Seldom
-from spartito.ps import work
-from spartito.ps.fields import MOST
-from spartito.ps.layout import cut
-from spartito.ps.messages import (
+from spartito.ps.client.vector import Vector
+from spartito.ps.protocol import work
+from spartito.ps.protocol.fields import MOST
+from spartito.ps.protocol.layout import cut
+from spartito.ps.protocol.memory import allocate
+from spartito.ps.protocol.messages import (
+    PURPOSE,
     Answer,
     Done,
     End,
@@ -55,13 +58,12 @@ from spartito.ps.messages import (
     Values,
     Welcome,
 )
-from spartito.ps.rules import Rules
-from spartito.ps.server import PURPOSE, Server
-from spartito.ps.shard import Shard
-from spartito.ps.sizes import KNOWN
-from spartito.ps.store import Store
-from spartito.ps.vector import Vector, allocate
-from spartito.ps.wire import PREFIX, Gone, Wire
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.wire import PREFIX, Gone, Wire
+from spartito.ps.server.norms import KNOWN
+from spartito.ps.server.server import Server
+from spartito.ps.server.shard import Shard
+from spartito.ps.server.store import Store
 from tests.callers import call, hung_up
 
 HOST, LIMIT, JOB = "127.0.0.1", 10.0, "a job"

@@ -28,18 +28,19 @@ from torch.optim import (
 )
 
 from spartito.engine.optimizers import fuse
-from spartito.ps.layout import Span, cut
-from spartito.ps.shard import (
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.protocol.layout import Span, cut
+from spartito.ps.protocol.memory import allocate, flat
+from spartito.ps.protocol.options import settings as options_of
+from spartito.ps.protocol.slots import (
     ELEMENTWISE,
-    Shard,
     State,
     is_elementwise,
     merge_state,
     slots,
     split_state,
 )
-from spartito.ps.shard import settings as options_of
-from spartito.ps.vector import Copies, Vector, allocate, flat
+from spartito.ps.server.shard import Shard
 
 OPTIONS: dict[type[Optimizer], dict[str, Any]] = {
     ASGD: {"lambd": 0.01, "t0": 2.0},

@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 from spartito.errors import TaskLostError, UserError
-from spartito.ps.client import Restarted
-from spartito.ps.messages import Load, Status
-from spartito.ps.rules import Rules
-from spartito.ps.tally import Tally
-from spartito.ps.vector import allocate
+from spartito.ps.client.link import Restarted
+from spartito.ps.protocol.memory import allocate
+from spartito.ps.protocol.messages import Load, Status
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.server.counter import Tally
 from spartito.storage.private import private_directory
 from tests.ps.test_client import LIMIT, Job
 
@@ -124,7 +124,7 @@ FULL = """
 import sys
 from pathlib import Path
 from spartito.errors import UserError
-from spartito.ps.tally import Tally
+from spartito.ps.server.counter import Tally
 
 folder = Path(sys.argv[1])
 try:

@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.ps.spans import Spans
+from spartito.ps.scheduler.ranges import Spans
 
 RANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 30)))
 

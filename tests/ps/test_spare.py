@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from spartito.ps.spare import Spare
+from spartito.ps.server.buffers import Spare
 
 
 def test_a_copy_is_made_in_the_memory_of_the_last_one() -> None:

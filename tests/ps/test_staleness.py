@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.ps.staleness import Gate, Histogram
+from spartito.ps.protocol.histogram import Histogram
+from spartito.ps.server.staleness import Gate
 
 EVENTS = st.lists(st.tuples(st.integers(0, 5), st.sampled_from(["go", "go", "go", "die"])))
 

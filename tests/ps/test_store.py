@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
-from spartito.ps.rules import Rules
-from spartito.ps.timetable import Timetable
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.timetable import Timetable
 from tests.ps.bench import Bench, push
 
 LIMIT = 60.0  # seconds that no passing test comes near

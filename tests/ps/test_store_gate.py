@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.errors import SpartitoError
-from spartito.ps.rules import Rules
+from spartito.ps.protocol.rules import Rules
 from tests.ps.bench import Bench, push, results, round_of, wait_until, waits_in
 
 LIMIT = 60.0  # seconds that no passing test comes near

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import SGD, AdamW, Optimizer
 from torch.optim import lr_scheduler as lr
 
-from spartito.ps.shard import set_options, settings
-from spartito.ps.timetable import AHEAD, BEHIND, Planner, Row, Timetable
+from spartito.ps.protocol.options import set_options, settings
+from spartito.ps.protocol.timetable import Row, Timetable
+from spartito.ps.scheduler.planner import AHEAD, BEHIND, Planner
 
 STEPS = 3 * AHEAD // 2
 Make = Callable[[Optimizer], Any]

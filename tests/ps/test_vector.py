@@ -12,9 +12,10 @@ from torch import Tensor, nn
 from torch.optim import SGD
 
 from spartito.errors import UserError
-from spartito.ps.layout import BUFFER, LINE, Span, cut, runs
-from spartito.ps.shard import Shard
-from spartito.ps.vector import Copies, Vector, allocate, dtype_of, flat
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.protocol.layout import BUFFER, LINE, Span, cut, runs
+from spartito.ps.protocol.memory import allocate, dtype_of, flat
+from spartito.ps.server.shard import Shard
 from tests.ps.models import Odd, models, numbers, optimizer, shaped, sides
 
 SERVERS = st.integers(1, 4)

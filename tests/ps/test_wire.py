@@ -19,7 +19,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spartito.ps.wire import (
+from spartito.ps.protocol.wire import (
     MAGIC,
     MAX_HEADER,
     PREFIX,

@@ -22,14 +22,15 @@ from torch import Tensor, nn
 import spartito as sp
 from spartito.data.batch import Batch
 from spartito.errors import SpartitoError, show
-from spartito.ps.client import Link
-from spartito.ps.coordinator import Coordinator
-from spartito.ps.layout import cut
-from spartito.ps.log import replay
-from spartito.ps.server import Server
-from spartito.ps.shard import Shard, is_elementwise
-from spartito.ps.vector import Copies, Vector
-from spartito.ps.wire import Wire
+from spartito.ps.client.link import Link
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.protocol.layout import cut
+from spartito.ps.protocol.slots import is_elementwise
+from spartito.ps.protocol.wire import Wire
+from spartito.ps.scheduler.coordinator import Coordinator
+from spartito.ps.server.server import Server
+from spartito.ps.server.shard import Shard
+from spartito.ps.server.update_log import replay
 from spartito.strategies import strategy as make_strategy
 from spartito.training.evaluator import Evaluator
 from tests.commands import addresses, tf_config

@@ -14,7 +14,7 @@ from spartito.data import Dataset
 from spartito.data.loader import make_feed
 from spartito.data.order import permutation
 from spartito.data.passes import Pass, Passes
-from spartito.ps.lease import Lease
+from spartito.ps.protocol.work import Lease
 from spartito.strategies.leases import IndexedReader
 
 EXAMPLES, BATCH, SLICES = 50, 6, 2

@@ -14,10 +14,11 @@ import torch
 
 from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
 from spartito.data.packaged import TRAINING
-from spartito.ps.layout import Span
-from spartito.ps.log import entries
-from spartito.ps.shard import Shard
-from spartito.ps.vector import Copies, Vector, allocate
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.protocol.layout import Span
+from spartito.ps.protocol.memory import allocate
+from spartito.ps.server.shard import Shard
+from spartito.ps.server.update_log import entries
 from spartito.strategies import strategy
 from tests.commands import commands_in
 from tests.replicas import ReplicaError, Replicas

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from spartito.ps.log import entries
+from spartito.ps.server.update_log import entries
 from spartito.storage import load_tensors
 from tests.commands import SPARTITO, addresses, commands_in, eventually, tf_config
 from tests.strategies.ps_jobs import (

@@ -9,12 +9,15 @@ from typing import Any
 
 from spartito.errors import SpartitoError
 from spartito.log import warn
-from spartito.ps.coordinator import Coordinator
-from spartito.ps.lease import Lease, Plan, WorkRange
-from spartito.ps.messages import Flush, GetRecord, Lost, Status, Values
-from spartito.ps.servers import Control
-from spartito.ps.staleness import Histogram
-from spartito.ps.timetable import Planner, Timetable
+from spartito.ps.client.control import Control
+from spartito.ps.protocol.histogram import Histogram
+from spartito.ps.protocol.messages import Flush, GetRecord, Lost, Status, Values
+from spartito.ps.protocol.timetable import Timetable
+from spartito.ps.protocol.work import Lease
+from spartito.ps.scheduler.coordinator import Coordinator
+from spartito.ps.scheduler.plan import Plan
+from spartito.ps.scheduler.planner import Planner
+from spartito.ps.scheduler.queue import WorkRange
 
 WATCH_SECONDS = 1.0  # between two looks at the servers
 JOB = 0  # what is published first

@@ -24,21 +24,26 @@ from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_SNAPSHOT_DIR
 from spartito.ps.chief import JOB, Chief, OnCame, OnLost
-from spartito.ps.client import Address, Link
-from spartito.ps.coordinator import Coordinator
-from spartito.ps.layout import Layout, Span, cut, table
-from spartito.ps.link import LocalLink, WorkerLink
-from spartito.ps.log import PushLog
-from spartito.ps.messages import Hello
-from spartito.ps.reception import Reception
-from spartito.ps.rules import Rules
-from spartito.ps.server import Server
-from spartito.ps.servers import Control, Servers
-from spartito.ps.shard import Shard, is_elementwise, merge_state, settings, slots, split_state
-from spartito.ps.store import Store
-from spartito.ps.vector import Copies, Vector, allocate, flat
-from spartito.ps.work import WorkSource
-from spartito.ps.worker import Exchange
+from spartito.ps.client.control import Control
+from spartito.ps.client.exchange import Exchange
+from spartito.ps.client.link import Address, Link
+from spartito.ps.client.servers import Servers
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.client.work_source import WorkerLink
+from spartito.ps.protocol.layout import Layout, Span, cut, table
+from spartito.ps.protocol.memory import allocate, flat
+from spartito.ps.protocol.messages import Hello
+from spartito.ps.protocol.options import settings
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.slots import is_elementwise, merge_state, slots, split_state
+from spartito.ps.protocol.work import WorkSource
+from spartito.ps.scheduler.coordinator import Coordinator
+from spartito.ps.scheduler.listener import Reception
+from spartito.ps.scheduler.local import LocalLink
+from spartito.ps.server.server import Server
+from spartito.ps.server.shard import Shard
+from spartito.ps.server.store import Store
+from spartito.ps.server.update_log import PushLog
 from spartito.storage.private import private_directory
 
 

@@ -20,8 +20,8 @@ from spartito.data.prefetch import read_ahead
 from spartito.data.source import PerWorker, Source
 from spartito.errors import SpartitoError, UserError
 from spartito.ps.chief import Chief
-from spartito.ps.lease import Lease, Plan
-from spartito.ps.work import Complete, Pause, Report, WorkSource
+from spartito.ps.protocol.work import Complete, Lease, Pause, Report, WorkSource
+from spartito.ps.scheduler.plan import Plan
 from spartito.strategies.base import Distributed, Sums
 from spartito.strategies.pusher import Place, Pusher
 

@@ -28,14 +28,15 @@ from spartito.engine.optimizers import OptimizerLike, named_state, plain
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.ps.chief import JOB, Chief
-from spartito.ps.codec import check_wire_dtype
 from spartito.ps.job import Job, Options, workers_of
-from spartito.ps.lease import Plan
-from spartito.ps.messages import Values, furthest
-from spartito.ps.rules import Rules
-from spartito.ps.shard import set_options
-from spartito.ps.timetable import Planner, Row, Timetable, decode_timetable
-from spartito.ps.work import WorkSource
+from spartito.ps.protocol.codec import check_wire_dtype
+from spartito.ps.protocol.messages import Values, furthest
+from spartito.ps.protocol.options import set_options
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.timetable import Row, Timetable, decode_timetable
+from spartito.ps.protocol.work import WorkSource
+from spartito.ps.scheduler.plan import Plan
+from spartito.ps.scheduler.planner import Planner
 from spartito.strategies.base import Distributed, StepResult, Strategy
 from spartito.strategies.ending import serve_and_end, told, uncaught
 from spartito.strategies.leases import Leased

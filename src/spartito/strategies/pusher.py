@@ -10,10 +10,10 @@ from msgspec.structs import replace
 from spartito.data.batch import Batch
 from spartito.engine.gradients import LocalGradients
 from spartito.errors import UserError
-from spartito.ps.lease import Lease
-from spartito.ps.messages import Push
-from spartito.ps.rules import Rules
-from spartito.ps.worker import EXPIRED, RESTARTED, STALE, Exchange
+from spartito.ps.client.exchange import EXPIRED, RESTARTED, STALE, Exchange
+from spartito.ps.protocol.messages import Push
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.work import Lease
 from spartito.strategies.pair import Pair
 
 

@@ -13,14 +13,12 @@ from itertools import count, zip_longest
 from math import fsum
 from typing import NamedTuple
 
-import msgspec
-
 from spartito.errors import UserError
-from spartito.ps.course import OPEN, Course
-from spartito.ps.course import Plan as Plan
-from spartito.ps.fields import Count, Number
-from spartito.ps.slices import Pace, Slice
-from spartito.ps.spans import Spans
+from spartito.ps.protocol.work import Lease
+from spartito.ps.scheduler.plan import OPEN, Course
+from spartito.ps.scheduler.plan import Plan as Plan
+from spartito.ps.scheduler.progress import Pace, Slice
+from spartito.ps.scheduler.ranges import Spans
 
 END_SHARE = 4
 """A lease is at most this part of what is left of the epoch for each worker."""
@@ -33,28 +31,6 @@ class WorkRange(NamedTuple):
     slice: int
     start: int
     stop: int
-
-
-class Lease(msgspec.Struct, frozen=True, tag="lease"):
-    """Steps ``start`` to ``stop`` of one slice of pass ``pass_``, for one worker to compute.
-
-    ``group`` numbers the leases that were granted together (0: alone) and ``sizes`` are their
-    lengths. Without ``counts`` the pieces were reported before, and their sums count no more.
-    """
-
-    id: Count
-    epoch: Count
-    pass_: Number
-    slice: Number
-    start: Number
-    stop: Number
-    group: Number = 0
-    sizes: tuple[Number, ...] = ()
-    counts: bool = True
-
-    def parties(self, index: int) -> int:
-        """How many members of the group have more than ``index`` pieces."""
-        return sum(size > index for size in self.sizes)
 
 
 @dataclass(slots=True)

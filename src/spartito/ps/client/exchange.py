@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 from spartito.collectives.collective import Traffic
-from spartito.ps.client import Restarted
-from spartito.ps.messages import Push
-from spartito.ps.servers import Servers
+from spartito.ps.client.link import Restarted
+from spartito.ps.client.servers import Servers
+from spartito.ps.protocol.messages import Push
 
 NONE, APPLIED, DUPLICATE, STALE, EXPIRED, RESTARTED = (
     "none", "applied", "duplicate", "stale", "expired", "restarted",

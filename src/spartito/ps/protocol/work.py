@@ -8,10 +8,33 @@ from typing import Protocol
 import msgspec
 
 from spartito.collectives.versions import Versions
-from spartito.ps.fields import Amount, Count, Number, Place, Text
-from spartito.ps.lease import Lease
+from spartito.ps.protocol.fields import Amount, Count, Number, Place, Text
 
+PURPOSE = "coordinator"
+"""What a connection to the coordinator is for, in the handshake."""
 MAX_PUBLISHED = 64 << 20  # bytes
+
+
+class Lease(msgspec.Struct, frozen=True, tag="lease"):
+    """Steps ``start`` to ``stop`` of one slice of pass ``pass_``, for one worker to compute.
+
+    ``group`` numbers the leases that were granted together (0: alone) and ``sizes`` are their
+    lengths. Without ``counts`` the pieces were reported before, and their sums count no more.
+    """
+
+    id: Count
+    epoch: Count
+    pass_: Number
+    slice: Number
+    start: Number
+    stop: Number
+    group: Number = 0
+    sizes: tuple[Number, ...] = ()
+    counts: bool = True
+
+    def parties(self, index: int) -> int:
+        """How many members of the group have more than ``index`` pieces."""
+        return sum(size > index for size in self.sizes)
 
 
 class Report(msgspec.Struct, frozen=True):

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-from spartito.ps.fields import MOST, Number
+from spartito.ps.protocol.fields import MOST, Number
 
 Key = tuple[Number, Number, Number, Number]
 """(stream, pass, step, slice)"""

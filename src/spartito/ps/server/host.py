@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from spartito.log import Seldom
-from spartito.ps.messages import Hello, Refused
-from spartito.ps.store import Store
+from spartito.ps.protocol.messages import Hello, Refused
+from spartito.ps.server.store import Store
 
 
 class Talk(Protocol):

@@ -1,7 +1,6 @@
 """The heart of a job with parameter servers, in the chief's process: gives out all work.
 
-Thread-safe: every connection of `spartito.ps.reception` has a thread that calls in here, and
-so has the chief.
+Thread-safe: the chief calls it, and so does the thread of every worker's connection.
 """
 
 from __future__ import annotations
@@ -14,10 +13,11 @@ from math import inf
 
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note, shown, warn
-from spartito.ps.board import Board
-from spartito.ps.lease import Lease, Plan, WorkQueue, WorkRange
-from spartito.ps.members import Member, absence, absent, raised
-from spartito.ps.work import Complete, Pause, Report, Totals, Work
+from spartito.ps.protocol.work import Complete, Lease, Pause, Report, Totals, Work
+from spartito.ps.scheduler.key_values import Board
+from spartito.ps.scheduler.members import Member, absence, absent, raised
+from spartito.ps.scheduler.plan import Plan
+from spartito.ps.scheduler.queue import WorkQueue, WorkRange
 
 LOOK_SECONDS = 0.25
 """How often waiting chiefs and the watch look whether somebody is missing."""
@@ -151,7 +151,7 @@ class Coordinator:
         wait: bool = True,
         patience: float = inf,
     ) -> Work:
-        """As `spartito.ps.work.WorkSource.take`, but `Pause` after ``patience`` seconds too."""
+        """As `WorkSource.take`, but `Pause` after ``patience`` seconds too."""
         end = time.monotonic() + (patience if wait else 0.0)
         if report is not None and report.abandoned:
             self._tell_lost(worker, self._abandon(stream, report.lease))

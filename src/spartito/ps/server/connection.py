@@ -20,10 +20,10 @@ from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import shown
-from spartito.ps.codec import Codec, make_codec
-from spartito.ps.host import Host
-from spartito.ps.layout import Span, unused
-from spartito.ps.messages import (
+from spartito.ps.protocol.codec import Codec, make_codec
+from spartito.ps.protocol.layout import unused
+from spartito.ps.protocol.memory import LOCAL, allocate, areas
+from spartito.ps.protocol.messages import (
     Applied,
     Done,
     End,
@@ -47,22 +47,15 @@ from spartito.ps.messages import (
     Values,
     Welcome,
 )
-from spartito.ps.shard import settings
-from spartito.ps.store import slot_of
-from spartito.ps.timetable import Timetable
-from spartito.ps.transfer import Loading, room_for_state, state_messages
-from spartito.ps.vector import PAGE, STRIDE, allocate
-from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire, need
+from spartito.ps.protocol.options import settings
+from spartito.ps.protocol.timetable import Timetable
+from spartito.ps.protocol.transfer import room_for_state, state_messages
+from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire, need
+from spartito.ps.server.host import Host
+from spartito.ps.server.loading import Loading
+from spartito.ps.server.store import slot_of
 
-LOCAL = "ps memory"
-"""The purpose of the second connection of a task that shares memory."""
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-
-
-def areas(span: Span) -> tuple[int, int, int]:
-    """Where a shared segment has its push area and its pull area, and its size, in bytes."""
-    room = (-(-span.size // PAGE) + 1) * PAGE  # each begins at another place of its page
-    return STRIDE + span.phase, room + PAGE + 3 * STRIDE + span.phase, 2 * (room + PAGE)
 
 
 class Connection:

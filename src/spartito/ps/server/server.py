@@ -13,14 +13,13 @@ from spartito.collectives.door import Door
 from spartito.collectives.shared_memory import supported
 from spartito.errors import TaskLostError, UserError
 from spartito.log import Seldom, note, warn
-from spartito.ps.connection import Connection
-from spartito.ps.host import Talk
-from spartito.ps.messages import Hello, Refused
-from spartito.ps.snapshot import Snapshot
-from spartito.ps.store import Store
-from spartito.ps.tally import Tally
+from spartito.ps.protocol.messages import PURPOSE, Hello, Refused
+from spartito.ps.server.connection import Connection
+from spartito.ps.server.counter import Tally
+from spartito.ps.server.host import Talk
+from spartito.ps.server.snapshot import Snapshot
+from spartito.ps.server.store import Store
 
-PURPOSE = "ps"
 LINGER_SECONDS = 30.0  # for tasks that still look at values when the job has ended
 LOOK_SECONDS = 0.5
 AWAY = 0.5  # of the time limit: who waits here is told of a lost chief before it gives us up

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.ps.layout import LINE, Layout, Span, runs
-from spartito.ps.vector import dtype_of
+from spartito.ps.protocol.layout import LINE, Layout, Span, runs
+from spartito.ps.protocol.memory import dtype_of
 
 WIRE_DTYPES = ("bfloat16", "float16")
 

@@ -2,83 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import (
-    ASGD,
-    SGD,
-    Adadelta,
-    Adagrad,
-    Adam,
-    Adamax,
-    AdamW,
-    NAdam,
     Optimizer,
-    RAdam,
-    RMSprop,
-    Rprop,
 )
 
-from spartito.ps import fused
-from spartito.ps.layout import Layout, Part, Run, Span, runs, unused
-from spartito.ps.vector import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix
-
-ELEMENTWISE = (
-    ASGD, SGD, Adadelta, Adagrad, Adam, Adamax, AdamW, NAdam, RAdam, RMSprop, Rprop,
-)  # fmt: skip
-"""Optimizers whose update of an element looks at that element alone: tensors may be cut."""
-
-SETTINGS = (bool, int, float, str, list, tuple, type(None))
-"""What an option of a parameter group is, to be sent along with a push."""
-
-KERNELS = frozenset({"capturable", "differentiable", "foreach", "fused"})
-"""Options that say how a process computes its update, not which: each keeps its own."""
-
-COUNTERS = ("step", "eta", "mu", "mu_product")
-"""State of elementwise optimizers that is one number for all elements of a parameter."""
-
-State = dict[tuple[int, str], Tensor]
-"""The optimizer's state: tensor ``key`` of slot number n."""
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may work on pieces of tensors; unknown ones get whole tensors."""
-    return type(optimizer) in ELEMENTWISE
-
-
-def slots(layout: Layout, span: Span, whole: bool) -> list[Run]:
-    """What the optimizer sees as single parameters: whole runs, or tensor by tensor."""
-    learned = [run for run in runs(layout, span) if run.learns]
-    if not whole:
-        return learned
-    return [
-        Run(run.dtype, run.group, part.offset, _end(run, part), (part,))
-        for run in learned
-        for part in run.parts
-    ]
-
-
-def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
-    """The options of each parameter group: learning rate, decay and what else it has."""
-    return [
-        {
-            name: float(value) if isinstance(value, Tensor) else value
-            for name, value in group.items()
-            if name != "params" and isinstance(value, (*SETTINGS, Tensor))
-        }
-        for group in optimizer.param_groups
-    ]
-
-
-def set_options(groups: Sequence[dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
-    """Give parameter groups the options that `settings` answered, as far as they have such."""
-    for group, new in zip(groups, options, strict=True):
-        for name in (new.keys() & group.keys()) - KERNELS:
-            group[name] = tuple(new[name]) if isinstance(group[name], tuple) else new[name]
+from spartito.ps.protocol.layout import Layout, Run, Span, runs, unused
+from spartito.ps.protocol.memory import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix
+from spartito.ps.protocol.options import KERNELS, SETTINGS, set_options
+from spartito.ps.protocol.slots import COUNTERS, State, is_elementwise, merge_state, slots, within
+from spartito.ps.server import fused
 
 
 class Shard:
@@ -274,7 +212,7 @@ class Shard:
             for part in run.parts if number not in idle else ():
                 if part.entry in missing:
                     for tensor in (self._parameters[number].data, *self._long(number).values()):
-                        piece = flat(tensor)[_within(run, part)]
+                        piece = flat(tensor)[within(run, part)]
                         kept.append((piece, piece.clone()))
         return kept
 
@@ -285,7 +223,7 @@ class Shard:
                 for key, tensor in self._long(number).items():
                     # All begin with zeros but Rprop's steps, which a gradient of 0 leaves alone.
                     if part.entry in absent and key != "step_size":
-                        flat(tensor)[_within(self.slots[number], part)] = 0
+                        flat(tensor)[within(self.slots[number], part)] = 0
 
     def _long(self, number: int) -> dict[str, Tensor]:
         """The state of a slot that has a value for each element."""
@@ -297,49 +235,6 @@ class Shard:
             and value.numel() == parameter.numel()
             and key not in COUNTERS
         }
-
-
-def merge_state(found: Sequence[Run], by_entry: Sequence[Mapping[str, Any]]) -> State:
-    """The state per tensor, in the order of the layout's entries, as that of slots.
-
-    A slot counts as the one of its tensors does that was updated most often.
-    """
-    state: State = {}
-    for number, run in enumerate(found):
-        for key in dict.fromkeys(key for part in run.parts for key in by_entry[part.entry]):
-            values = [by_entry[part.entry].get(key) for part in run.parts]
-            known = [torch.as_tensor(value) for value in values if value is not None]
-            if _is_long(key, run, known):
-                pieces = [
-                    known[0].new_zeros(part.end - part.begin)  # never used, so without a state
-                    if value is None
-                    else flat(value)[part.begin : part.end]
-                    for value, part in zip(values, run.parts, strict=True)
-                ]
-                state[number, key] = torch.cat(pieces)
-            else:
-                at = max(run.parts, key=lambda part: float(by_entry[part.entry].get("step", -1)))
-                state[number, key] = torch.as_tensor(by_entry[at.entry].get(key, known[0])).clone()
-    return state
-
-
-def split_state(found: Sequence[Run], state: State) -> Iterator[tuple[Part, str, Tensor]]:
-    """The state of slots as that of the parts in them: `merge_state` undone for one server."""
-    for (number, key), value in state.items():
-        run = found[number]
-        for part in run.parts:
-            here = _within(run, part)
-            whole = value.numel() != here.stop  # a number, or a shape of the optimizer's own
-            whole = whole and len(run.parts) == 1
-            yield part, key, value if whole or not value.dim() else value.reshape(-1)[here]
-
-
-def _is_long(key: str, run: Run, values: Sequence[Tensor]) -> bool:
-    """Whether this state has a value for each element, or one number for all of them.
-
-    A parameter may have no dimension itself; then only the name tells.
-    """
-    return any(value.dim() for value in values) or (key not in COUNTERS and len(run.parts) > 1)
 
 
 def _may_become(name: str, value: Any, old: Any) -> bool:
@@ -362,13 +257,3 @@ def _may_become(name: str, value: Any, old: Any) -> bool:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and isfinite(value)
-
-
-def _within(run: Run, part: Part) -> slice:
-    """Where the elements of a part are in its run."""
-    first = (part.offset - run.start) // dtype_of(run.dtype).itemsize
-    return slice(first, first + part.end - part.begin)
-
-
-def _end(run: Run, part: Part) -> int:
-    return part.offset + (part.end - part.begin) * dtype_of(run.dtype).itemsize

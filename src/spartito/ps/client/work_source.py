@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from typing import TypeVar
 
 import msgspec
@@ -12,11 +11,10 @@ import msgspec
 from spartito.collectives.handshake import reach
 from spartito.collectives.versions import Versions
 from spartito.errors import TaskLostError, UserError
-from spartito.ps.coordinator import LOOK_SECONDS, Coordinator
-from spartito.ps.reception import PURPOSE
-from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
-from spartito.ps.work import (
+from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
+from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
+    PURPOSE,
     Answer,
     Ask,
     Beat,
@@ -38,46 +36,6 @@ Reply = TypeVar("Reply")
 
 MAX_TOLD = 500
 """Characters of an exception that the chief hears of."""
-
-
-class LocalLink(WorkSource):
-    """The work of a task that is in the chief's own process."""
-
-    def __init__(self, coordinator: Coordinator, worker: int) -> None:
-        self._coordinator, self._worker = coordinator, worker
-        self._session = coordinator.enter(worker, local=True)
-
-    @property
-    def generation(self) -> int:
-        return self._session
-
-    @property
-    def timetable(self) -> bytes:
-        return self._coordinator.timetable
-
-    def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
-        """As `WorkSource.take`; raises too what the coordinator found to be wrong."""
-        began = time.monotonic()
-        while True:
-            work = self._coordinator.take(
-                self._worker, stream, epoch, report, wait, patience=LOOK_SECONDS
-            )
-            self._coordinator.check(began)
-            if not wait or not isinstance(work, Pause):
-                return work
-            report = None
-
-    def published(self, key: int) -> bytes:
-        value = self._coordinator.board.published(key, self._coordinator.timeout)
-        if value is None:
-            raise TaskLostError(f"the chief published nothing under {key}")
-        return value
-
-    def fail(self, what: str) -> None:
-        """Nothing: the chief's own exception ends it."""
-
-    def close(self) -> None:
-        self._coordinator.leave(self._worker, self._session, lost=False)
 
 
 class WorkerLink(WorkSource):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from spartito.ps.work import MAX_PUBLISHED
+from spartito.ps.protocol.work import MAX_PUBLISHED
 
 
 class Board:

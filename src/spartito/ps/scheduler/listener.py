@@ -10,9 +10,9 @@ from spartito.collectives.door import Door
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
 from spartito.log import Seldom, shown
-from spartito.ps.coordinator import ANSWER_SECONDS, Coordinator
-from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
-from spartito.ps.work import (
+from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
+from spartito.ps.protocol.work import (
+    PURPOSE,
     Answer,
     Ask,
     Beat,
@@ -25,11 +25,11 @@ from spartito.ps.work import (
     Value,
     Welcome,
 )
+from spartito.ps.scheduler.coordinator import ANSWER_SECONDS, Coordinator
 
 BEAT_SECONDS = 1.0
 HELLO_SECONDS = 10.0
 """A connection that has not said who it is by then is closed."""
-PURPOSE = "coordinator"
 
 
 class Reception:

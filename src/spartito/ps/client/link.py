@@ -18,11 +18,13 @@ from spartito.cluster.spec import split_address
 from spartito.collectives.handshake import prove
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
-from spartito.ps.codec import PlainCodec, make_codec
-from spartito.ps.connection import LOCAL, areas
-from spartito.ps.keys import Keys
-from spartito.ps.layout import Span, runs, unused
-from spartito.ps.messages import (
+from spartito.ps.client.vector import Copies, Vector
+from spartito.ps.protocol.codec import PlainCodec, make_codec
+from spartito.ps.protocol.keys import Keys
+from spartito.ps.protocol.layout import Span, runs, unused
+from spartito.ps.protocol.memory import LOCAL, allocate, areas, dtype_of
+from spartito.ps.protocol.messages import (
+    PURPOSE,
     Answer,
     GetApplied,
     GetState,
@@ -37,11 +39,9 @@ from spartito.ps.messages import (
     Values,
     Welcome,
 )
-from spartito.ps.server import PURPOSE
-from spartito.ps.shard import State as OptimizerState
-from spartito.ps.transfer import room_for_state, state_message
-from spartito.ps.vector import Copies, Vector, allocate, dtype_of
-from spartito.ps.wire import LONG_HEADER, Gone, ProtocolError, Wire
+from spartito.ps.protocol.slots import State as OptimizerState
+from spartito.ps.protocol.transfer import room_for_state, state_message
+from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 
 BREAKS = 5
 """So often in a row a server may break the connection, and no answer come."""

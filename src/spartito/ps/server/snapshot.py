@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spartito.errors import TaskLostError, UserError
-from spartito.ps.store import Store
+from spartito.ps.server.store import Store
 from spartito.storage import load_tensors, replace_durably, save_tensors
 
 ADVICE = (

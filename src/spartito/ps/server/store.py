@@ -15,18 +15,20 @@ import torch
 from torch import Tensor
 
 from spartito.errors import SpartitoError, UserError
-from spartito.ps.keys import Key, Keys
-from spartito.ps.layout import unused
-from spartito.ps.log import PushLog
-from spartito.ps.messages import Push, Values
-from spartito.ps.rules import Rules
-from spartito.ps.shard import Shard, settings
-from spartito.ps.sizes import Sizes
-from spartito.ps.spare import Spare
-from spartito.ps.staleness import Gate, Histogram
-from spartito.ps.tally import Tally
-from spartito.ps.timetable import Row, Timetable
-from spartito.ps.vector import allocate
+from spartito.ps.protocol.histogram import Histogram
+from spartito.ps.protocol.keys import Key, Keys
+from spartito.ps.protocol.layout import unused
+from spartito.ps.protocol.memory import allocate
+from spartito.ps.protocol.messages import Push, Values
+from spartito.ps.protocol.options import settings
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.timetable import Row, Timetable
+from spartito.ps.server.buffers import Spare
+from spartito.ps.server.counter import Tally
+from spartito.ps.server.norms import Sizes
+from spartito.ps.server.shard import Shard
+from spartito.ps.server.staleness import Gate
+from spartito.ps.server.update_log import PushLog
 
 TICK = 1.0  # seconds after which a waiter looks around even if nobody woke it
 

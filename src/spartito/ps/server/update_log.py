@@ -10,8 +10,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from spartito.ps.shard import Shard, settings
-from spartito.ps.vector import allocate
+from spartito.ps.protocol.memory import allocate
+from spartito.ps.protocol.options import settings
+from spartito.ps.server.shard import Shard
 
 
 class Entry(msgspec.Struct, frozen=True):

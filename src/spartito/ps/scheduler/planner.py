@@ -1,9 +1,4 @@
-"""The options of an optimizer's groups by global step: the chief writes them, servers obey.
-
-A server knows best which global step it is at, and the chief alone has a schedule that counts.
-So the chief looks some way ahead and tells each server what options hold at which step; whoever
-pushes has no say in it.
-"""
+"""Writes the timetables of one optimizer: the chief looks ahead along its schedule."""
 
 from __future__ import annotations
 
@@ -13,13 +8,12 @@ from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
 
-import msgspec
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from spartito.ps.fields import Count
-from spartito.ps.shard import settings
+from spartito.ps.protocol.options import settings
+from spartito.ps.protocol.timetable import Row, Timetable
 
 BEGIN = 256
 """Steps that the chief looks ahead at first, and whenever something was not as foreseen."""
@@ -29,27 +23,6 @@ BEHIND = 64
 """Steps before the present one that are told again: for a server that is not so far yet."""
 MOST = 1 << 14
 """Rows of single groups that the chief looks ahead at most, where there are many groups."""
-
-Row = list[dict[str, Any]]
-"""For each parameter group some of its options by name."""
-
-
-class Timetable(msgspec.Struct, frozen=True):
-    """``rows[i]`` holds at global step ``first + i``; the first one before, the last one after."""
-
-    first: Count = 0
-    rows: list[Row] = []
-
-    def at(self, step: int) -> Row | None:
-        """The options of a step; None where nothing was told."""
-        if not self.rows:
-            return None
-        return self.rows[min(max(step - self.first, 0), len(self.rows) - 1)]
-
-
-def decode_timetable(data: bytes) -> Timetable:
-    """What `msgspec.msgpack.encode` made of one."""
-    return msgspec.msgpack.decode(data, type=Timetable)
 
 
 class Planner:

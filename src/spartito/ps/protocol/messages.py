@@ -8,8 +8,11 @@ import msgspec
 from msgspec import Meta
 
 from spartito.collectives.versions import Versions
-from spartito.ps.fields import Amount, Count, Name, Norm, Number, Place, Text
-from spartito.ps.keys import Key
+from spartito.ps.protocol.fields import Amount, Count, Name, Norm, Number, Place, Text
+from spartito.ps.protocol.keys import Key
+
+PURPOSE = "ps"
+"""What a connection to a server is for, in the handshake."""
 
 
 class Message(msgspec.Struct, frozen=True, tag_field="kind", array_like=False):

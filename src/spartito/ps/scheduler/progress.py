@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from spartito.ps.spans import Spans
+from spartito.ps.scheduler.ranges import Spans
 
 LEASE_SECONDS = 1.0
 """How long a lease should take: what is lost when its worker dies."""

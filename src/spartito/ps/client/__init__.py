@@ -1,0 +1,1 @@
+"""A task and its connections to the servers and the coordinator."""

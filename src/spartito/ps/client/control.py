@@ -1,0 +1,115 @@
+"""The chief's links to all servers, for what is not about gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import msgspec
+from torch import Tensor
+
+from spartito.errors import SpartitoError
+from spartito.ps.client.link import Link, Restarted
+from spartito.ps.protocol.keys import Keys
+from spartito.ps.protocol.messages import End, Fence, Load, Lost, Message
+from spartito.ps.protocol.slots import State as OptimizerState
+from spartito.ps.protocol.timetable import Timetable
+
+T = TypeVar("T")
+
+
+class Control:
+    """The chief's own links to the servers, for what is not about gradients; thread-safe.
+
+    ``on_restart`` is called with the number of a server that was started again.
+    """
+
+    def __init__(self, links: Sequence[Link]) -> None:
+        self.links = list(links)
+        self._turn = threading.Lock()
+        self._lost: deque[Lost] = deque(maxlen=64)
+        self._generations: dict[int, int] = {}
+        self.timetable = b""
+        """The last one that the servers were told, encoded."""
+        self.restarted: set[int] = set()
+
+    def tell(self, message: Message) -> list[Any]:
+        """Ask every server the same; answers in their order."""
+        with self._turn:
+            return [self._ask(number, message) for number in range(len(self.links))]
+
+    def lose(self, lost: Lost) -> None:
+        """Tell the servers that a worker is gone, and those that are started again later too."""
+        with self._turn:
+            self._lost.append(lost)
+            for number in range(len(self.links)):
+                self._ask(number, lost)
+
+    def fence(self, worker: int, generation: int) -> None:
+        """Have the servers serve no process in a worker's place that is older than this one."""
+        with self._turn:
+            self._generations[worker] = max(generation, self._generations.get(worker, 0))
+            for number in range(len(self.links)):
+                self._ask(number, Fence(self._generations))
+
+    def applied(self, number: int, slices: int) -> Keys:
+        """Which pieces a server has applied."""
+        with self._turn:
+            return self._insist(number, Link.applied, slices)
+
+    def load(self, job: str, values: Sequence[Tensor], states: Sequence[OptimizerState],
+             settings: list[dict[str, Any]]) -> None:  # fmt: skip
+        """Give every server its values and the state of its optimizer."""
+        with self._turn:
+            self.timetable = b""
+            for number, (own, state) in enumerate(zip(values, states, strict=True)):
+                load = Load(job, settings, len(state))
+                self._insist(number, Link.load, load, own, state)
+
+    def schedule(self, timetable: Timetable) -> None:
+        """Tell every server the optimizer's options, also one that is started again later."""
+        with self._turn:
+            self.timetable = msgspec.msgpack.encode(timetable)
+            for number in range(len(self.links)):
+                self._insist(number, Link.schedule, self.timetable)
+
+    def states(self) -> list[tuple[Tensor, OptimizerState, list[dict[str, Any]]]]:
+        """Every server's values, the state of its optimizer, and its options."""
+        with self._turn:
+            return [self._insist(number, Link.state) for number in range(len(self.links))]
+
+    def end(self) -> list[SpartitoError]:
+        """Tell every server that the job has ended; answers why some could not be told."""
+        failed = []
+        with self._turn:
+            for number in range(len(self.links)):
+                try:
+                    self._ask(number, End())
+                except SpartitoError as error:
+                    failed.append(error)
+        return failed
+
+    def close(self) -> None:
+        """Leave all."""
+        with self._turn:
+            for link in self.links:
+                link.close()
+
+    def _ask(self, number: int, message: Message) -> Any:
+        return self._insist(number, Link.ask, message)
+
+    def _insist(self, number: int, ask: Callable[..., T], *what: Any) -> T:
+        """What ``ask`` answers for a server, however often that is started again meanwhile."""
+        link, forgetful = self.links[number], False
+        while True:
+            try:
+                if forgetful and self.timetable:
+                    link.schedule(self.timetable)
+                for told in (*self._lost, Fence(self._generations)) if forgetful else ():
+                    link.ask(told)
+                return ask(link, *what)
+            except Restarted:
+                self.restarted.add(number)
+                forgetful = True

@@ -1,0 +1,1 @@
+"""The coordinator: gives out work and notices who is lost."""

@@ -1,0 +1,1 @@
+"""A parameter server: holds a shard of the model and updates it."""
