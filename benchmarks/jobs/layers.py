@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def seconds(group: Collective, floats: int) -> float:
-    """Seconds per reduction of so many floats: copied in, summed and scaled, with two riders."""
+    """Seconds per reduction of so many floats: copied in, summed, scaled; with two scalars."""
     gradient = torch.ones(floats)
     reducer = group.reducer(floats, torch.float32, torch.device("cpu"))
 

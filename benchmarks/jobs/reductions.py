@@ -79,7 +79,7 @@ def sides(
 
 
 def step(group: Collective, gradient: torch.Tensor) -> Callable[[], object]:
-    """The reduction of a step, with two riders."""
+    """The reduction of a step, with two piggybacked scalars."""
     reducer = group.reducer(gradient.numel(), torch.float32, torch.device("cpu"))
 
     def call() -> None:

@@ -38,7 +38,7 @@ from tests.netns import Machine
 
 DTYPES = {
     "all": [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8],
-    "riders": [torch.float32, torch.float64, torch.bfloat16],
+    "piggybacked": [torch.float32, torch.float64, torch.bfloat16],
 }
 
 
@@ -162,19 +162,19 @@ def _rows_and_bytes(group: Collective, check: Any) -> None:
 
 def _reducers(group: Collective, check: Any) -> None:
     ranks = range(group.world_size)
-    for dtype in DTYPES["riders"]:
+    for dtype in DTYPES["piggybacked"]:
         for numel in (0, 1, 3, 10_001):
             reducer = group.reducer(numel, dtype, torch.device("cpu"))
             for turn in range(3):  # the same memory again: nobody may overtake anybody
                 weights = [float(r + turn) for r in ranks]
                 parts = [values(r + turn, numel, dtype) for r in ranks]
                 reducer.input.copy_(parts[group.rank])
-                unit = 2 * sum(weights)  # doubles the sum, exactly
-                total = reducer.reduce((weights[group.rank], 1.5, -1.0), unit)
+                loss_divisor = 2 * sum(weights)  # doubles the sum, exactly
+                total = reducer.reduce((weights[group.rank], 1.5, -1.0), loss_divisor)
                 expected = sum(parts[1:], parts[0]) * 2
                 check(f"reducer {dtype} {numel} {turn}", reducer.output, expected)
-                riders = (sum(weights), 1.5 * len(ranks), -1.0 * len(ranks))
-                check(f"riders {turn}", torch.tensor(total), torch.tensor(riders))
+                piggybacked = (sum(weights), 1.5 * len(ranks), -1.0 * len(ranks))
+                check(f"piggybacked {turn}", torch.tensor(total), torch.tensor(piggybacked))
             reducer.input.copy_(values(group.rank, numel, dtype))
             reducer.reduce((0.0,), 8.0)  # nothing came: no scale
             everyone = [values(r, numel, dtype) for r in ranks]
@@ -335,7 +335,7 @@ def kind_of_group(_: Connection, rank: int, world_size: int, port: int, way: str
 def traffic_of_a_step(
     _: Connection, rank: int, world_size: int, port: int, way: str, numel: int
 ) -> int:
-    """The bytes that a rank sends for one reduction with two riders."""
+    """The bytes that a rank sends for one reduction with two piggybacked scalars."""
     group = join(rank, world_size, port, 20, way)
     reducer = group.reducer(numel, torch.float32, torch.device("cpu"))
     before = group.traffic.sent

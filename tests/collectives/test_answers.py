@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.cluster.ports import free_port, free_ports
-from spartito.collectives.collective import IdentityCollective, add_riders
+from spartito.collectives.collective import IdentityCollective, add_piggybacked
 from tests.collectives import jobs
 from tests.collectives.group import running
 
@@ -63,5 +63,5 @@ def test_one_replica_hears_itself() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(-9, 9), st.integers(-9, 9)), min_size=1))
-def test_riders_add_up(parts: list[tuple[int, int]]) -> None:
-    assert add_riders(parts) == (sum(a for a, _ in parts), sum(b for _, b in parts))
+def test_piggybacked_scalars_add_up(parts: list[tuple[int, int]]) -> None:
+    assert add_piggybacked(parts) == (sum(a for a, _ in parts), sum(b for _, b in parts))

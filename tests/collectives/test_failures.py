@@ -14,7 +14,7 @@ import torch
 
 from spartito.cluster.limits import time_limit
 from spartito.cluster.ports import free_port
-from spartito.collectives.collective import MAX_RIDERS
+from spartito.collectives.collective import MAX_PIGGYBACKED
 from spartito.collectives.meeting import connect
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import SLOT
@@ -320,5 +320,5 @@ def test_a_segment_in_a_directory_that_is_not_ours(tmp_path: Path) -> None:
 
 
 def test_a_line_holds_what_a_step_brings() -> None:
-    assert MAX_RIDERS >= 4
+    assert MAX_PIGGYBACKED >= 4
     assert SLOT % 64 == 0

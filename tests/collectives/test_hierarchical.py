@@ -113,7 +113,7 @@ def test_each_machine_sends_once() -> None:
         sent = [group.answer(rank) for rank in range(4)]
     inside = 4 * 1000
     assert sent[1] == sent[3] == inside
-    assert sent[0] == sent[2] == inside * 2 + 8 * 2  # and two riders
+    assert sent[0] == sent[2] == inside * 2 + 8 * 2  # and two piggybacked scalars
 
 
 def together(group: Group, letters: str, limit: float, by: str = "all_reduce") -> None:

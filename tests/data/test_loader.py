@@ -53,8 +53,8 @@ def whole(parts: list[Batch]) -> tuple[Any, ...]:
     assert min(taking_part) > 1 or len(taking_part) == 1 or sum(sizes) >= len(sizes)
     assert sum(sizes) == parts[0].global_size
     assert len({(part.global_size, part.epoch, part.step) for part in parts}) == 1
-    places = torch.cat([part.places for part in parts])
-    assert places.tolist() == list(range(sum(sizes)))
+    offsets = torch.cat([part.offsets for part in parts])
+    assert offsets.tolist() == list(range(sum(sizes)))
     for part in parts:
         assert part.x.shape[0] == part.y.shape[0] == part.size
         assert (part.spare is None) == (part.size > 0)
@@ -187,7 +187,7 @@ def test_an_empty_share_has_the_shape_of_a_full_one() -> None:
     for source, collate in ((Described(5), None), (Numbers(5), torch.utils.data.default_collate)):
         chain = as_dataset(torch.utils.data.DataLoader(source, 4, collate_fn=collate))  # type: ignore[arg-type]
         last = list(Loader(chain, 1, 2))[-1]
-        assert (last.size, last.global_size, last.places.tolist()) == (0, 1, [])
+        assert (last.size, last.global_size, last.offsets.tolist()) == (0, 1, [])
         if collate is None:
             assert last.data["x"].shape == (0, 2, 3)
         else:
@@ -202,8 +202,8 @@ class TestCorruptExamples:
         with caplog.at_level(logging.WARNING, "spartito"):
             epochs = [[list(loader) for loader in loaders] for _ in range(3)]
         for left, right in epochs:
-            assert [b.places.tolist() for b in left] == [[0, 2], [0, 1, 2]]
-            assert [b.places.tolist() for b in right] == [[3], []]
+            assert [b.offsets.tolist() for b in left] == [[0, 2], [0, 1, 2]]
+            assert [b.offsets.tolist() for b in right] == [[3], []]
             assert [b.size for b in left + right] == [2, 3, 1, 0]
             assert {b.global_size for b in (left[0], right[0])} == {6}
             assert left[0].y.tolist() == [0, -2]
@@ -349,7 +349,7 @@ def test_each_worker_makes_its_own() -> None:
     loader = Loader(chain, 1, 3)
     got = list(loader)
     assert [b.x[0].item() for b in got] == [10.5, 11.5, 12.5]
-    assert (got[0].size, got[0].global_size, got[0].places.tolist()) == (2, 6, [2, 3])
+    assert (got[0].size, got[0].global_size, got[0].offsets.tolist()) == (2, 6, [2, 3])
     resumed = Loader(chain, 1, 3)
     resumed.load_state_dict({"pass": 4, "step": 2})
     assert [b.x[0].item() for b in resumed] == [12.5]

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
-from spartito.engine.batchnorm import apart, average_statistics, synchronize_batchnorm
+from spartito.engine.batchnorm import average_statistics, local_batchnorms, synchronize_batchnorm
 from spartito.engine.context import StepContext, within
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction, evaluate_loss, weigh
@@ -18,8 +18,8 @@ NORMS: dict[int, type[nn.Module]] = {2: nn.BatchNorm1d, 3: nn.BatchNorm1d, 4: nn
 NORMS[5] = nn.BatchNorm3d
 
 
-def context(collective: Collective, size: int, places: range, seed: int = 0) -> StepContext:
-    return StepContext(collective, seed, 0, size, torch.arange(places.start, places.stop))
+def context(collective: Collective, size: int, offsets: range, seed: int = 0) -> StepContext:
+    return StepContext(collective, seed, 0, size, torch.arange(offsets.start, offsets.stop))
 
 
 def normalize(
@@ -37,7 +37,7 @@ def normalize(
             norm.bias.copy_(torch.linspace(-1, 1, norm.num_features))
     synchronize_batchnorm(norm)
     assert kind in type(norm).__mro__
-    assert not apart(norm)
+    assert not local_batchnorms(norm)
     mine = range(cuts[collective.rank], cuts[collective.rank + 1])
     outputs, gradients = [], []
     for batch in batches:
@@ -122,17 +122,17 @@ def weighted(
     for cut in cuts:
         mine = slice(cut[collective.rank], cut[collective.rank + 1])
         whole = cut[-1] - cut[0]
-        places = torch.arange(mine.start - cut[0], mine.stop - cut[0])
-        batch = Batch((x[mine], y[mine]), len(places), whole, places, 0, 0)
-        unit = gradients.begin(float(whole))
+        offsets = torch.arange(mine.start - cut[0], mine.stop - cut[0])
+        batch = Batch((x[mine], y[mine]), len(offsets), whole, offsets, 0, 0)
+        loss_divisor = gradients.begin(float(whole))
         if batch.size:
             found = weigh(evaluate_loss(function, model(batch.x), batch), batch)
-            scale = found.scale / unit if found.weight else 0.0
+            scale = found.scale / loss_divisor if found.weight else 0.0
             found.value.backward(torch.full_like(found.value, scale))
             value = found.value.item() * found.scale if found.weight else 0.0
             gradients.add(value, found.weight)
-    weight, total, rider = gradients.reduce((2.0,))
-    assert rider == 2.0 * collective.world_size
+    weight, total, piggybacked = gradients.reduce((2.0,))
+    assert piggybacked == 2.0 * collective.world_size
     if clip is not None:
         gradients.clip(clip)
     answer = [p.grad.clone() for p in parameters if p.grad is not None]

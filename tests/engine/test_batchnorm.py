@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from spartito.collectives.collective import IdentityCollective
 from spartito.engine.batchnorm import (
     SyncBatchNorm2d,
-    apart,
+    local_batchnorms,
     local_moments,
     merge,
     synchronize_batchnorm,
@@ -131,7 +131,7 @@ def test_it_is_plain_batchnorm_where_no_step_runs() -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).double()
     twin = nn.Sequential(nn.BatchNorm2d(3), nn.ReLU()).double()
     state = list(model.state_dict())
-    assert apart(model) == [model[0]]
+    assert local_batchnorms(model) == [model[0]]
     synchronize_batchnorm(model)
     assert list(model.state_dict()) == state
     assert type(model[0]) is SyncBatchNorm2d

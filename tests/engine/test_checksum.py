@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spartito.engine.checksum import apart, checksum, moments, odd_ones
+from spartito.engine.checksum import checksum, drifted, moments, outliers
 
 KINDS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -29,11 +29,11 @@ def test_rounding_is_not_drifting() -> None:
     broken = values.clone()
     broken[0] = torch.nan
     found = [moments([part]) for part in (values, rounded, others, values * 1.01, broken)]
-    assert apart(found) == [False, False, True, True, True]
+    assert drifted(found) == [False, False, True, True, True]
 
 
-def test_the_odd_ones_are_those_that_differ_from_most() -> None:
-    assert odd_ones([3, 3, 3]) == []
-    assert odd_ones([1, 3, 3]) == [0]
-    assert odd_ones([1, 2]) == [1]
-    assert odd_ones([1, 2, 2, 1, 5]) == [1, 2, 4]
+def test_outliers_are_those_that_differ_from_most() -> None:
+    assert outliers([3, 3, 3]) == []
+    assert outliers([1, 3, 3]) == [0]
+    assert outliers([1, 2]) == [1]
+    assert outliers([1, 2, 2, 1, 5]) == [1, 2, 4]

@@ -17,7 +17,7 @@ from spartito.engine.optimizers import (
     make_optimizer,
     named_state,
     optimizer_parameters,
-    plain,
+    unwrap,
 )
 from spartito.errors import UserError
 
@@ -141,5 +141,5 @@ def test_fused_where_the_user_did_not_choose() -> None:
 
 def test_the_users_own_module() -> None:
     model = net()
-    assert plain(model) is model
-    assert plain(torch.compile(model, backend="eager")) is model  # type: ignore[arg-type]
+    assert unwrap(model) is model
+    assert unwrap(torch.compile(model, backend="eager")) is model  # type: ignore[arg-type]

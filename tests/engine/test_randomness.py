@@ -29,10 +29,10 @@ class Drops(nn.Module):
         return torch.cat([self.first(x), self.first(x), self.second(x)], 1)
 
 
-def masks(net: nn.Module, size: int, places: range, *, seed: int = 1, step: int = 0) -> Tensor:
-    where = torch.arange(places.start, places.stop)
+def masks(net: nn.Module, size: int, offsets: range, *, seed: int = 1, step: int = 0) -> Tensor:
+    where = torch.arange(offsets.start, offsets.stop)
     with within(StepContext(IdentityCollective(), seed, step, size, where)):
-        found: Tensor = net(torch.ones(len(places), 5, 2))
+        found: Tensor = net(torch.ones(len(offsets), 5, 2))
     return found
 
 

@@ -424,7 +424,7 @@ def facts(name: str, options: dict[str, Any]) -> tuple[int, bool, str, list[floa
 
 
 def local_shares(batch: Batch) -> tuple[int, list[int]]:
-    return batch.size, np.asarray(batch.places).tolist()
+    return batch.size, np.asarray(batch.offsets).tolist()
 
 
 def write_model(name: str, options: dict[str, Any], folder: str) -> dict[str, Any]:

@@ -14,8 +14,8 @@ from spartito.collectives.calls import Doing, code_of, dtype_of, encode, mismatc
 from spartito.collectives.waiting import Waiting
 from spartito.errors import SpartitoError, UserError
 
-Riders = tuple[float, ...]
-MAX_RIDERS = 8
+Piggybacked = tuple[float, ...]
+MAX_PIGGYBACKED = 8
 """How many may ride along."""
 MAX_DIMS = 64  # of torch's own
 
@@ -42,16 +42,17 @@ class Reducer(Protocol):
     """A standing sum of one flat tensor: fill ``input``, `reduce`, read ``output``.
 
     A few floats ride along with every reduction, so that a step needs one meeting only. The
-    first rider is the weight of what was put in.
+    first piggybacked scalar is the weight of what was put in.
     """
 
     input: Tensor
     output: Tensor
 
-    def reduce(self, riders: Riders, unit: float) -> Riders:
-        """Sum ``input`` over the replicas into ``output``, times unit / (sum of the weights).
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
+        """Sum ``input`` over the replicas into ``output``, times loss divisor / sum of the weights.
 
-        Answers the sum of each rider. Where the weights sum to 0 the output is unscaled.
+        Returns the sum of each piggybacked scalar. Where the weights sum to 0 the output is
+        unscaled.
         """
         ...
 
@@ -225,9 +226,9 @@ class _Announced:
         self.input, self.output = reducer.input, reducer.output
         self._reducer, self._doing, self._word = reducer, doing, word
 
-    def reduce(self, riders: Riders, unit: float) -> Riders:
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
         with self._doing.call(self._word):
-            return self._reducer.reduce(riders, unit)
+            return self._reducer.reduce(piggybacked, loss_divisor)
 
 
 class LocalReducer:
@@ -236,11 +237,11 @@ class LocalReducer:
     def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
         self.input = self.output = torch.zeros(numel, dtype=dtype, device=device)
 
-    def reduce(self, riders: Riders, unit: float) -> Riders:
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
         """Scale to the weight that came; nobody else is there to add."""
-        if riders[0] and riders[0] != unit:
-            self.output.mul_(unit / riders[0])
-        return riders
+        if piggybacked[0] and piggybacked[0] != loss_divisor:
+            self.output.mul_(loss_divisor / piggybacked[0])
+        return piggybacked
 
 
 class IdentityCollective(Collective):
@@ -277,6 +278,6 @@ class IdentityCollective(Collective):
         """There is nobody who waits."""
 
 
-def add_riders(parts: Sequence[Riders]) -> Riders:
-    """The sum of each rider over the replicas, in rank order."""
+def add_piggybacked(parts: Sequence[Piggybacked]) -> Piggybacked:
+    """The sum of each piggybacked scalar over the replicas, in rank order."""
     return tuple(map(sum, zip(*parts, strict=True)))

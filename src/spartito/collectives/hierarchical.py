@@ -17,8 +17,8 @@ from torch import Tensor
 from spartito.collectives.collective import (
     Collective,
     IdentityCollective,
+    Piggybacked,
     Reducer,
-    Riders,
 )
 from spartito.collectives.placement import Placement
 from spartito.collectives.shared_memory import SharedMemoryCollective
@@ -169,10 +169,10 @@ class HierarchicalReducer:
         self._numbers = torch.empty(0, dtype=torch.float64)
         self._add = group.between.summing()
 
-    def reduce(self, riders: Riders, unit: float) -> Riders:
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
         """As `Reducer.reduce`; what the machines weigh together scales, once."""
         # The weight 0 in front leaves the machine's sum unscaled, and becomes the verdict.
-        own = self._group.within(lambda: self._inside.reduce((0.0, *riders), unit))
+        own = self._group.within(lambda: self._inside.reduce((0.0, *piggybacked), loss_divisor))
         if len(own) != len(self._numbers):
             self._numbers = torch.empty(len(own), dtype=torch.float64)
             self._add = self._group.between.summing(self.output, self._numbers[1:])
@@ -181,8 +181,8 @@ class HierarchicalReducer:
         def add() -> None:
             self._add()
             weight = numbers[1].item()
-            if weight and weight != unit:
-                self.output.mul_(unit / weight)
+            if weight and weight != loss_divisor:
+                self.output.mul_(loss_divisor / weight)
 
         self._group.across(add, numbers)
         return tuple(numbers[1:].tolist())

@@ -17,12 +17,12 @@ import torch.distributed.nn.functional
 from torch import Tensor
 
 from spartito.collectives.collective import (
-    MAX_RIDERS,
+    MAX_PIGGYBACKED,
     Collective,
+    Piggybacked,
     Reducer,
-    Riders,
     Traffic,
-    add_riders,
+    add_piggybacked,
 )
 from spartito.collectives.roll import GRACE, Roll
 from spartito.collectives.store import ask
@@ -113,14 +113,14 @@ class ProcessGroupCollective(Collective):
         self.meet()
         return ProcessGroupReducer(self, torch.zeros(numel, dtype=dtype, device=device))
 
-    def meet(self, riders: Riders = ()) -> Riders:
-        """The sum of each rider, once all have come to the same call.
+    def meet(self, piggybacked: Piggybacked = ()) -> Piggybacked:
+        """The sum of each piggybacked scalar, once all have come to the same call.
 
         What moves first is alike in every call: gloo aborts the process where sizes differ, and
         waits for ever where operations do.
         """
-        own = torch.zeros(1 + MAX_RIDERS, dtype=torch.float64)
-        own[1 : 1 + len(riders)] = torch.tensor(riders, dtype=torch.float64)
+        own = torch.zeros(1 + MAX_PIGGYBACKED, dtype=torch.float64)
+        own[1 : 1 + len(piggybacked)] = torch.tensor(piggybacked, dtype=torch.float64)
         own.view(torch.int64)[0] = self.doing.word
         source = own.view(torch.int64).to(self._device)
         heads = [torch.empty_like(source) for _ in range(self.world_size)]
@@ -129,8 +129,8 @@ class ProcessGroupCollective(Collective):
         came = torch.stack(heads).cpu()
         for peer, word in enumerate(came[:, 0].tolist()):
             self._compare(peer, word)
-        brought = came.view(torch.float64)[:, 1 : 1 + len(riders)].tolist()
-        return add_riders([tuple(each) for each in brought])
+        brought = came.view(torch.float64)[:, 1 : 1 + len(piggybacked)].tolist()
+        return add_piggybacked([tuple(each) for each in brought])
 
     def sum(self, tensor: Tensor) -> None:
         """Sum one block over the replicas, in place, after a `meet`."""
@@ -181,17 +181,17 @@ class _Named:
 
 
 class ProcessGroupReducer:
-    """The sum of a flat tensor, after a meeting that brings the riders."""
+    """The sum of a flat tensor, after a meeting that brings the piggybacked scalars."""
 
     def __init__(self, group: ProcessGroupCollective, flat: Tensor) -> None:
         self._group = group
         self.input = self.output = flat
 
-    def reduce(self, riders: Riders, unit: float) -> Riders:
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
         """As `Reducer.reduce`."""
-        total = self._group.meet(riders)
+        total = self._group.meet(piggybacked)
         if self.input.numel():
             self._group.sum(self.input)
-        if total[0] and total[0] != unit:
-            self.output.mul_(unit / total[0])
+        if total[0] and total[0] != loss_divisor:
+            self.output.mul_(loss_divisor / total[0])
         return total

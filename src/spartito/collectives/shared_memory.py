@@ -1,10 +1,10 @@
 """Replicas of one machine meet in a mapped file: each reduces its slice, and all read the result.
 
 The mapping holds, per rank, a line with the number of meetings that it came to and the calls of
-the last two, a line of riders, and two slots of scratch (one is read while the other is written,
-so one meeting per call is enough):
+the last two, a line of piggybacked scalars, and two slots of scratch (one is read while the other
+is written, so one meeting per call is enough):
 
-    | came 0 | riders 0 | came 1 | riders 1 | slot A: rank 0, rank 1 | slot B: rank 0, rank 1 |
+    | came 0 | scalars 0 | came 1 | scalars 1 | slot A: rank 0, rank 1 | slot B: rank 0, rank 1 |
 
 Plain stores are seen in order on x86-64, so flags need no fences there; `supported` says so.
 A rank's life is a file lock, which the kernel drops when its process ends, however it ends.
@@ -27,7 +27,13 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store
 
 from spartito.collectives.calls import encode
-from spartito.collectives.collective import MAX_RIDERS, Collective, Reducer, Riders, add_riders
+from spartito.collectives.collective import (
+    MAX_PIGGYBACKED,
+    Collective,
+    Piggybacked,
+    Reducer,
+    add_piggybacked,
+)
 from spartito.collectives.forks import keep_from_forks
 from spartito.collectives.segment import Segment
 from spartito.collectives.store import absentees, ask
@@ -99,7 +105,7 @@ class SharedMemoryCollective(Collective):
 
         self._segment = segment = self._segment_for_all(size, self._teller(store))
         self._came = memoryview(segment.map).cast("q")
-        self._riders = memoryview(segment.map).cast("d")
+        self._piggybacked = memoryview(segment.map).cast("d")
         self._slots = [
             [segment.tensor(head + SLOT * (part * self.world_size + r), SLOT, torch.uint8)
              for r in range(self.world_size)]
@@ -190,17 +196,19 @@ class SharedMemoryCollective(Collective):
         """Tell those who wait for us that we get on: their limit begins anew."""
         self._came[self._cell(self.rank) + 1] += 1
 
-    def exchange_riders(self, riders: Riders) -> Riders:
+    def exchange_piggybacked(self, piggybacked: Piggybacked) -> Piggybacked:
         """Meet, and answer the sum of what every replica brought along."""
-        cells, count = self._riders, len(riders)
-        if count > MAX_RIDERS:  # one more would lie on the next rank's flag
-            raise ValueError(f"{count} riders, and a line has room for {MAX_RIDERS}")
+        cells, count = self._piggybacked, len(piggybacked)
+        if count > MAX_PIGGYBACKED:  # one more would lie on the next rank's flag
+            raise ValueError(
+                f"{count} piggybacked scalars, and a line has room for {MAX_PIGGYBACKED}"
+            )
         own = self._cell(self.rank) + LINE // 8
-        for offset, value in enumerate(riders):
+        for offset, value in enumerate(piggybacked):
             cells[own + offset] = value
         self.meet()
         starts = [self._cell(rank) + LINE // 8 for rank in range(self.world_size)]
-        return add_riders([tuple(cells[start : start + count]) for start in starts])
+        return add_piggybacked([tuple(cells[start : start + count]) for start in starts])
 
     def _cell(self, rank: int) -> int:
         return rank * 2 * LINE // 8
@@ -345,15 +353,15 @@ class SharedReducer:
         self._parts = [part[mine] for part in inputs]
         self._sum = self.output[mine]
 
-    def reduce(self, riders: Riders, unit: float) -> Riders:
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
         """As `Reducer.reduce`; bitwise the same on all ranks, summed in their order."""
-        total = self._shared.exchange_riders(riders)
+        total = self._shared.exchange_piggybacked(piggybacked)
         self._shared.traffic.moved(self.input.nbytes)
         first, second, *others = self._parts
         torch.add(first, second, out=self._sum)
         for part in others:
             self._sum.add_(part)
-        if total[0] and total[0] != unit:
-            self._sum.mul_(unit / total[0])
+        if total[0] and total[0] != loss_divisor:
+            self._sum.mul_(loss_divisor / total[0])
         self._shared.meet()
         return total

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spartito.cluster.endpoints import Endpoint
-from spartito.collectives.collective import Collective, Reducer, Riders
+from spartito.collectives.collective import Collective, Piggybacked, Reducer
 from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.roll import Roll
 from spartito.collectives.waiting import Waiting
@@ -297,7 +297,7 @@ class Sum:
 
 
 class SocketReducer:
-    """The sum of a flat tensor, with the riders in double precision at its side."""
+    """The sum of a flat tensor, with the piggybacked scalars in double precision at its side."""
 
     def __init__(self, group: SocketCollective, flat: Tensor) -> None:
         self._group = group
@@ -305,16 +305,16 @@ class SocketReducer:
         self._beside = torch.empty(0, dtype=torch.float64)
         self._add = group.summing()
 
-    def reduce(self, riders: Riders, unit: float) -> Riders:
-        """As `Reducer.reduce`; the riders go along in the same messages."""
-        if len(riders) != len(self._beside):
-            self._beside = torch.empty(len(riders), dtype=torch.float64)
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
+        """As `Reducer.reduce`; the piggybacked scalars go along in the same messages."""
+        if len(piggybacked) != len(self._beside):
+            self._beside = torch.empty(len(piggybacked), dtype=torch.float64)
             self._add = self._group.summing(self.input, self._beside)
-        self._beside.copy_(torch.tensor(riders, dtype=torch.float64))
+        self._beside.copy_(torch.tensor(piggybacked, dtype=torch.float64))
         self._add()
         total = tuple(self._beside.tolist())
-        if total[0] and total[0] != unit:
-            self.output.mul_(unit / total[0])
+        if total[0] and total[0] != loss_divisor:
+            self.output.mul_(loss_divisor / total[0])
         return total
 
 

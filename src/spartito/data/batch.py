@@ -14,7 +14,7 @@ class Batch:
 
     ``data`` is a tensor, a tuple ``(x, y)`` or a dict, its tensors of shape ``(size, ...)``;
     their parts may be tuples and dicts again.
-    ``places`` are the rows' positions inside the global batch, shape ``(size,)`` int64.
+    ``offsets`` are the rows' positions inside the global batch, shape ``(size,)`` int64.
     ``global_size`` counts the examples that the order gave to the step over all replicas;
     a corrupt example keeps its place there, so ``size`` may be less than this replica's share.
     ``drawn`` is a checksum of the order of the whole pass, 0 where the data has no indices.
@@ -25,7 +25,7 @@ class Batch:
     data: Any
     size: int
     global_size: int
-    places: torch.Tensor
+    offsets: torch.Tensor
     epoch: int
     step: int
     drawn: int = 0

@@ -155,12 +155,12 @@ def make_feed(dataset: Chain, rank: int, world_size: int, seed: int) -> Feed:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """This replica's part of a global batch of ``size``: what it reads, and the rows' places."""
+    """This replica's part of a global batch of ``size``: what it reads, and the rows' offsets."""
 
     epoch: int
     step: int
     size: int
-    places: Tensor
+    offsets: Tensor
     indices: slice | Tensor
     drawn: int
 
@@ -231,21 +231,21 @@ class IndexedFeed:
         found = self._passes.of(epoch)
         for step in range(start, len(found)):
             size = found.size(step)
-            rows, places = self._share(size)
-            indices = found.indices(step, places if rows is None else rows)
-            yield _Part(epoch, step, size, places, indices, found.checksum)
+            rows, offsets = self._share(size)
+            indices = found.indices(step, offsets if rows is None else rows)
+            yield _Part(epoch, step, size, offsets, indices, found.checksum)
 
     def _share(self, size: int) -> tuple[slice | None, Tensor]:
         """This replica's rows of a global batch of ``size``, also as a slice if it has them all."""
         if size not in self._shares:
             span = self._dataset.share(size, self._rank, self._world_size)
             rows = slice(span.start, span.stop) if span.stop <= size else None
-            places = torch.arange(span.start, span.stop).clamp(max=size - 1)
-            self._shares[size] = rows, places
+            offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
+            self._shares[size] = rows, offsets
         return self._shares[size]
 
     def _gather(self, part: _Part) -> Batch:
-        return self._batch(part, self._source.gather(part.indices), part.places)
+        return self._batch(part, self._source.gather(part.indices), part.offsets)
 
     def _read(self, part: _Part) -> Batch:
         return self._made(part, self._reading.many(part.wanted))
@@ -253,14 +253,14 @@ class IndexedFeed:
     def _made(self, part: _Part, found: Found) -> Batch:
         self._note(found)
         if found.data is None:
-            return self._batch(part, self._empty(part.epoch), part.places[:0])
-        whole = len(found.kept) == len(part.places)
-        return self._batch(part, found.data, part.places if whole else part.places[found.kept])
+            return self._batch(part, self._empty(part.epoch), part.offsets[:0])
+        whole = len(found.kept) == len(part.offsets)
+        return self._batch(part, found.data, part.offsets if whole else part.offsets[found.kept])
 
-    def _batch(self, part: _Part, data: Any, places: Tensor) -> Batch:
+    def _batch(self, part: _Part, data: Any, offsets: Tensor) -> Batch:
         data = mapped(self._dataset.batch_maps, data)
-        batch = Batch(data, len(places), part.size, places, part.epoch, part.step, part.drawn)
-        if len(places):
+        batch = Batch(data, len(offsets), part.size, offsets, part.epoch, part.step, part.drawn)
+        if len(offsets):
             return batch
         return replace(batch, spare=mapped(self._dataset.batch_maps, self._some(part.epoch)))
 
@@ -336,9 +336,9 @@ class StreamFeed:
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
         size = count_rows(data)
         span = self._dataset.share(size, self._rank, self._world_size)
-        places = torch.arange(span.start, span.stop).clamp(max=size - 1)
-        mine = mapped(self._dataset.batch_maps, take(data, places))
-        batch = Batch(mine, len(span), size, places, epoch, step)
+        offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
+        mine = mapped(self._dataset.batch_maps, take(data, offsets))
+        batch = Batch(mine, len(span), size, offsets, epoch, step)
         if len(span):
             return batch
         spare = mapped(self._dataset.batch_maps, take(data, torch.arange(min(SPARE, size))))
@@ -361,5 +361,5 @@ class PerWorkerFeed:
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
         data = mapped(self._dataset.batch_maps, tidy(data))
         size = count_rows(data)
-        places = torch.arange(self._rank * size, (self._rank + 1) * size)
-        return Batch(data, size, size * self._world_size, places, epoch, step)
+        offsets = torch.arange(self._rank * size, (self._rank + 1) * size)
+        return Batch(data, size, size * self._world_size, offsets, epoch, step)

@@ -83,7 +83,7 @@ class _SyncForward:
         if context is None or not self.training or context.collective.world_size == 1:
             return super().forward(input)  # type: ignore[misc]
         self._check_input_dim(input)
-        counts = bool(len(context.places))  # else these rows are spare ones
+        counts = bool(len(context.offsets))  # else these rows are spare ones
         output, mean, variance, count = _SyncNormalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, context.collective, counts
         )
@@ -142,7 +142,7 @@ def has_batchnorm(model: nn.Module) -> bool:
     return any(isinstance(module, _BatchNorm) for module in model.modules())
 
 
-def apart(model: nn.Module) -> list[_BatchNorm]:
+def local_batchnorms(model: nn.Module) -> list[_BatchNorm]:
     """The BatchNorms of ``model`` that each replica computes over its own rows."""
     return [
         module
@@ -154,7 +154,7 @@ def apart(model: nn.Module) -> list[_BatchNorm]:
 @contextmanager
 def keeping_statistics(model: nn.Module) -> Iterator[None]:
     """A forward pass over spare rows, whose own statistics count for nothing."""
-    buffers = [buffer for module in apart(model) for buffer in module.buffers()]
+    buffers = [buffer for module in local_batchnorms(model) for buffer in module.buffers()]
     before = [buffer.clone() for buffer in buffers]
     try:
         yield

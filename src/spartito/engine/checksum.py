@@ -23,7 +23,7 @@ def checksum(tensors: Iterable[Tensor]) -> int:
     return found
 
 
-def kernels(device: torch.device) -> int:
+def rounding_id(device: torch.device) -> int:
     """A number that devices share which round alike, so that their replicas stay equal in bits."""
     if device.type == "cuda":
         return crc32(torch.cuda.get_device_name(device).encode())
@@ -37,13 +37,13 @@ def moments(tensors: Iterable[Tensor]) -> tuple[float, float]:
     return sum(total for total, _ in sums), sum(norm**2 for _, norm in sums) ** 0.5
 
 
-def apart(found: Sequence[tuple[float, float]]) -> list[bool]:
+def drifted(found: Sequence[tuple[float, float]]) -> list[bool]:
     """Whose `moments` differ from those of rank 0 by more than rounding."""
     (total, norm), limit = found[0], ROUNDING * max(norm for _, norm in found)
     return [not (abs(t - total) <= limit and abs(n - norm) <= limit) for t, n in found]
 
 
-def odd_ones(found: Sequence[object]) -> list[int]:
+def outliers(found: Sequence[object]) -> list[int]:
     """The ranks whose value is not that of most; of equally many, that of the lowest rank."""
     usual, _ = Counter(found).most_common(1)[0]
     return [rank for rank, value in enumerate(found) if value != usual]

@@ -24,7 +24,7 @@ class StepContext:
     seed: int
     step: int
     global_size: int
-    places: Tensor
+    offsets: Tensor
     calls: int = 0
     drawn: dict[int, Any] = field(default_factory=dict)
 

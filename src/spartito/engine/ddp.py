@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from spartito.collectives.collective import Collective, Riders
+from spartito.collectives.collective import Collective, Piggybacked
 from spartito.engine.gradients import PackedGradients, scale_gradients
 
 
@@ -49,9 +49,9 @@ class OverlappedGradients(PackedGradients):
         self.replicas = float(collective.world_size)  # DDP divides by it; we want the sum
         super().__init__(optimizer, collective)
 
-    def begin(self, unit: float) -> float:
+    def begin(self, loss_divisor: float) -> float:
         """As `Gradients.begin`; backward begins once all replicas are about to."""
-        found = super().begin(unit)
+        found = super().begin(loss_divisor)
         if self.parameters and not self.parameters[0].is_cuda:
             self._collective.barrier()  # gloo would wait there for one that is at another call
         return found
@@ -64,16 +64,16 @@ class OverlappedGradients(PackedGradients):
         wrapped = {id(parameter) for parameter in self._wrapped}
         return [parameter for parameter in self.parameters if id(parameter) not in wrapped]
 
-    def aside(self) -> AbstractContextManager[None]:
+    def discarding(self) -> AbstractContextManager[None]:
         """The others' gradients come in by this pass too."""
         return nullcontext()
 
-    def reduce(self, riders: Riders = ()) -> Riders:
-        total = super().reduce(riders)
+    def reduce(self, piggybacked: Piggybacked = ()) -> Piggybacked:
+        total = super().reduce(piggybacked)
         late = self._packed
         ours = {id(parameter) for parameter in late}
-        if total[0] and total[0] != self.unit:
+        if total[0] and total[0] != self.loss_divisor:
             overlapped = [p for p in self.parameters if id(p) not in ours]
-            scale_gradients(overlapped, self.unit / total[0])
+            scale_gradients(overlapped, self.loss_divisor / total[0])
         scale_gradients(late, 1 / self.replicas)
         return total

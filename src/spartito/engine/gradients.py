@@ -1,8 +1,9 @@
 """Gradients of one optimizer's parameters, summed over the replicas and weighted exactly.
 
-Every backward pass adds ``sum of local losses / unit`` to the gradients, where the unit is the
-size of the global batch as planned. What is left is the factor unit / (weight that came),
-which is 1 unless examples were missing, losses weigh otherwise, or batches are accumulated.
+Every backward pass adds ``sum of local losses / loss_divisor`` to the gradients, where the loss
+divisor is the size of the global batch as planned. What is left is the factor loss divisor /
+(weight that came), which is 1 unless examples were missing, losses weigh otherwise, or batches
+are accumulated.
 """
 
 from __future__ import annotations
@@ -17,17 +18,17 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.collectives.collective import Collective, Reducer, Riders
+from spartito.collectives.collective import Collective, Piggybacked, Reducer
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class Accumulated:
     """Gradients of batches that are no update yet, summed over all replicas, and their weight."""
 
     grads: Sequence[Tensor | None]
-    unit: float
+    loss_divisor: float
     weight: float
     loss: float
 
@@ -48,38 +49,38 @@ class Gradients(ABC):
         self._frozen: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
         """Those that learn, or did."""
-        self.unit = self.weight = self.loss = 0.0
-        self.calls = 0
+        self.loss_divisor = self.weight = self.loss = 0.0
+        self.backward_calls = 0
         """Backward passes of a loop of the user's own since the last update, on all replicas."""
-        self.settled = False
-        self.follow()
+        self.normalized = False
+        self.refresh()
 
-    def begin(self, unit: float) -> float:
-        """Before a backward pass over a batch planned as ``unit`` examples; returns the unit.
+    def begin(self, loss_divisor: float) -> float:
+        """Before a backward pass over a batch planned as ``loss_divisor`` examples.
 
-        The unit stays that of the first batch until `clear`: all replicas know it, also those
-        that had no rows. Gradients that the user dropped (``optimizer.zero_grad()``) take their
-        weight along.
+        Returns the divisor to use: it stays that of the first batch until `clear`, so that all
+        replicas know it, also those that had no rows. Gradients that the user dropped
+        (``optimizer.zero_grad()``) take their weight along.
         """
-        self.follow()
+        self.refresh()
         if self.weight and all(parameter.grad is None for parameter in self.parameters):
             self.weight = self.loss = 0.0
-        self.unit = self.unit or unit
-        return self.unit
+        self.loss_divisor = self.loss_divisor or loss_divisor
+        return self.loss_divisor
 
-    def rescale(self, unit: float) -> None:
-        """Divide what waits by another unit, as the next backward pass does."""
-        if self.unit != unit:
-            scale_gradients(self.parameters, self.unit / unit)
-            self.unit = unit
+    def rescale(self, loss_divisor: float) -> None:
+        """Divide what waits by another loss_divisor, as the next backward pass does."""
+        if self.loss_divisor != loss_divisor:
+            scale_gradients(self.parameters, self.loss_divisor / loss_divisor)
+            self.loss_divisor = loss_divisor
 
-    def settle(self, weight: float) -> None:
+    def normalize(self, weight: float) -> None:
         """Make what waits the mean of its own batch, which weighs so much over all replicas."""
-        if weight and not self.settled:
-            scale_gradients(self.parameters, self.unit / weight)
-        self.settled, self.unit = True, 1.0
+        if weight and not self.normalized:
+            scale_gradients(self.parameters, self.loss_divisor / weight)
+        self.normalized, self.loss_divisor = True, 1.0
 
-    def follow(self) -> None:
+    def refresh(self) -> None:
         """Take the parameters that the optimizer has now, without what old ones left in ``.grad``.
 
         All replicas do this at the same point: they may meet to make room for the sum.
@@ -101,9 +102,9 @@ class Gradients(ABC):
     def _plan(self) -> None:  # noqa: B027 - not all have something to do
         """Prepare for the parameters that learn now."""
 
-    def aside(self) -> AbstractContextManager[None]:
+    def discarding(self) -> AbstractContextManager[None]:
         """For a backward pass that counts for nothing: afterwards what waits is as it was."""
-        return _aside(self.parameters)
+        return _discarding(self.parameters)
 
     def add(self, loss: float, weight: float) -> None:
         """After it: the sum of the local losses, and how much they weigh."""
@@ -111,21 +112,21 @@ class Gradients(ABC):
         self.weight += weight
 
     @abstractmethod
-    def reduce(self, riders: Riders = ()) -> Riders:
+    def reduce(self, piggybacked: Piggybacked = ()) -> Piggybacked:
         """Make every ``.grad`` the weighted mean over all replicas.
 
-        Answers the sums over the replicas of (weight, loss, *riders).
+        Answers the sums over the replicas of (weight, loss, *piggybacked).
         """
 
-    def waiting(self) -> Waiting:
+    def accumulated(self) -> Accumulated:
         """What waits for the update, over all replicas, which all call this. It stays as it is."""
         grads = [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
-        return Waiting(grads, self.unit, self.weight, self.loss)
+        return Accumulated(grads, self.loss_divisor, self.weight, self.loss)
 
-    def wait_for(self, waiting: Waiting, rank: int) -> None:
+    def load_accumulated(self, waiting: Accumulated, rank: int) -> None:
         """Go on with what `waiting` returned, under any number of replicas, for `parameters`."""
         self.clear()
-        self.unit = waiting.unit
+        self.loss_divisor = waiting.loss_divisor
         if rank == 0:  # the sum over the replicas is what it was
             self.weight, self.loss = waiting.weight, waiting.loss
         for parameter, grad in zip(self.parameters, waiting.grads, strict=True):
@@ -138,8 +139,8 @@ class Gradients(ABC):
 
     def clear(self) -> None:
         """Forget it all, after the update."""
-        self.calls, self.settled = 0, False
-        self.unit = self.weight = self.loss = 0.0
+        self.backward_calls, self.normalized = 0, False
+        self.loss_divisor = self.weight = self.loss = 0.0
         for parameter in self.parameters:
             parameter.grad = None
 
@@ -157,7 +158,7 @@ class Gradients(ABC):
 
 
 @contextmanager
-def _aside(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def _discarding(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     waiting = [parameter.grad for parameter in parameters]
     for parameter in parameters:
         parameter.grad = None
@@ -174,11 +175,11 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 class LocalGradients(Gradients):
     """One replica: the gradients are where backward left them."""
 
-    def reduce(self, riders: Riders = ()) -> Riders:
-        self.follow()
-        if self.weight and self.weight != self.unit and not self.settled:
-            scale_gradients(self.parameters, self.unit / self.weight)
-        return (self.weight, self.loss, *riders)
+    def reduce(self, piggybacked: Piggybacked = ()) -> Piggybacked:
+        self.refresh()
+        if self.weight and self.weight != self.loss_divisor and not self.normalized:
+            scale_gradients(self.parameters, self.loss_divisor / self.weight)
+        return (self.weight, self.loss, *piggybacked)
 
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
@@ -215,23 +216,24 @@ class PackedGradients(Gradients):
         if not self._packs:
             self._bare = self._collective.reducer(0, torch.float64, torch.device("cpu"))
 
-    def reduce(self, riders: Riders = ()) -> Riders:
-        self.follow()
+    def reduce(self, piggybacked: Piggybacked = ()) -> Piggybacked:
+        self.refresh()
         packed = self._packed
         if not self._checked:
             _refuse_sparse(packed)
             self._checked = True
         absent = sum(parameter.grad is None for parameter in packed)
-        weight = float(self._collective.rank == 0) if self.settled else self.weight
-        brought = (weight, self.loss, *riders, float(absent), self.unit)
+        weight = float(self._collective.rank == 0) if self.normalized else self.weight
+        brought = (weight, self.loss, *piggybacked, float(absent), self.loss_divisor)
         for pack in self._packs:
             pack.fill()
-            total = pack.reducer.reduce(brought, self.unit)
+            total = pack.reducer.reduce(brought, self.loss_divisor)
         if not self._packs:
-            total = self._bare.reduce(brought, self.unit)
-        if total[-1] != self.unit * self._collective.world_size:
+            total = self._bare.reduce(brought, self.loss_divisor)
+        if total[-1] != self.loss_divisor * self._collective.world_size:
             raise UserError(
-                f"an update of batches of {self.unit:g} examples here, of another number elsewhere",
+                f"an update of batches of {self.loss_divisor:g} examples here, "
+                "of another number elsewhere",
                 "Call backward() on every replica for every batch, also for one without rows.",
             )
         unused = self._unused(packed) if total[-2] else frozenset()
@@ -239,8 +241,8 @@ class PackedGradients(Gradients):
             pack.give_back(unused)
         return total[:-2]
 
-    def waiting(self) -> Waiting:
-        own = super().waiting()
+    def accumulated(self) -> Accumulated:
+        own = super().accumulated()
         used = torch.tensor([float(grad is not None) for grad in own.grads])
         self._collective.all_reduce(used)
         grads: list[Tensor | None] = []
@@ -251,7 +253,7 @@ class PackedGradients(Gradients):
             grads.append(grad)
         sums = torch.tensor([own.weight, own.loss], dtype=torch.float64)
         weight, loss = self._collective.all_reduce(sums).tolist()
-        return Waiting(grads, own.unit, weight, loss)
+        return Accumulated(grads, own.loss_divisor, weight, loss)
 
     def _unused(self, packed: Sequence[nn.Parameter]) -> frozenset[int]:
         """The parameters (by id) that no replica has a gradient for: they keep None."""

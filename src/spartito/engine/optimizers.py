@@ -27,10 +27,10 @@ class NoOptimizer(Optimizer):
         raise UserError("a step without an optimizer", "Give the Trainer an optimizer.")
 
 
-def plain(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """The user's own module: inside of what ``torch.compile`` or torch's parallel wrappers hold."""
     if isinstance(model, DistributedDataParallel | nn.DataParallel):
-        return plain(model.module)
+        return unwrap(model.module)
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
 

@@ -96,7 +96,7 @@ class GlobalRandomness:
                 "Use checkpoint() for parts inside of the model.",
             )
         context.calls += 1
-        self._idle = self._idle or not len(context.places)
+        self._idle = self._idle or not len(context.offsets)
         seed = _seed(context.seed, context.step, context.calls)
         before = torch.default_generator.get_state()
         _active = _Pass(module, args, kwargs, context, seed, before)
@@ -116,7 +116,7 @@ class GlobalRandomness:
         torch.default_generator.set_state(_active.before)
         _active = None
 
-    def riders(self) -> tuple[float, float]:
+    def piggybacked(self) -> tuple[float, float]:
         """What `check` has to hear from all replicas, summed; those without rows abstain."""
         return (0.0, 0.0) if self._idle else (float(self.made), 1.0)
 
@@ -131,7 +131,7 @@ class GlobalRandomness:
 
     def rows(self, func: Any, shape: Shape, now: _Pass) -> Rows:
         """How a random tensor that ``func`` is about to draw holds the examples."""
-        size, place = len(now.context.places), (now.made, func)
+        size, place = len(now.context.offsets), (now.made, func)
         found = self._known.get(place)
         if found is None or not found.fits(shape, size):
             plan = _measure(now)
@@ -195,7 +195,7 @@ class _Drawing(TorchDispatchMode):
         """A tensor of ``shape``: the rows that are here of what ``fill`` draws for all."""
         context = current()
         key, generator = _key()
-        size = len(context.places) if context is not None else 0
+        size = len(context.offsets) if context is not None else 0
         rows: Rows | None = None
         if context is not None and size not in (0, context.global_size):
             rows = context.drawn.get(key)
@@ -213,7 +213,7 @@ class _Drawing(TorchDispatchMode):
         everyone = list(shape)
         everyone[rows.dim] = context.global_size * rows.each
         drawn = _filled(tuple(everyone), dtype, fill, generator)
-        own = context.places[:, None] * rows.each + torch.arange(rows.each)
+        own = context.offsets[:, None] * rows.each + torch.arange(rows.each)
         return drawn.index_select(rows.dim, own.flatten())
 
 
@@ -237,7 +237,7 @@ class _Recording(TorchDispatchMode):
         return _filled(shape, dtype, fill, _key()[1])
 
 
-class Undivided(_Recording):
+class RandomnessForbidden(_Recording):
     """Refuses random operations: outside of the model each replica draws for its own rows."""
 
     def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
@@ -263,7 +263,7 @@ def _measure(now: _Pass) -> list[tuple[Any, Rows | None]]:
 
     The pass is made with a few of its rows, and leaves neither buffers nor the generator changed.
     """
-    size, context = len(now.context.places), current()
+    size, context = len(now.context.offsets), current()
     buffers = list(now.module.buffers())
     before = [buffer.clone() for buffer in buffers]
     state = torch.default_generator.get_state()

@@ -17,7 +17,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine.gradients import Gradients, same
-from spartito.engine.optimizers import optimizer_parameters, plain
+from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
 from spartito.storage.tensors import pack_state, unpack_state
 from spartito.strategies.pair import Pair
@@ -100,7 +100,7 @@ class CentralStorageStrategy(SynchronousStrategy):
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         pair = self._only_pair()
-        owners = self._divide(pair.optimizer).by_name(plain(pair.model))
+        owners = self._divide(pair.optimizer).by_name(unwrap(pair.model))
         return {**state, "optimizer": self._collect(state["optimizer"], owners)}
 
     def _checksum(self) -> int:
@@ -111,7 +111,7 @@ class CentralStorageStrategy(SynchronousStrategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:
             pair, own = self._only_pair(), self.cluster.rank
-            owners = self._divide(pair.optimizer).by_name(plain(pair.model))
+            owners = self._divide(pair.optimizer).by_name(unwrap(pair.model))
             values = state["optimizer"]["state"].items()
             kept = {name: value for name, value in values if owners.get(name, own) == own}
             state = {**state, "optimizer": {**state["optimizer"], "state": kept}}
@@ -138,7 +138,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         self._collective.barrier()
 
     @property
-    def _state_share(self) -> float:
+    def _state_fraction(self) -> float:
         return 1 / self.num_replicas_in_sync
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:

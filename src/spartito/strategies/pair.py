@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.engine.gradients import Gradients, Waiting
-from spartito.engine.optimizers import optimizer_parameters, plain
+from spartito.engine.gradients import Accumulated, Gradients
+from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.engine.randomness import GlobalRandomness
 from spartito.errors import UserError
 
@@ -38,11 +38,11 @@ class Pair:
 
     def accumulated(self) -> dict[str, Any]:
         """What the batches since the last update have left, equal on all replicas."""
-        waiting = self.gradients.waiting()
+        waiting = self.gradients.accumulated()
         grads = zip(self._names, waiting.grads, strict=True)
         return {
             "gradients": {name: grad for name, grad in grads if grad is not None},
-            "divisor": waiting.unit,
+            "divisor": waiting.loss_divisor,
             "weight": waiting.weight,
             "loss": waiting.loss,
             "batches": self.passes,
@@ -57,14 +57,14 @@ class Pair:
                 f"batches of an update, and accumulate={self.accumulate} now",
                 "Go on with the same, or begin a whole epoch: fit(..., initial_epoch=N).",
             )
-        self.gradients.follow()
+        self.gradients.refresh()
         grads = [saved["gradients"].get(name) for name in self._names]
-        waiting = Waiting(grads, saved["divisor"], saved["weight"], saved["loss"])
-        self.gradients.wait_for(waiting, rank)
+        waiting = Accumulated(grads, saved["divisor"], saved["weight"], saved["loss"])
+        self.gradients.load_accumulated(waiting, rank)
         self.passes = saved["batches"]
 
     @property
     def _names(self) -> list[str]:
         """The user's names of what learns."""
-        names = {id(p): name for name, p in plain(self.model).named_parameters()}
+        names = {id(p): name for name, p in unwrap(self.model).named_parameters()}
         return [names[id(parameter)] for parameter in self.gradients.parameters]

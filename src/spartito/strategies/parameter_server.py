@@ -24,7 +24,7 @@ from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.context import enter
 from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import OptimizerLike, named_state, plain
+from spartito.engine.optimizers import OptimizerLike, named_state, unwrap
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.ps.chief import JOB, Chief
@@ -207,7 +207,7 @@ class ParameterServerStrategy(ReplicaStrategy):
     def backward(self, losses: Any, batch: Batch) -> None:
         self._in_job().repeats = False
         if self._pairs[0].accumulate > 1:
-            self._pairs[0].gradients.calls = 0  # the batches of one update are one mean
+            self._pairs[0].gradients.backward_calls = 0  # the batches of one update are one mean
         super().backward(losses, batch)
         self._pairs[0].passes += 1
 
@@ -270,7 +270,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         if self.chief is not None and self._job is not None:
             self._in_job().arrive()
             served = self._job.fetch(self.chief)
-        model = plain(pair.model)
+        model = unwrap(pair.model)
         optimizer = named_state(model, pair.optimizer)
         if served is not None and self._planner is not None:
             set_options(optimizer["groups"], self._planner.counters(served))
@@ -330,7 +330,7 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     def tell(self) -> None:
         """As the chief: have the servers know which options of the optimizer hold when."""
-        self._pairs[0].gradients.follow()  # other parameters are refused first
+        self._pairs[0].gradients.refresh()  # other parameters are refused first
         if self.chief is not None and self._planner is not None:
             self.chief.schedule(self._seen.pushes // self._rules.workers)
 
@@ -348,7 +348,7 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     # Inside: one step
 
-    def _unit(self, batch: Batch) -> float:
+    def _loss_divisor(self, batch: Batch) -> float:
         return float(batch.size or 1)  # a push is the mean over its own examples
 
     def _is_due(self, pair: Pair) -> bool:
@@ -407,7 +407,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         if self.is_evaluator:
             return
         job = self._job = Job(
-            self.cluster, self._rules, self._options, plain(pair.model), pair.optimizer
+            self.cluster, self._rules, self._options, unwrap(pair.model), pair.optimizer
         )
         if self.task.type == "ps":
             serve_and_end(job, self.record_to)

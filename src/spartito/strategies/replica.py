@@ -18,7 +18,7 @@ from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
 from spartito.data.chain import Chain
 from spartito.data.collate import count_rows
-from spartito.engine.batchnorm import apart, keeping_statistics, synchronize_batchnorm
+from spartito.engine.batchnorm import keeping_statistics, local_batchnorms, synchronize_batchnorm
 from spartito.engine.context import StepContext, enter
 from spartito.engine.gradients import Gradients
 from spartito.engine.loss import (
@@ -41,10 +41,10 @@ from spartito.engine.optimizers import (
     make_optimizer,
     named_state,
     optimizer_parameters,
-    plain,
+    unwrap,
 )
 from spartito.engine.precision import autocast, choose_precision
-from spartito.engine.randomness import Undivided, globalize, replaying
+from spartito.engine.randomness import RandomnessForbidden, globalize, replaying
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.strategies.base import StepResult, Strategy
@@ -98,7 +98,7 @@ class ReplicaStrategy(Strategy):
         check_optimizer(made, model, self.cluster.num_replicas)
         fuse(made)
         if self.device.type == "cpu" and self.cluster.rank != NO_RANK:
-            check_memory(optimizer_parameters(made), made, self._state_share)
+            check_memory(optimizer_parameters(made), made, self._state_fraction)
         synchronized = deterministic if self._sync_batchnorm is None else self._sync_batchnorm
         self._synchronized = self._synchronized or synchronized
         if synchronized:
@@ -161,19 +161,19 @@ class ReplicaStrategy(Strategy):
 
     def backward(self, losses: Any, batch: Batch) -> None:
         found = weigh(losses, batch)
-        again = [pair for pair in self._pairs if pair.gradients.calls]
-        unit = 0.0
+        again = [pair for pair in self._pairs if pair.gradients.backward_calls]
+        loss_divisor = 0.0
         if again:  # what waits becomes the mean of its own batch, and this one joins it as such
             weights = [found.weight, *(pair.gradients.weight for pair in again)]
             total, *before = self.reduce("sum", torch.tensor(weights).double()).tolist()
-            unit = total or 1.0
+            loss_divisor = total or 1.0
             for pair, weight in zip(again, before, strict=True):
-                pair.gradients.settle(weight)
-        self._backward(self._pairs, found, batch, unit)
+                pair.gradients.normalize(weight)
+        self._backward(self._pairs, found, batch, loss_divisor)
         for pair in self._pairs:
-            pair.gradients.calls += 1
+            pair.gradients.backward_calls += 1
             if again:
-                pair.gradients.settle(0.0)
+                pair.gradients.normalize(0.0)
 
     def update(self, optimizer: Optimizer) -> None:
         self._update(self._pair_of(optimizer), None, 0, False)
@@ -181,7 +181,7 @@ class ReplicaStrategy(Strategy):
     def state_dict(self) -> dict[str, Any]:
         self.synchronize()
         pair = self._only_pair()
-        model = plain(pair.model)
+        model = unwrap(pair.model)
         state = {
             "model": dict(model.state_dict()),
             "optimizer": named_state(model, pair.optimizer),
@@ -194,7 +194,7 @@ class ReplicaStrategy(Strategy):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         pair = self._only_pair()
         try:
-            plain(pair.model).load_state_dict(state["model"])
+            unwrap(pair.model).load_state_dict(state["model"])
         except RuntimeError as error:
             raise UserError(
                 f"the checkpoint does not fit the model: {error}",
@@ -204,7 +204,7 @@ class ReplicaStrategy(Strategy):
             pair.gradients.clear()
             pair.passes = 0
         if "optimizer" in state and not isinstance(pair.optimizer, NoOptimizer):
-            load_named_state(plain(pair.model), pair.optimizer, state["optimizer"])
+            load_named_state(unwrap(pair.model), pair.optimizer, state["optimizer"])
 
     def close(self) -> None:
         enter(None)
@@ -222,11 +222,11 @@ class ReplicaStrategy(Strategy):
         if self._needs_context:
             seed = self._seed if self._used is None else self._used.seed
             step = batch.epoch << 32 | batch.step
-            enter(StepContext(self._collective, seed, step, batch.global_size, batch.places))
+            enter(StepContext(self._collective, seed, step, batch.global_size, batch.offsets))
 
     def _divisible(self, chain: Chain, parts: int) -> Chain:
         """``chain`` whose batches are cut into ``parts`` so that every BatchNorm can use them."""
-        if parts == 1 or not any(apart(pair.model) for pair in self._in_use):
+        if parts == 1 or not any(local_batchnorms(pair.model) for pair in self._in_use):
             return chain
         size = chain.batch_size
         if size is not None and size < 2 * parts and self.is_chief:
@@ -238,7 +238,7 @@ class ReplicaStrategy(Strategy):
         return replace(chain, least=2)
 
     @property
-    def _state_share(self) -> float:
+    def _state_fraction(self) -> float:
         """The part of the optimizer's state that this process holds."""
         return 0.0
 
@@ -256,7 +256,7 @@ class ReplicaStrategy(Strategy):
 
     def _welcome(self, pair: Pair) -> None:
         """Take in what was put into the model after it was prepared."""
-        model = plain(pair.model)
+        model = unwrap(pair.model)
         check_members(pair.optimizer, model)
         fuse(pair.optimizer)
         if self._synchronized:
@@ -280,7 +280,7 @@ class ReplicaStrategy(Strategy):
                 found = self._forward(pair, _of_spare_rows(batch), loss)[1]
                 self._backward([pair], replace(found, weight=0.0), batch)
         else:
-            pair.gradients.begin(self._unit(batch))
+            pair.gradients.begin(self._loss_divisor(batch))
         pair.passes += 1
         return output
 
@@ -291,7 +291,7 @@ class ReplicaStrategy(Strategy):
         with autocast(pair.precision, self.device):
             output = forward(pair.model, batch.data, loss is not None)
             divided = pair.randomness is not None and self.cluster.num_replicas > 1
-            with Undivided() if divided else nullcontext():
+            with RandomnessForbidden() if divided else nullcontext():
                 answer = evaluate_loss(loss, output, batch)
         return output, weigh(answer, batch)
 
@@ -300,7 +300,7 @@ class ReplicaStrategy(Strategy):
         """Whether a forward pass is also made where there are no rows."""
         return self.num_replicas_in_sync > 1
 
-    def _unit(self, batch: Batch) -> float:
+    def _loss_divisor(self, batch: Batch) -> float:
         """What a backward pass over ``batch`` divides by: the planned size of an update's batch."""
         return float(batch.global_size)
 
@@ -309,9 +309,9 @@ class ReplicaStrategy(Strategy):
         return pair.passes >= pair.accumulate
 
     def _backward(
-        self, pairs: Sequence[Pair], found: WeightedLoss, batch: Batch, unit: float = 0.0
+        self, pairs: Sequence[Pair], found: WeightedLoss, batch: Batch, loss_divisor: float = 0.0
     ) -> None:
-        """Add the gradients of a loss, divided by ``unit`` (0: that of the batches that wait)."""
+        """Add the gradients of a loss, divided by ``loss_divisor`` (0: that of those that wait)."""
         if not found.value.requires_grad:
             raise UserError(
                 "the loss has no gradient: no parameter that learns leads to it",
@@ -325,16 +325,16 @@ class ReplicaStrategy(Strategy):
                     "out: each replica computed with its own values of them",
                     "Change the model between two calls of fit, or before the loop takes a batch.",
                 )
-        is_mean = unit > 0
+        is_mean = loss_divisor > 0
         for pair in pairs:
-            own = pair.gradients.begin(unit or self._unit(batch))
-            unit = unit or own
+            own = pair.gradients.begin(loss_divisor or self._loss_divisor(batch))
+            loss_divisor = loss_divisor or own
             if not is_mean:
-                pair.gradients.rescale(unit)
-        scale = found.scale * pairs[0].gradients.replicas / unit if found.weight else 0.0
+                pair.gradients.rescale(loss_divisor)
+        scale = found.scale * pairs[0].gradients.replicas / loss_divisor if found.weight else 0.0
         with ExitStack() as stack:
             for pair in () if found.weight else pairs:
-                stack.enter_context(pair.gradients.aside())
+                stack.enter_context(pair.gradients.discarding())
             if any(pair.randomness for pair in pairs):
                 stack.enter_context(replaying())
             found.value.backward(torch.full_like(found.value, scale))

@@ -148,9 +148,9 @@ class Together(Share):
             sizes = [max(0, size) for size in sizes]
             first = sum(sizes[: self._collective.rank])
             found = batch or _emptied(last)
-            places = torch.arange(first, first + found.size)
+            offsets = torch.arange(first, first + found.size)
             step, position["step"] = position["step"], position["step"] + 1
-            yield replace(found, global_size=sum(sizes), places=places, step=step)
+            yield replace(found, global_size=sum(sizes), offsets=offsets, step=step)
         if not position["step"]:
             raise self._loader.nothing()
         position["step"] = 0
@@ -172,4 +172,4 @@ class Together(Share):
 def _emptied(batch: Batch) -> Batch:
     data = rows(batch.data, lambda tensor: tensor[:0])
     spare = rows(batch.data, lambda tensor: tensor[:SPARE]) if batch.size else batch.spare
-    return replace(batch, data=data, size=0, places=batch.places[:0], spare=spare)
+    return replace(batch, data=data, size=0, offsets=batch.offsets[:0], spare=spare)

@@ -22,7 +22,7 @@ from spartito.data.dataset import as_dataset
 from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
 from spartito.engine.batchnorm import average_statistics
-from spartito.engine.checksum import apart, checksum, kernels, moments, odd_ones
+from spartito.engine.checksum import checksum, drifted, moments, outliers, rounding_id
 from spartito.engine.ddp import OverlappedGradients, overlap
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction
@@ -121,26 +121,26 @@ class SynchronousStrategy(ReplicaStrategy):
         if self.num_replicas_in_sync == 1:
             return
         learn = crc32(bytes(parameter.requires_grad for parameter in self._parameters()))
-        mine = (self._checksum(), kernels(self.device), order, learn)
+        mine = (self._checksum(), rounding_id(self.device), order, learn)
         values, rounds, orders, flags = zip(*self._gather_numbers(mine), strict=True)
-        if unlike := odd_ones(orders):
+        if unlike := outliers(orders):
             raise self._unlike(
                 unlike,
                 "has trained on other examples, or in another order, than",
                 "Give all replicas the same data, batch size and seed.",
             )
-        if unlike := odd_ones(flags):
+        if unlike := outliers(flags):
             raise self._unlike(
                 unlike,
                 "has other parameters that learn than",
                 "Freeze and unfreeze the same ones on every replica.",
             )
-        unlike = odd_ones(values)
+        unlike = outliers(values)
         if unlike and len(set(rounds)) > 1:  # processors of several kinds: to rounding, then
             found = self._collective.all_gather(
                 torch.tensor(moments(self._parameters()), dtype=torch.float64)
             )
-            unlike = odd_ones(apart([tuple(each.tolist()) for each in found]))
+            unlike = outliers(drifted([tuple(each.tolist()) for each in found]))
         if unlike:
             raise self._unlike(
                 unlike,
@@ -179,7 +179,7 @@ class SynchronousStrategy(ReplicaStrategy):
         return UserError(f"the replicas have drifted apart: {odd} {what} {rest}", do)
 
     @property
-    def _state_share(self) -> float:
+    def _state_fraction(self) -> float:
         return 1.0
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -203,7 +203,7 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         randomness = pair.randomness
-        drawn = () if randomness is None else randomness.riders()
+        drawn = () if randomness is None else randomness.piggybacked()
         with self.during("update"):
             weight, loss, stops, *drawn_by_all = pair.gradients.reduce((float(stop), *drawn))
         if randomness is not None:

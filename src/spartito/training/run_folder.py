@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from spartito.engine.optimizers import plain
+from spartito.engine.optimizers import unwrap
 from spartito.report.evaluations import keep_until
 from spartito.report.page import write_report
 from spartito.storage.atomic import write_file_atomically
@@ -57,7 +57,7 @@ class RunFolder(Callback):
 
     def _config(self) -> dict[str, Any]:
         trainer, model = self.trainer, self.trainer.model
-        cluster, found = trainer.strategy.cluster, summarize(plain(model))
+        cluster, found = trainer.strategy.cluster, summarize(unwrap(model))
         return {
             "spartito": version("spartito"),
             "torch": torch.__version__,
@@ -70,7 +70,7 @@ class RunFolder(Callback):
                 "threads": torch.get_num_threads(),
             },
             "model": {
-                "name": type(plain(model)).__name__,
+                "name": type(unwrap(model)).__name__,
                 "summary": str(found),
                 "trainable": found.trainable,
                 "not_trainable": found.fixed,

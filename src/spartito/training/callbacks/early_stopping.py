@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from spartito.engine.optimizers import plain
+from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.log import note, warn
 from spartito.training.callback import Callback, Logs
@@ -64,7 +64,7 @@ class EarlyStopping(Callback):
         if self.monitor.better(value, self.best):
             self.best, self.best_epoch, self.wait = value, epoch, 0
             if self.restore_best_weights:
-                self._weights = _copy(plain(self.trainer.model))
+                self._weights = _copy(unwrap(self.trainer.model))
             return
         self.wait += 1
         if self.wait >= self.patience and epoch > 0:
