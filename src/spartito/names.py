@@ -1,4 +1,4 @@
-"""Names that more than one room uses: environment variables, strategies, and a speller."""
+"""Names that more than one room uses: environment variables, recipes, and a speller."""
 
 from __future__ import annotations
 
@@ -24,13 +24,6 @@ ENV_INTERFACE = "SPARTITO_INTERFACE"
 ENV_EPOCHS = "SPARTITO_EPOCHS"
 """The number of epochs that `fit` trains, whatever the script says."""
 
-STRATEGIES = (
-    "central_storage",
-    "mirrored",
-    "multi_worker_mirrored",
-    "one_device",
-    "parameter_server",
-)
 PRECISIONS = ("bf16", "fp32")
 RECIPES = ("cats_vs_dogs", "mnist")
 RECIPE_SEED = 1337

@@ -18,7 +18,7 @@ from spartito.comparison.plan import ContainerOptions, Plan, containers_for, mak
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.plan import Containers
-from spartito.names import STRATEGIES
+from spartito.registry import strategy_names
 from tests.commands import SPARTITO, Commands, commands_in
 from tests.launch.containers import docker
 
@@ -48,7 +48,7 @@ def test_all_are_those_that_containers_allow(
     options: ContainerOptions, workers: int, left_out: list[str]
 ) -> None:
     found = plan(containers=options, workers=workers)
-    assert {run.strategy for run in found.runs} == set(STRATEGIES) - set(left_out)
+    assert {run.strategy for run in found.runs} == set(strategy_names()) - set(left_out)
     assert [why.split()[0] for why in found.left_out] == left_out
     assert all("each container is a machine of its own" in why for why in found.left_out)
     assert set(jobs(found)) == {run.folder for run in found.runs}

@@ -14,7 +14,7 @@ from spartito.cli import main
 from spartito.comparison.plan import Plan, make_plan
 from spartito.comparison.run import command
 from spartito.errors import UserError
-from spartito.names import STRATEGIES
+from spartito.registry import strategy_names
 from tests.commands import SPARTITO, Commands, commands_in
 
 KNOWN = ("mirrored", "multi_worker_mirrored", "one_device", "parameter_server")
@@ -169,7 +169,7 @@ def test_all_strategies_from_the_simplest_on() -> None:
         ("multi_worker_mirrored", 3, 0, 32),
         ("parameter_server", 3, 2, 32),
     ]
-    assert {run.strategy for run in make_plan("mnist").runs} == set(STRATEGIES)
+    assert {run.strategy for run in make_plan("mnist").runs} == set(strategy_names())
 
 
 def test_a_parameter_server_is_one_by_default() -> None:

@@ -80,38 +80,17 @@ def test_the_one_that_leads_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cast", "strategy", "source", "machines", "words"),
+    ("cast", "source", "words"),
     [
-        ({"ps": -1}, None, None, 1, ["--ps -1", "less than 0"]),
-        ({}, "parameter_server", None, 1, ["without a parameter server", "--ps 1"]),
-        ({}, "parameter_server", None, 2, ["without a parameter server", "TF_CONFIG"]),
-        ({"ps": 2}, "mirrored", None, 1, ["--ps 2 with mirrored, which has no parameter servers"]),
-        ({"ps": 1}, "one_device", None, 1, ["--ps 1 with one_device"]),
-        ({"chief": True}, None, None, 1, ["--chief without --ps"]),
-        ({"chief": True}, "mirrored", None, 1, ["--chief without --ps"]),
-        ({"ps": 1, "chief": True}, None, "TF_CONFIG", 1, ["--ps 1 --chief, but TF_CONFIG says"]),
-        ({"evaluator": True}, None, "TF_CONFIG", 1, ["--evaluator, but TF_CONFIG says"]),
+        ({"ps": -1}, None, ["--ps -1", "less than 0"]),
+        ({"chief": True}, None, ["--chief without --ps"]),
+        ({"ps": 1, "chief": True}, "TF_CONFIG", ["--ps 1 --chief, but TF_CONFIG says"]),
+        ({"evaluator": True}, "TF_CONFIG", ["--evaluator, but TF_CONFIG says"]),
     ],
 )
 def test_each_mistake_names_the_value_and_the_rule(
-    cast: dict[str, Any], strategy: str | None, source: str | None, machines: int, words: list[str]
+    cast: dict[str, Any], source: str | None, words: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
-        Roles(2, **cast).check(strategy, source, machines)
+        Roles(2, **cast).check(source)
     assert all(word in str(error.value) for word in words), str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("cast", "strategy", "source"),
-    [
-        ({}, None, None),
-        ({}, "mirrored", None),
-        ({}, "parameter_server", "TF_CONFIG"),
-        ({"ps": 1}, None, None),
-        ({"ps": 1, "chief": True}, "parameter_server", None),
-        ({"evaluator": True}, "mirrored", None),
-        ({"evaluator": True}, "central_storage", None),
-    ],
-)
-def test_what_is_allowed(cast: dict[str, Any], strategy: str | None, source: str | None) -> None:
-    Roles(2, **cast).check(strategy, source, 1)

@@ -107,8 +107,8 @@ def test_other_devices_are_refused(options: dict[str, Any], message: str) -> Non
 @pytest.mark.parametrize(
     ("addresses", "local", "message"),
     [
-        ({"worker": ("a:1", "b:1")}, 1, "central_storage with 1 of 2 replicas on this machine"),
-        ({"worker": ("a:1", "a:2"), "ps": ("a:3",)}, 2, "in a cluster with 1 ps"),
+        ({"worker": ("a:1", "b:1")}, 1, "1 of 2 replicas are on this one"),
+        ({"worker": ("a:1", "a:2"), "ps": ("a:3",)}, 2, "central_storage with 1 ps"),
     ],
 )
 def test_other_clusters_are_refused(

@@ -301,7 +301,7 @@ def prepare_twice(options: dict[str, Any]) -> None:
         ({"aggregate": 0}, "aggregate=0"),
         ({"aggregate": 2, "max_staleness": 0}, "averages one push of every worker already"),
         ({"min_shard_bytes": 0}, "min_shard_bytes=0"),
-        ({}, "a cluster without a ps"),
+        ({}, "parameter_server without a parameter server"),
     ],
 )
 def test_mistakes_in_options_are_named(

@@ -10,7 +10,8 @@ import typer
 
 from spartito.cluster.endpoints import parse_range
 from spartito.errors import UserError
-from spartito.names import ENV_INTERFACE, ENV_PORTS, RECIPES, STRATEGIES
+from spartito.names import ENV_INTERFACE, ENV_PORTS, RECIPES
+from spartito.registry import strategy_names
 
 
 def whole(option: str, least: int | None = None) -> Callable[[str], int]:
@@ -57,7 +58,7 @@ Arguments = Annotated[
     typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe."),
 ]
 Strategy = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(STRATEGIES)}.", metavar="NAME")
+    str | None, typer.Option(help=f"One of {', '.join(strategy_names())}.", metavar="NAME")
 ]
 StrategyOptions = Annotated[
     str | None,

@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
-from spartito.launch.containers.plan import IMAGE
+from spartito.launch.containers.plan import IMAGE, one_machine_options
 from spartito.launch.pace import FULL, slow_tasks
 from spartito.launch.target import check_program
-from spartito.names import RECIPE_SEED, RECIPES, STRATEGIES, nearest
+from spartito.names import RECIPE_SEED, RECIPES, nearest
+from spartito.registry import default_name, simplest_first, strategy_info, strategy_names
 
 ALL = "all"
-ONE_DEVICE, PARAMETER_SERVER = "one_device", "parameter_server"
-ORDER = (ONE_DEVICE, "mirrored", "multi_worker_mirrored", "central_storage", PARAMETER_SERVER)
-"""From the simplest to the most involved: the order of the runs, the table and the colours."""
-
 SWEEPS = ("workers", "batch_size")
 PROCESSES, COMPOSE = "processes", "compose"
 PLACES = (PROCESSES, COMPOSE)
@@ -89,14 +86,8 @@ class ContainerOptions:
 
     def reason_against(self, strategy: str) -> str | None:
         """Why ``strategy`` cannot have several workers here; None where it can."""
-        need = {
-            "mirrored": {"--host-network": self.host_network},
-            "central_storage": {
-                "--host-network": self.host_network,
-                "--share-ipc": self.share_ipc,
-            },
-        }.get(strategy, {})
-        lacking = [option for option, given in need.items() if not given]
+        given = {"--host-network": self.host_network, "--share-ipc": self.share_ipc}
+        lacking = [option for option in one_machine_options(strategy) if not given[option]]
         if not lacking:
             return None
         return (
@@ -190,7 +181,7 @@ def make_plan(
     seed: int | None = None,
     out: Path | None = None,
     containers: ContainerOptions | None = None,
-    known: Sequence[str] = STRATEGIES,
+    known: Sequence[str] | None = None,
 ) -> Plan:
     """The runs for what the user typed; raises `UserError` for what cannot be.
 
@@ -200,16 +191,17 @@ def make_plan(
     allow are left out.
     """
     what = _target(target, arguments)
-    chosen = _strategies(strategies, known)
+    chosen = _strategies(strategies, strategy_names() if known is None else known)
     apart = containers if workers > 1 else None
     against = {name: apart and apart.reason_against(name) for name in chosen}
     left_out = [why for why in against.values() if why] if strategies == ALL else []
     chosen = [name for name in chosen if not (left_out and against[name])]
     if ps is not None and ps < 1:
         raise UserError(f"--ps {ps} is less than 1")
-    if ps is not None and strategies != ALL and PARAMETER_SERVER not in chosen:
+    infos = {name: strategy_info(name) for name in chosen}
+    if ps is not None and not any(info.needs_servers for info in infos.values()):
         raise UserError(
-            f"--ps {ps} is for {PARAMETER_SERVER}, which is not among {strategies}",
+            f"--ps {ps} is for {default_name(1, ps)}, which is not among {strategies}",
             "Leave --ps out, or compare that strategy too.",
         )
     wanted = _sweeps(sweeps)
@@ -226,11 +218,11 @@ def make_plan(
     table = [
         Planned(
             strategy,
-            1 if strategy == ONE_DEVICE else workers,
-            (ps or 1) if strategy == PARAMETER_SERVER else 0,
+            min(workers, info.most_replicas or workers),
+            (ps or 1) if info.needs_servers else 0,
             batch_size,
         )
-        for strategy in chosen
+        for strategy, info in infos.items()
     ]
     runs = table + [run for sweep in wanted for run in _added(table, sweep, wanted[sweep])]
     slow = list(slow)
@@ -275,7 +267,7 @@ def _target(name: str, arguments: Sequence[str]) -> Target:
 
 def _strategies(text: str, known: Sequence[str]) -> list[str]:
     if text == ALL:
-        return sorted(known, key=_place)
+        return sorted(known, key=simplest_first)
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise UserError(f"--strategies {text!r} names none", nearest("", [ALL, *known]))
@@ -283,10 +275,6 @@ def _strategies(text: str, known: Sequence[str]) -> list[str]:
         if name not in known:
             raise UserError(f"{name!r} is not a strategy", nearest(name, [ALL, *known]))
     return list(dict.fromkeys(names))
-
-
-def _place(strategy: str) -> tuple[int, str]:
-    return (ORDER.index(strategy) if strategy in ORDER else len(ORDER), strategy)
 
 
 def _goal(text: str | None) -> tuple[str, float] | None:
@@ -323,14 +311,17 @@ def _sweeps(texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
 
 
 def _added(table: Sequence[Planned], sweep: str, values: Sequence[int]) -> list[Planned]:
-    """The runs of a sweep that the table has not yet; more workers are not for one device."""
+    """The runs of a sweep that the table has not yet, with no more workers than a strategy can."""
     return [
         replace(run, sweep=sweep, **_setting(sweep, value))
         for run in table
-        if not (sweep == "workers" and run.strategy == ONE_DEVICE)
         for value in values
-        if getattr(run, sweep) != value
+        if getattr(run, sweep) != value and not (sweep == "workers" and _most(run) < value)
     ]
+
+
+def _most(run: Planned) -> float:
+    return strategy_info(run.strategy).most_replicas or math.inf
 
 
 def _setting(sweep: str, value: int) -> dict[str, Any]:

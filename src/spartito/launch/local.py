@@ -31,9 +31,8 @@ from spartito.names import (
     ENV_SNAPSHOT_DIR,
     ENV_STRATEGY,
     ENV_STRATEGY_OPTIONS,
-    STRATEGIES,
-    nearest,
 )
+from spartito.registry import strategy_info
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 """glibc's settings: keep what tensors free, so that the next step finds its pages in place.
@@ -113,10 +112,10 @@ def launch(
                 f"{job.task}",
                 "Leave it out; or give --nnodes and --node-rank as well.",
             )
-        check_strategy(strategy, strategy_options, place, cast.workers)
-        cast.check(
-            strategy or variables.get(ENV_STRATEGY), None if job is None else job.source, machines
-        )
+        cast.check(None if job is None else job.source)
+        servers = len(job.spec.addresses.get("ps", ())) if job and job.spec else cast.ps
+        named = strategy or variables.get(ENV_STRATEGY)
+        check_strategy(named, strategy_options, place, cast.workers, servers)
         for note in _notes(place, cast.workers):
             print(f"spartito: note: {note}", file=sys.stderr, flush=True)
         chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
@@ -347,24 +346,15 @@ def check_number(processes: int, cores: int, yes: bool, where: str = "this machi
         raise UserError(f"{what}: nothing was started", "Give --workers a smaller number.")
 
 
-def check_strategy(strategy: str | None, options: str | None, place: Place, workers: int) -> None:
+def check_strategy(
+    strategy: str | None, options: str | None, place: Place, workers: int, servers: int
+) -> None:
     """Raise `UserError` for a strategy that cannot be, or options that are no JSON object.
 
     ``workers`` are those of each launcher.
     """
-    replicas, here = place.nodes * workers, place.locals * workers
-    if strategy is not None and strategy not in STRATEGIES:
-        raise UserError(f"{strategy!r} is not a strategy", nearest(strategy, STRATEGIES))
-    if strategy == "one_device" and replicas > 1:
-        raise UserError(
-            f"one_device trains in one process, but {replicas} are asked for",
-            "Use --strategy mirrored (one machine) or multi_worker_mirrored, or --workers 1.",
-        )
-    if strategy == "central_storage" and here < replicas:
-        raise UserError(
-            f"central_storage with {here} of {replicas} replicas on this machine",
-            "Choose multi_worker_mirrored for replicas on several machines.",
-        )
+    if strategy:
+        strategy_info(strategy).check(place.nodes * workers, place.locals * workers, servers)
     if options is not None:
         check_options(options)
 

@@ -10,7 +10,6 @@ from spartito.cluster import Task, tf_config, torchrun
 from spartito.errors import UserError
 
 HOST = "127.0.0.1"
-PARAMETER_SERVER = "parameter_server"
 SEVERAL_MACHINES = (
     "Start them all from one shell with --hosts a,b,c, or one 'spartito run' per task, each with "
     "a TF_CONFIG that lists the addresses of all."
@@ -77,11 +76,10 @@ class Roles:
         """The threads of ``task`` when the workers, who compute, share ``cores``."""
         return max(1, cores // self.workers) if task.type == "worker" else 1
 
-    def check(self, strategy: str | None, source: str | None, machines: int) -> None:
+    def check(self, source: str | None) -> None:
         """Raise `UserError` where these roles cannot be.
 
-        ``source`` is what says already who is in the job, if anything does. ``machines``: how many
-        there are, when given by hand.
+        ``source`` is what says already who is in the job, if anything does.
         """
         if source is not None:
             if self.asked:
@@ -90,16 +88,6 @@ class Roles:
                     f"Leave {self.asked} out; --nnodes 1 starts a job of its own here.",
                 )
             return
-        if strategy == PARAMETER_SERVER and not self.ps:
-            raise UserError(
-                "parameter_server without a parameter server",
-                "Add --ps 1." if machines == 1 else SEVERAL_MACHINES,
-            )
-        if self.ps and strategy not in {None, PARAMETER_SERVER}:
-            raise UserError(
-                f"--ps {self.ps} with {strategy}, which has no parameter servers",
-                f"Leave --ps out, or use --strategy {PARAMETER_SERVER}.",
-            )
         if self.chief and not self.ps:
             raise UserError(
                 "--chief without --ps: only with parameter servers does a task hand out the work",

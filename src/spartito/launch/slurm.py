@@ -25,9 +25,7 @@ from spartito.launch.slurm_values import (
 )
 from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here, quoted
 from spartito.names import ENV_PORTS, ENV_RUN_DIR, ENV_SECRET, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
-
-ONE_MACHINE = ("central_storage", "mirrored", "one_device")
-"""Strategies whose replicas are all on one machine."""
+from spartito.registry import default_name, strategy_info
 
 NUMBER = "$SLURM_JOB_ID"
 RUN_DIR = f'"${ENV_RUN_DIR}"'
@@ -325,10 +323,10 @@ def _named(path: Path) -> str:
 
 
 def _check_nodes(strategy: str, nodes: int, roles: Roles) -> None:
-    if nodes > 1 and strategy in ONE_MACHINE:
+    if nodes > 1 and strategy_info(strategy).one_machine:
         raise UserError(
             f"{strategy} is for one machine, but --nodes {nodes} are several",
-            "Use --strategy multi_worker_mirrored, or --nodes 1.",
+            f"Use --strategy {default_name(2, 0)}, or --nodes 1.",
         )
     if nodes > len(roles.tasks):
         raise UserError(

@@ -7,7 +7,8 @@ import shlex
 from collections.abc import Mapping, Sequence
 
 from spartito.errors import UserError
-from spartito.launch.roles import PARAMETER_SERVER, Roles
+from spartito.launch.roles import Roles
+from spartito.registry import is_asynchronous
 
 VALUE = re.compile(r"[A-Za-z0-9_.,:=+@/-]+")
 FEATURES = re.compile(r"[A-Za-z0-9_.,:=+@/&|*()\[\]!-]+")
@@ -118,7 +119,7 @@ def check_gpus(
             "Leave the GPUs out of --gres.",
         )
     here = -(-roles.workers // nodes)
-    if counts and sum(counts) < here and strategy != PARAMETER_SERVER:
+    if counts and sum(counts) < here and not is_asynchronous(strategy):
         option, value = ("gpus-per-node", f"{here}") if per_node else ("gres", f"gpu:{here}")
         count = sum(counts)
         raise UserError(

@@ -13,8 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from spartito.errors import UserError
-from spartito.launch.roles import PARAMETER_SERVER, Roles
-from spartito.names import RECIPES, STRATEGIES, nearest
+from spartito.launch.roles import Roles
+from spartito.names import RECIPES, nearest
+from spartito.registry import default_name, strategy_info
 
 HOME = re.compile(r"~[A-Za-z0-9_.-]*")
 """Somebody's home, as a shell knows it."""
@@ -33,16 +34,9 @@ def choose_strategy(strategy: str | None, options: str | None, roles: Roles) -> 
 
     ``options`` are its keyword arguments as JSON. Raises `UserError` for what cannot be.
     """
-    if strategy is not None and strategy not in STRATEGIES:
-        raise UserError(f"{strategy!r} is not a strategy", nearest(strategy, STRATEGIES))
-    roles.check(strategy, source=None, machines=1)
-    several = "multi_worker_mirrored" if roles.workers > 1 else "one_device"
-    chosen = strategy or (PARAMETER_SERVER if roles.ps else several)
-    if chosen == "one_device" and roles.workers > 1:
-        raise UserError(
-            f"one_device trains in one task, but --workers {roles.workers} asks for more",
-            "Use --strategy multi_worker_mirrored, or --workers 1.",
-        )
+    roles.check(source=None)
+    chosen = strategy or default_name(roles.workers, roles.ps)
+    strategy_info(chosen).check(roles.workers, here=roles.workers, servers=roles.ps)
     if options is not None:
         check_options(options)
     return chosen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from inspect import signature
 from typing import Any
 
@@ -11,23 +12,13 @@ from spartito.cluster.resolver import remarks, resolve
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
+from spartito.registry import default_name, strategy_info
 from spartito.strategies.base import StepResult, Strategy
 from spartito.strategies.central_storage import CentralStorageStrategy
 from spartito.strategies.mirrored import MirroredStrategy
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.one_device import OneDeviceStrategy
 from spartito.strategies.parameter_server import ParameterServerStrategy
-
-REGISTRY: dict[str, type[Strategy]] = {
-    kind.name: kind
-    for kind in (
-        OneDeviceStrategy,
-        MirroredStrategy,
-        MultiWorkerMirroredStrategy,
-        CentralStorageStrategy,
-        ParameterServerStrategy,
-    )
-}
 
 
 def strategy(name: str | None = None, **options: Any) -> Strategy:
@@ -40,15 +31,12 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     """
     cluster = resolve()
     chosen = name or os.environ.get(ENV_STRATEGY) or ""
-    if not chosen:
-        several = "multi_worker_mirrored" if cluster.num_replicas > 1 else "one_device"
-        chosen = "parameter_server" if cluster.addresses.get("ps") else several
-    if chosen not in REGISTRY:
-        raise UserError(f"unknown strategy {chosen!r}", nearest(chosen, REGISTRY))
+    chosen = chosen or default_name(cluster.num_replicas, len(cluster.addresses.get("ps", ())))
+    kind = strategy_class(chosen)
     if name is None:
         options = {**_environment_options(), **options}
-    _check_options(chosen, options)
-    made = REGISTRY[chosen](cluster=cluster, **options)
+    _check_options(kind, options)
+    made: Strategy = kind(cluster=cluster, **options)
     if made.is_chief:
         replicas = cluster.num_computing
         note(
@@ -63,11 +51,25 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     return made
 
 
-def _check_options(name: str, options: dict[str, Any]) -> None:
-    known = [option for option in signature(REGISTRY[name]).parameters if option != "cluster"]
+def strategy_class(name: str) -> Callable[..., Strategy]:
+    """The class of the strategy ``name``; `UserError` where it has none."""
+    info = strategy_info(name)
+    kind = info.load()
+    if not (isinstance(kind, type) and issubclass(kind, Strategy) and kind.name == name):
+        raise UserError(
+            f"{info.implementation} is not a spartito.Strategy of the name {name!r}",
+            "Fix the package that adds it.",
+        )
+    return kind
+
+
+def _check_options(kind: Callable[..., Strategy], options: dict[str, Any]) -> None:
+    known = [option for option in signature(kind).parameters if option != "cluster"]
     for option in options:
         if option not in known:
-            raise UserError(f"{name} has no option {option!r}", nearest(option, known))
+            raise UserError(
+                f"{getattr(kind, 'name', kind)} has no option {option!r}", nearest(option, known)
+            )
 
 
 def _environment_options() -> dict[str, Any]:
@@ -88,7 +90,6 @@ def _environment_options() -> dict[str, Any]:
 
 
 __all__ = [
-    "REGISTRY",
     "CentralStorageStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",

@@ -21,6 +21,7 @@ from spartito.data.batch import Batch
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
 from spartito.errors import UserError
+from spartito.registry import strategy_info, strategy_names
 
 T = TypeVar("T")
 Sums = Callable[[], list[float]]
@@ -143,9 +144,11 @@ class Strategy(ABC):
         """Which task of the cluster this process is."""
         return self.job.task
 
-    @abstractmethod
     def check(self, cluster: ClusterSpec) -> None:
-        """Refuse a cluster that this strategy cannot run on, and name one that can. Pure."""
+        """Raise `UserError` for a cluster on which this strategy cannot run. Pure."""
+        if self.name in strategy_names():
+            servers = len(cluster.addresses.get("ps", ()))
+            strategy_info(self.name).check(cluster.num_replicas, cluster.local_size, servers)
 
     def during(self, purpose: str) -> AbstractContextManager[None]:
         """A block whose calls to other tasks are for ``purpose``, which errors name."""

@@ -83,20 +83,6 @@ class CentralStorageStrategy(SynchronousStrategy):
                 "It needs Linux on x86-64 and one /dev/shm for all; choose mirrored here.",
             )
 
-    def check(self, cluster: ClusterSpec) -> None:
-        servers = len(cluster.addresses.get("ps", ()))
-        if servers:
-            raise UserError(
-                f"central_storage in a cluster with {servers} ps",
-                "Its parameters lie in the memory of one machine: take the ps out.",
-            )
-        if cluster.local_size < cluster.num_replicas:
-            raise UserError(
-                f"central_storage with {cluster.local_size} of {cluster.num_replicas} replicas "
-                "on this machine",
-                "Choose multi_worker_mirrored for replicas on several machines.",
-            )
-
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
         pair = self._only_pair()

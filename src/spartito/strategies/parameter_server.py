@@ -138,13 +138,6 @@ class ParameterServerStrategy(ReplicaStrategy):
         """Only the chief evaluates and has callbacks."""
         return self.is_chief
 
-    def check(self, cluster: ClusterSpec) -> None:
-        if not cluster.addresses.get("ps") and cluster.task.type != "evaluator":
-            raise UserError(
-                f"parameter_server in a cluster without a ps ({cluster.source})",
-                "Add one with --ps 1 or in TF_CONFIG, or choose mirrored.",
-            )
-
     def prepare(
         self,
         model: nn.Module,

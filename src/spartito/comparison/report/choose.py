@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from statistics import stdev
 
 from spartito.comparison.report.results import SHORTEST_CURVE, Comparison, Figures
+from spartito.registry import is_asynchronous, simplest_first
 from spartito.report.figures import (
     duration,
     figure,
@@ -26,15 +27,6 @@ MARGIN = 0.05
 Two that differ by less are equal. Two that differ by more, but not beyond their noise, are not
 equal: they cannot be told apart.
 """
-
-SIMPLEST_FIRST = (
-    "one_device",
-    "mirrored",
-    "multi_worker_mirrored",
-    "central_storage",
-    "parameter_server",
-)
-ASYNCHRONOUS = frozenset({"parameter_server"})
 
 
 def sentences(found: Comparison) -> list[str]:
@@ -190,8 +182,8 @@ def _slow(found: Comparison) -> str | None:
         return None
     task, share = next(iter(slowed[0].slow.items()))
     given = f"With {task} at {share:.0%} of its speed"
-    waiting = [run for run in slowed if run.strategy not in ASYNCHRONOUS]
-    free = [run for run in slowed if run.strategy in ASYNCHRONOUS]
+    waiting = [run for run in slowed if not is_asynchronous(run.strategy)]
+    free = [run for run in slowed if is_asynchronous(run.strategy)]
     if not waiting:
         return None
     synchronous = max(waiting, key=_rate)
@@ -373,8 +365,7 @@ def _speed_margin(one: Figures, other: Figures) -> float:
 
 
 def _simplest(runs: Sequence[Figures]) -> Figures:
-    known = {name: place for place, name in enumerate(SIMPLEST_FIRST)}
-    return min(runs, key=lambda run: known.get(run.strategy, len(known)))
+    return min(runs, key=lambda run: simplest_first(run.strategy))
 
 
 def _rate(run: Figures) -> float:

@@ -21,6 +21,7 @@ from spartito.collectives.placement import PROCESS_GROUP
 from spartito.device import available_cores, cgroup_memory, cgroup_quota
 from spartito.doctor.transport.messages import Facts, Memory, Space
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.registry import default_name
 
 PACKAGES = ("spartito", "torch")
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -121,9 +122,7 @@ def gpu_names(env: Mapping[str, str], seconds: float) -> list[str]:
 
 
 def _strategy_of(spec: ClusterSpec) -> str:
-    if spec.addresses.get("ps"):
-        return "parameter_server"
-    return "multi_worker_mirrored" if spec.num_replicas > 1 else "one_device"
+    return default_name(spec.num_replicas, len(spec.addresses.get("ps", ())))
 
 
 def _shares(machine: str, quota: float) -> str:

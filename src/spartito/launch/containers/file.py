@@ -13,8 +13,8 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.cluster.tf_config import from_tf_config
 from spartito.errors import UserError
 from spartito.launch.containers.plan import JOB_NAME
-from spartito.launch.roles import PARAMETER_SERVER
 from spartito.names import ENV_STRATEGY
+from spartito.registry import strategy_info, strategy_names
 
 SECRET = "spartito"
 """What a compose file calls the job's secret; it is ``/run/secrets/spartito`` in containers."""
@@ -100,8 +100,9 @@ class JobFile:
     def has_servers(self) -> bool:
         """Whether there are parameter servers, on this machine or on another."""
         specs = [self.spec(name) for name in self.services]
+        named = {self._told(name).get(ENV_STRATEGY, "") for name in self.services}
         return any(spec is not None and spec.addresses.get("ps") for spec in specs) or any(
-            self._told(name).get(ENV_STRATEGY) == PARAMETER_SERVER for name in self.services
+            strategy_info(name).needs_servers for name in named & set(strategy_names())
         )
 
     def spec(self, service: str) -> ClusterSpec | None:

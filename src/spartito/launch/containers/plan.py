@@ -17,6 +17,7 @@ from spartito.errors import UserError
 from spartito.launch.hosts.names import is_name
 from spartito.launch.roles import Roles
 from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here
+from spartito.registry import default_name, strategy_info
 
 IMAGE = "spartito"
 PORT = 29500
@@ -214,6 +215,15 @@ def memory_bytes(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2].lower()])
 
 
+def one_machine_options(strategy: str) -> list[str]:
+    """The options that make containers one machine to ``strategy``; none where it needs none."""
+    info = strategy_info(strategy)
+    if info.most_replicas == 1:
+        return []
+    needs = {"--host-network": info.one_machine, "--share-ipc": info.shares_memory}
+    return [option for option, needed in needs.items() if needed]
+
+
 def _check_strategy(
     strategy: str | None,
     options: str | None,
@@ -223,13 +233,13 @@ def _check_strategy(
     hosts: str | None,
 ) -> str:
     chosen = choose_strategy(strategy, options, roles)
-    alone = {"mirrored": host_network, "central_storage": host_network and share_ipc}
-    if roles.workers > 1 and chosen in alone and (hosts or not alone[chosen]):
-        need = "--host-network" + (" --share-ipc" if chosen == "central_storage" else "")
+    need = one_machine_options(chosen)
+    given = {"--host-network": host_network, "--share-ipc": share_ipc}
+    if roles.workers > 1 and need and (hosts or not all(given[option] for option in need)):
         raise UserError(
             f"{chosen} is for one machine, and each container is a machine of its own",
-            "Use --strategy multi_worker_mirrored (with --share-ipc it talks by shared memory "
-            f"too), or on a single machine {need}.",
+            f"Use --strategy {default_name(2, 0)} (with --share-ipc it talks by shared memory "
+            f"too), or on a single machine {' '.join(need)}.",
         )
     return chosen
 

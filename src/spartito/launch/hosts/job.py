@@ -128,8 +128,8 @@ def plan_on_hosts(
     for host, told in zip(hosts, found, strict=True):
         check_number(each, told.cores, yes, host.name)
     place = Place(0, count, hosts[0].address, port)
-    check_strategy(env.get(ENV_STRATEGY), env.get(ENV_STRATEGY_OPTIONS), place, each)
-    cast.check(env.get(ENV_STRATEGY), source=None, machines=1)
+    cast.check(source=None)
+    check_strategy(env.get(ENV_STRATEGY), env.get(ENV_STRATEGY_OPTIONS), place, each, ps)
     words = (*(("-m",) if module else ()), *argv)
     plan = Plan(hosts, tuple(f.cores for f in found), cast, words, ssh, port, reach.passed)
     plan.check_ports(allowed)

@@ -1,0 +1,189 @@
+"""The table of strategies: what is known of each one without importing it, let alone torch.
+
+Commands, launchers, the doctor and reports ask here. A package adds a strategy by an entry point:
+
+    [project.entry-points."spartito.strategies"]
+    theirs = "package.module:INFO"
+
+``INFO`` is a `StrategyInfo` of this name. Its module must not import torch; the class that it
+names is imported when somebody builds the strategy.
+"""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+from spartito.errors import UserError
+from spartito.names import nearest
+
+GROUP = "spartito.strategies"
+"""The entry points by which packages add strategies."""
+
+
+@dataclass(frozen=True, slots=True)
+class StrategyInfo:
+    """What is known of a strategy without importing it.
+
+    Args:
+        name: what people call it, as in ``--strategy``.
+        implementation: where its class is, a `spartito.Strategy`, as ``"package.module:Class"``.
+        one_machine: whether all replicas must run on one machine.
+        shares_memory: whether they need one /dev/shm too.
+        needs_servers: whether it works with parameter servers; others refuse a cluster with them.
+        asynchronous: whether replicas update without waiting for each other.
+        most_replicas: the largest number of replicas; None for any number.
+    """
+
+    name: str
+    implementation: str
+    one_machine: bool = False
+    shares_memory: bool = False
+    needs_servers: bool = False
+    asynchronous: bool = False
+    most_replicas: int | None = None
+
+    def check(self, replicas: int, here: int, servers: int) -> None:
+        """Raise `UserError` unless the strategy can run on such a cluster.
+
+        Args:
+            replicas: all processes that train.
+            here: those of them on this machine.
+            servers: the parameter servers.
+        """
+        if servers and not self.needs_servers:
+            raise UserError(
+                f"{self.name} with {servers} ps: it has no parameter servers",
+                f"Leave them out (--ps, TF_CONFIG), or choose {default_name(2, 1)}.",
+            )
+        if self.needs_servers and not servers:
+            raise UserError(
+                f"{self.name} without a parameter server",
+                "Add one by --ps 1, or give each task a TF_CONFIG that lists one.",
+            )
+        if self.most_replicas is not None and replicas > self.most_replicas:
+            raise UserError(
+                f"{self.name} trains in {self.most_replicas} process, but {replicas} are asked for",
+                f"Choose mirrored (one machine) or {default_name(2, 0)} (several).",
+            )
+        if self.one_machine and here < replicas:
+            raise UserError(
+                f"{self.name} is for one machine, but {here} of {replicas} replicas are on this "
+                "one",
+                f"Choose {default_name(2, 0)} for replicas on several machines.",
+            )
+
+    def load(self) -> Any:
+        """Import the class;  where it is not there."""
+        module, _, name = self.implementation.partition(":")
+        try:
+            return getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError) as error:
+            raise UserError(
+                f"{self.implementation} of the strategy {self.name!r} cannot be imported: {error}",
+                "Fix or install the package that adds it.",
+            ) from error
+
+
+BUILT_IN = {
+    info.name: info
+    for info in (
+        StrategyInfo(
+            "one_device",
+            "spartito.strategies.one_device:OneDeviceStrategy",
+            one_machine=True,
+            most_replicas=1,
+        ),
+        StrategyInfo("mirrored", "spartito.strategies.mirrored:MirroredStrategy", one_machine=True),
+        StrategyInfo(
+            "multi_worker_mirrored",
+            "spartito.strategies.multi_worker_mirrored:MultiWorkerMirroredStrategy",
+        ),
+        StrategyInfo(
+            "central_storage",
+            "spartito.strategies.central_storage:CentralStorageStrategy",
+            one_machine=True,
+            shares_memory=True,
+        ),
+        StrategyInfo(
+            "parameter_server",
+            "spartito.strategies.parameter_server:ParameterServerStrategy",
+            needs_servers=True,
+            asynchronous=True,
+        ),
+    )
+}
+"""Spartito's own strategies, from the simplest to the most involved."""
+
+
+def strategy_names() -> tuple[str, ...]:
+    """The names of all strategies: Spartito's own, the simplest first, then those of packages."""
+    return (*BUILT_IN, *sorted(set(_added()) - set(BUILT_IN)))
+
+
+def strategy_info(name: str) -> StrategyInfo:
+    """What is known of the strategy ``name``.
+
+    Raises:
+        UserError: nobody knows the name, two packages have it, or the entry point is wrong.
+    """
+    added = _added().get(name, ())
+    if len(added) + (name in BUILT_IN) > 1:
+        raise UserError(
+            f"more than one strategy is called {name!r}: {', '.join(map(_source, added))}",
+            "Uninstall what adds it to the entry points 'spartito.strategies'.",
+        )
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    if not added:
+        raise UserError(f"{name!r} is not a strategy", nearest(name, strategy_names()))
+    try:
+        info = added[0].load()
+    except Exception as error:
+        raise UserError(
+            f"the strategy {name!r} cannot be loaded from {_source(added[0])}: {error}",
+            "Fix or uninstall the package.",
+        ) from error
+    if not isinstance(info, StrategyInfo) or info.name != name:
+        raise UserError(
+            f"the strategy {name!r}: {_source(added[0])} is no StrategyInfo of this name",
+            "Its entry point must name a spartito.registry.StrategyInfo with the same name.",
+        )
+    return info
+
+
+def default_name(replicas: int, servers: int) -> str:
+    """The strategy of a cluster for which nobody named one."""
+    if servers:
+        return "parameter_server"
+    return "multi_worker_mirrored" if replicas > 1 else "one_device"
+
+
+def simplest_first(name: str) -> tuple[int, str]:
+    """Sorts names of strategies from the simplest to the most involved; unknown ones come last."""
+    order = list(BUILT_IN)
+    return (order.index(name) if name in order else len(order), name)
+
+
+def is_asynchronous(name: str) -> bool:
+    """Whether replicas under ``name`` do not wait for each other; False for an unknown name."""
+    return name in strategy_names() and strategy_info(name).asynchronous
+
+
+@cache
+def _added() -> dict[str, tuple[EntryPoint, ...]]:
+    """The entry points of installed packages, by name."""
+    found: dict[str, tuple[EntryPoint, ...]] = {}
+    for point in entry_points(group=GROUP):
+        others = found.get(point.name, ())
+        if point.value not in [other.value for other in others]:  # installed twice on the path
+            found[point.name] = (*others, point)
+    return found
+
+
+def _source(point: EntryPoint) -> str:
+    package = f" of {point.dist.name}" if point.dist is not None else ""
+    return f"{point.value}{package}"
