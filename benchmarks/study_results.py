@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.comparison.report.results import Figures, comparison, read_result
-from spartito.report.figures import NOTHING, duration, figure, is_share, or_nothing, percent
+from spartito.report.figures import NOTHING, duration, figure, is_fraction, or_nothing, percent
 
 DOCS = Path(__file__).resolve().parent.parent / "docs" / "study.md"
 PICTURES = "pictures"
@@ -229,7 +229,7 @@ def draw(path: Path, title: str, x_label: str, name: str, curves: Sequence[Curve
         axes.set_xlabel(x_label, color=QUIET)
         axes.xaxis.set_major_locator(MaxNLocator(nbins=10, steps=[1, 2, 5, 10], integer=True))
         axes.margins(x=0.01)
-        if is_share(name):
+        if is_fraction(name):
             axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.0%}"))
         axes.grid(axis="y", color=LINE, linewidth=0.8)
         axes.set_axisbelow(True)

@@ -35,7 +35,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 EXACT = 1e-12
 FIGURES = {
     "epoch", "step", "loss", "accuracy", "val_loss", "val_accuracy", "seconds",
-    "examples_per_second", "data_wait_share",
+    "examples_per_second", "data_wait_fraction",
 }  # fmt: skip
 
 OWN_SCRIPT = """

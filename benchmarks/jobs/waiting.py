@@ -30,7 +30,7 @@ class Waits(sp.Callback):
 
     def on_train_batch_end(self, batch: int, logs: object) -> None:
         seconds = time.perf_counter() - self._began
-        self._last = (seconds, seconds * self.trainer.data_wait_share)
+        self._last = (seconds, seconds * self.trainer.data_wait_fraction)
         if batch == 0:
             self._first = self._last
 
@@ -42,7 +42,7 @@ class Waits(sp.Callback):
         reduce = self.trainer.strategy.reduce
         self.epochs.append(
             {
-                "share": logs["data_wait_share"],
+                "share": logs["data_wait_fraction"],
                 "without_first_step": float(reduce("mean", mine)),
                 "worst_replica": float(reduce("max", mine)),
                 "images_per_second": logs["examples_per_second"],

@@ -36,7 +36,7 @@ def history(
                 "val_loss": 0.2 + 0.8 * left + 2 * shake,
                 "val_accuracy": accuracy - 0.35 * left + shake,
                 "examples_per_second": rate * (1 + 0.004 * ZIGZAG[(n + 3) % len(ZIGZAG)]),
-                "data_wait_share": 0.02,
+                "data_wait_fraction": 0.02,
                 "seconds": examples / rate,
             }
         )

@@ -32,7 +32,7 @@ def epochs(count: int) -> list[dict[str, Any]]:
             "val_accuracy": 0.951 - 0.2 * math.exp(-0.6 * n) - 0.0012 * max(0, n - 6),
             "seconds": 1.02 + 0.06 * math.sin(n),
             "examples_per_second": 78_400 + 2_100 * math.cos(1.7 * n),
-            "data_wait_share": 0.011 + 0.006 * math.sin(2.3 * n) ** 2,
+            "data_wait_fraction": 0.011 + 0.006 * math.sin(2.3 * n) ** 2,
         }
         for n in range(1, count + 1)
     ]

@@ -13,7 +13,7 @@ from spartito.report.figures import duration, figure, higher_is_better, label, m
         ("accuracy", 0.97315, "97.31%"),
         ("val_binary_accuracy", 1.0, "100.00%"),
         ("top_5_accuracy", 0.5, "50.00%"),
-        ("data_wait_share", 0.0123, "1.2%"),
+        ("data_wait_fraction", 0.0123, "1.2%"),
         ("loss", 0.123456, "0.1235"),
         ("loss", 0.0, "0.0000"),
         ("loss", 0.00001234, "1.234e-05"),

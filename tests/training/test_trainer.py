@@ -470,7 +470,7 @@ class Diary(sp.Callback):
         self._note(f"epoch {epoch}")
 
     def on_epoch_end(self, epoch: int, logs: Any) -> None:
-        assert {"loss", "accuracy", "seconds", "examples_per_second", "data_wait_share"} <= set(
+        assert {"loss", "accuracy", "seconds", "examples_per_second", "data_wait_fraction"} <= set(
             logs
         )
         self.mark += 1

@@ -6,13 +6,13 @@ import math
 import re
 from collections.abc import Callable, Iterable
 
-BOOKKEEPING = ("epoch", "step", "seconds", "examples_per_second", "data_wait_share")
+BOOKKEEPING = ("epoch", "step", "seconds", "examples_per_second", "data_wait_fraction")
 """Keys of an epoch's logs that say how it ran, not how well the model did."""
 
 VALIDATION = "val_"
 NOTHING = "–"
 
-_SHARES = re.compile(r"(^|_)(acc|accuracy|precision|recall|share)($|_)")
+_FRACTIONS = re.compile(r"(^|_)(acc|accuracy|precision|recall|fraction)($|_)")
 _HIGHER = re.compile(r"(^|_)(acc|accuracy|auc|precision|recall|f1|fmeasure|score|r2)($|_)")
 
 
@@ -27,19 +27,19 @@ def metric_names(logs: Iterable[str]) -> list[str]:
     return sorted(names, key=lambda name: name != "loss")
 
 
-def is_share(name: str) -> bool:
+def is_fraction(name: str) -> bool:
     """Whether the figure ``name`` is a part of one, which is read in percent."""
-    return bool(_SHARES.search(name))
+    return bool(_FRACTIONS.search(name))
 
 
 def figure(name: str, value: float | None) -> str:
-    """``value`` as a person reads it: accuracies and shares in percent, the rest in 4 digits."""
+    """``value`` as a person reads it: accuracies and fractions in percent, the rest in 4 digits."""
     if value is None or math.isnan(value):
         return NOTHING if value is None else "NaN"
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
-    if is_share(name):
-        return f"{value:.2%}" if name != "data_wait_share" else f"{value:.1%}"
+    if is_fraction(name):
+        return f"{value:.2%}" if name != "data_wait_fraction" else f"{value:.1%}"
     if name in ("epoch", "step"):
         return f"{value:,.0f}"
     if name == "examples_per_second":
@@ -71,14 +71,14 @@ def size(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def percent(share: float) -> str:
-    """A share as ``12.3%``."""
-    return f"{share:.1%}"
+def percent(fraction: float) -> str:
+    """A fraction as ``12.3%``."""
+    return f"{fraction:.1%}"
 
 
 def points(name: str, value: float) -> str:
-    """A difference of the figure ``name``: of shares in points of a percent, else as it is."""
-    return f"{100 * value:.2f} points" if is_share(name) else f"{value:.2g}"
+    """A difference of the figure ``name``: of fractions in points of a percent, else as it is."""
+    return f"{100 * value:.2f} points" if is_fraction(name) else f"{value:.2g}"
 
 
 def or_nothing(value: float | None, write: Callable[[float], str]) -> str:

@@ -19,7 +19,7 @@ from spartito.report.figures import (
     duration,
     figure,
     higher_is_better,
-    is_share,
+    is_fraction,
     label,
     metric_names,
 )
@@ -132,13 +132,13 @@ def plots(run: Run) -> list[Plot]:
                 Curve("training", run.series(name), TRAINING),
                 Curve("validation", run.series(VALIDATION + name), VALIDATION_COLOUR),
             ],
-            percent=is_share(name),
+            percent=is_fraction(name),
             marked=best[0] if best and best[1] == VALIDATION + name else None,
         )
         for name in names
     ]
     rate = Curve("examples per second", run.series("examples_per_second"), NEUTRAL)
-    wait = Curve("share of the epoch", run.series("data_wait_share"), NEUTRAL)
+    wait = Curve("share of the epoch", run.series("data_wait_fraction"), NEUTRAL)
     return [
         *quality,
         Plot("Throughput", run.axis, [rate], reach=0.0),
@@ -171,8 +171,8 @@ def headline(run: Run) -> list[Card]:
     rates = sorted(_finite(run.series("examples_per_second")))
     if rates:
         middle = figure("examples_per_second", rates[len(rates) // 2])
-        waits = _finite(run.series("data_wait_share"))
-        share = figure("data_wait_share", sum(waits) / len(waits)) if waits else ""
+        waits = _finite(run.series("data_wait_fraction"))
+        share = figure("data_wait_fraction", sum(waits) / len(waits)) if waits else ""
         cards.append(Card(middle, "examples per second", share and f"{share} waiting for data"))
     return cards
 
@@ -216,7 +216,7 @@ def _columns(epochs: Sequence[Epoch]) -> list[str]:
     """The table's columns: training beside validation, bookkeeping around them."""
     there = dict.fromkeys(name for epoch in epochs for name in epoch)
     pairs = [n for name in metric_names(there) for n in (name, VALIDATION + name)]
-    order = ["epoch", "step", *pairs, "seconds", "examples_per_second", "data_wait_share"]
+    order = ["epoch", "step", *pairs, "seconds", "examples_per_second", "data_wait_fraction"]
     return [name for name in order if name in there]
 
 
@@ -248,7 +248,11 @@ def _model(model: Mapping[str, Any]) -> str:
 
 
 def _heading(name: str) -> str:
-    short = {"examples_per_second": "examples/s", "data_wait_share": "waiting", "seconds": "time"}
+    short = {
+        "examples_per_second": "examples/s",
+        "data_wait_fraction": "waiting",
+        "seconds": "time",
+    }
     return short.get(name, label(name))
 
 

@@ -55,8 +55,8 @@ class Training(Protocol):
     about: dict[str, Any]
 
     @property
-    def data_wait_share(self) -> float:
-        """The share of this epoch's time so far that this replica waited for data."""
+    def data_wait_fraction(self) -> float:
+        """The fraction of this epoch's time so far that this replica waited for data."""
         ...
 
     @property

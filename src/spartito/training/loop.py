@@ -70,8 +70,8 @@ class Clock:
         return max(0.0, self.waited - (self._others() - self._others_before))
 
     @property
-    def wait_share(self) -> float:
-        """The same as a share of the time."""
+    def wait_fraction(self) -> float:
+        """The same as a fraction of the time."""
         return self.waited_for_data / max(self.seconds, 1e-9)
 
 
@@ -273,8 +273,8 @@ class TrainingLoop:
         """The epoch's loss and metrics over all replicas, and where its time went."""
         timing = {
             "examples_per_second": self.clock.rate,
-            "data_wait_share": float(
-                self._strategy.reduce("mean", torch.tensor([self.clock.wait_share]).double())
+            "data_wait_fraction": float(
+                self._strategy.reduce("mean", torch.tensor([self.clock.wait_fraction]).double())
             ),
         }
         loss, weight, *metrics = self._sums()

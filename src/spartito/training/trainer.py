@@ -298,9 +298,9 @@ class Trainer:
         self._restored = {**saved, "accumulated": waiting} if saved["loop"] else None
 
     @property
-    def data_wait_share(self) -> float:
-        """The share of this epoch's time so far that this replica waited for data."""
-        return self._loop.clock.wait_share if self._loop else 0.0
+    def data_wait_fraction(self) -> float:
+        """The fraction of this epoch's time so far that this replica waited for data."""
+        return self._loop.clock.wait_fraction if self._loop else 0.0
 
     @property
     def examples_per_second(self) -> float:

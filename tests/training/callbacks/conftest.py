@@ -37,7 +37,7 @@ class Loop:
     steps_per_epoch: int | None = 4
     stop_training: bool = False
     left_to_evaluator: bool = False
-    data_wait_share: float = 0.012
+    data_wait_fraction: float = 0.012
     examples_per_second: float = 1234.5
     states: int = 0
     callbacks: Sequence[Callback] = ()

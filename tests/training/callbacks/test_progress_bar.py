@@ -21,7 +21,7 @@ LOGS = {
     "val_accuracy": 0.875,
     "seconds": 12.34,
     "examples_per_second": 1234.5,
-    "data_wait_share": 0.012,
+    "data_wait_fraction": 0.012,
 }
 HIDE, SHOW = "\x1b[?25l", "\x1b[?25h"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from spartito.comparison.report.curves import Chart, Line, ideal, series_colour
 from spartito.comparison.report.results import Comparison, Figures
-from spartito.report.figures import VALIDATION, is_share, label
+from spartito.report.figures import VALIDATION, is_fraction, label
 
 
 def strategy_colours(found: Comparison) -> dict[str, str]:
@@ -32,7 +32,7 @@ def curve_charts(found: Comparison, colours: dict[str, str]) -> list[Chart]:
             ]
             over = "steps" if axis == "steps" else "time"
             title = f"{label(name).capitalize()} over {over}"
-            charts.append(Chart(title, words, lines, percent=is_share(name)))
+            charts.append(Chart(title, words, lines, percent=is_fraction(name)))
     return charts
 
 
@@ -69,7 +69,7 @@ def _worker_charts(found: Comparison, colours: dict[str, str]) -> list[Chart]:
             for place, run in enumerate(runs)
         ]
         title = f"{label(name).capitalize()}, {strategy}"
-        charts.append(Chart(title, "global step", lines, percent=is_share(name)))
+        charts.append(Chart(title, "global step", lines, percent=is_fraction(name)))
     return [chart for chart in charts if not chart.is_empty]
 
 
@@ -107,7 +107,7 @@ def _against(
         f"{what.capitalize()} {label(name)} against {over}",
         axis,
         _lines(points, sweep, what, colours),
-        percent=is_share(name),
+        percent=is_fraction(name),
         ticks=_ticks(points, sweep),
     )
 

@@ -12,7 +12,7 @@ from spartito.report.figures import (
     duration,
     figure,
     higher_is_better,
-    is_share,
+    is_fraction,
     label,
     points,
     size,
@@ -310,7 +310,7 @@ def _is_behind(run: Figures, best: Figures) -> bool:
     if _noise_known([run, best]):
         return gap > 2 * _noise_of(run, best)
     # Too few epochs for noise: only what nobody would take for noise counts.
-    return gap > (MARGIN if is_share(best.quality) else MARGIN * abs(best.final))
+    return gap > (MARGIN if is_fraction(best.quality) else MARGIN * abs(best.final))
 
 
 def _ranked(runs: Sequence[Figures]) -> list[Figures]:

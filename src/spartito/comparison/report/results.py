@@ -361,7 +361,7 @@ def _waited_for_data(tasks: Sequence[Record], epochs: Sequence[Epoch]) -> float 
     by_tasks = _share(tasks, "waited_for_data_seconds")
     if by_tasks is not None:
         return by_tasks
-    shares = _finite(epoch.get("data_wait_share") for epoch in epochs)
+    shares = _finite(epoch.get("data_wait_fraction") for epoch in epochs)
     return statistics.fmean(shares) if shares else None
 
 

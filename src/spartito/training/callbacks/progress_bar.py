@@ -114,7 +114,7 @@ class ProgressBar(Callback):
             left = [f"{duration(seconds)} left"]
         speed = {
             "examples_per_second": self.trainer.examples_per_second,
-            "data_wait_share": self.trainer.data_wait_share,
+            "data_wait_fraction": self.trainer.data_wait_fraction,
         }
         self._display.step(self._title, done, total, _join(_figures(logs), *left, *_speed(speed)))
 
@@ -219,9 +219,9 @@ def _figures(logs: Mapping[str, float]) -> str:
 
 
 def _speed(logs: Mapping[str, float]) -> list[str]:
-    rate, waiting = logs.get("examples_per_second"), logs.get("data_wait_share")
+    rate, waiting = logs.get("examples_per_second"), logs.get("data_wait_fraction")
     parts = {
         "{} examples/s": None if rate is None else figure("examples_per_second", rate),
-        "waiting for data {}": None if waiting is None else figure("data_wait_share", waiting),
+        "waiting for data {}": None if waiting is None else figure("data_wait_fraction", waiting),
     }
     return [text.format(value) for text, value in parts.items() if value is not None]
