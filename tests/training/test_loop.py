@@ -4,6 +4,7 @@ import time
 from math import isnan
 
 import pytest
+import torch
 
 from spartito.training.loop import Clock, StepLogs
 from spartito.training.metrics import make_metrics
@@ -35,5 +36,5 @@ def test_what_was_not_seen_is_not_among_the_figures() -> None:
     assert isnan(logs["loss"])
     logs.last, logs.seen = 0.5, True
     assert dict(logs) == {"loss": 0.5}
-    metrics[0].total, metrics[0].count = 3.0, 4.0
+    metrics[0].update(torch.eye(4), torch.tensor([0, 1, 2, 0]), 4)
     assert dict(logs) == {"loss": 0.5, "accuracy": 0.75}

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from spartito.errors import UserError
 from spartito.training.metrics import make_metrics
@@ -106,7 +107,7 @@ def test_values_of_every_kind() -> None:
     assert metrics[0].value == 0.5
     assert metrics[1].value == pytest.approx(SCORES.square().mean().item())
     metrics[0].reset()
-    assert (metrics[0].total, metrics[0].count) == (0.0, 0.0)
+    assert metrics[0].sums == [0.0, 0.0]
 
 
 def test_what_is_no_metric() -> None:
@@ -115,7 +116,7 @@ def test_what_is_no_metric() -> None:
     with pytest.raises(UserError, match=r"two metrics are named \{'accuracy'\}"):
         make_metrics(["accuracy", "accuracy"], None)
     (wrong,) = make_metrics([lambda output, target: output[:3]], None)
-    with pytest.raises(UserError, match=r"answered \(3, 6\) float32 for 7 examples"):
+    with pytest.raises(UserError, match=r"returned \(3, 6\) float32 for 7 examples"):
         wrong.update(SCORES, CLASSES, 7)
     for name in ("mae", "mse", "binary_accuracy"):
         (metric,) = make_metrics([name], None)
@@ -129,10 +130,10 @@ def test_one_name_is_enough_and_ignored_targets_do_not_count() -> None:
     metric.update(SCORES[3:], CLASSES[3:], 4)
     counted = CLASSES != 5
     right = (SCORES.argmax(1) == CLASSES)[counted]
-    assert (metric.total, metric.count) == (right.sum().item(), counted.sum().item())
+    assert metric.sums == [right.sum().item(), counted.sum().item()]
     (top,) = make_metrics(["top_2_accuracy"], nn.CrossEntropyLoss(ignore_index=5))
     top.update(SCORES, CLASSES, 7)
-    assert top.count == counted.sum().item()
+    assert top.sums[1] == counted.sum().item()
 
 
 @pytest.mark.parametrize("length", [5, 6])  # 6: as many tokens as classes
@@ -155,8 +156,44 @@ def test_names_find_their_tensors_in_mappings_and_objects(form: Any, length: int
             metric.update(output, labels, 4)
 
 
+def test_a_class_of_bytes_is_not_taken_for_an_ignored_one() -> None:
+    (metric,) = make_metrics("accuracy", None)
+    metric.update(torch.eye(157)[[156, 1]], torch.tensor([156, 0], dtype=torch.uint8), 2)
+    assert metric.sums == [1.0, 2.0]
+
+
 def test_functions_may_count_what_they_like() -> None:
     (metric,) = make_metrics(lambda output, target: (output["hits"], output["of"]), None)
     for hits, of in ((1, 2), (torch.tensor(5), 6)):
         metric.update({"hits": hits, "of": of}, None, 3)
     assert metric.value == 6 / 8
+
+
+class Reads(TorchDispatchMode):
+    """Counts how often the host waits for the value of a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        self.count += function in (
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+        )
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "given", ["accuracy", "top_2", lambda output, target: output.sum(), lambda output, target: 0.5]
+)
+def test_nothing_is_read_from_the_device_before_somebody_looks(given: Any) -> None:
+    (metric,) = make_metrics(given, None)
+    with Reads() as reads:
+        metric.update(SCORES, CLASSES, 7)
+        metric.update(SCORES.bfloat16(), CLASSES, 7)
+        assert reads.count == 0
+        assert metric.value == metric.value
+        assert reads.count > 0

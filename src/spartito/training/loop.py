@@ -93,7 +93,7 @@ class StepLogs(Mapping[str, float]):
     def __iter__(self) -> Iterator[str]:
         if self.seen:
             yield "loss"
-        yield from (name for name, metric in self._metrics.items() if metric.count)
+        yield from (name for name, metric in self._metrics.items() if metric.sums[1])
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -291,7 +291,7 @@ class TrainingLoop:
 
     def _own(self) -> list[float]:
         """This task's sums of the epoch: loss, its weight, and a pair for each metric."""
-        metrics = [part for metric in self._metrics for part in (metric.total, metric.count)]
+        metrics = [part for metric in self._metrics for part in metric.sums]
         return [self._loss, self._weight, *metrics]
 
     def _sums(self) -> list[float]:
@@ -355,7 +355,7 @@ class Evaluation:
                 if batch.size:
                     for metric in self._metrics:
                         metric.update(output, batch.target, batch.size)
-        own = [part for metric in self._metrics for part in (metric.total, metric.count)]
+        own = [part for metric in self._metrics for part in metric.sums]
         *flat, examples_in_all = self._batches.total((), [*losses, *own, examples])
         sums = _pairs(flat)
         if not examples_in_all:

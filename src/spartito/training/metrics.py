@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from spartito.engine.loss import IGNORED, LossFunction, align, all_count, describe
+from spartito.engine.loss import IGNORED, LossFunction, align, describe
 from spartito.errors import UserError
 from spartito.names import nearest
 
@@ -20,47 +19,64 @@ MetricFunction = Callable[[Any, Any], Any]
 tuple ``(sum, count)`` where something else than examples is counted."""
 
 
-@dataclass
 class MeanMetric:
-    """A mean over examples: this replica's sum of values, and how many there were."""
+    """A mean over examples: this replica's sum of values, and how many there were.
 
-    name: str
-    function: MetricFunction
-    total: float = field(default=0.0, init=False)
-    count: float = field(default=0.0, init=False)
+    Both stay on the device of the outputs until somebody reads them.
+    """
+
+    _sum: Tensor | int
+    _count: Tensor | int
+
+    def __init__(self, name: str, function: MetricFunction) -> None:
+        self.name, self.function = name, function
+        self.reset()
 
     def update(self, output: Any, target: Any, size: int) -> None:
-        """Take in the ``size`` examples of a local batch."""
+        """Add the ``size`` examples of a local batch."""
         if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16):
             output = output.float()  # as the loss does: targets would be rounded to 3 digits
         found = self.function(output, target)
-        if isinstance(found, tuple):
-            total, count = found
-            self.total += float(total)
-            self.count += float(count)
-            return
-        value = torch.as_tensor(found)
-        if value.dim() == 0:
-            self.total += value.item() * size
-        elif value.dtype == torch.bool and value.numel() == size:
-            self.total += int(value.count_nonzero())
-        elif value.shape[0] == size:
-            self.total += value.sum(dtype=torch.float64).item() * size / value.numel()
-        else:
-            raise UserError(
-                f"the metric {self.name} answered {describe(value)} for {size} examples",
-                "It gives one value per example, or their mean.",
-            )
-        self.count += size
+        total, count = found if isinstance(found, tuple) else (self._total(found, size), size)
+        self._sum = self._sum + _wide(total)
+        self._count = self._count + _wide(count)
 
     def reset(self) -> None:
         """Start again."""
-        self.total = self.count = 0.0
+        self._sum = self._count = 0
+
+    @property
+    def sums(self) -> list[float]:
+        """The sum of values, and what to divide it by; this waits for the device."""
+        return [float(self._sum), float(self._count)]
 
     @property
     def value(self) -> float:
         """The mean over this replica's examples so far; NaN before the first."""
-        return self.total / self.count if self.count else float("nan")
+        total, count = self.sums
+        return total / count if count else float("nan")
+
+    def _total(self, found: Any, size: int) -> Any:
+        value = torch.as_tensor(found)
+        if value.dim() == 0:
+            return value.double() * size
+        if value.dtype == torch.bool and value.numel() == size:
+            return value.count_nonzero()
+        if value.shape[0] == size:
+            return value.sum(dtype=torch.float64) * (size / value.numel())
+        raise UserError(
+            f"the metric {self.name} returned {describe(value)} for {size} examples",
+            "It gives one value per example, or their mean.",
+        )
+
+
+def _wide(value: Any) -> Tensor | int:
+    """``value`` in a type that adds up without loss."""
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64)
+    return value.double() if value.is_floating_point() else value.long()
 
 
 def make_metrics(
@@ -91,11 +107,10 @@ def make_metrics(
 
 
 def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0, ignored: int = IGNORED) -> Any:
-    """1 where the class with the largest output is the target, shape ``(batch,)``.
+    """Where the class with the largest output is the target: (how many are right, of how many).
 
-    With several targets for an example, or some that are ``ignored``, the tuple (how many are
-    right, of how many). Classes are in dim 1, or in the last one if only that fits. For outputs
-    shaped as the target (or ``(batch, 1)``) it is `binary_accuracy`.
+    Targets that are ``ignored`` do not count. Classes are in dim 1, or in the last one if only
+    that fits. For outputs shaped as the target (or ``(batch, 1)``) it is `binary_accuracy`.
     """
     if output.dim() == target.dim() + 1 and output.shape[1] > 1:
         found = output.argmax(1 if output.shape[2:] == target.shape[1:] else -1)
@@ -107,12 +122,14 @@ def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0, ignored: in
     return binary_accuracy(output, target, threshold)
 
 
-def _counted(right: Tensor, target: Tensor, ignored: int) -> Any:
-    """``right``, or its sum and count where targets are left out or not one per example."""
-    if target.dim() == 1 and all_count(target, ignored):
-        return right
-    counted = target != ignored
-    return right[counted].sum(), counted.sum()
+def _counted(right: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor | int]:
+    """How many are ``right`` of the targets that are not ``ignored``, and how many these are."""
+    if ignored < 0 and not target.dtype.is_signed:  # -100 would become 156
+        return right.count_nonzero(), target.numel()
+    counted = torch.ne(target, ignored)
+    if ignored >= 0:  # else no output is right about them
+        right = right & counted
+    return right.count_nonzero(), counted.count_nonzero()
 
 
 def binary_accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> Tensor:
@@ -121,7 +138,7 @@ def binary_accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> T
 
 
 def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5, ignored: int = IGNORED) -> Any:
-    """1 where the target is among the ``k`` largest outputs; shape and tuple as `accuracy`."""
+    """Where the target is among the ``k`` largest outputs; the tuple as `accuracy`."""
     best = output.topk(min(k, output.shape[1]), dim=1).indices
     return _counted(torch.eq(best, target.unsqueeze(1)).any(1), target, ignored)
 
