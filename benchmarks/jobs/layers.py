@@ -13,7 +13,7 @@ import torch
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import split_address
 from spartito.collectives.collective import Collective
-from spartito.collectives.meeting import connect
+from spartito.collectives.rendezvous import connect
 
 TIMEOUT = 60.0
 REPEATS = 100

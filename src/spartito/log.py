@@ -30,7 +30,7 @@ def shown(text: str, most: int = 100) -> str:
     return plain if len(plain) <= most else plain[:most] + "..."
 
 
-class Seldom:
+class RareWarnings:
     """Warns, but not more often than every ``seconds``: then says how many were left out."""
 
     def __init__(self, seconds: float = 10.0) -> None:

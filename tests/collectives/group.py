@@ -15,7 +15,7 @@ import torch
 from spartito.cluster.ports import free_port
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective
-from spartito.collectives.meeting import connect
+from spartito.collectives.rendezvous import connect
 from tests.processes import context
 
 Job = Callable[..., Any]

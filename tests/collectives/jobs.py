@@ -23,11 +23,11 @@ from torch import Tensor
 
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
-from spartito.collectives.meeting import connect
 from spartito.collectives.placement import Placement
 from spartito.collectives.process_group import ProcessGroupCollective
+from spartito.collectives.rendezvous import connect
 from spartito.collectives.shared_memory import SLOT, SharedMemoryCollective
-from spartito.collectives.store import absentees
+from spartito.collectives.store import missing_tasks
 from spartito.collectives.tcp import SocketCollective
 from spartito.errors import TaskLostError, UserError
 from spartito.log import logger
@@ -50,7 +50,7 @@ def tells_its_machine(pipe: Connection, rank: int, world_size: int, port: int, w
     """Whether what moves between the machines is told inside of ours."""
     collective = join(rank, world_size, port, 30, way)
     assert isinstance(collective, HierarchicalCollective)
-    told = collective.between.moved == collective.inside.beat
+    told = collective.between.moved == collective.inside.heartbeat
     collective.barrier()
     collective.close()
     return told
@@ -63,7 +63,7 @@ def slow_leader(pipe: Connection, rank: int, world_size: int, port: int, limit: 
     limit_to(collective, limit)
     end = time.monotonic() + 1.5 * limit
     while rank == 0 and time.monotonic() < end:
-        collective.beat()
+        collective.heartbeat()
         time.sleep(0.01)
     collective.meet()
     collective.close()
@@ -203,7 +203,7 @@ def limit_to(group: Collective, seconds: float) -> None:
     elif isinstance(group, SharedMemoryCollective):
         group.timeout = seconds
     elif isinstance(group, SocketCollective | ProcessGroupCollective):
-        group._roll._timeout = seconds
+        group._liveness._timeout = seconds
         if isinstance(group, SocketCollective):
             group._timeout = seconds
         else:
@@ -349,7 +349,7 @@ def traffic_of_a_step(
 def leaders_do_not_meet(_: Connection, rank: int, world_size: int, port: int) -> Any:
     """One machine of several, whose leader does not find the others."""
     names, store = [f"worker {r}" for r in range(world_size)], store_at(rank, port)
-    assert absentees(dist.PrefixStore("here", store), rank, names, 20) == []
+    assert missing_tasks(dist.PrefixStore("here", store), rank, names, 20) == []
     inside = SharedMemoryCollective(rank, names, store, 20)
 
     def refuse() -> Collective:
@@ -370,7 +370,7 @@ def _of_two(group: Collective, which: int) -> object:
 
 
 def _for(group: Collective, purpose: str) -> object:
-    with group.doing.during(purpose):
+    with group.current_call.during(purpose):
         return group.all_reduce(torch.ones(4))
 
 
@@ -491,7 +491,7 @@ def join_in(
     """Shared memory in given directories, then a reducer of so many bytes."""
     names = [f"worker {r}" for r in range(world_size)]
     store = store_at(rank, port)
-    absent = absentees(dist.PrefixStore("here", store), rank, names, 20)
+    absent = missing_tasks(dist.PrefixStore("here", store), rank, names, 20)
     assert rank or not absent  # rank 0, which keeps the store, may be gone as soon as we are here
     group = SharedMemoryCollective(rank, names, store, 20, [Path(d) for d in directories])
     where = Path(os.readlink("/proc/self/fd/" + str(group._lives[0][1])).split(" ")[0]).parent

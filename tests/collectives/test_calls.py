@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from spartito.cluster.ports import free_ports
-from spartito.collectives.calls import DTYPES, OPERATIONS, PURPOSES, Doing, describe, encode
+from spartito.collectives.calls import DTYPES, OPERATIONS, PURPOSES, CurrentCall, describe, encode
 from tests.collectives import jobs
 from tests.collectives.group import running
 
@@ -38,10 +38,10 @@ def test_a_call_is_its_number() -> None:
             )
     assert describe(encode("barrier", 0, None)) == "barrier"
     assert describe(encode("reduce", 1 << 50, torch.complex32)).endswith("elements")
-    doing = Doing()
+    doing = CurrentCall()
     for purpose in PURPOSES[1:]:
         with doing.during(purpose), doing.during("step"), doing.call(encode("barrier", 0, None)):
-            assert doing.word < 1 << 63
+            assert doing.tag < 1 << 63
             with doing.call(encode("all_reduce", 1, torch.float32)):  # a part of the barrier
-                assert describe(doing.word) == f"barrier [{purpose}]"
-    assert doing == Doing()
+                assert describe(doing.tag) == f"barrier [{purpose}]"
+    assert doing == CurrentCall()

@@ -15,7 +15,7 @@ import torch
 from spartito.cluster.limits import time_limit
 from spartito.cluster.ports import free_port
 from spartito.collectives.collective import MAX_PIGGYBACKED
-from spartito.collectives.meeting import connect
+from spartito.collectives.rendezvous import connect
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import SLOT
 from spartito.collectives.store import ask

@@ -18,8 +18,8 @@ from torch.distributed import HashStore
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.cluster.ports import free_port
 from spartito.collectives.calls import encode
-from spartito.collectives.meeting import connect
 from spartito.collectives.peers import RANK, connect_all
+from spartito.collectives.rendezvous import connect
 from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, rest, shares
 from spartito.errors import TaskLostError, UserError
 from tests.callers import call, hung_up

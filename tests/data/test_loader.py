@@ -137,7 +137,7 @@ def _passes(batches: list[Any], steps: int) -> list[list[Any]]:
 def test_resuming_at_any_step(chain: Dataset, before: int, after: int, first: int) -> None:
     before, after = min(before, chain.batch_size or 1), min(after, chain.batch_size or 1)
     two_epochs = list(islice(together(chain, before, endless=True), 2 * len(chain)))
-    stride = 1 + len(two_epochs) // 8  # a few places of many: each reads all of the rest
+    stride = 1 + len(two_epochs) // 8  # a few offsets of many: each reads all of the rest
     for done in range(1 + first % stride, len(two_epochs) + 1, stride):
         state = two_epochs[done - 1][1]
         rest = islice(together(chain, after, state, endless=True), len(two_epochs) - done)

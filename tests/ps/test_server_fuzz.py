@@ -29,7 +29,7 @@ from spartito.collectives.handshake import prove
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
-from spartito.log import Seldom
+from spartito.log import RareWarnings
 from spartito.ps.client.vector import Vector
 from spartito.ps.protocol import work
 from spartito.ps.protocol.fields import MOST
@@ -405,7 +405,7 @@ def test_a_gradient_out_of_all_proportion_is_told(
 ) -> None:
     for _ in range(KNOWN):
         live.serves(live.store.pieces)
-    live.server.seldom = Seldom()
+    live.server.seldom = RareWarnings()
     wire = live.wire(live.hello)
     version = live.store.version
     with caplog.at_level(logging.WARNING):

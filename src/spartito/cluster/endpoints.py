@@ -80,7 +80,7 @@ def chosen_interface(env: Mapping[str, str] = os.environ) -> str:
     )
 
 
-def meeting_endpoint(spec: ClusterSpec, env: Mapping[str, str] = os.environ) -> Endpoint:
+def rendezvous_endpoint(spec: ClusterSpec, env: Mapping[str, str] = os.environ) -> Endpoint:
     """Where the first task listens: all others come there first."""
     host, port = split_address(spec.rendezvous or "")
     name = str(spec.replica_tasks[0])
@@ -138,7 +138,7 @@ def check_drawn(env: Mapping[str, str] = os.environ) -> None:
 def training_endpoints(spec: ClusterSpec, env: Mapping[str, str], *, group: bool) -> list[Endpoint]:
     """Where this task listens in training; ``group``: replicas form a process group."""
     leads = spec.task == spec.replica_tasks[0]
-    meeting = [meeting_endpoint(spec, env)] if leads else []
+    meeting = [rendezvous_endpoint(spec, env)] if leads else []
     if spec.addresses.get("ps"):
         return [server_endpoint(spec, env)] if spec.task.type == "ps" else meeting
     if spec.task not in spec.replica_tasks:

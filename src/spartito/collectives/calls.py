@@ -82,27 +82,27 @@ def encode(operation: str, numel: int, dtype: torch.dtype | None, index: int = 0
     return (kind << 10 | index & _INDEX) << 39 | min(numel, _NUMEL)
 
 
-def describe(word: int) -> str:
+def describe(tag: int) -> str:
     """The call in words, as ``reduce of 269322 float32 [step]``."""
-    operation, code = OPERATIONS[word >> 54 & 15], word >> 49 & 31
-    index, numel = word >> 39 & _INDEX, word & _NUMEL
+    operation, code = OPERATIONS[tag >> 54 & 15], tag >> 49 & 31
+    index, numel = tag >> 39 & _INDEX, tag & _NUMEL
     dtype = str(dtype_of(code) or "").removeprefix("torch.")
     size = f" of {numel} {dtype or 'elements'}" if numel or dtype else ""
     which = f" from rank {index}" if operation == "broadcast" else f" by reducer {index}"
-    purpose = PURPOSES[word >> 58]
+    purpose = PURPOSES[tag >> 58]
     return f"{operation}{size}{which if index else ''}{f' [{purpose}]' if purpose else ''}"
 
 
 @dataclass(slots=True)
-class Doing:
+class CurrentCall:
     """What this replica is at: the outermost call that runs, and what the calls are for."""
 
-    word: int = 0
+    tag: int = 0
     purpose: int = 0
 
-    def call(self, word: int) -> _Call:
+    def call(self, tag: int) -> _Call:
         """A block at the call of this number; one inside of another is a part of it."""
-        return _Call(self, word)
+        return _Call(self, tag)
 
     @contextmanager
     def during(self, purpose: str) -> Iterator[None]:
@@ -115,27 +115,27 @@ class Doing:
 
 
 class _Call:
-    """The block of `Doing.call`: a generator would take three times as long, in every step."""
+    """The block of `CurrentCall.call`: a generator would take three times as long."""
 
-    __slots__ = ("_before", "_doing", "_word")
+    __slots__ = ("_before", "_current", "_tag")
 
-    def __init__(self, doing: Doing, word: int) -> None:
-        self._doing, self._word = doing, word
+    def __init__(self, current: CurrentCall, tag: int) -> None:
+        self._current, self._tag = current, tag
 
     def __enter__(self) -> None:
-        doing = self._doing
-        self._before = doing.word
-        doing.word = self._before or doing.purpose << 58 | self._word
+        current = self._current
+        self._before = current.tag
+        current.tag = self._before or current.purpose << 58 | self._tag
 
     def __exit__(self, *error: object) -> None:
-        self._doing.word = self._before
+        self._current.tag = self._before
 
 
 def mismatch(calls: dict[str, int]) -> MismatchedCallsError:
     """The error for tasks (names in rank order) that meet in different calls."""
     told = ", ".join(
-        f"{name} {'is ' if not number else ''}at {describe(word)}"
-        for number, (name, word) in enumerate(calls.items())
+        f"{name} {'is ' if not number else ''}at {describe(tag)}"
+        for number, (name, tag) in enumerate(calls.items())
     )
     return MismatchedCallsError(
         f"the replicas make different calls: {told}",

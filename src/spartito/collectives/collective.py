@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from spartito.collectives.calls import Doing, code_of, dtype_of, encode, mismatch
+from spartito.collectives.calls import CurrentCall, code_of, dtype_of, encode, mismatch
 from spartito.collectives.waiting import Waiting
 from spartito.errors import SpartitoError, UserError
 
@@ -62,8 +62,8 @@ class Collective(ABC):
 
     Every call ends: with the answer, or with a `TaskLostError` that names who did not come, or
     with a `MismatchedCallsError` on all that meet in calls which differ in operation, number of
-    elements, dtype or purpose. For that a kind of group sends ``doing.word`` along with each of
-    its meetings, and gives what the others sent to `_compare`.
+    elements, dtype or purpose. For that a subclass sends ``current_call.tag`` along with each
+    exchange, and gives what the others sent to `_compare`.
     """
 
     rank: int
@@ -76,35 +76,37 @@ class Collective(ABC):
 
     def __init__(self) -> None:
         self.traffic = Traffic()
-        self.doing = Doing()
+        self.current_call = CurrentCall()
         self._reducers = 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the replicas, in place, bitwise equal on all of them."""
-        with self.doing.call(encode("all_reduce", tensor.numel(), tensor.dtype)):
+        with self.current_call.call(encode("all_reduce", tensor.numel(), tensor.dtype)):
             return self._all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
         """Every replica's ``tensor`` (of one shape and dtype) in the order of the ranks."""
-        with self.doing.call(encode("all_gather", tensor.numel(), tensor.dtype)):
+        with self.current_call.call(encode("all_gather", tensor.numel(), tensor.dtype)):
             return self._all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Fill ``tensor`` with that of rank ``source``, in place."""
-        with self.doing.call(encode("broadcast", tensor.numel(), tensor.dtype, source)):
+        with self.current_call.call(encode("broadcast", tensor.numel(), tensor.dtype, source)):
             return self._broadcast(tensor, source)
 
     def barrier(self) -> None:
         """Return when every replica has come here."""
-        with self.doing.call(encode("barrier", 0, None)):
+        with self.current_call.call(encode("barrier", 0, None)):
             self._barrier()
 
     def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         """A standing reduction of ``numel`` elements; all replicas ask for the same."""
-        with self.doing.call(encode("new reducer", numel, dtype)):
+        with self.current_call.call(encode("new reducer", numel, dtype)):
             made = self._reducer(numel, dtype, device)
         self._reducers += 1
-        return _Announced(made, self.doing, encode("reduce", numel, dtype, self._reducers - 1))
+        return _Announced(
+            made, self.current_call, encode("reduce", numel, dtype, self._reducers - 1)
+        )
 
     @abstractmethod
     def _all_reduce(self, tensor: Tensor) -> Tensor: ...
@@ -125,12 +127,12 @@ class Collective(ABC):
     def close(self) -> None:
         """Leave the group. Calling it again changes nothing."""
 
-    def _compare(self, peer: int, word: int) -> None:
-        """Raise if rank ``peer`` has met us in the call ``word``, and we are at another."""
-        if word != self.doing.word:
-            calls = {self.rank: self.doing.word, peer: word}
+    def _compare(self, peer: int, tag: int) -> None:
+        """Raise if rank ``peer`` is in the call ``tag``, and we are at another."""
+        if tag != self.current_call.tag:
+            calls = {self.rank: self.current_call.tag, peer: tag}
             error = mismatch({self.names[rank]: calls[rank] for rank in sorted(calls)})
-            self.give_up(error)
+            self.abort(error)
             raise error
 
     def reduce_all(self, *tensors: Tensor) -> None:
@@ -142,7 +144,7 @@ class Collective(ABC):
         """A standing `reduce_all` of these tensors, to be called as often as they are filled."""
         return lambda: self.reduce_all(*tensors)
 
-    def give_up(self, error: SpartitoError) -> None:
+    def abort(self, error: SpartitoError) -> None:
         """Leave because of ``error``: who waits for us raises it too, where we can tell them."""
         self.close()
 
@@ -152,7 +154,7 @@ class Collective(ABC):
         Raises `UserError` on all replicas where the rest of the shape, or the dtype, differs
         between those that have rows; who has none takes both from the others.
         """
-        with self.doing.call(encode("gather of rows", 0, None)):
+        with self.current_call.call(encode("gather of rows", 0, None)):
             kinds = [_Rows.read(kind) for kind in self.all_gather(_Rows.of(tensor).written())]
             kind = next((kind for kind in kinds if kind.count), kinds[0])
             if not all(kind.fits(other) for other in kinds):
@@ -174,7 +176,7 @@ class Collective(ABC):
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
         """Every replica's ``message`` in the order of the ranks."""
         rows = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else None
-        with self.doing.call(encode("gather of bytes", 0, None)):
+        with self.current_call.call(encode("gather of bytes", 0, None)):
             parts = self.all_gather_rows(
                 torch.empty(0, dtype=torch.uint8) if rows is None else rows
             )
@@ -222,12 +224,12 @@ class _Rows:
 class _Announced:
     """A reducer that tells which call it is."""
 
-    def __init__(self, reducer: Reducer, doing: Doing, word: int) -> None:
+    def __init__(self, reducer: Reducer, current_call: CurrentCall, tag: int) -> None:
         self.input, self.output = reducer.input, reducer.output
-        self._reducer, self._doing, self._word = reducer, doing, word
+        self._reducer, self._current_call, self._tag = reducer, current_call, tag
 
     def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
-        with self._doing.call(self._word):
+        with self._current_call.call(self._tag):
             return self._reducer.reduce(piggybacked, loss_divisor)
 
 
@@ -274,7 +276,7 @@ class IdentityCollective(Collective):
     def close(self) -> None:
         pass
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """There is nobody who waits."""
 
 

@@ -31,7 +31,7 @@ GREETING_SECONDS = 5.0
 """A caller that has not proved by then who it is gets sent away."""
 
 
-class StrangerError(SpartitoError):
+class UnknownPeerError(SpartitoError):
     """A caller does not know the job's secret, or is no task of Spartito."""
 
 
@@ -106,17 +106,17 @@ def challenge(connection: socket.socket, key: bytes, purpose: str, end: float) -
     """As the listener: the handshake with a caller, until ``end`` of `time.monotonic`.
 
     The socket is a blocking one afterwards. Raises `OSError` if the caller hangs up or is
-    silent, and `StrangerError` for one that must be sent away.
+    silent, and `UnknownPeerError` for one that must be sent away.
     """
     if read(connection, len(MAGIC), end) != MAGIC:
-        raise StrangerError("it is no task of Spartito")
+        raise UnknownPeerError("it is no task of Spartito")
     theirs, own = read(connection, NONCE, end), secrets.token_bytes(NONCE)
     _send(connection, MAGIC + own, end)
     nonces = theirs + own
     found = read(connection, PROOF, end)
     if not hmac.compare_digest(found, _proof(key, "caller", purpose, nonces)):
         _send(connection, bytes(PROOF), end)
-        raise StrangerError("it does not know the job's secret")
+        raise UnknownPeerError("it does not know the job's secret")
     _send(connection, _proof(key, "listener", purpose, nonces), end)
     connection.settimeout(None)
 

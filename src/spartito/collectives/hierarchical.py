@@ -62,7 +62,7 @@ class HierarchicalCollective(Collective):
 
         def meet() -> None:
             self.between = meet_leaders()
-            self.between.moved = self.inside.beat
+            self.between.moved = self.inside.heartbeat
 
         try:
             self.across(meet)
@@ -70,7 +70,7 @@ class HierarchicalCollective(Collective):
             self.close()
             raise
         self.inside.traffic = self.between.traffic = self.traffic
-        self.inside.doing = self.between.doing = self.doing
+        self.inside.current_call = self.between.current_call = self.current_call
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         self.within(lambda: self.inside.all_reduce(tensor))
@@ -111,8 +111,8 @@ class HierarchicalCollective(Collective):
             self, self.within(lambda: self.inside.reducer(numel, dtype, device))
         )
 
-    def give_up(self, error: SpartitoError) -> None:
-        self.between.give_up(error)
+    def abort(self, error: SpartitoError) -> None:
+        self.between.abort(error)
 
     def close(self) -> None:
         self.between.close()
@@ -123,7 +123,7 @@ class HierarchicalCollective(Collective):
         try:
             return call()
         except ENDS_GROUP as error:
-            self.give_up(error)
+            self.abort(error)
             raise
 
     def across(self, work: Callable[[], object], numbers: Tensor | None = None) -> None:

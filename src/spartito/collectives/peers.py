@@ -15,11 +15,11 @@ import torch.distributed as dist
 
 from spartito.cluster.endpoints import Endpoint
 from spartito.cluster.listed import address
-from spartito.collectives.door import Door
+from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.forks import keep_from_forks
 from spartito.collectives.handshake import GREETING_SECONDS, reach, read
 from spartito.collectives.sockets import listen
-from spartito.collectives.store import roll_call
+from spartito.collectives.store import sign_in
 from spartito.errors import TaskLostError
 
 RANK = struct.Struct("<I")
@@ -50,10 +50,10 @@ def connect_all(
             port = listener.getsockname()[1]
             where, card = address(endpoint.host, port), f"{endpoint.host} {port} {word}"
             enter, purpose = partial(_enter, came=came), _purpose(word)
-            door = Door(listener, enter, key=key, purpose=purpose, name=names[rank])
+            door = Acceptor(listener, enter, key=key, purpose=purpose, name=names[rank])
             stack.callback(_drain, came)
             stack.enter_context(closing(door))
-        absent, cards = roll_call(store, rank, names, timeout, card)
+        absent, cards = sign_in(store, rank, names, timeout, card)
         if absent:
             raise _late(f"{' and '.join(absent)} did not come within {timeout:g} s")
         try:
@@ -69,7 +69,7 @@ def connect_all(
     return connections
 
 
-def try_ways(
+def check_connections(
     rank: int,
     names: Sequence[str],
     store: dist.Store,

@@ -24,7 +24,7 @@ from spartito.collectives.collective import (
     Traffic,
     add_piggybacked,
 )
-from spartito.collectives.roll import GRACE, Roll
+from spartito.collectives.liveness import GRACE, LivenessCheck
 from spartito.collectives.store import ask
 from spartito.errors import SpartitoError, install_excepthook
 
@@ -70,7 +70,7 @@ class ProcessGroupCollective(Collective):
         self.rank = rank
         self.world_size = len(names)
         self.names = names
-        self._roll = Roll(store, rank, names, timeout)
+        self._liveness = LivenessCheck(store, rank, names, timeout)
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         limit = timedelta(seconds=timeout)
         options: Any = None
@@ -121,7 +121,7 @@ class ProcessGroupCollective(Collective):
         """
         own = torch.zeros(1 + MAX_PIGGYBACKED, dtype=torch.float64)
         own[1 : 1 + len(piggybacked)] = torch.tensor(piggybacked, dtype=torch.float64)
-        own.view(torch.int64)[0] = self.doing.word
+        own.view(torch.int64)[0] = self.current_call.tag
         source = own.view(torch.int64).to(self._device)
         heads = [torch.empty_like(source) for _ in range(self.world_size)]
         with self._named():
@@ -142,10 +142,10 @@ class ProcessGroupCollective(Collective):
         if self._joined and dist.is_initialized():  # it may be another's by now
             dist.destroy_process_group()
         self._joined = False
-        self._roll.close()
+        self._liveness.close()
 
-    def give_up(self, error: SpartitoError) -> None:
-        self._roll.leave(error, self.close)
+    def abort(self, error: SpartitoError) -> None:
+        self._liveness.leave(error, self.close)
 
     def _here(self, tensor: Tensor) -> Tensor:
         """The values as one block on the device that the backend can reach."""
@@ -161,14 +161,14 @@ class ProcessGroupCollective(Collective):
         return tensor
 
     def _named(self) -> _Named:
-        return _Named(self._roll, self.traffic)
+        return _Named(self._liveness, self.traffic)
 
 
 class _Named:
     """Turns the backend's error into one that names the task, and counts the time."""
 
-    def __init__(self, roll: Roll, traffic: Traffic) -> None:
-        self._roll = roll
+    def __init__(self, roll: LivenessCheck, traffic: Traffic) -> None:
+        self._liveness = roll
         self._traffic = traffic
 
     def __enter__(self) -> None:
@@ -177,7 +177,7 @@ class _Named:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._traffic.waited += time.perf_counter() - self._began
         if isinstance(error, RuntimeError):
-            raise self._roll.lost(error) from error
+            raise self._liveness.lost(error) from error
 
 
 class ProcessGroupReducer:

@@ -36,7 +36,7 @@ from spartito.collectives.collective import (
 )
 from spartito.collectives.forks import keep_from_forks
 from spartito.collectives.segment import Segment
-from spartito.collectives.store import absentees, ask
+from spartito.collectives.store import ask, missing_tasks
 from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, cgroup_quota, own_cgroup
 from spartito.errors import TaskLostError, UserError
@@ -165,7 +165,7 @@ class SharedMemoryCollective(Collective):
 
     def segment(self, size: int) -> Segment:
         """``size`` bytes, all 0, that every replica has mapped; nothing else can find them."""
-        with self.doing.call(encode("shared memory", size, torch.uint8)):
+        with self.current_call.call(encode("shared memory", size, torch.uint8)):
             segment = self._segment_for_all(
                 size, lambda text: self.all_gather_bytes(text.encode())[0].decode()
             )
@@ -182,7 +182,7 @@ class SharedMemoryCollective(Collective):
     def meet(self) -> None:
         """Come to the next meeting, and wait until all others came, to the same call."""
         self._sequence = sequence = self._sequence + 1
-        came, own, word = self._came, self._cell(self.rank), self.doing.word
+        came, own, word = self._came, self._cell(self.rank), self.current_call.tag
         call = 2 + (sequence & 1)  # of two in turn: the next may be told while this one is read
         came[own + call] = word
         came[own] = sequence
@@ -192,7 +192,7 @@ class SharedMemoryCollective(Collective):
             if came[cell + call] != word:
                 self._compare(rank, came[cell + call])
 
-    def beat(self) -> None:
+    def heartbeat(self) -> None:
         """Tell those who wait for us that we get on: their limit begins anew."""
         self._came[self._cell(self.rank) + 1] += 1
 
@@ -315,7 +315,7 @@ class SharedMemoryCollective(Collective):
         keep_from_forks(own)
         fcntl.flock(own, fcntl.LOCK_EX)
         lives = PrefixStore("life", store)
-        absent = absentees(lives, self.rank, self.names, self.timeout, self._keeper)
+        absent = missing_tasks(lives, self.rank, self.names, self.timeout, self._keeper)
         if absent:
             raise TaskLostError(f"{' and '.join(absent)} did not come within {self.timeout:g} s")
         for rank, _ in self._others:

@@ -52,7 +52,7 @@ def ask(call: Callable[[], T], limit: float, keeper: str) -> T:
     ) from error
 
 
-def absentees(
+def missing_tasks(
     store: Store, rank: int, names: Sequence[str], limit: float, keeper: str = ""
 ) -> list[str]:
     """Sign in as ``rank`` and answer the names of those who do not within ``limit`` seconds.
@@ -60,19 +60,19 @@ def absentees(
     ``keeper`` keeps the store, rank 0 if nothing is said: it is absent too if the store is gone
     or frozen from the start. A wait for the others is told.
     """
-    return roll_call(store, rank, names, limit, keeper=keeper, waiting=Waiting(rank, names))[0]
+    return sign_in(store, rank, names, limit, keeper=keeper, waiting=Waiting(rank, names))[0]
 
 
-def roll_call(
+def sign_in(
     store: Store,
     rank: int,
     names: Sequence[str],
     limit: float,
-    word: str = "",
+    text: str = "",
     keeper: str = "",
     waiting: Waiting | None = None,
 ) -> tuple[list[str], list[str]]:
-    """As `absentees`, and what those who came have said: ``word`` is what we say, "" is nothing.
+    """As `missing_tasks`, and the texts of those who came; ``text`` is ours, "" is none.
 
     ``waiting`` takes note of a wait for the others.
     """
@@ -82,7 +82,7 @@ def roll_call(
     end = start + limit
 
     def look() -> None:
-        store.set(str(rank), word)
+        store.set(str(rank), text)
         while True:
             for other in sorted(absent):
                 if store.check([str(other)]):

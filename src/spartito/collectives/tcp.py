@@ -23,8 +23,8 @@ from torch import Tensor
 
 from spartito.cluster.endpoints import Endpoint
 from spartito.collectives.collective import Collective, Piggybacked, Reducer
+from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import close_all, connect_all
-from spartito.collectives.roll import Roll
 from spartito.collectives.waiting import Waiting
 from spartito.errors import SpartitoError, UserError
 
@@ -121,7 +121,7 @@ class SocketCollective(Collective):
         self.names = names
         self._timeout = timeout
         self._waiting = Waiting(rank, names)
-        self._roll = Roll(store, rank, names, timeout)
+        self._liveness = LivenessCheck(store, rank, names, timeout)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.peers = [other for other in range(self.world_size) if other != rank]
         cards = dist.PrefixStore("sockets", store)
@@ -171,10 +171,10 @@ class SocketCollective(Collective):
 
     def close(self) -> None:
         close_all(self._connections)
-        self._roll.close()
+        self._liveness.close()
 
-    def give_up(self, error: SpartitoError) -> None:
-        self._roll.leave(error, self.close)
+    def abort(self, error: SpartitoError) -> None:
+        self._liveness.leave(error, self.close)
 
     def swaps(
         self,
@@ -192,7 +192,7 @@ class SocketCollective(Collective):
         does.
         """
         began = time.perf_counter()
-        head = self.doing.word.to_bytes(HEAD, "little")
+        head = self.current_call.tag.to_bytes(HEAD, "little")
         flows = {
             self._connections[swap.peer].fileno(): Flow(swap, self._connections[swap.peer], head)
             for swap in swaps
@@ -216,7 +216,7 @@ class SocketCollective(Collective):
             if flows and not ready:
                 late = [self.names[flow.peer] for flow in flows.values()]
                 what = f"did not come within {self._timeout:g} s"
-                raise self._roll.lost(TimeoutError(what), late, what)
+                raise self._liveness.lost(TimeoutError(what), late, what)
             self.moved()
         for swap in swaps:
             self.traffic.sent += sum(map(len, swap.out))
@@ -237,7 +237,7 @@ class SocketCollective(Collective):
             return flow.move()
         except OSError as error:
             what = f"is gone: {error.strerror}"
-            raise self._roll.lost(error, [self.names[flow.peer]], what) from error
+            raise self._liveness.lost(error, [self.names[flow.peer]], what) from error
 
     def _wait(self, waiter: select.poll, flows: Mapping[int, Flow]) -> list[int]:
         """The flows that can move; none after the time limit."""

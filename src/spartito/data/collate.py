@@ -51,16 +51,16 @@ def tidy(data: Any) -> Any:
     return data
 
 
-def take(data: Any, places: Tensor) -> Any:
-    """The rows of a batch at ``places``, shape ``(n,)``, of its tensors and lists."""
+def take(data: Any, offsets: Tensor) -> Any:
+    """The rows of a batch at ``offsets``, shape ``(n,)``, of its tensors and lists."""
     if isinstance(data, Tensor):
-        return data[places]
+        return data[offsets]
     if isinstance(data, tuple):
-        return tuple(take(part, places) for part in data)
+        return tuple(take(part, offsets) for part in data)
     if isinstance(data, list):
-        return [data[place] for place in places.tolist()]
+        return [data[offset] for offset in offsets.tolist()]
     if isinstance(data, Mapping):
-        return {name: take(part, places) for name, part in data.items()}
+        return {name: take(part, offsets) for name, part in data.items()}
     return data
 
 

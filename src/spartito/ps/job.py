@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from spartito.cluster.endpoints import meeting_endpoint, server_endpoint
+from spartito.cluster.endpoints import rendezvous_endpoint, server_endpoint
 from spartito.cluster.secret import job_key
 from spartito.cluster.spec import ClusterSpec, Task, split_address
 from spartito.collectives.shared_memory import host_key, supported
@@ -124,7 +124,7 @@ class Job:
 
     def begin(self) -> Chief:
         """As the chief: give the servers our values, and let the workers come."""
-        listener = listen(meeting_endpoint(self.cluster), self.options.timeout)
+        listener = listen(rendezvous_endpoint(self.cluster), self.options.timeout)
         name = secrets.token_hex(8)
         links: list[Link] = []
         try:

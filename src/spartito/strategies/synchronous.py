@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Traffic
-from spartito.collectives.meeting import connect
+from spartito.collectives.rendezvous import connect
 from spartito.data.batch import Batch
 from spartito.data.chain import Chain
 from spartito.data.dataset import as_dataset
@@ -74,7 +74,7 @@ class SynchronousStrategy(ReplicaStrategy):
         return self._collective.traffic
 
     def during(self, purpose: str) -> AbstractContextManager[None]:
-        return self._collective.doing.during(purpose)
+        return self._collective.current_call.during(purpose)
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         with self.during("step"):

@@ -28,7 +28,7 @@ class GarbageError(Exception):
     """What came is no message of a doctor."""
 
 
-class StrangerError(GarbageError):
+class UnknownPeerError(GarbageError):
     """Another program is there."""
 
 
@@ -69,12 +69,12 @@ class Talk:
     def prove(self, key: bytes, end: float) -> None:
         """Prove to a doctor that called nobody yet that we know ``key``, and have it do the same.
 
-        Raises `StrangerError` for another program, `OutsiderError` for a task that does not.
+        Raises `UnknownPeerError` for another program, `OutsiderError` for a task that does not.
         """
         try:
             prove(self.connection, "it", key, PURPOSE, end)
         except OtherProgramError as error:
-            raise StrangerError("it says what no task of Spartito says") from error
+            raise UnknownPeerError("it says what no task of Spartito says") from error
         except SecretError as error:
             raise OutsiderError("it does not know our secret") from error
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.cluster.secret import NO_SECRET
-from spartito.collectives.door import Door
+from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.sockets import Opened, TakenError, UnresolvedError, open_listener
 from spartito.doctor.facts.network import holder_of
 from spartito.doctor.probe.probes import PUSHES, at_once
@@ -46,7 +46,7 @@ class Station:
         self.joins: queue.Queue[tuple[Join, Talk]] = queue.Queue()
         self.invites: queue.Queue[Talk] = queue.Queue()
         self.strangers: list[str] = []
-        self._door = Door(
+        self._door = Acceptor(
             listener, self._answer, key=key, purpose=PURPOSE, name=name, told=self._note
         )
 

@@ -6,10 +6,10 @@ import contextlib
 import socket
 import threading
 
-from spartito.collectives.door import Door
+from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
-from spartito.log import Seldom, shown
+from spartito.log import RareWarnings, shown
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     PURPOSE,
@@ -37,12 +37,12 @@ class Reception:
 
     def __init__(self, coordinator: Coordinator, listener: socket.socket, key: bytes = b"") -> None:
         self._coordinator = coordinator
-        self._seldom = Seldom()
+        self._seldom = RareWarnings()
         self._lock = threading.Lock()
         self._talks: dict[Wire, threading.Thread] = {}
         # Several signs of life in the time after which their absence is noticed.
         self._beat = min(BEAT_SECONDS, coordinator.lease_seconds / 4)
-        self._door = Door(listener, self._begin, key=key, purpose=PURPOSE, name="the chief")
+        self._door = Acceptor(listener, self._begin, key=key, purpose=PURPOSE, name="the chief")
         coordinator.on_close(self.close)
 
     def close(self) -> None:

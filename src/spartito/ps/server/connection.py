@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from spartito.collectives.handshake import GREETING_SECONDS, StrangerError, challenge
+from spartito.collectives.handshake import GREETING_SECONDS, UnknownPeerError, challenge
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions, check_versions
@@ -218,7 +218,7 @@ class Connection:
             challenge(sock, self._server.key, LOCAL, time.monotonic() + GREETING_SECONDS)
         except BaseException as error:
             sock.close()
-            if isinstance(error, StrangerError):
+            if isinstance(error, UnknownPeerError):
                 raise ProtocolError(str(error)) from error
             if isinstance(error, OSError):
                 raise Gone(*error.args) from error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
-from spartito.log import Seldom
+from spartito.log import RareWarnings
 from spartito.ps.protocol.messages import Hello, Refused
 from spartito.ps.server.store import Store
 
@@ -34,7 +34,7 @@ class Host(Protocol):
     shares: bool
     key: bytes
     timeout: float
-    seldom: Seldom
+    seldom: RareWarnings
 
     def greet(self, hello: Hello) -> Refused | None:
         """Whether a task may come in."""

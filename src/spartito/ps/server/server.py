@@ -9,10 +9,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from spartito.collectives.door import Door
+from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.shared_memory import supported
 from spartito.errors import TaskLostError, UserError
-from spartito.log import Seldom, note, warn
+from spartito.log import RareWarnings, note, warn
 from spartito.ps.protocol.messages import PURPOSE, Hello, Refused
 from spartito.ps.server.connection import Connection
 from spartito.ps.server.counter import Tally
@@ -49,7 +49,7 @@ class Server:
         key: bytes = b"",
     ) -> None:
         self.store, self.name, self.wire_dtype, self.key = store, name, wire_dtype, key
-        self.seldom = Seldom()
+        self.seldom = RareWarnings()
         self.shares = shares and supported()
         self.sent = self.received = 0
         self.life = secrets.token_hex(4)
@@ -73,7 +73,7 @@ class Server:
         """
         keeper = threading.Thread(target=self._keep_snapshots, name="spartito-snapshot")
         keeper.start()
-        door = Door(self._listener, self._enter, key=self.key, purpose=PURPOSE, name=self.name)
+        door = Acceptor(self._listener, self._enter, key=self.key, purpose=PURPOSE, name=self.name)
         try:
             while not self._ended.wait(LOOK_SECONDS):
                 self._look_for_chief()

@@ -7,14 +7,14 @@ from contextlib import suppress
 
 import torch.distributed as dist
 
-from spartito.collectives.store import ask, retold, roll_call, told
+from spartito.collectives.store import ask, retold, sign_in, told
 from spartito.errors import SpartitoError, TaskLostError, UserError
 
 GRACE = 3.0  # seconds in which the living answer after an error
 LINGER = 10.0  # seconds that the keeper of the store stays for those who have not heard its reason
 
 
-class Roll:
+class LivenessCheck:
     """The group's list at ``store``, which its first task keeps; ``names`` are in rank order."""
 
     def __init__(self, store: dist.Store, rank: int, names: Sequence[str], timeout: float) -> None:
@@ -37,10 +37,10 @@ class Roll:
         if self._stores is None:
             return UserError("a call to other tasks after close()", "Make a new strategy.")
         alive, heard = self._stores
-        absent, reasons = roll_call(alive, self._rank, self._names, GRACE)
+        absent, reasons = sign_in(alive, self._rank, self._names, GRACE)
         if reasons:  # somebody left because of another loss
             # The store goes with its keeper, who stays for those that are slower to hear.
-            roll_call(heard, self._rank, self._names, 0.0 if self._rank else GRACE)
+            sign_in(heard, self._rank, self._names, 0.0 if self._rank else GRACE)
             return retold(reasons[0])
         seen = [name for name in absent if name in suspects]
         if not seen:
@@ -67,7 +67,7 @@ class Roll:
             ask(tell, GRACE, self._names[0])
         close()
         if self._rank == 0:  # the store goes with us
-            roll_call(heard, self._rank, self._names, LINGER)
+            sign_in(heard, self._rank, self._names, LINGER)
 
     def close(self) -> None:
         """Let go of the store: its keeper's address is free for the next group."""

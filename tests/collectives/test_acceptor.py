@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.collectives.door import MOST_UNKNOWN, Door
+from spartito.collectives.acceptor import MOST_UNKNOWN, Acceptor
 from spartito.collectives.handshake import MAGIC, NONCE, PROOF, reach
 from spartito.collectives.sockets import listen
 from spartito.errors import TaskLostError, UserError
@@ -34,7 +34,7 @@ def echo(key: bytes = KEY) -> Iterator[int]:
 
     listener = listen(Endpoint("ps 0", HOST, (DRAWN,)), 30.0)
     port = listener.getsockname()[1]
-    door = Door(listener, enter, key=key, purpose=PURPOSE, name="ps 0")
+    door = Acceptor(listener, enter, key=key, purpose=PURPOSE, name="ps 0")
     try:
         yield port
     finally:
@@ -108,7 +108,7 @@ def test_more_strangers_than_a_door_takes() -> None:
 FEW = """
 import resource, socket, sys
 from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.collectives.door import Door
+from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.sockets import listen
 
 def enter(caller):
@@ -118,7 +118,7 @@ def enter(caller):
 kept = []
 listener = listen(Endpoint("ps 0", "127.0.0.1", (DRAWN,)), 30.0)
 resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
-door = Door(listener, enter, key=b"k", purpose="test", name="ps 0")
+door = Acceptor(listener, enter, key=b"k", purpose="test", name="ps 0")
 print(listener.getsockname()[1], flush=True)
 sys.stdin.readline()
 for caller in kept:

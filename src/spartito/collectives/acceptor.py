@@ -10,8 +10,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from spartito.collectives.handshake import GREETING_SECONDS, StrangerError, challenge
-from spartito.log import Seldom, shown
+from spartito.collectives.handshake import GREETING_SECONDS, UnknownPeerError, challenge
+from spartito.log import RareWarnings, shown
 
 MOST_UNKNOWN = 64
 """Callers that have not proved yet who they are, at the same time; fewer with few descriptors."""
@@ -23,7 +23,7 @@ REST_SECONDS = 0.05
 """How long to wait when the system has no descriptor or thread for a caller."""
 
 
-class Door:
+class Acceptor:
     """Accepts callers at ``listener`` until `close`; ``enter`` gets those who know ``key``.
 
     Each has a thread of its own, in which ``enter`` is called with the connected, blocking
@@ -50,7 +50,7 @@ class Door:
         self._unknown: dict[socket.socket, str] = {}  # in the order of their coming
         self._guard = threading.Lock()
         self._closed = threading.Event()
-        self._seldom = Seldom()
+        self._seldom = RareWarnings()
         listener.settimeout(None)
         self._thread = threading.Thread(target=self._accept, name="spartito-door", daemon=True)
         self._thread.start()
@@ -103,7 +103,7 @@ class Door:
                 caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end = time.monotonic() + GREETING_SECONDS
             challenge(caller, self._key, self._purpose, end)
-        except StrangerError as error:
+        except UnknownPeerError as error:
             self._told(shown(address), str(error))
         except OSError:
             pass  # it left, or said nothing: a port scan, a health check

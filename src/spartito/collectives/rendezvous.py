@@ -15,8 +15,8 @@ from spartito.cluster.endpoints import (
     check_drawn,
     chosen_interface,
     group_endpoint,
-    meeting_endpoint,
     peer_endpoint,
+    rendezvous_endpoint,
 )
 from spartito.cluster.interfaces import interface_of
 from spartito.cluster.limits import time_limit
@@ -24,12 +24,12 @@ from spartito.cluster.secret import job_key
 from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.hierarchical import HierarchicalCollective, Inside
-from spartito.collectives.peers import try_ways
+from spartito.collectives.peers import check_connections
 from spartito.collectives.placement import PROCESS_GROUP, Placement
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
 from spartito.collectives.sockets import RETRY_SECONDS, dial, listen
-from spartito.collectives.store import absentees, ask
+from spartito.collectives.store import ask, missing_tasks
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import TaskLostError, UserError
@@ -95,7 +95,7 @@ def connect(
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(interface))
         return ProcessGroupCollective(cluster.rank, names, store, limit, "nccl", endpoint.host)
     ways = dist.PrefixStore("ways", store)
-    try_ways(cluster.rank, names, ways, limit, endpoint, job_key(cluster))
+    check_connections(cluster.rank, names, ways, limit, endpoint, job_key(cluster))
     return ProcessGroupCollective(cluster.rank, names, store, limit, "gloo", endpoint.host)
 
 
@@ -137,7 +137,7 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
     # The agent's store keeps what was said in earlier meetings of the same processes.
     prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings * agent}"
     if serves:
-        listener = listen(meeting_endpoint(cluster), limit).detach()
+        listener = listen(rendezvous_endpoint(cluster), limit).detach()
     else:
         listener = None
     while True:
@@ -160,7 +160,7 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
             )
         time.sleep(RETRY_SECONDS)
     left = max(0.0, end - time.monotonic())
-    absent = absentees(dist.PrefixStore("came", job), cluster.rank, names, left)
+    absent = missing_tasks(dist.PrefixStore("came", job), cluster.rank, names, left)
     if absent:
         raise TaskLostError(
             f"{' and '.join(absent)} did not come to {host}:{port} within {limit:g} s",
@@ -208,5 +208,5 @@ def _check_versions(
         check_versions({name: one.versions for name, one in zip(names, came, strict=True)})
     except UserError:
         # The store goes with its keeper: that one leaves when all have read it.
-        absentees(dist.PrefixStore("refused", store), rank, names, FAREWELL)
+        missing_tasks(dist.PrefixStore("refused", store), rank, names, FAREWELL)
         raise
