@@ -1,4 +1,4 @@
-"""What this machine lends to one process: cores and memory."""
+"""The cores and the memory that one process may use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _CGROUP_NAMESPACE = Path("/proc/self/ns/cgroup")
 _KERNEL = Path("/proc/vmstat")
 _STATUS = Path("/proc/self/status")
 _NO_LIMIT = 1 << 60
-"""More than this is how a cgroup of version 1 says that there is no limit of memory."""
+"""More than this means "no limit" in a cgroup of version 1."""
 
 
 def check_platform() -> None:
@@ -44,7 +44,7 @@ def affinity() -> frozenset[int]:
 
 
 def own_cgroup() -> str:
-    """What tells this process's cgroup from the others of the machine: who shares our quota."""
+    """An identifier of this process's cgroup: processes with the same one share its quota."""
     try:
         return f"{os.readlink(_CGROUP_NAMESPACE)} {_text(_OWN_CGROUP)}"
     except OSError:
@@ -61,7 +61,7 @@ def cgroup_quota() -> float:
         period = _CGROUP_V1.with_name("cpu.cfs_period_us").read_text()
         return math.inf if int(quota) <= 0 else int(quota) / int(period)
     except (OSError, ValueError):
-        return math.inf  # no cgroup, or one that we may not read: nobody limits us
+        return math.inf  # no cgroup, or one that we may not read: there is no limit
 
 
 def memory_limit() -> float:
@@ -69,12 +69,12 @@ def memory_limit() -> float:
     try:
         machine = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
     except (AttributeError, OSError, ValueError):
-        machine = math.inf  # a system that does not tell
+        machine = math.inf  # unknown on this system
     return min([machine, *(limit for limit, _ in cgroup_memory())])
 
 
 def anonymous_memory() -> int:
-    """Bytes that this process has in use and the system cannot take back; 0 if it is not told."""
+    """Bytes that this process has in use and the system cannot reclaim; 0 if unknown."""
     for line in _text(_STATUS).splitlines():
         if line.startswith("RssAnon:"):
             return int(line.split()[1]) * 1024
@@ -113,7 +113,7 @@ class MemoryKills:
 def memory_kills(
     cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP, kernel: Path = _KERNEL
 ) -> MemoryKills:
-    """What the kernel counts so far; 0 where it does not tell."""
+    """What the kernel counts so far; 0 where it does not count."""
     counted = [
         _counts(folder / ("memory.oom_control" if version == 1 else "memory.events"))
         for folder, version in _memory_groups(cgroups, own)
@@ -140,7 +140,7 @@ def _counts(path: Path) -> dict[str, int]:
 
 
 def _text(path: Path) -> str:
-    """What the system says there, "" where it says nothing."""
+    """The text of a file of the system, "" where it cannot be read."""
     try:
         return path.read_text()
     except OSError:

@@ -48,13 +48,13 @@ def normalize(
         assert x.grad is not None
         outputs.append(y.detach())
         gradients.append(x.grad)
-    answer = {"output": torch.cat(outputs), "grad": torch.cat(gradients)}
+    result = {"output": torch.cat(outputs), "grad": torch.cat(gradients)}
     if norm.affine:  # the strategy sums these over the replicas
-        answer["weight"] = collective.all_reduce(norm.weight.grad)
-        answer["bias"] = collective.all_reduce(norm.bias.grad)
+        result["weight"] = collective.all_reduce(norm.weight.grad)
+        result["bias"] = collective.all_reduce(norm.bias.grad)
     if norm.track_running_stats:
-        answer |= {name: buffer.clone() for name, buffer in norm.named_buffers()}
-    return answer
+        result |= {name: buffer.clone() for name, buffer in norm.named_buffers()}
+    return result
 
 
 def weights(batch: Tensor) -> Tensor:
@@ -135,10 +135,10 @@ def weighted(
     assert piggybacked == 2.0 * collective.world_size
     if clip is not None:
         gradients.clip(clip)
-    answer = [p.grad.clone() for p in parameters if p.grad is not None]
+    result = [p.grad.clone() for p in parameters if p.grad is not None]
     gradients.clear()
     assert all(p.grad is None for p in parameters)
-    return total / weight, answer
+    return total / weight, result
 
 
 Case = tuple[list[list[int]], str, float | None, bool]

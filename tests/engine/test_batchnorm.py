@@ -27,7 +27,7 @@ EXACT = 1e-12
 
 
 def plain(batches: list[Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
-    """The same by torch on one device, in one piece."""
+    """The same by torch on one device, in one batch."""
     norm: Any = jobs.NORMS[batches[0].dim()](batches[0].shape[1], **options).to(batches[0].dtype)
     if norm.affine:
         with torch.no_grad():
@@ -41,10 +41,10 @@ def plain(batches: list[Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
         assert x.grad is not None
         outputs.append(y.detach())
         gradients.append(x.grad)
-    answer = {"output": torch.cat(outputs), "grad": torch.cat(gradients)}
+    result = {"output": torch.cat(outputs), "grad": torch.cat(gradients)}
     if norm.affine:
-        answer |= {"weight": norm.weight.grad, "bias": norm.bias.grad}
-    return answer | {name: buffer.clone() for name, buffer in norm.named_buffers()}
+        result |= {"weight": norm.weight.grad, "bias": norm.bias.grad}
+    return result | {name: buffer.clone() for name, buffer in norm.named_buffers()}
 
 
 def batches(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -52,10 +52,10 @@ def batches(shape: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[
     return [torch.randn(shape, generator=generator, dtype=dtype) * 3 + 2 for _ in range(3)]
 
 
-def joined(answers: list[dict[str, Tensor]], name: str, cuts: list[int]) -> Tensor:
+def joined(results: list[dict[str, Tensor]], name: str, cuts: list[int]) -> Tensor:
     """The rows of all ranks, batch by batch."""
     sizes = [stop - start for start, stop in pairwise(cuts)]
-    parts = [a[name].view(-1, *a[name].shape[1:]) for a in answers]
+    parts = [a[name].view(-1, *a[name].shape[1:]) for a in results]
     turns = max(len(p) // n for p, n in zip(parts, sizes, strict=True) if n)
     rows = []
     for turn in range(turns):
@@ -80,14 +80,14 @@ def test_equals_batchnorm_of_the_global_batch(
 ) -> None:
     data = batches(shape)
     expected = plain(data, options)
-    answers = run(jobs.normalize, len(cuts) - 1, cuts, data, options)
+    results = run(jobs.normalize, len(cuts) - 1, cuts, data, options)
     for name in ("output", "grad"):
-        got = joined(answers, name, cuts)
+        got = joined(results, name, cuts)
         torch.testing.assert_close(got, expected[name], rtol=0, atol=EXACT)
     for name in expected.keys() - {"output", "grad"}:
-        for answer in answers:
-            assert torch.equal(answer[name], answers[0][name])
-            torch.testing.assert_close(answer[name], expected[name], rtol=0, atol=20 * EXACT)
+        for result in results:
+            assert torch.equal(result[name], results[0][name])
+            torch.testing.assert_close(result[name], expected[name], rtol=0, atol=20 * EXACT)
 
 
 def test_a_large_mean_loses_no_digits() -> None:
@@ -146,6 +146,6 @@ def test_it_is_plain_batchnorm_where_no_step_runs() -> None:
 
 
 def test_running_statistics_are_averaged() -> None:
-    for answer in run(jobs.averaged, 3):
-        for part, value in zip(answer, [1.0, 10.0, 1.0, 10.0], strict=True):
+    for result in run(jobs.averaged, 3):
+        for part, value in zip(result, [1.0, 10.0, 1.0, 10.0], strict=True):
             assert part.tolist() == [value] * len(part)

@@ -21,7 +21,7 @@ UNEVEN = [
 
 
 def reference(loss: str, clip: float | None) -> tuple[float, list[Tensor]]:
-    """By torch alone, in one piece."""
+    """By torch alone, in one batch."""
     model = jobs.classifier()
     value = jobs.LOSSES[loss]()(model(jobs.inputs()), jobs.targets(loss)).mean()
     value.backward()
@@ -30,10 +30,10 @@ def reference(loss: str, clip: float | None) -> tuple[float, list[Tensor]]:
     return value.item(), [p.grad for p in model.parameters() if p.grad is not None]
 
 
-def check(answer: tuple[float, list[Tensor]], loss: str, clip: float | None) -> None:
+def check(result: tuple[float, list[Tensor]], loss: str, clip: float | None) -> None:
     value, gradients = reference(loss, clip)
-    assert abs(answer[0] - value) <= EXACT
-    for got, expected in zip(answer[1], gradients, strict=True):
+    assert abs(result[0] - value) <= EXACT
+    for got, expected in zip(result[1], gradients, strict=True):
         torch.testing.assert_close(got, expected, rtol=0, atol=EXACT)
 
 
@@ -72,8 +72,8 @@ def test_nothing_to_clip() -> None:
 
 def test_dtypes_layouts_and_what_nobody_used() -> None:
     base = torch.arange(4 * 3 * 3 * 3.0).view(4, 3, 3, 3)
-    for answer in run(jobs.layouts, 2):
-        conv, half, wide, rare, never, frozen = answer
+    for result in run(jobs.layouts, 2):
+        conv, half, wide, rare, never, frozen = result
         assert torch.equal(conv, base * 3)  # the weights came to 4, as planned
         assert half.dtype == torch.bfloat16
         assert half.tolist() == [[2.0, 2.0]] * 2
@@ -84,8 +84,8 @@ def test_dtypes_layouts_and_what_nobody_used() -> None:
 
 
 def test_sparse_gradients_are_refused() -> None:
-    for answer in run(jobs.sparse, 2):
-        assert answer.startswith("UserError: a sparse gradient of shape (5, 2)")
+    for result in run(jobs.sparse, 2):
+        assert result.startswith("UserError: a sparse gradient of shape (5, 2)")
 
 
 def test_weights_go_with_gradients_that_the_user_drops() -> None:

@@ -33,7 +33,7 @@ FOUR = torch.arange(4.0)
 
 
 @pytest.mark.parametrize(
-    ("answer", "total", "weight"),
+    ("result", "total", "weight"),
     [
         (torch.tensor(2.0), 8.0, 4.0),  # a mean over 4 examples
         (FOUR, 6.0, 4.0),
@@ -42,14 +42,14 @@ FOUR = torch.arange(4.0)
         ((torch.tensor(9.0), torch.tensor(2.5)), 9.0, 2.5),
     ],
 )
-def test_every_form_weighs_alike(answer: Any, total: float, weight: float) -> None:
-    found = weigh(answer, batch(FOUR))
+def test_every_form_weighs_alike(result: Any, total: float, weight: float) -> None:
+    found = weigh(result, batch(FOUR))
     assert found.value.item() * found.scale == total
     assert found.weight == weight
 
 
 @pytest.mark.parametrize(
-    ("answer", "text"),
+    ("result", "text"),
     [
         (torch.zeros(3), r"a loss of shape \(3,\) for 4 examples"),
         (0.5, "a loss of float"),
@@ -58,9 +58,9 @@ def test_every_form_weighs_alike(answer: Any, total: float, weight: float) -> No
         ({"loss": FOUR}, "a loss of dict"),
     ],
 )
-def test_other_answers_are_refused(answer: Any, text: str) -> None:
+def test_other_results_are_refused(result: Any, text: str) -> None:
     with pytest.raises(UserError, match=text):
-        weigh(answer, batch(FOUR))
+        weigh(result, batch(FOUR))
 
 
 @pytest.mark.parametrize(
@@ -143,16 +143,16 @@ def test_sums_are_refused() -> None:
         make_loss(good)
 
 
-class Answer:
+class Output:
     loss = FOUR
 
 
 def test_models_with_their_own_loss() -> None:
     assert own_loss(FOUR) is FOUR
     assert own_loss({"loss": FOUR, "output": 1}) is FOUR
-    assert own_loss(Answer()) is FOUR
+    assert own_loss(Output()) is FOUR
     assert evaluate_loss(None, {"loss": FOUR}, batch(FOUR)) is FOUR
-    with pytest.raises(UserError, match="no loss function, and the model answered dict"):
+    with pytest.raises(UserError, match="no loss function, and the model returned dict"):
         own_loss({"output": FOUR})
 
 

@@ -41,11 +41,11 @@ def test_what_an_optimizer_will_keep(make: Callable[..., Optimizer], copies: int
     assert kept >= copies * own.nbytes
 
 
-@given(used=st.integers(0, 64), share=st.sampled_from([0.0, 0.5, 1.0]), spare=st.integers(-1, 1))
-def test_it_is_refused_when_the_least_does_not_fit(used: int, share: float, spare: int) -> None:
+@given(used=st.integers(0, 64), fraction=st.sampled_from([0.0, 0.5, 1.0]), spare=st.integers(-1, 1))
+def test_it_is_refused_when_the_least_does_not_fit(used: int, fraction: float, spare: int) -> None:
     own = parameter(4)
-    needed = (used + 4 * (1 + 2 * share)) * MIB
-    given = [own], Adam([own]), share, needed + spare, used * MIB
+    needed = (used + 4 * (1 + 2 * fraction)) * MIB
+    given = [own], Adam([own]), fraction, needed + spare, used * MIB
     if spare >= 0:
         check_memory(*given)
         return

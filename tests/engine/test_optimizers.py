@@ -41,7 +41,7 @@ def test_given_or_made() -> None:
     assert make_optimizer(adam, model) is adam
     made = make_optimizer(lambda parameters: torch.optim.SGD(parameters, 0.5), model)
     assert optimizer_parameters(made) == list(model.parameters())
-    with pytest.raises(UserError, match="the optimizer function answered list"):
+    with pytest.raises(UserError, match="the optimizer function returned list"):
         make_optimizer(list, model)  # type: ignore[arg-type]
 
 

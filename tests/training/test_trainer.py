@@ -34,7 +34,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
         ({"accumulate": 0}, "accumulate=0"),
         ({"clip_norm": 0.0}, "clip_norm=0.0"),
         ({"optimizer": torch.optim.SGD(net().parameters(), 0.1)}, "are not the model's"),
-        ({"optimizer": lambda parameters: 3}, "the optimizer function answered int"),
+        ({"optimizer": lambda parameters: 3}, "the optimizer function returned int"),
         (
             {
                 "scheduler": torch.optim.lr_scheduler.StepLR(

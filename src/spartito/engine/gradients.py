@@ -83,7 +83,7 @@ class Gradients(ABC):
     def refresh(self) -> None:
         """Take the parameters that the optimizer has now, without what old ones left in ``.grad``.
 
-        All replicas do this at the same point: they may meet to make room for the sum.
+        All replicas do this at the same point: a new reducer is made by all of them.
         """
         given = optimizer_parameters(self._optimizer)
         if same(given, self._given) and not any(p.requires_grad for p in self._frozen):
@@ -115,7 +115,7 @@ class Gradients(ABC):
     def reduce(self, piggybacked: Piggybacked = ()) -> Piggybacked:
         """Make every ``.grad`` the weighted mean over all replicas.
 
-        Answers the sums over the replicas of (weight, loss, *piggybacked).
+        Returns the sums over the replicas of (weight, loss, *piggybacked).
         """
 
     def accumulated(self) -> Accumulated:

@@ -16,7 +16,7 @@ from spartito.errors import UserError
 from spartito.log import warn
 
 LossFunction = Callable[[Any, Any], Any]
-"""``(output, target)`` to a loss; see `weigh` for what it may answer."""
+"""``(output, target)`` to a loss; see `weigh` for what it may return."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
     """The model's output: of ``x`` in a tuple ``(x, y)``, of all entries but ``"y"`` of a dict.
 
     Without a loss function the model gets everything, ``model(*data)`` or ``model(**data)``,
-    and answers its own loss.
+    and returns its own loss.
     """
     try:
         if isinstance(data, dict):
@@ -77,9 +77,9 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
     and the dtype differ (labels ``(n,)`` for logits ``(n, 1)``), and an error that names both.
     """
     if loss is None:
-        answer = own_loss(output)
-        _tokens.look(answer, batch.data)
-        return answer
+        value = own_loss(output)
+        _tokens.look(value, batch.data)
+        return value
     target = batch.target
     if not of_torch(loss):
         return loss(output, target)
@@ -206,8 +206,8 @@ def own_loss(output: Any) -> Any:
     found, items = _entry(output, "loss"), _entry(output, "num_items")
     if found is None:
         raise UserError(
-            f"no loss function, and the model answered {describe(output)}",
-            'Give the Trainer a loss, or let the model answer {"loss": ..., "output": ...}.',
+            f"no loss function, and the model returned {describe(output)}",
+            'Give the Trainer a loss, or let the model return {"loss": ..., "output": ...}.',
         )
     if items is None:
         return found
@@ -217,10 +217,10 @@ def own_loss(output: Any) -> Any:
 
 
 def _nothing(output: Any, found: Tensor) -> Tensor:
-    """0, with a gradient of 0 that leads to the model: a mean over nothing has NaN for both."""
+    """0, with a gradient of 0 for the model: a mean over nothing has NaN for both."""
     parts = output.values() if isinstance(output, Mapping) else vars(output).values()
-    leading = [p for p in parts if isinstance(p, Tensor) and p is not found and p.requires_grad]
-    return (leading[0] if leading else found.nan_to_num()).sum() * 0.0
+    attached = [p for p in parts if isinstance(p, Tensor) and p is not found and p.requires_grad]
+    return (attached[0] if attached else found.nan_to_num()).sum() * 0.0
 
 
 def _entry(output: Any, name: str) -> Any:
@@ -234,9 +234,9 @@ class TokenWatch:
         self._width = 0
         self._left = 100  # batches that are looked at
 
-    def look(self, answer: Any, data: Any) -> None:
-        """Look at a scalar that the model answered for ``data``."""
-        if not self._left or not isinstance(answer, Tensor) or answer.dim():
+    def look(self, value: Any, data: Any) -> None:
+        """Look at a scalar that the model returned for ``data``."""
+        if not self._left or not isinstance(value, Tensor) or value.dim():
             return
         self._left -= 1
         parts = [data.get("labels")] if isinstance(data, Mapping) else data
@@ -249,7 +249,7 @@ class TokenWatch:
                 self._left = 0
                 warn(
                     "the model's own loss is taken as a mean over examples, but its labels are "
-                    "not equally many in each. If it is a mean over tokens, let the model answer "
+                    "not equally many in each. If it is a mean over tokens, let the model return "
                     '{"loss": ..., "num_items": the number of tokens}, or (sum, number).'
                 )
                 return
@@ -261,32 +261,32 @@ IGNORED = -100
 _tokens = TokenWatch()
 
 
-def weigh(answer: Any, batch: Batch) -> WeightedLoss:
+def weigh(given: Any, batch: Batch) -> WeightedLoss:
     """A loss as its user wrote it: a mean over examples, one per example, or ``(sum, weight)``."""
-    if isinstance(answer, tuple) and len(answer) == 2:
-        number = isinstance(answer[1], int | float) or (
-            isinstance(answer[1], Tensor) and answer[1].numel() == 1
+    if isinstance(given, tuple) and len(given) == 2:
+        number = isinstance(given[1], int | float) or (
+            isinstance(given[1], Tensor) and given[1].numel() == 1
         )
-        if not isinstance(answer[0], Tensor) or answer[0].dim() or not number:
+        if not isinstance(given[0], Tensor) or given[0].dim() or not number:
             raise UserError(
-                f"a loss of {describe(answer)}",
+                f"a loss of {describe(given)}",
                 "As (sum, weight) it is the scalar sum over the examples, and its divisor. "
-                'A model that computes its loss answers {"loss": ..., "output": ...}.',
+                'A model that computes its loss returns {"loss": ..., "output": ...}.',
             )
-        return WeightedLoss(answer[0], 1.0, float(answer[1]))
-    if not isinstance(answer, Tensor):
+        return WeightedLoss(given[0], 1.0, float(given[1]))
+    if not isinstance(given, Tensor):
         raise UserError(
-            f"a loss of {describe(answer)}",
+            f"a loss of {describe(given)}",
             "It is a scalar mean over the examples, one value per example, or (sum, weight).",
         )
-    if answer.dim() == 0:
-        return WeightedLoss(answer, float(batch.size), float(batch.size))
-    if answer.shape[0] != batch.size:
+    if given.dim() == 0:
+        return WeightedLoss(given, float(batch.size), float(batch.size))
+    if given.shape[0] != batch.size:
         raise UserError(
-            f"a loss of shape {tuple(answer.shape)} for {batch.size} examples",
+            f"a loss of shape {tuple(given.shape)} for {batch.size} examples",
             "It is a scalar mean over the examples, one value per example, or (sum, weight).",
         )
-    per_example = answer if answer.dim() == 1 else answer.flatten(1).mean(1)
+    per_example = given if given.dim() == 1 else given.flatten(1).mean(1)
     return WeightedLoss(per_example.sum(), 1.0, float(batch.size))
 
 

@@ -1,4 +1,4 @@
-"""Whether what training is going to take fits into the memory of this process, said before."""
+"""Whether training will fit into the memory of this process, checked before it begins."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MIB = 1 << 20
 def check_memory(
     parameters: Sequence[Tensor],
     optimizer: Optimizer,
-    share: float = 1.0,
+    state_fraction: float = 1.0,
     limit: float | None = None,
     used: int | None = None,
 ) -> None:
     """Raise `UserError` when the gradients and the optimizer's state cannot fit beside the model.
 
-    ``share`` is the part of the state that this process will hold. ``limit`` and ``used`` are
-    bytes, by default those of this process. What is counted is the least that a first step
+    This process will hold ``state_fraction`` of the optimizer's state. ``limit`` and ``used``
+    are bytes, by default those of this process. What is counted is the least that a first step
     takes: activations, the batch and copies for the other replicas come on top. Swap counts for
     nothing: all of it is touched in every step.
     """
@@ -32,7 +32,7 @@ def check_memory(
     used = anonymous_memory() if used is None else used
     known = [parameter for parameter in parameters if not is_lazy(parameter)]
     size = sum(parameter.numel() * parameter.element_size() for parameter in known)
-    more = size * (1 + share * state_copies(optimizer))
+    more = size * (1 + state_fraction * state_copies(optimizer))
     if used + more > limit:
         count = sum(parameter.numel() for parameter in known)
         raise UserError(
@@ -45,7 +45,7 @@ def check_memory(
 
 
 def state_copies(optimizer: Optimizer) -> int:
-    """How many values the optimizer will keep for each parameter, as far as we know it."""
+    """How many values the optimizer keeps for each parameter; 0 for those not known here."""
     if isinstance(optimizer, Adam | NAdam | RAdam | Adamax):
         return 2
     if isinstance(optimizer, SGD):

@@ -47,8 +47,8 @@ def make_optimizer(given: OptimizerLike, model: nn.Module) -> Optimizer:
     made = given(model.parameters())
     if not isinstance(made, Optimizer):
         raise UserError(
-            f"the optimizer function answered {type(made).__name__}",
-            "It takes the parameters and answers a torch.optim.Optimizer.",
+            f"the optimizer function returned {type(made).__name__}",
+            "It takes the parameters and returns a torch.optim.Optimizer.",
         )
     return made
 
@@ -162,7 +162,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """Take back what `named_state` answered, from a model of the same names and shapes."""
+    """Load what `named_state` returned, from a model of the same names and shapes."""
     parameters = dict(model.named_parameters())
     if len(saved["groups"]) != len(optimizer.param_groups):
         raise UserError(

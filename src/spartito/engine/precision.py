@@ -13,7 +13,7 @@ from spartito.names import PRECISIONS, nearest
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """Answer "fp32" (the model's own dtype) or "bf16" (autocast), as it pays on ``device``.
+    """Return "fp32" (the model's own dtype) or "bf16" (autocast), as it pays on ``device``.
 
     On a CPU whose instructions know no bf16, torch computes it step by step: a convolutional
     network took 20 times as long as in fp32. There "bf16" becomes "fp32", with a warning.

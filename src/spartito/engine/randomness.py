@@ -131,14 +131,14 @@ class GlobalRandomness:
 
     def rows(self, func: Any, shape: Shape, now: _Pass) -> Rows:
         """How a random tensor that ``func`` is about to draw holds the examples."""
-        size, place = len(now.context.offsets), (now.made, func)
-        found = self._known.get(place)
+        size, key = len(now.context.offsets), (now.made, func)
+        found = self._known.get(key)
         if found is None or not found.fits(shape, size):
             plan = _measure(now)
             self._known |= {
                 (number, made): rows for number, (made, rows) in enumerate(plan) if rows
             }
-            found = self._known.get(place) if now.made < len(plan) else None
+            found = self._known.get(key) if now.made < len(plan) else None
             if found is None or not found.fits(shape, size):
                 raise _refusal(func, f"a shape {shape} that does not tell which dim has the rows")
         if found.each > 1 and now.packed:

@@ -82,7 +82,7 @@ class CatsVsDogs(nn.Module):
         self.head = nn.Linear(1024, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Answer one logit a photo, ``(batch, 1)``.
+        """Return one logit for each photo, ``(batch, 1)``.
 
         ``images`` are ``(batch, 3, height, width)``, bytes or floats from 0 to 255. Any other
         shape is a `UserError`.

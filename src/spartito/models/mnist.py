@@ -20,7 +20,7 @@ class MnistMLP(nn.Module):
         self.logits = nn.Linear(HIDDEN, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Answer the logits of the ten digits, ``(batch, 10)``.
+        """Return the logits of the ten digits, ``(batch, 10)``.
 
         ``images`` are ``(batch, 784)``, ``(batch, 28, 28)`` or ``(batch, 1, 28, 28)``: floats
         from 0 to 1, or bytes from 0 to 255, which become such floats. Any other shape is a

@@ -18,10 +18,10 @@ BATCH = 32
 
 
 def main(run: Path, files: Sequence[Path], json: bool = False) -> int:
-    """Print the label and its probability for each of ``files``; answers the exit code.
+    """Print the label and its probability for each of ``files``; returns the exit code.
 
     The best checkpoint of the run folder is used, else the newest. A file that cannot be read
-    is named on stderr and makes the exit code 2; the others are answered all the same.
+    is named on stderr and makes the exit code 2; the others are printed all the same.
     """
     config = _config(run)
     classes = config["data"]["classes"]
