@@ -152,7 +152,7 @@ def test_one_array_a_dict_and_functions() -> None:
     assert torch.equal(torch.cat(list(as_dataset(X.numpy(), 3))), X)
     named = list(as_dataset({"x": X, "y": Y}, 6))
     assert named[1]["y"].tolist() == [6, 7, 8, 9]
-    made = per_worker(lambda context: [(X[:2], Y[:2])] * (context.num_replicas + 1))
+    made = per_worker(lambda context: [(X[:2], Y[:2])] * (context.data_shard[1] + 1))
     assert as_dataset(made) is made
     assert isinstance(made.source, PerWorker)
     assert labels(made) == [[0, 1], [0, 1]]

@@ -48,7 +48,7 @@ def test_a_folder_of_images_trains_and_validates(folder: Path) -> None:
 def test_replicas_share_a_folder(folder: Path) -> None:
     chain = image_folder(folder, (4, 4), validation_split=None, subset=None).shuffle().batch(4)
     alone = [batch.x for batch in Loader(chain)]
-    parts = [[batch.x for batch in Loader(chain, rank, 3)] for rank in range(3)]
+    parts = [[batch.x for batch in Loader(chain, (rank, 3))] for rank in range(3)]
     for whole, pieces in zip(alone, zip(*parts, strict=True), strict=True):
         assert torch.equal(whole, torch.cat(pieces))
 

@@ -69,7 +69,7 @@ def together(
     chain: Dataset, world_size: int, state: dict[str, int] | None = None, endless: bool = False
 ) -> Iterator[tuple[tuple[Any, ...], dict[str, int]]]:
     """The global batches of one epoch that so many replicas read, and the state after each."""
-    loaders = [Loader(chain, rank, world_size, seed=5) for rank in range(world_size)]
+    loaders = [Loader(chain, (rank, world_size), seed=5) for rank in range(world_size)]
     for loader in loaders:
         if state is not None:
             loader.load_state_dict(state)
@@ -175,7 +175,7 @@ def test_a_seed_of_its_own() -> None:
 
 def test_padding_makes_equal_shares() -> None:
     chain = Dataset(Numbers(7), batch_size=4, padded=True)
-    shares = [[b.x[:, 0].tolist() for b in Loader(chain, rank, 3)] for rank in range(3)]
+    shares = [[b.x[:, 0].tolist() for b in Loader(chain, (rank, 3))] for rank in range(3)]
     assert shares == [[[0, 1], [4]], [[2, 3], [5]], [[3, 3], [6]]]
 
 
@@ -186,7 +186,7 @@ def test_an_empty_share_has_the_shape_of_a_full_one() -> None:
 
     for source, collate in ((Described(5), None), (Numbers(5), torch.utils.data.default_collate)):
         chain = as_dataset(torch.utils.data.DataLoader(source, 4, collate_fn=collate))  # type: ignore[arg-type]
-        last = list(Loader(chain, 1, 2))[-1]
+        last = list(Loader(chain, (1, 2)))[-1]
         assert (last.size, last.global_size, last.offsets.tolist()) == (0, 1, [])
         if collate is None:
             assert last.data["x"].shape == (0, 2, 3)
@@ -198,7 +198,7 @@ def test_an_empty_share_has_the_shape_of_a_full_one() -> None:
 class TestCorruptExamples:
     def test_they_keep_their_places(self, caplog: pytest.LogCaptureFixture) -> None:
         chain = Dataset(Numbers(9, broken=(1, 4, 5))).batch(6)
-        loaders = [Loader(chain, rank, 2) for rank in range(2)]
+        loaders = [Loader(chain, (rank, 2)) for rank in range(2)]
         with caplog.at_level(logging.WARNING, "spartito"):
             epochs = [[list(loader) for loader in loaders] for _ in range(3)]
         for left, right in epochs:
@@ -214,7 +214,7 @@ class TestCorruptExamples:
 
     def test_a_share_of_nothing_but_them(self) -> None:
         chain = Dataset(Numbers(8, broken=(0, 1))).batch(4)
-        first = next(iter(Loader(chain, 0, 2)))
+        first = next(iter(Loader(chain, (0, 2))))
         assert (first.size, first.x.shape, first.y.shape) == (0, (0, 1), (0,))
 
     def test_too_many_are_an_error(self) -> None:
@@ -276,7 +276,7 @@ def test_a_stream_of_batches() -> None:
     chain = Dataset(BatchStream(Counted(made))).map(
         lambda *data: data[0] if len(data) < 2 else data
     )
-    parts = [list(Loader(chain, rank, 2)) for rank in range(2)]
+    parts = [list(Loader(chain, (rank, 2))) for rank in range(2)]
     assert [b.size for b in parts[0]] == [2, 1, 3]
     assert [b.size for b in parts[1]] == [3, 0, 3]
     assert [b.spare is None for b in parts[1]] == [True, False, True]
@@ -343,23 +343,23 @@ def test_each_worker_makes_its_own() -> None:
     def batches(context: InputContext) -> Iterator[Any]:
         asked.append(context)
         for n in range(3):
-            yield [np.full((2, 1), n + 10 * context.rank), torch.full((2,), n)]
+            yield [np.full((2, 1), n + 10 * context.data_shard[0]), torch.full((2,), n)]
 
     chain = per_worker(batches).map(lambda x, y: (x + 0.5, y))
-    loader = Loader(chain, 1, 3)
+    loader = Loader(chain, (1, 3))
     got = list(loader)
     assert [b.x[0].item() for b in got] == [10.5, 11.5, 12.5]
     assert (got[0].size, got[0].global_size, got[0].offsets.tolist()) == (2, 6, [2, 3])
-    resumed = Loader(chain, 1, 3)
+    resumed = Loader(chain, (1, 3))
     resumed.load_state_dict({"pass": 4, "step": 2})
     assert [b.x[0].item() for b in resumed] == [12.5]
-    assert asked == [InputContext(1, 3, 0), InputContext(1, 3, 4)]
+    assert asked == [InputContext((1, 3), 0), InputContext((1, 3), 4)]
 
 
 def test_loaders_that_cannot_be() -> None:
     three = arrays(torch.zeros(3, 1))
     with pytest.raises(UserError, match="a global batch of 2 for 3 replicas"):
-        Loader(three.batch(2), 0, 3)
+        Loader(three.batch(2), (0, 3))
     with pytest.raises(UserError, match="the data set has no examples"):
         Loader(arrays(torch.zeros(0, 1)).batch(2))
     with pytest.raises(UserError, match="3 examples are fewer than one batch of 4"):

@@ -6,16 +6,16 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.data.order import example_generator, permutation, share, steps
+from spartito.data.order import example_generator, permutation, shard_rows, steps
 
 SEEDS = st.integers(-(2**63), 2**64 - 1)
 
 
 @given(size=st.integers(0, 500), world_size=st.integers(1, 40), least=st.integers(1, 3))
-def test_shares_are_a_partition_of_even_parts(size: int, world_size: int, least: int) -> None:
-    shares = [share(size, rank, world_size, least) for rank in range(world_size)]
-    assert [place for part in shares for place in part] == list(range(size))
-    sizes = [len(part) for part in shares]
+def test_data_shards_are_a_partition_of_even_parts(size: int, world_size: int, least: int) -> None:
+    shards = [shard_rows(size, (rank, world_size), least) for rank in range(world_size)]
+    assert [offset for part in shards for offset in part] == list(range(size))
+    sizes = [len(part) for part in shards]
     parties = [count for count in sizes if count]
     assert sizes[: len(parties)] == parties  # the first ones take part
     assert not parties or max(parties) - min(parties) <= 1

@@ -88,7 +88,7 @@ SAMPLERS: dict[str, Callable[[], dict[str, Any]]] = {
 def rows(loader: DataLoader[Any], world_size: int, start: int = 0) -> list[list[list[int]]]:
     """The global batches of two passes from step ``start`` of the first on, of all replicas."""
     chain = as_dataset(loader)
-    readers = [Loader(chain, rank, world_size, seed=3) for rank in range(world_size)]
+    readers = [Loader(chain, (rank, world_size), seed=3) for rank in range(world_size)]
     passes = []
     for reader in readers:
         reader.load_state_dict({"pass": 0, "step": start})

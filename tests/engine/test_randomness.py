@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from spartito.collectives.collective import IdentityCollective
-from spartito.data.order import share
+from spartito.data.order import shard_rows
 from spartito.engine.context import StepContext, enter, within
 from spartito.engine.randomness import globalize
 from spartito.errors import UserError
@@ -41,7 +41,9 @@ def masks(net: nn.Module, size: int, offsets: range, *, seed: int = 1, step: int
 def test_a_split_draws_the_rows_of_the_global_mask(size: int, world_size: int, step: int) -> None:
     whole = masks(Drops(), size, range(size), step=step)
     net = Drops()
-    parts = [masks(net, size, share(size, r, world_size), step=step) for r in range(world_size)]
+    parts = [
+        masks(net, size, shard_rows(size, (r, world_size)), step=step) for r in range(world_size)
+    ]
     assert torch.equal(whole, torch.cat(parts))
 
 

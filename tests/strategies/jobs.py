@@ -354,8 +354,8 @@ def uneven_workers(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
     def batches(context: sp.data.InputContext) -> Iterator[tuple[Tensor, Tensor]]:
         x, y = blobs(30)
-        mine = slice(context.rank, None, context.num_replicas)
-        for start in range(0, 4 * (context.rank + 1), 4):
+        mine = slice(context.data_shard[0], None, context.data_shard[1])
+        for start in range(0, 4 * (context.data_shard[0] + 1), 4):
             yield x[mine][start : start + 4], y[mine][start : start + 4]
 
     trainer = sp.Trainer(

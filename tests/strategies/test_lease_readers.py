@@ -58,7 +58,7 @@ def test_batches_are_those_of_the_lease(given: list[tuple[int, int, int, int, bo
     reader = IndexedReader(chain, SLICES, seed=3)
     for number, index, start, length, leaves in given:
         stop = min(STEPS, start + length)
-        feed = make_feed(chain, index, SLICES, 3)
+        feed = make_feed(chain, (index, SLICES), 3)
         expected = [task() for task in islice(feed.tasks(number, start), stop - start)]
         batches = reader.read(lease(number, index, start, stop))
         if leaves:  # after the first one; the next lease may begin there, or elsewhere

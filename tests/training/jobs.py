@@ -92,7 +92,7 @@ def uneven_sizes(strategy: Strategy) -> list[Tensor]:
     def batches(context: sp.data.InputContext) -> Iterator[Any]:
         for start, size in ((0, 6), (6, 3), (9, 3)):
             cut = start + (size * 2) // 3  # rank 0 has twice as many
-            rows = slice(start, cut) if context.rank == 0 else slice(cut, start + size)
+            rows = slice(start, cut) if context.data_shard[0] == 0 else slice(cut, start + size)
             yield x[rows], y[rows]
 
     made = trainer(strategy)
@@ -110,7 +110,7 @@ def resume_uneven(strategy: Strategy, folder: str) -> list[tuple[list[Tensor], i
 
     def batches(context: sp.data.InputContext) -> Iterator[Any]:
         nonlocal read
-        for start in range(0, 30, 6)[: 5 if context.rank else 2]:
+        for start in range(0, 30, 6)[: 5 if context.data_shard[0] else 2]:
             read += 1
             yield x[start : start + 6], y[start : start + 6]
 

@@ -1,9 +1,9 @@
-"""A data set as a chain of what is to be done; nothing is read before somebody iterates."""
+"""A data set as a dataset of what is to be done; nothing is read before somebody iterates."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -16,25 +16,64 @@ from torch.utils.data import (
 )
 from torch.utils.data.distributed import DistributedSampler
 
-from spartito.data.chain import Chain
-from spartito.data.loader import Loader, examples
+from spartito.data.collate import collate
 from spartito.data.memory import Arrays
-from spartito.data.passes import describe_sampler
-from spartito.data.source import BatchStream, ExampleStream, PerWorker, Source
+from spartito.data.order import DataShard, shard_rows, steps
+from spartito.data.source import BatchStream, ExampleStream, GatherSource, PerWorker, Source
 from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
 
+Transform = Callable[..., Any] | RandomTransform
+Origin = Source | ExampleStream | BatchStream | PerWorker
+
 
 @dataclass(frozen=True)
-class Dataset(Chain):
-    """A source, and the chain of what happens to its examples. Every step answers a new one.
+class Dataset:
+    """A source of examples and the operations on them; nothing is read before iteration.
 
-    ``.map`` before ``.batch`` works on examples, after it on local batches. ``.shuffle``
-    permutes everything, anew in each pass. The batch size is global. ``.repeat()`` without a
-    count goes on for ever and wants ``steps_per_epoch``.
+    Every method returns a new data set. The order of calls matters for `map` only: before
+    `batch` it works on examples, after it on local batches.
+
+    Attributes:
+        source: Where the examples come from.
+        example_maps: What is applied to each example, in this order.
+        batch_maps: What is applied to each local batch, in this order.
+        batch_size: Examples in a global batch; None before `batch`.
+        drop_remainder: Whether a last batch that is smaller is left out.
+        shuffled: Whether each pass has an order of its own.
+        seed: What the order is drawn from; None takes the trainer's.
+        repeats: Passes in an epoch; None is endless and needs ``steps_per_epoch``.
+        ahead: Batches that are read ahead in the background.
+        threads: Threads that do so.
+        corrupt_limit: Unreadable examples that a replica may skip; None is 1 % (10 at least).
+        padded: Whether the last batch is filled by repeating its last example, so that every
+            replica has as many rows (for predictions).
+        collate: Makes a batch of a list of examples.
+        classes: Names of the labels, where they are known.
+        batch_sampler: Draws the indices of each global batch, in place of shuffle and batch.
+        processes: A torch loader whose worker processes read the examples.
+        least: The fewest rows that a replica with rows gets of a whole batch.
     """
 
-    def map(self, function: Callable[..., Any] | RandomTransform) -> Dataset:
+    source: Origin
+    example_maps: tuple[Transform, ...] = ()
+    batch_maps: tuple[Callable[..., Any], ...] = ()
+    batch_size: int | None = None
+    drop_remainder: bool = False
+    shuffled: bool = False
+    seed: int | None = None
+    repeats: int | None = 1
+    ahead: int = 0
+    threads: int = 1
+    corrupt_limit: int | None = None
+    padded: bool = False
+    collate: Callable[[list[Any]], Any] = field(default=collate, repr=False)
+    classes: tuple[str, ...] = ()
+    batch_sampler: Iterable[Sequence[int]] | None = field(default=None, repr=False)
+    processes: DataLoader[Any] | None = field(default=None, repr=False)
+    least: int = 1
+
+    def map(self, function: Transform) -> Dataset:
         """Change every example (before ``.batch``) or every local batch (after it).
 
         A tuple arrives as separate arguments, ``function(x, y)``; anything else as one. A
@@ -90,6 +129,50 @@ class Dataset(Chain):
         """Let each replica skip up to ``limit`` unreadable examples; one more is an error."""
         return replace(self, corrupt_limit=limit)
 
+    @property
+    def batched(self) -> bool:
+        """Whether it has batches: ``.batch`` was called, or the data brought some."""
+        return self.batch_size is not None or self.batch_sampler is not None
+
+    @property
+    def examples(self) -> int | None:
+        """The number of examples of one pass, None where nobody knows."""
+        if self.batch_sampler is not None:
+            return None
+        return len(self.source) if isinstance(self.source, Source) else None
+
+    @property
+    def steps_per_pass(self) -> int | None:
+        """The number of global batches of one pass, None where nobody knows."""
+        if self.batch_sampler is not None:
+            return len(self.batch_sampler) if isinstance(self.batch_sampler, Sized) else None
+        if self.examples is None or self.batch_size is None:
+            return None
+        return steps(self.examples, self.batch_size, self.drop_remainder)
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """The number of global batches of an epoch, None where nobody knows or it has no end."""
+        if self.steps_per_pass is None or self.repeats is None:
+            return None
+        return self.steps_per_pass * self.repeats
+
+    @property
+    def gathers(self) -> bool:
+        """Whether whole batches can be read at once."""
+        return isinstance(self.source, GatherSource) and not self.example_maps
+
+    def rows(self, size: int, shard: DataShard) -> range:
+        """The offsets in a global batch of ``size`` that the data shard ``shard`` has.
+
+        A batch smaller than the others is not cut into single rows: what normalizes over a batch
+        cannot use them, and the time for them is short. Offsets of a padded one go past its end.
+        """
+        if self.padded:
+            return shard_rows(-(-size // shard[1]) * shard[1], shard)
+        is_rest = self.batch_size is not None and size < self.batch_size
+        return shard_rows(size, shard, 2 if is_rest else self.least)
+
     def __len__(self) -> int:
         count = self.steps_per_epoch if self.batched else self.examples
         if count is None:
@@ -98,6 +181,8 @@ class Dataset(Chain):
 
     def __iter__(self) -> Iterator[Any]:
         """One epoch on one replica: its batches, or its examples before ``.batch``."""
+        from spartito.data.loader import Loader, examples  # which read data sets
+
         if self.batched or isinstance(self.source, BatchStream | PerWorker):
             for batch in Loader(self):
                 yield batch.data
@@ -114,11 +199,16 @@ def arrays(x: Any = None, y: Any = None, *more: Any) -> Dataset:
 
 
 def per_worker(function: Callable[..., Iterable[Any]]) -> Dataset:
-    """Local batches that every replica makes itself: ``function(context)`` answers an iterable.
+    """Local batches that every replica makes itself, for sources that do not fit one machine.
 
-    For sources that do not fit one machine. ``context`` has rank, num_replicas and epoch.
     Order and resuming are what the function makes of them; replicas may have unequal numbers
     of batches, the epoch ends when all have ended.
+
+    Args:
+        function: Gets an `InputContext` and returns an iterable of local batches.
+
+    Returns:
+        A data set that has batches already.
     """
     return Dataset(PerWorker(function))
 
@@ -133,25 +223,25 @@ def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
     ``batch_size`` is used where the data brings none.
     """
     if isinstance(data, Dataset):
-        chain = data
+        dataset = data
     elif isinstance(data, DataLoader):
-        chain = _from_loader(data)
+        dataset = _from_loader(data)
     elif isinstance(data, tuple | Mapping | torch.Tensor) or hasattr(data, "__array__"):
-        chain = arrays(*data) if isinstance(data, tuple) else arrays(data)
+        dataset = arrays(*data) if isinstance(data, tuple) else arrays(data)
     elif isinstance(data, IterableDataset):
-        chain = Dataset(ExampleStream(data))
+        dataset = Dataset(ExampleStream(data))
     elif isinstance(data, Source) and not isinstance(data, str | bytes):
-        chain = Dataset(data)
+        dataset = Dataset(data)
     elif isinstance(data, Iterable) and not isinstance(data, str | bytes):
-        chain = Dataset(BatchStream(data))
+        dataset = Dataset(BatchStream(data))
     else:
         raise UserError(
             f"{type(data).__name__} is no data",
             "Give arrays (x, y), a torch Dataset or DataLoader, or one of spartito.data.",
         )
-    if chain.batched or isinstance(chain.source, BatchStream | PerWorker):
-        return chain
-    return chain.batch(batch_size)
+    if dataset.batched or isinstance(dataset.source, BatchStream | PerWorker):
+        return dataset
+    return dataset.batch(batch_size)
 
 
 def _from_loader(loader: DataLoader[Any]) -> Dataset:
@@ -167,12 +257,12 @@ def _from_loader(loader: DataLoader[Any]) -> Dataset:
     if isinstance(source, IterableDataset) or batches is None or overridden:
         return Dataset(BatchStream(loader))
     processes = loader if loader.num_workers else None
-    chain = replace(Dataset(source), collate=loader.collate_fn, processes=processes)
+    dataset = replace(Dataset(source), collate=loader.collate_fn, processes=processes)
     if type(batches) is not BatchSampler or not _is_plain(sampler, len(source)):
-        return replace(chain, batch_size=loader.batch_size, batch_sampler=batches)
+        return replace(dataset, batch_size=loader.batch_size, batch_sampler=batches)
     if isinstance(sampler, RandomSampler):
-        chain = chain.shuffle()
-    return chain.batch(batches.batch_size, batches.drop_last)
+        dataset = dataset.shuffle()
+    return dataset.batch(batches.batch_size, batches.drop_last)
 
 
 def _is_plain(sampler: Any, count: int) -> bool:
@@ -181,3 +271,9 @@ def _is_plain(sampler: Any, count: int) -> bool:
         sizes = {len(sampler.data_source), sampler.num_samples}
         return not sampler.replacement and sizes == {count}
     return type(sampler) is SequentialSampler and len(sampler) == count
+
+
+def describe_sampler(batch_sampler: Any) -> str:
+    """The name of the class that decides the order."""
+    inner = getattr(batch_sampler, "sampler", None)
+    return type(batch_sampler if inner is None else inner).__name__

@@ -1,4 +1,4 @@
-"""One replica's view of a data set: its share of every global batch, from any point on."""
+"""One data shard of a data set: its rows of every global batch, from any point on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from spartito.data.batch import Batch
-from spartito.data.chain import Chain
 from spartito.data.collate import count_rows, head, take, tidy
+from spartito.data.dataset import Dataset
 from spartito.data.draws import Draws
-from spartito.data.order import permutation
+from spartito.data.order import DataShard, permutation
 from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
 from spartito.data.reading import Found, Processes, Wanted, changed, make_reading, mapped
@@ -40,16 +40,16 @@ class Feed(Protocol):
 class Loader:
     """Iterates over one epoch of a data set at a time; the next iteration is the next epoch.
 
-    ``rank`` of ``world_size`` replicas reads its share of each global batch. ``seed`` shuffles
-    where the data set has no seed of its own. `state_dict` returns the place after the last batch
-    that was given out, wherever the reading ahead is; `load_state_dict` goes there.
+    Reads the data shard ``shard`` of each global batch. ``seed`` shuffles where the data set has
+    no seed of its own. `state_dict` returns the position after the last batch that was given out,
+    wherever the reading ahead is; `load_state_dict` goes there.
     """
 
-    def __init__(self, dataset: Chain, rank: int = 0, world_size: int = 1, seed: int = 0) -> None:
+    def __init__(self, dataset: Dataset, shard: DataShard = (0, 1), seed: int = 0) -> None:
         size = dataset.batch_size
-        if size is not None and size < world_size:
+        if size is not None and size < shard[1]:
             raise UserError(
-                f"a global batch of {size} for {world_size} replicas",
+                f"a global batch of {size} for {shard[1]} replicas",
                 "The global batch is divided among the replicas: each needs at least one example.",
             )
         if dataset.examples == 0:
@@ -60,7 +60,7 @@ class Loader:
                 "Choose a smaller batch, or keep the remainder.",
             )
         self.dataset = dataset
-        self._feed = make_feed(dataset, rank, world_size, seed)
+        self._feed = make_feed(dataset, shard, seed)
         self._pass = 0
         self._step = 0
 
@@ -122,7 +122,7 @@ class Loader:
             batches.close()
 
 
-def used_up(dataset: Chain) -> Iterator[Any] | None:
+def used_up(dataset: Dataset) -> Iterator[Any] | None:
     """The generator or other iterator below a data set, which can be read only once."""
     source = dataset.source
     given = source.batches if isinstance(source, BatchStream) else None
@@ -130,10 +130,10 @@ def used_up(dataset: Chain) -> Iterator[Any] | None:
     return given if isinstance(given, Iterator) else None
 
 
-def examples(dataset: Chain) -> Iterator[Any]:
+def examples(dataset: Dataset) -> Iterator[Any]:
     """One epoch of a data set without batches, on one replica; corrupt examples are left out."""
     source = dataset.source
-    feed = None if isinstance(source, ExampleStream) else IndexedFeed(dataset, 0, 1, 0)
+    feed = None if isinstance(source, ExampleStream) else IndexedFeed(dataset, (0, 1), 0)
     for epoch in count() if dataset.repeats is None else range(dataset.repeats):
         if feed is not None:
             yield from feed.examples(epoch)
@@ -142,15 +142,15 @@ def examples(dataset: Chain) -> Iterator[Any]:
                 yield changed(dataset.example_maps, example, 0, epoch, index)
 
 
-def make_feed(dataset: Chain, rank: int, world_size: int, seed: int) -> Feed:
-    """What makes the batches of replica ``rank`` of ``world_size`` out of a data set's source."""
+def make_feed(dataset: Dataset, shard: DataShard, seed: int) -> Feed:
+    """What makes the batches of a data shard out of a data set's source."""
     if isinstance(dataset.source, PerWorker):
-        return PerWorkerFeed(dataset, dataset.source, rank, world_size)
+        return PerWorkerFeed(dataset, dataset.source, shard)
     if isinstance(dataset.source, ExampleStream | BatchStream):
-        return StreamFeed(dataset, rank, world_size, seed)
+        return StreamFeed(dataset, shard, seed)
     if not dataset.batched:
         raise UserError("a data set without batches", "Call .batch(size) at its end.")
-    return IndexedFeed(dataset, rank, world_size, seed)
+    return IndexedFeed(dataset, shard, seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,19 +174,18 @@ class _Part:
 
 
 class IndexedFeed:
-    """Examples by index: the order is made first, then only this replica's share is read."""
+    """Examples by index: the order is made first, then only this data shard is read."""
 
     def __init__(
         self,
-        dataset: Chain,
-        rank: int,
-        world_size: int,
+        dataset: Dataset,
+        shard: DataShard,
         seed: int,
         passes: Passes | None = None,
     ) -> None:
         """``passes`` are given where feeds read short ranges of them in turn: processes last."""
         self._dataset = dataset
-        self._rank, self._world_size = rank, world_size
+        self._shard = shard
         self._seed = seed if dataset.seed is None else dataset.seed
         self._passes = passes or Passes(dataset, self._seed)
         self._lasting = passes is not None
@@ -194,7 +193,7 @@ class IndexedFeed:
         self._source, self._count = source, len(source)
         self._reading = make_reading(dataset, self._seed)
         self._processes: Processes | None = None
-        self._shares: dict[int, tuple[slice | None, Tensor]] = {}
+        self._rows: dict[int, tuple[slice | None, Tensor]] = {}
         self._skipped: set[int] = set()
         self._sample: Any = None
         limit = dataset.corrupt_limit
@@ -231,18 +230,18 @@ class IndexedFeed:
         found = self._passes.of(epoch)
         for step in range(start, len(found)):
             size = found.size(step)
-            rows, offsets = self._share(size)
+            rows, offsets = self._rows_of(size)
             indices = found.indices(step, offsets if rows is None else rows)
             yield _Part(epoch, step, size, offsets, indices, found.checksum)
 
-    def _share(self, size: int) -> tuple[slice | None, Tensor]:
+    def _rows_of(self, size: int) -> tuple[slice | None, Tensor]:
         """This replica's rows of a global batch of ``size``, also as a slice if it has them all."""
-        if size not in self._shares:
-            span = self._dataset.share(size, self._rank, self._world_size)
+        if size not in self._rows:
+            span = self._dataset.rows(size, self._shard)
             rows = slice(span.start, span.stop) if span.stop <= size else None
             offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
-            self._shares[size] = rows, offsets
-        return self._shares[size]
+            self._rows[size] = rows, offsets
+        return self._rows[size]
 
     def _gather(self, part: _Part) -> Batch:
         return self._batch(part, self._source.gather(part.indices), part.offsets)
@@ -301,11 +300,10 @@ class IndexedFeed:
 
 
 class StreamFeed:
-    """A stream that every replica reads whole and in the same order; each keeps its share."""
+    """A stream that every replica reads whole and in the same order; each keeps its data shard."""
 
-    def __init__(self, dataset: Chain, rank: int, world_size: int, seed: int) -> None:
-        self._dataset, self._rank, self._world_size = dataset, rank, world_size
-        self._seed = seed
+    def __init__(self, dataset: Dataset, shard: DataShard, seed: int) -> None:
+        self._dataset, self._shard, self._seed = dataset, shard, seed
 
     def tasks(self, epoch: int, start: int) -> Iterator[Task]:
         """As `Feed.tasks`; resuming reads past what was seen before."""
@@ -335,7 +333,7 @@ class StreamFeed:
 
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
         size = count_rows(data)
-        span = self._dataset.share(size, self._rank, self._world_size)
+        span = self._dataset.rows(size, self._shard)
         offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
         mine = mapped(self._dataset.batch_maps, take(data, offsets))
         batch = Batch(mine, len(span), size, offsets, epoch, step)
@@ -348,18 +346,18 @@ class StreamFeed:
 class PerWorkerFeed:
     """Local batches of the user's own making."""
 
-    def __init__(self, dataset: Chain, source: PerWorker, rank: int, world_size: int) -> None:
-        self._dataset, self._source = dataset, source
-        self._rank, self._world_size = rank, world_size
+    def __init__(self, dataset: Dataset, source: PerWorker, shard: DataShard) -> None:
+        self._dataset, self._source, self._shard = dataset, source, shard
 
     def tasks(self, epoch: int, start: int) -> Iterator[Task]:
         """As `Feed.tasks`; resuming reads past what was seen before."""
-        context = InputContext(self._rank, self._world_size, epoch)
+        context = InputContext(self._shard, epoch)
         for step, data in enumerate(islice(self._source.function(context), start, None), start):
             yield partial(self._batch, epoch, step, data)
 
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
         data = mapped(self._dataset.batch_maps, tidy(data))
         size = count_rows(data)
-        offsets = torch.arange(self._rank * size, (self._rank + 1) * size)
-        return Batch(data, size, size * self._world_size, offsets, epoch, step)
+        index, count = self._shard
+        offsets = torch.arange(index * size, (index + 1) * size)
+        return Batch(data, size, size * count, offsets, epoch, step)

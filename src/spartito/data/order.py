@@ -6,6 +6,8 @@ import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+DataShard = tuple[int, int]
+"""A part of every global batch: its index, and how many there are."""
 
 
 def permutation(count: int, seed: int, epoch: int) -> Indices:
@@ -15,15 +17,16 @@ def permutation(count: int, seed: int, epoch: int) -> Indices:
     return np.argsort(keys, kind="stable")
 
 
-def share(size: int, rank: int, world_size: int, least: int = 1) -> range:
-    """The places of a global batch of ``size`` that replica ``rank`` computes.
+def shard_rows(size: int, shard: DataShard, least: int = 1) -> range:
+    """The offsets in a global batch of ``size`` that the data shard ``shard`` has.
 
-    Contiguous; together they are the batch. The first replicas take part, as many as can have
-    ``least`` rows each, and no two of them differ by more than one; the others get none.
+    Contiguous; together they are the batch. The first shards have rows, as many as can have
+    ``least`` each, and no two of them differ by more than one; the others get none.
     """
-    parties = min(world_size, max(1, size // least))
-    part = min(rank, parties), min(rank + 1, parties)
-    return range(size * part[0] // parties, size * part[1] // parties)
+    index, count = shard
+    filled = min(count, max(1, size // least))
+    start, stop = min(index, filled), min(index + 1, filled)
+    return range(size * start // filled, size * stop // filled)
 
 
 def steps(count: int, batch_size: int, drop_remainder: bool) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Protocol
 from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from spartito.data.chain import Chain
+from spartito.data.dataset import Dataset, describe_sampler
 from spartito.data.draws import Draws
 from spartito.data.order import permutation
 from spartito.errors import UserError
@@ -100,28 +100,28 @@ class Passes:
     Work may come in short ranges of a pass, and sorting ten million keys for each takes a second.
     """
 
-    def __init__(self, chain: Chain, seed: int) -> None:
-        self._chain, self._seed = chain, seed
+    def __init__(self, dataset: Dataset, seed: int) -> None:
+        self._dataset, self._seed = dataset, seed
         self._kept: tuple[int, Pass] | None = None
 
     def of(self, epoch: int) -> Pass:
         """As `make_pass`."""
         if self._kept is None or self._kept[0] != epoch:
-            self._kept = epoch, make_pass(self._chain, self._seed, epoch)
+            self._kept = epoch, make_pass(self._dataset, self._seed, epoch)
         return self._kept[1]
 
 
-def make_pass(chain: Chain, seed: int, epoch: int) -> Pass:
+def make_pass(dataset: Dataset, seed: int, epoch: int) -> Pass:
     """The global batches of pass ``epoch``: a function of (seed, epoch), if samplers are."""
-    if chain.batch_sampler is not None:
-        return DrawnPass(draw(chain.batch_sampler, seed, epoch))
-    assert chain.examples is not None
-    assert chain.batch_size is not None
-    assert chain.steps_per_pass is not None
+    if dataset.batch_sampler is not None:
+        return DrawnPass(draw(dataset.batch_sampler, seed, epoch))
+    assert dataset.examples is not None
+    assert dataset.batch_size is not None
+    assert dataset.steps_per_pass is not None
     order = None
-    if chain.shuffled:
-        order = torch.from_numpy(permutation(chain.examples, seed, epoch))
-    return EvenPass(chain.examples, chain.batch_size, chain.steps_per_pass, order)
+    if dataset.shuffled:
+        order = torch.from_numpy(permutation(dataset.examples, seed, epoch))
+    return EvenPass(dataset.examples, dataset.batch_size, dataset.steps_per_pass, order)
 
 
 def draw(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> list[Tensor]:
@@ -146,9 +146,3 @@ def draw(batch_sampler: Iterable[Sequence[int]], seed: int, epoch: int) -> list[
             "A sampler can be iterated once for each pass; a generator is used up after the first.",
         )
     return batches
-
-
-def describe_sampler(batch_sampler: Any) -> str:
-    """The name of the class that decides the order."""
-    inner = getattr(batch_sampler, "sampler", None)
-    return type(batch_sampler if inner is None else inner).__name__

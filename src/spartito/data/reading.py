@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from threading import Lock
 from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils import data as torch_data
+from torch.utils.data import DataLoader, get_worker_info
 
-from spartito.data.chain import Chain, Change
 from spartito.data.collate import tidy
+from spartito.data.dataset import Dataset, Transform
 from spartito.data.order import example_generator
 from spartito.data.transforms import RandomTransform
 from spartito.errors import CorruptSampleError, SpartitoError, UserError
@@ -40,7 +41,7 @@ class Reading:
     """How an example is read and changed, and how several become a batch."""
 
     source: Any
-    maps: tuple[Change, ...]
+    maps: tuple[Transform, ...]
     collate: Callable[[list[Any]], Any]
     seed: int
     alone: bool  # one example at a time in this process
@@ -75,13 +76,13 @@ class Reading:
         return Found(tidy(self.collate(examples)) if examples else None, kept, corrupt)
 
 
-def make_reading(chain: Chain, seed: int) -> Reading:
-    """How the examples of ``chain`` are read."""
-    alone = chain.processes is None and chain.threads == 1
-    return Reading(chain.source, chain.example_maps, chain.collate, seed, alone)
+def make_reading(dataset: Dataset, seed: int) -> Reading:
+    """How the examples of ``dataset`` are read."""
+    alone = dataset.processes is None and dataset.threads == 1
+    return Reading(dataset.source, dataset.example_maps, dataset.collate, seed, alone)
 
 
-def changed(maps: tuple[Change, ...], example: Any, seed: int, epoch: int, index: int) -> Any:
+def changed(maps: tuple[Transform, ...], example: Any, seed: int, epoch: int, index: int) -> Any:
     """``example`` after all that happens to it; what is random depends on its index alone."""
     generator = None
     for change in maps:
@@ -154,7 +155,7 @@ class _Begin:
             self.given(worker)
 
 
-class _Batches(Dataset[Any]):
+class _Batches(torch_data.Dataset[Any]):
     """A data set of torch's whose examples are whole batches of ours."""
 
     def __init__(self, reading: Reading) -> None:

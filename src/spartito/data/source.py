@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from spartito.data.order import DataShard
+
 
 @runtime_checkable
 class Source(Protocol):
@@ -49,10 +51,15 @@ class BatchStream:
 
 @dataclass(frozen=True)
 class InputContext:
-    """What a `PerWorker` function is told: which replica reads, of how many, which pass."""
+    """What a `per_worker` function gets.
 
-    rank: int
-    num_replicas: int
+    Attributes:
+        data_shard: The index of the data shard that it makes, and how many there are. Replicas
+            that compute on the same data have the same one.
+        epoch: The pass over the data, from 0.
+    """
+
+    data_shard: DataShard
     epoch: int
 
 

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from spartito.data.batch import Batch
-from spartito.data.chain import Chain
 from spartito.data.collate import rows
+from spartito.data.dataset import Dataset
 from spartito.data.loader import IndexedFeed, Loader, make_feed, used_up
 from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
@@ -37,7 +37,7 @@ class Desk(Protocol):
     work: WorkSource | None
     pusher: Pusher | None
 
-    def plan(self, chain: Chain, count: int, steps: int | None) -> Plan:
+    def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
         """How a stream is divided into pieces."""
         ...
 
@@ -66,7 +66,7 @@ class Leased(Distributed):
 
     goes_on = True
 
-    def __init__(self, desk: Desk, chain: Chain, slices: int, seed: int) -> None:
+    def __init__(self, desk: Desk, chain: Dataset, slices: int, seed: int) -> None:
         if isinstance(chain.source, PerWorker):
             raise UserError(
                 "per_worker data under parameter_server, where any task may get any piece",
@@ -80,7 +80,7 @@ class Leased(Distributed):
                 "Give what can be iterated again: arrays, a list, a DataLoader, or an object "
                 "with __iter__.",
             )
-        Loader(chain, 0, slices, seed)  # refuses what cannot be divided
+        Loader(chain, (0, slices), seed)  # refuses what cannot be divided
         self._desk, self._chain = desk, chain
         self._reader = (
             IndexedReader(chain, slices, seed)
@@ -275,7 +275,7 @@ class IndexedReader:
     A lease mostly goes on where the last one ended: what was read ahead then is there already.
     """
 
-    def __init__(self, chain: Chain, slices: int, seed: int) -> None:
+    def __init__(self, chain: Dataset, slices: int, seed: int) -> None:
         self._chain, self._slices, self._seed = chain, slices, seed
         self._passes = Passes(chain, seed if chain.seed is None else chain.seed)
         self._feeds: dict[int, IndexedFeed] = {}
@@ -304,7 +304,7 @@ class IndexedReader:
     def _open(self, index: int, number: int, start: int) -> Generator[Batch]:
         chain = self._chain
         if index not in self._feeds:
-            made = IndexedFeed(chain, index, self._slices, self._seed, self._passes)
+            made = IndexedFeed(chain, (index, self._slices), self._seed, self._passes)
             self._feeds[index] = made
         tasks = self._feeds[index].tasks(number, start)
         return read_ahead(tasks, chain.ahead, chain.threads)
@@ -313,7 +313,7 @@ class IndexedReader:
 class StreamReader:
     """A stream is read in its order; only a lease from before its place makes it start anew."""
 
-    def __init__(self, chain: Chain, slices: int, seed: int) -> None:
+    def __init__(self, chain: Dataset, slices: int, seed: int) -> None:
         self._chain, self._slices, self._seed = chain, slices, seed
         self._at: dict[int, tuple[int, int, Iterator[Callable[[], Batch]]]] = {}
 
@@ -324,7 +324,7 @@ class StreamReader:
         """As `Reader.read`."""
         number, step, tasks = self._at.pop(lease.slice, (-1, 0, iter(())))
         if number != lease.pass_ or step > lease.start:
-            feed = make_feed(self._chain, lease.slice, self._slices, self._seed)
+            feed = make_feed(self._chain, (lease.slice, self._slices), self._seed)
             tasks, step = feed.tasks(lease.pass_, lease.start), lease.start
         for _ in range(lease.start - step):
             next(tasks, None)

@@ -17,8 +17,7 @@ from spartito.cluster.limits import time_limit
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Traffic
 from spartito.data.batch import Batch
-from spartito.data.chain import Chain
-from spartito.data.dataset import as_dataset
+from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.context import enter
@@ -184,7 +183,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         if training and (self.work is not None or self.chief is not None):
             slices = self._rules.workers
             return Leased(self, self._divisible(chain, slices), slices, order)
-        return Placed(Loader(chain, 0, 1, order), self.device, self.enter, self._collective)
+        return Placed(Loader(chain, (0, 1), order), self.device, self.enter, self._collective)
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         self.agree_to_stop(stop)
@@ -301,7 +300,7 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     # What the leases ask for
 
-    def plan(self, chain: Chain, count: int, steps: int | None) -> Plan:
+    def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
         """How a stream is divided into pieces."""
         return Plan(
             slices=self._rules.workers,

@@ -16,8 +16,8 @@ from torch.optim import Optimizer
 from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
-from spartito.data.chain import Chain
 from spartito.data.collate import count_rows
+from spartito.data.dataset import Dataset
 from spartito.engine.batchnorm import keeping_statistics, local_batchnorms, synchronize_batchnorm
 from spartito.engine.context import StepContext, enter
 from spartito.engine.gradients import Gradients
@@ -224,7 +224,7 @@ class ReplicaStrategy(Strategy):
             step = batch.epoch << 32 | batch.step
             enter(StepContext(self._collective, seed, step, batch.global_size, batch.offsets))
 
-    def _divisible(self, chain: Chain, parts: int) -> Chain:
+    def _divisible(self, chain: Dataset, parts: int) -> Dataset:
         """``chain`` whose batches are cut into ``parts`` so that every BatchNorm can use them."""
         if parts == 1 or not any(local_batchnorms(pair.model) for pair in self._in_use):
             return chain

@@ -17,8 +17,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Traffic
 from spartito.collectives.rendezvous import connect
 from spartito.data.batch import Batch
-from spartito.data.chain import Chain
-from spartito.data.dataset import as_dataset
+from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
 from spartito.engine.batchnorm import average_statistics
@@ -84,9 +83,9 @@ class SynchronousStrategy(ReplicaStrategy):
         self, dataset: Any, *, seed: int | None = None, training: bool = True
     ) -> Distributed:
         replicas, order = self.num_replicas_in_sync, self._seed if seed is None else seed
-        chain: Chain = as_dataset(dataset)
+        chain: Dataset = as_dataset(dataset)
         chain = self._divisible(chain, replicas) if training else chain
-        loader = Loader(chain, self.cluster.rank, replicas, order)
+        loader = Loader(chain, (self.cluster.rank, replicas), order)
         uneven = isinstance(chain.source, PerWorker) and replicas > 1
         batches = Together(loader, self._collective) if uneven else loader
         return Placed(batches, self.device, self.enter, self._collective)

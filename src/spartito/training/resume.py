@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import Any
 
 from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
-from spartito.data.chain import Chain
+from spartito.data.dataset import Dataset
 from spartito.errors import UserError
 from spartito.strategies import Strategy
 
 _ORDER = ("batch_size", "examples", "drop_remainder", "shuffled", "seed")
 
 
-def meaning(chain: Chain, steps: int | None, seed: int) -> dict[str, Any]:
+def meaning(chain: Dataset, steps: int | None, seed: int) -> dict[str, Any]:
     """What a position (pass, step) and a number of batches done depend on, as JSON."""
     return {
         "batch_size": chain.batch_size,
@@ -51,7 +51,7 @@ def check_position(saved: dict[str, Any], now: dict[str, Any]) -> None:
             )
 
 
-def next_epoch(position: dict[str, Any], chain: Chain) -> dict[str, int]:
+def next_epoch(position: dict[str, Any], chain: Dataset) -> dict[str, int]:
     """The first position of an epoch whose order of examples was not begun before ``position``."""
     number = position["pass"] + (position["step"] > 0)
     repeats = chain.repeats or 1
