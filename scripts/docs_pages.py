@@ -15,7 +15,9 @@ FROM_ROOT = {
     "contributing.md": "CONTRIBUTING.md",
     "security.md": "SECURITY.md",
 }
-OUTSIDE = re.compile(r"\[([^\]]+)\]\(((?:\.\./)*(?:src|tests|examples|benchmarks|scripts|docker)/[^)]*)\)")
+OUTSIDE = re.compile(
+    r"\[([^\]]+)\]\(((?:\.\./)*(?:src|tests|examples|benchmarks|scripts|docker)/[^)]*)\)"
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:

@@ -1,0 +1,138 @@
+"""What the pages say works: the site builds, their code runs, their commands exist."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+from spartito.cli.app import app
+from tests.commands import Commands, commands_in
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(
+    str(page.relative_to(ROOT)) for page in (*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"))
+)
+FENCE = re.compile(r"^( *)```(\w*)(?: title=\"(\S+)\")?\n(.*?)^\1```$", re.S | re.M)
+
+# What a page's blocks take for granted.
+BEFORE = {
+    "README.md": """
+import torch
+def loss_fn(output, target):
+    return torch.nn.functional.cross_entropy(output, target, reduction="none")
+""",
+    "docs/data.md": """
+import pathlib, torch, PIL.Image
+import spartito as sp
+for kind in ("Cat", "Dog"):
+    folder = pathlib.Path("PetImages", kind)
+    folder.mkdir(parents=True)
+    for number in range(20):
+        PIL.Image.new("RGB", (200, 190), (number, 9, 9)).save(folder / f"{number}.jpg")
+""",
+}
+
+
+@dataclass(frozen=True)
+class Block:
+    """One fenced block of a page; ``title`` is the file that it is."""
+
+    language: str
+    title: str
+    text: str
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with commands_in(tmp_path) as started:
+        yield started
+
+
+def blocks(page: str) -> list[Block]:
+    found = FENCE.findall((ROOT / page).read_text())
+    return [Block(language, title, text) for _, language, title, text in found]
+
+
+def calls(page: str) -> list[list[str]]:
+    """The lines of the page's blocks that call ``spartito``, without what follows in a pipe."""
+    lines = [
+        line
+        for block in blocks(page)
+        if block.language in ("", "sh", "bash")
+        for line in block.text.replace("\\\n", " ").splitlines()
+    ]
+    words = [shlex.split(line, comments=True) for line in lines if line.startswith("spartito ")]
+    ends = ("|", ">", "&", "&&", ";")
+    return [line[: next((i for i, w in enumerate(line) if w in ends), len(line))] for line in words]
+
+
+def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
+        cwd=ROOT,
+        env={"NO_MKDOCS_2_WARNING": "1", "PATH": "/usr/bin:/bin"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 'id="spartito.Trainer"' in (tmp_path / "api/training/index.html").read_text()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if calls(page)])
+def test_the_commands_of_a_page_exist(page: str) -> None:
+    for _, *words in calls(page):
+        if "..." in words:  # what follows is left out
+            words = words[: words.index("...")]
+        _parse(words)
+
+
+def _parse(words: list[str]) -> None:
+    """Whether the command line has the command and the options of ``words``; runs nothing."""
+    command: Any = typer.main.get_command(app)
+    path = "spartito"
+    while hasattr(command, "commands"):
+        assert words[0] in command.commands, f"{path} has no command {words[:1]}"
+        command, path, words = command.commands[words[0]], f"{path} {words[0]}", words[1:]
+    known = {name for each in command.params for name in (*each.opts, *each.secondary_opts)}
+    extra = command.context_settings.get("allow_interspersed_args") is False
+    for word in words:
+        if word == "--":
+            break
+        if word.startswith("--"):
+            assert word.partition("=")[0] in known, f"{path} has no {word}"
+        elif extra and word.endswith(".py"):
+            break
+
+
+@pytest.mark.parametrize(
+    "page", [p for p in PAGES if any(b.language == "python" and not b.title for b in blocks(p))]
+)
+def test_the_python_blocks_of_a_page_run(page: str, commands: Commands) -> None:
+    own = [b.text for b in blocks(page) if b.language == "python" and not b.title]
+    commands.write("page.py", "\n".join([BEFORE.get(page, ""), *own]))
+    done = commands.python("page.py")
+    assert done.code == 0, done.text
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/tutorials/")])
+def test_a_tutorial_works_as_it_is_written(page: str, commands: Commands) -> None:
+    """Its files are written, then its ``sh`` lines are run in order, as a reader would."""
+    for block in blocks(page):
+        if block.title:
+            commands.write(block.title, block.text)
+        for line in block.text.splitlines() if block.language == "sh" else ():
+            program, *words = shlex.split(line, comments=True)
+            run = {"python": commands.python, "spartito": commands.spartito}[program]
+            done = run(*words)
+            assert done.code == 0, f"{line}\n{done.text}"
