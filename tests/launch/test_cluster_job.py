@@ -31,16 +31,16 @@ def job_file(tmp_path: Path) -> Path:
     return path
 
 
-def text_of(cast: Roles) -> str:
-    strategy = "parameter_server" if cast.ps else "multi_worker_mirrored"
+def text_of(roles: Roles) -> str:
+    strategy = "parameter_server" if roles.ps else "multi_worker_mirrored"
     return compose_file(
-        Containers("digits", "mnist", ("python",), strategy, cast, "./out", data="./photos")
+        Containers("digits", "mnist", ("python",), strategy, roles, "./out", data="./photos")
     )
 
 
-def job(tmp_path: Path, cast: Roles) -> JobFile:
+def job(tmp_path: Path, roles: Roles) -> JobFile:
     path = tmp_path / "compose.yaml"
-    path.write_text(text_of(cast))
+    path.write_text(text_of(roles))
     return read_job(path)
 
 
@@ -59,7 +59,7 @@ DONE = {"worker_0": (0, 1), "worker_1": (0, 1), "evaluator": (0, 1)}
 
 
 @pytest.mark.parametrize(
-    ("cast", "ended", "expected"),
+    ("roles", "ended", "expected"),
     [
         (SYNCHRONOUS, {}, None),
         (SYNCHRONOUS, {"worker_0": (0, 1), "worker_1": (0, 1)}, None),
@@ -81,11 +81,11 @@ DONE = {"worker_0": (0, 1), "worker_1": (0, 1), "evaluator": (0, 1)}
 )
 def test_who_decides_how_a_job_ends(
     tmp_path: Path,
-    cast: Roles,
+    roles: Roles,
     ended: Mapping[str, tuple[int, int]],
     expected: tuple[int, str] | None,
 ) -> None:
-    made = job(tmp_path, cast)
+    made = job(tmp_path, roles)
     assert verdict(made, ends(made, **ended)) == expected
 
 
@@ -93,7 +93,7 @@ LATER = {"worker_2": (0, 1), "worker_3": (0, 1), "ps_1": (0, 2)}
 
 
 @pytest.mark.parametrize(
-    ("cast", "machine", "ended", "expected"),
+    ("roles", "machine", "ended", "expected"),
     [
         (Roles(4, ps=2), "b", {}, None),
         (Roles(4, ps=2), "b", {"worker_2": (137, 1)}, None),
@@ -119,14 +119,14 @@ LATER = {"worker_2": (0, 1), "worker_3": (0, 1), "ps_1": (0, 2)}
 )
 def test_who_decides_on_one_machine_of_several(
     tmp_path: Path,
-    cast: Roles,
+    roles: Roles,
     machine: str,
     ended: Mapping[str, tuple[int, int]],
     expected: tuple[int, str] | None,
 ) -> None:
-    strategy = "parameter_server" if cast.ps else "multi_worker_mirrored"
+    strategy = "parameter_server" if roles.ps else "multi_worker_mirrored"
     network = Network(host=True, machines=("a", "b"))
-    plan = Containers("digits", "mnist", ("python",), strategy, cast, "/out", network=network)
+    plan = Containers("digits", "mnist", ("python",), strategy, roles, "/out", network=network)
     path = tmp_path / "compose.yaml"
     path.write_text(machine_files(plan)[machine])
     made = read_job(path)

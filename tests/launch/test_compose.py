@@ -83,10 +83,10 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def job(cast: Roles, **options: Any) -> Containers:
-    strategy = "parameter_server" if cast.ps else "multi_worker_mirrored"
+def job(roles: Roles, **options: Any) -> Containers:
+    strategy = "parameter_server" if roles.ps else "multi_worker_mirrored"
     what = ("python", "-m", "spartito.recipes.mnist", "--out=/runs")
-    return Containers("digits", "mnist", what, strategy, cast, "./runs/digits", **options)
+    return Containers("digits", "mnist", what, strategy, roles, "./runs/digits", **options)
 
 
 def parsed(text: str) -> dict[str, Any]:
@@ -101,13 +101,13 @@ def read(job: Containers) -> dict[str, Any]:
 
 @settings(max_examples=25)
 @given(CASTS, st.builds(Network, st.booleans(), st.booleans()))
-def test_each_task_reads_who_it_is_and_where_the_others_are(cast: Roles, network: Network) -> None:
-    services = read(job(cast, network=network))["services"]
+def test_each_task_reads_who_it_is_and_where_the_others_are(roles: Roles, network: Network) -> None:
+    services = read(job(roles, network=network))["services"]
     specs = {name: resolve(one["environment"]) for name, one in services.items()}
-    assert [spec.task for spec in specs.values()] == list(cast.tasks)
+    assert [spec.task for spec in specs.values()] == list(roles.tasks)
     assert [spec.is_chief for spec in specs.values()] == [True] + [False] * (len(specs) - 1)
     addresses = [a for tasks in specs[next(iter(specs))].addresses.values() for a in tasks]
-    assert len(set(addresses)) == len(cast.tasks)
+    assert len(set(addresses)) == len(roles.tasks)
     for name, spec in specs.items():
         host, _, port = spec.address_of(spec.task).partition(":")
         assert host == ("127.0.0.1" if network.host else name)
@@ -116,8 +116,8 @@ def test_each_task_reads_who_it_is_and_where_the_others_are(cast: Roles, network
 
 @settings(max_examples=25)
 @given(CASTS)
-def test_no_task_has_more_rights_than_it_needs(cast: Roles) -> None:
-    for one in read(job(cast, data="./photos"))["services"].values():
+def test_no_task_has_more_rights_than_it_needs(roles: Roles) -> None:
+    for one in read(job(roles, data="./photos"))["services"].values():
         assert one["read_only"] is True
         assert one["tmpfs"] == ["/tmp:exec,size=1g"]
         assert one["cap_drop"] == ["ALL"]
@@ -137,12 +137,12 @@ def test_no_task_has_more_rights_than_it_needs(cast: Roles) -> None:
 
 @settings(max_examples=25)
 @given(CASTS)
-def test_who_is_started_again_and_after_whom(cast: Roles) -> None:
-    services = read(job(cast))["services"]
+def test_who_is_started_again_and_after_whom(roles: Roles) -> None:
+    services = read(job(roles))["services"]
     first = next(iter(services))
-    for task in cast.tasks:
+    for task in roles.tasks:
         one = services[service(task)]
-        again = task.type == "evaluator" or (cast.ps > 0 and service(task) != first)
+        again = task.type == "evaluator" or (roles.ps > 0 and service(task) != first)
         assert one["restart"] == (f"on-failure:{RESTARTS}" if again else "no")
         after = one.get("depends_on", {})
         assert after == (
@@ -206,13 +206,13 @@ def test_the_machines_own_network_is_used_on_request_only() -> None:
 
 @settings(max_examples=25)
 @given(CASTS, st.integers(1, 4))
-def test_several_machines_get_a_file_each(cast: Roles, count: int) -> None:
-    machines = tuple("abcd"[: min(count, max(cast.workers, cast.ps))])
-    plan = job(cast, network=Network(True, False, machines))
+def test_several_machines_get_a_file_each(roles: Roles, count: int) -> None:
+    machines = tuple("abcd"[: min(count, max(roles.workers, roles.ps))])
+    plan = job(roles, network=Network(True, False, machines))
     files = {name: parsed(text) for name, text in machine_files(plan).items()}
     assert tuple(files) == machines
     placed = [name for document in files.values() for name in document["services"]]
-    assert sorted(placed) == sorted(map(service, cast.tasks))
+    assert sorted(placed) == sorted(map(service, roles.tasks))
     told = {}
     for machine, document in files.items():
         assert document["services"], machine
@@ -222,7 +222,7 @@ def test_several_machines_get_a_file_each(cast: Roles, count: int) -> None:
             told[name] = one["environment"]["TF_CONFIG"]
             assert one.get("depends_on", {}).keys() <= document["services"].keys()
     assert len({json.dumps(json.loads(text)["cluster"]) for text in told.values()}) == 1
-    assert not cast.evaluator or "evaluator" in files[machines[0]]["services"]
+    assert not roles.evaluator or "evaluator" in files[machines[0]]["services"]
 
 
 @given(st.text(st.characters(exclude_categories=["Cs", "Cc"]), max_size=30))

@@ -18,9 +18,8 @@ from spartito.cluster.ports import free_port
 from spartito.comparison.plan import make_plan
 from spartito.comparison.run import compare_strategies
 from spartito.errors import UserError
-from spartito.launch import launch
 from spartito.launch.hosts.job import Reach, launch_on_hosts
-from spartito.launch.local import RUNTIME, Place, environments
+from spartito.launch.local import RUNTIME, Place, environments, launch
 from tests.cluster.environments import (
     TORCHRUN,
     hydra_alone,

@@ -10,38 +10,38 @@ from hypothesis import strategies as st
 from spartito.cluster import Task, resolve
 from spartito.errors import UserError
 from spartito.launch.local import RUNTIME, role_environments
-from spartito.launch.roles import RESTARTS, Roles, environments
+from spartito.launch.roles import RESTARTS, Roles, task_environments
 
 CASTS = st.builds(Roles, st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans())
 
 
 @given(CASTS)
-def test_each_task_reads_who_it_is(cast: Roles) -> None:
-    ports = [20000 + place for place in range(len(cast.tasks))]
-    told = environments({"A": "1", "RANK": "7", "MASTER_ADDR": "x"}, cast, ports)
+def test_each_task_reads_who_it_is(roles: Roles) -> None:
+    ports = [20000 + place for place in range(len(roles.tasks))]
+    told = task_environments({"A": "1", "RANK": "7", "MASTER_ADDR": "x"}, roles, ports)
     specs = [resolve(env) for env in told]
-    assert [spec.task for spec in specs] == list(cast.tasks)
+    assert [spec.task for spec in specs] == list(roles.tasks)
     assert [int(s.address_of(s.task).split(":")[1]) for s in specs] == ports
     assert len({json.dumps(json.loads(env["TF_CONFIG"])["cluster"]) for env in told}) == 1
     assert [spec.is_chief for spec in specs] == [True] + [False] * (len(specs) - 1)
-    for env, task in zip(told, cast.tasks, strict=True):
+    for env, task in zip(told, roles.tasks, strict=True):
         assert env["A"] == "1"
         assert env.keys().isdisjoint({"RANK", "MASTER_ADDR"})
         assert env.get("CUDA_VISIBLE_DEVICES") == ("" if task.type == "ps" else None)
 
 
 @given(CASTS, st.integers(1, 64))
-def test_cores_are_shared_among_those_that_compute(cast: Roles, cores: int) -> None:
-    for task, env in zip(cast.tasks, role_environments({}, cast, cores), strict=True):
-        expected = max(1, cores // cast.workers) if task.type == "worker" else 1
+def test_cores_are_shared_among_those_that_compute(roles: Roles, cores: int) -> None:
+    for task, env in zip(roles.tasks, role_environments({}, roles, cores), strict=True):
+        expected = max(1, cores // roles.workers) if task.type == "worker" else 1
         assert env["OMP_NUM_THREADS"] == str(expected)
         assert RUNTIME.items() <= env.items()
 
 
 def test_what_the_user_set_stays() -> None:
-    cast = Roles(2, ps=1)
+    roles = Roles(2, ps=1)
     given_ = {"OMP_NUM_THREADS": "7", "CUDA_VISIBLE_DEVICES": "1"}
-    *workers, server = role_environments(given_, cast)
+    *workers, server = role_environments(given_, roles)
     assert all(given_.items() <= env.items() for env in workers)
     assert (server["OMP_NUM_THREADS"], server["CUDA_VISIBLE_DEVICES"]) == ("7", "")
 
@@ -56,7 +56,7 @@ def test_no_two_tasks_share_a_port() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cast", "restarted", "not_vital"),
+    ("roles", "restarted", "not_vital"),
     [
         (Roles(2), "", ""),
         (Roles(2, evaluator=True), "evaluator 0", "evaluator 0"),
@@ -68,10 +68,10 @@ def test_no_two_tasks_share_a_port() -> None:
         ),
     ],
 )
-def test_the_policy_of_each_role(cast: Roles, restarted: str, not_vital: str) -> None:
-    assert ", ".join(str(task) for task in cast.tasks if cast.restarts(task)) == restarted
-    assert {cast.restarts(task) for task in cast.tasks} <= {0, RESTARTS}
-    assert ", ".join(str(task) for task in cast.tasks if not cast.is_vital(task)) == not_vital
+def test_the_policy_of_each_role(roles: Roles, restarted: str, not_vital: str) -> None:
+    assert ", ".join(str(task) for task in roles.tasks if roles.restarts(task)) == restarted
+    assert {roles.restarts(task) for task in roles.tasks} <= {0, RESTARTS}
+    assert ", ".join(str(task) for task in roles.tasks if not roles.is_vital(task)) == not_vital
 
 
 def test_the_one_that_leads_comes_first() -> None:
@@ -80,7 +80,7 @@ def test_the_one_that_leads_comes_first() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cast", "source", "words"),
+    ("roles", "source", "words"),
     [
         ({"ps": -1}, None, ["--ps -1", "less than 0"]),
         ({"chief": True}, None, ["--chief without --ps"]),
@@ -89,8 +89,8 @@ def test_the_one_that_leads_comes_first() -> None:
     ],
 )
 def test_each_mistake_names_the_value_and_the_rule(
-    cast: dict[str, Any], source: str | None, words: list[str]
+    roles: dict[str, Any], source: str | None, words: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
-        Roles(2, **cast).check(source)
+        Roles(2, **roles).check(source)
     assert all(word in str(error.value) for word in words), str(error.value)

@@ -52,9 +52,9 @@ def played(text: str, code: int = 0) -> tuple[list[str], dict[str, str], int]:
 
 @settings(max_examples=20)
 @given(CASTS, st.data())
-def test_slurms_tasks_have_the_roles_that_were_asked_for(cast: Roles, data: st.DataObject) -> None:
-    nodes = data.draw(st.integers(1, len(cast.tasks)))
-    job = BatchJob("digits", "mnist", ("python",), "parameter_server", cast, nodes)
+def test_slurms_tasks_have_the_roles_that_were_asked_for(roles: Roles, data: st.DataObject) -> None:
+    nodes = data.draw(st.integers(1, len(roles.tasks)))
+    job = BatchJob("digits", "mnist", ("python",), "parameter_server", roles, nodes)
     asked, (_, told, _) = options(batch_file(job)), played(batch_file(job))
     tasks = int(asked["ntasks"])
     here, more = divmod(tasks, nodes)
@@ -69,7 +69,7 @@ def test_slurms_tasks_have_the_roles_that_were_asked_for(cast: Roles, data: st.D
         "SLURM_STEP_TASKS_PER_NODE": ",".join(str(here + (n < more)) for n in range(nodes)),
     }
     specs = [from_slurm(told | step | {"SLURM_PROCID": str(rank)}) for rank in range(tasks)]
-    assert [spec.task for spec in specs if spec is not None] == list(cast.tasks)
+    assert [spec.task for spec in specs if spec is not None] == list(roles.tasks)
 
 
 def test_the_documented_file_is_what_is_written() -> None:

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from spartito.cluster import resolve
 from spartito.cluster.interfaces import is_here
 from spartito.errors import UserError
-from spartito.launch.hosts import far_end, near_end
+from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.check import ask_hosts, notes
-from spartito.launch.hosts.far_facts import Facts, Question, facts, parse
+from spartito.launch.hosts.facts import Facts, Question, facts, parse
 from spartito.launch.hosts.names import Host, check_names, parse_hosts
 from spartito.launch.hosts.plan import OF_A_PLACE, Plan, check_passed, travelling
 from spartito.launch.hosts.ssh import MOST, Answer, Ssh, address_of, ask_all, parse_ssh, refusal
@@ -83,7 +83,7 @@ def test_which_machine_is_this_one() -> None:
 
 @given(PLANS)
 def test_each_task_learns_who_it_is_and_where(plan: Plan) -> None:
-    tasks = plan.cast.tasks
+    tasks = plan.roles.tasks
     specs = [resolve(plan.environment(task, {})) for task in tasks]
     assert [spec.task for spec in specs] == list(tasks)
     workers = [plan.machine_of(task) for task in tasks if task.type == "worker"]
@@ -94,18 +94,18 @@ def test_each_task_learns_who_it_is_and_where(plan: Plan) -> None:
     addresses = [plan.address(task) for task in tasks]
     assert len(set(addresses)) == len(addresses)
     for task, spec in zip(tasks, specs, strict=True):
-        if task.type == "worker" and not plan.cast.chief:
+        if task.type == "worker" and not plan.roles.chief:
             assert spec.local_rank == task.index % plan.workers
             assert spec.local_size == plan.workers
         assert len(plan.hosts) == 1 or (spec.rendezvous or "").startswith("h0:295")
-        if plan.cast.asked:
+        if plan.roles.asked:
             assert spec.address_of(task) == plan.address(task)
             assert plan.address(task).startswith(plan.hosts[plan.machine_of(task)].address)
 
 
 @given(PLANS)
 def test_cores_are_those_of_each_machine(plan: Plan) -> None:
-    for task in plan.cast.tasks:
+    for task in plan.roles.tasks:
         share = plan.cores[plan.machine_of(task)] // plan.workers if task.type == "worker" else 1
         assert plan.environment(task, {})["OMP_NUM_THREADS"] == str(max(1, share))
         assert plan.environment(task, {"OMP_NUM_THREADS": "7"})["OMP_NUM_THREADS"] == "7"
@@ -115,7 +115,7 @@ def test_cores_are_those_of_each_machine(plan: Plan) -> None:
 def test_only_what_is_elsewhere_needs_ssh(plan: Plan) -> None:
     secret = {"SPARTITO_SECRET": "known to the tasks alone"}
     env = {"SPARTITO_TIMEOUT": "9", "PASSWORD": "hunter2", "PATH": "/bin"} | secret
-    for task in plan.cast.tasks:
+    for task in plan.roles.tasks:
         host = plan.hosts[plan.machine_of(task)]
         process = plan.process(task, env)
         assert process.name == str(task)
@@ -123,21 +123,21 @@ def test_only_what_is_elsewhere_needs_ssh(plan: Plan) -> None:
             assert process.argv == [sys.executable, "train.py", "--name=it's"]
             assert env.items() <= process.env.items()
             continue
-        told = json.loads(process.env[near_end.TOLD])
+        told = json.loads(process.env[client.TOLD])
         assert told == plan.environment(task, {"SPARTITO_TIMEOUT": "9", **secret})
-        assert process.env.items() - env.items() == {(near_end.TOLD, process.env[near_end.TOLD])}
+        assert process.env.items() - env.items() == {(client.TOLD, process.env[client.TOLD])}
         assert process.argv[3:8] == [host.name, "0", *SSH.words]
         assert process.argv[-2] == host.name
         (script,) = shlex.split(process.argv[-1])[3:]
         assert script.startswith("cd /home/me/job")
         words = shlex.split(script.split("exec ", 1)[1])
-        assert words == far_end.command(["/opt/python", "train.py", "--name=it's"], "/opt/python")
+        assert words == agent.command(["/opt/python", "train.py", "--name=it's"], "/opt/python")
         assert "=" not in " ".join(words[:4])
 
 
 def test_many_tasks_of_a_machine_do_not_knock_all_at_once() -> None:
     plan = Plan((Host("a", "a"), Host("b", "b")), (1, 1), Roles(40), ("x.py",), SSH)
-    waits = [plan.process(task, {}).argv[4] for task in plan.cast.tasks]
+    waits = [plan.process(task, {}).argv[4] for task in plan.roles.tasks]
     assert waits == 2 * (8 * ["0"] + 8 * ["1"] + 4 * ["2"])
 
 
@@ -192,7 +192,7 @@ def test_a_variable_of_the_users_travels_by_its_name() -> None:
         assert "hunter2" not in str(error.value)
     plan = Plan((Host("a", "a"),), (1,), Roles(1), ("x.py",), SSH, passed=("TOKEN",))
     with pytest.raises(UserError, match="the environment for worker 0 has"):
-        plan.process(plan.cast.tasks[0], {"TOKEN": "x" * near_end.MOST_TOLD})
+        plan.process(plan.roles.tasks[0], {"TOKEN": "x" * client.MOST_TOLD})
 
 
 def test_a_folder_below_the_home_there() -> None:
@@ -208,14 +208,14 @@ def test_a_python_below_the_home_there(tmp_path: Path) -> None:
     python.chmod(0o755)
     ssh = Ssh(("ssh",), "~/my env", "~/my env/python")
     show = ["-c", "import os, sys; print(os.getcwd(), sys.argv[1])", "~/as it is"]
-    argv = far_end.command([ssh.python, *show], ssh.python)
+    argv = agent.command([ssh.python, *show], ssh.python)
     script = ssh.python_command("b", argv)[-1]
     home = os.environ | {"HOME": str(tmp_path)}
     words, pipe = ["sh", "-c", script], subprocess.PIPE
     with subprocess.Popen(words, env=home, text=True, stdin=pipe, stdout=pipe) as there:
         assert there.stdin is not None
         assert there.stdout is not None
-        there.stdin.write(far_end.tell(home))
+        there.stdin.write(agent.tell(home))
         there.stdin.flush()
         assert there.stdout.read() == f"{python.parent} ~/as it is\n"
 

@@ -72,7 +72,7 @@ def pids(program: Program, count: int) -> dict[str, int]:
 
 
 def keepers(program: Program) -> list[str]:
-    """The command lines of the far ends that run in the folder of ``program``."""
+    """The command lines of the remote agents that run in the folder of ``program``."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -80,7 +80,7 @@ def keepers(program: Program) -> list[str]:
             folder = (process / "cwd").readlink()
         except OSError:
             continue
-        if "far_end" in words and "near_end" not in words and folder == program.directory:
+        if "hosts.agent" in words and "hosts.client" not in words and folder == program.directory:
             found.append(words)
     return found
 

@@ -105,8 +105,8 @@ def test_a_pause_reaches_all_and_ends_for_all(start: Start) -> None:
 def test_a_pause_stops_what_slows_a_task_down_too(start: Start) -> None:
     job = start(SLEEPS, SLEEPS, policies=[{}, {"share": 0.5}])
     job.wait_for_pids(2)
-    wait_until(lambda: len(brakes(job)) == 1)
-    everyone = [job.popen.pid, *job.pids, *brakes(job)]
+    wait_until(lambda: len(throttles(job)) == 1)
+    everyone = [job.popen.pid, *job.pids, *throttles(job)]
     job.popen.send_signal(signal.SIGTSTP)
     wait_until(lambda: all(map(stands_still, everyone)))
     job.popen.kill()
@@ -114,7 +114,7 @@ def test_a_pause_stops_what_slows_a_task_down_too(start: Start) -> None:
     assert vanished(everyone)
 
 
-def brakes(job: Job) -> list[int]:
+def throttles(job: Job) -> list[int]:
     """The processes that slow the tasks down."""
     children = Path(f"/proc/{job.popen.pid}/task/{job.popen.pid}/children").read_text().split()
     return [
@@ -128,7 +128,7 @@ def test_what_stands_for_a_far_task_is_told_of_a_pause(start: Start, tmp_path: P
         f"signal.signal(signal.{name}, lambda *_: open({str(path)!r}, 'w').close())\n"
         for name, path in told.items()
     )
-    job = start(hears + SLEEPS, SLEEPS, policies=[{"far": True}, {}])
+    job = start(hears + SLEEPS, SLEEPS, policies=[{"remote": True}, {}])
     job.wait_for_pids(2)
     for number in (signal.SIGTSTP, signal.SIGCONT):
         job.popen.send_signal(number)
@@ -153,7 +153,7 @@ def test_what_left_its_process_group_ends_with_the_job(start: Start, kill: bool)
 
 NOTEBOOK = """
 import io, sys
-from spartito.launch import launch
+from spartito.launch.local import launch
 real, sys.stdout = sys.stdout, io.StringIO()
 sys.stderr = io.StringIO()
 code = launch(["task.py"], workers=int(sys.argv[1]))

@@ -44,7 +44,7 @@ def spawn() -> Iterator[Spawn]:
         popen.communicate(timeout=LIMIT)
 
 
-def throttle(spawn: Spawn, *arguments: object) -> subprocess.Popen[bytes]:
+def throttled(spawn: Spawn, *arguments: object) -> subprocess.Popen[bytes]:
     return spawn("-m", "spartito.launch.throttle", *map(str, arguments))
 
 
@@ -79,28 +79,28 @@ def test_a_process_gets_its_share_however_late_we_wake(
 
 def test_it_stops_and_goes_on_and_ends_with_the_process(spawn: Spawn) -> None:
     task = spawn("-S", "-c", "while True: pass")
-    brake = throttle(spawn, task.pid, 0.5)
+    throttle = throttled(spawn, task.pid, 0.5)
     wait_until(lambda: state(task.pid) == "T")
     wait_until(lambda: state(task.pid) == "R")
     task.kill()
     task.wait(LIMIT)
-    assert brake.wait(LIMIT) == 0
+    assert throttle.wait(LIMIT) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_throttle_that_is_ended_lets_the_process_go(spawn: Spawn, number: signal.Signals) -> None:
     task = spawn("-S", "-c", "while True: pass")
-    brake = throttle(spawn, task.pid, 0.05)
+    throttle = throttled(spawn, task.pid, 0.05)
     wait_until(lambda: state(task.pid) == "T")
-    brake.send_signal(number)
-    assert brake.wait(LIMIT) == 0
+    throttle.send_signal(number)
+    assert throttle.wait(LIMIT) == 0
     assert state(task.pid) == "R"
 
 
 def test_a_process_that_is_gone_is_no_error(spawn: Spawn) -> None:
     task = spawn("-S", "-c", "")
     task.wait(LIMIT)
-    assert throttle(spawn, task.pid, 0.5).wait(LIMIT) == 0
+    assert throttled(spawn, task.pid, 0.5).wait(LIMIT) == 0
 
 
 @pytest.mark.parametrize(
@@ -108,13 +108,13 @@ def test_a_process_that_is_gone_is_no_error(spawn: Spawn) -> None:
     [(NOBODY,), ("x", "0.5"), ("0", "0.5"), (NOBODY, "0"), (NOBODY, "1.5"), (NOBODY, "slow")],
 )
 def test_bad_arguments_are_one_message(spawn: Spawn, arguments: tuple[str, ...]) -> None:
-    brake = throttle(spawn, *arguments)
-    _, err = brake.communicate(timeout=LIMIT)
-    assert brake.returncode == 2
+    throttle = throttled(spawn, *arguments)
+    _, err = throttle.communicate(timeout=LIMIT)
+    assert throttle.returncode == 2
     assert err.startswith(b"spartito: error: ")
 
 
-def brakes_of(pid: int) -> list[int]:
+def throttles_of(pid: int) -> list[int]:
     """The throttles that slow process ``pid`` down."""
     found = []
     for folder in Path("/proc").iterdir():
@@ -137,9 +137,9 @@ def test_a_restarted_task_is_slow_again(start: Start) -> None:
     job.wait_for_pids(3)
     again = job.pids[2]
     wait_until(lambda: state(again) == "T")
-    assert brakes_of(slow) == []
-    (brake,) = brakes_of(again)
-    job.pids.append(brake)
+    assert throttles_of(slow) == []
+    (throttle,) = throttles_of(again)
+    job.pids.append(throttle)
     job.popen.terminate()
     assert job.end()[0] == 143
     assert vanished(job.pids)
@@ -148,8 +148,8 @@ def test_a_restarted_task_is_slow_again(start: Start) -> None:
 def test_no_throttle_outlives_a_killed_supervisor(start: Start) -> None:
     job = start(ENDLESS, policies=[{"share": 0.25}])
     job.wait_for_pids(1)
-    wait_until(lambda: len(brakes_of(job.pids[0])) == 1)
-    job.pids += brakes_of(job.pids[0])
+    wait_until(lambda: len(throttles_of(job.pids[0])) == 1)
+    job.pids += throttles_of(job.pids[0])
     job.popen.kill()
     job.popen.wait(LIMIT)
     assert vanished(job.pids)
@@ -181,8 +181,8 @@ def test_a_task_whose_throttle_is_killed_runs_on(start: Start) -> None:
     job.wait_for_pids(2)
     slow = pid_of(job, 0)
     wait_until(lambda: state(slow) == "T")
-    (brake,) = brakes_of(slow)
-    os.kill(brake, signal.SIGKILL)
+    (throttle,) = throttles_of(slow)
+    os.kill(throttle, signal.SIGKILL)
     assert job.popen.stderr is not None
     told = b"spartito: what slows worker 0 down is gone; it runs at full speed\n"
     assert job.popen.stderr.readline() == told

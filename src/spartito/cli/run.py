@@ -163,8 +163,9 @@ def run(
 
     Example: spartito run --strategy mirrored --workers 2 train.py --epochs 3
     """
-    from spartito.launch import launch, slow_tasks
     from spartito.launch.hosts.job import launch_on_hosts
+    from spartito.launch.local import launch
+    from spartito.launch.throttle import slow_tasks
 
     words = [script, *(arguments or [])]
     if hint := _misplaced(context, words):
@@ -260,8 +261,8 @@ def train(
     Example: spartito train mnist --strategy mirrored --workers 2 --epochs 3
     """
     from spartito.cluster.resolver import joined
-    from spartito.launch import launch
     from spartito.launch.hosts.job import launch_on_hosts
+    from spartito.launch.local import launch
 
     if recipe not in RECIPES:
         raise UserError(f"{recipe!r} is not a recipe", nearest(recipe, RECIPES))

@@ -11,8 +11,8 @@ from typing import Any
 
 from spartito.errors import UserError
 from spartito.launch.containers.plan import IMAGE, one_machine_options
-from spartito.launch.pace import FULL, slow_tasks
 from spartito.launch.target import check_program
+from spartito.launch.throttle import FULL, slow_tasks
 from spartito.names import RECIPE_SEED, RECIPES, nearest
 from spartito.registry import default_name, simplest_first, strategy_info, strategy_names
 

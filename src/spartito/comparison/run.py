@@ -22,9 +22,9 @@ from spartito.comparison.containers import InContainers
 from spartito.comparison.plan import Launch, Plan, Planned
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch.guard import Guard
 from spartito.launch.output import LineCutter, binary
 from spartito.launch.pause import pausing
+from spartito.launch.reaper import Reaper
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
 
 NOT_INHERITED = ("TF_CONFIG", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR, ENV_EPOCHS)
@@ -91,18 +91,18 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
     board = _Board(plan, place)
     for why in plan.left_out:
         _say(why)
-    guard = Guard()
+    reaper = Reaper()
     try:
         with _Stop().handled() as stop:
             for number, planned in enumerate(plan.runs, start=1):
                 if stop.number is not None:
                     break
                 _say(f"run {number} of {len(plan.runs)}: {planned}")
-                board.add(planned, _run(place, planned, base, guard, stop))
+                board.add(planned, _run(place, planned, base, reaper, stop))
                 board.check_goal()
             board.show()
     finally:
-        guard.close()
+        reaper.close()
     if stop.number is not None:
         _say(f"stopped by {stop.number.name} after {len(board.runs)} of {len(plan.runs)} runs")
         return 128 + stop.number
@@ -266,7 +266,7 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _run(
-    place: Place, planned: Planned, base: Mapping[str, str], guard: Guard, stop: _Stop
+    place: Place, planned: Planned, base: Mapping[str, str], reaper: Reaper, stop: _Stop
 ) -> dict[str, Any]:
     """One run from its start to its end: seconds, exit code, and its error if it failed."""
     launch = place.prepare(planned)
@@ -280,7 +280,7 @@ def _run(
         bufsize=0,
         start_new_session=True,  # signals reach it through us, once
     )
-    guard.watch([popen.pid])
+    reaper.watch([popen.pid])
     stop.watch(popen)
     last: deque[bytes] = deque(maxlen=KEPT_LINES)
     readers = [
@@ -294,7 +294,7 @@ def _run(
         reader.start()
     code = popen.wait()
     stop.watch(None)
-    guard.watch([])
+    reaper.watch([])
     for reader in readers:
         reader.join(LAST_WORDS)
     error = None

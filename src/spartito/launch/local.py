@@ -19,13 +19,12 @@ from spartito.cluster.secret import with_secret
 from spartito.cluster.spec import NO_RANK, REPLICA_ROLES, is_loopback, split_address
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch import roles
 from spartito.launch.gpus import count_gpus
-from spartito.launch.pace import shares_of
 from spartito.launch.process import Process, with_logs
-from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles
+from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
 from spartito.launch.supervisor import Patience, supervise
 from spartito.launch.target import check_options, check_program
+from spartito.launch.throttle import shares_of
 from spartito.log import TORCH_LEVEL
 from spartito.names import (
     ENV_SNAPSHOT_DIR,
@@ -97,34 +96,34 @@ def launch(
     allowed = port_range(variables)
     job = joined(variables) if nnodes is None else None
     machines = 1 if nnodes is None else nnodes
-    cast = Roles(_count_workers(workers, variables, job), ps, evaluator, chief)
-    check_number(len(cast.tasks), available_cores(), yes)
-    if cast.asked and (machines > 1 or master_addr is not None):
-        raise UserError(f"{cast.asked} starts on one machine only", SEVERAL_MACHINES)
+    roles = Roles(_count_workers(workers, variables, job), ps, evaluator, chief)
+    check_number(len(roles.tasks), available_cores(), yes)
+    if roles.asked and (machines > 1 or master_addr is not None):
+        raise UserError(f"{roles.asked} starts on one machine only", SEVERAL_MACHINES)
     with ExitStack() as held:  # the job's ports
         if job is None:
-            place = _place(machines, node_rank, master_addr, allowed, None if cast.asked else held)
+            place = _place(machines, node_rank, master_addr, allowed, None if roles.asked else held)
         elif master_addr is None:
-            place = _place_in(job, cast.workers, allowed, held)
+            place = _place_in(job, roles.workers, allowed, held)
         else:
             raise UserError(
                 f"--master-addr {master_addr}, but {job.source} says already that this is "
                 f"{job.task}",
                 "Leave it out; or give --nnodes and --node-rank as well.",
             )
-        cast.check(None if job is None else job.source)
-        servers = len(job.spec.addresses.get("ps", ())) if job and job.spec else cast.ps
+        roles.check(None if job is None else job.source)
+        servers = len(job.spec.addresses.get("ps", ())) if job and job.spec else roles.ps
         named = strategy or variables.get(ENV_STRATEGY)
-        check_strategy(named, strategy_options, place, cast.workers, servers)
-        for note in _notes(place, cast.workers):
+        check_strategy(named, strategy_options, place, roles.workers, servers)
+        for note in _notes(place, roles.workers):
             print(f"spartito: note: {note}", file=sys.stderr, flush=True)
         chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
         variables |= {name: value for name, value in chosen.items() if value is not None}
         if place.task is None and place.nodes == 1:  # else others start the rest of the job
             variables = with_secret(variables)
         command = [sys.executable, *(["-m"] if module else []), *argv]
-        with snapshots(cast, variables) as (folder, variables):
-            started = _processes(command, variables, place, cast, slow or {}, held)
+        with snapshots(roles, variables) as (folder, variables):
+            started = _processes(command, variables, place, roles, slow or {}, held)
             processes = with_logs(started, log_dir)
             # Elsewhere nobody sees what fails here unless one of our tasks says it.
             patience = Patience(word=WORD) if place.nodes > place.locals else Patience()
@@ -134,12 +133,12 @@ def launch(
 
 
 @contextmanager
-def snapshots(cast: Roles, env: dict[str, str]) -> Iterator[tuple[str | None, dict[str, str]]]:
+def snapshots(roles: Roles, env: dict[str, str]) -> Iterator[tuple[str | None, dict[str, str]]]:
     """A folder of the job for its servers' snapshots, and ``env`` that names it.
 
     None where there are no servers, or ``env`` names one that is the user's.
     """
-    if not cast.ps or env.get(ENV_SNAPSHOT_DIR):
+    if not roles.ps or env.get(ENV_SNAPSHOT_DIR):
         yield None, env
         return
     with tempfile.TemporaryDirectory(prefix="spartito-", ignore_cleanup_errors=True) as folder:
@@ -150,29 +149,29 @@ def _processes(
     command: Sequence[str],
     env: Mapping[str, str],
     place: Place,
-    cast: Roles,
+    roles: Roles,
     slow: Mapping[str, float],
     held: ExitStack,
 ) -> list[Process]:
     """What starts here; the first is the one that leads."""
-    if cast.asked:
+    if roles.asked:
         started = [
             Process(
                 str(task),
                 command,
                 environment,
-                cast.restarts(task),
-                cast.is_vital(task),
+                roles.restarts(task),
+                roles.is_vital(task),
                 outlives=task.type == "evaluator",
             )
             for task, environment in zip(
-                cast.tasks, role_environments(env, cast, held=held), strict=True
+                roles.tasks, role_environments(env, roles, held=held), strict=True
             )
         ]
     else:
         started = [
-            Process(place.name(local, cast.workers), command, environment)
-            for local, environment in enumerate(environments(env, place, cast.workers))
+            Process(place.name(local, roles.workers), command, environment)
+            for local, environment in enumerate(environments(env, place, roles.workers))
         ]
     shares = shares_of([process.name for process in started], slow)
     return [replace(process, share=share) for process, share in zip(started, shares, strict=True)]
@@ -253,21 +252,21 @@ def _address(place: Place, env: Mapping[str, str], index: int) -> dict[str, str]
 
 def role_environments(
     env: Mapping[str, str],
-    cast: Roles,
+    roles: Roles,
     usable: int | None = None,
     held: ExitStack | None = None,
 ) -> list[dict[str, str]]:
-    """The environment of each task of ``cast``: ``env``, and a `TF_CONFIG` that says who it is.
+    """The environment of each task of ``roles``: ``env``, and a `TF_CONFIG` that says who it is.
 
     Ports are free ones of this machine, the job's until ``held`` closes. Cores are shared out as
     in `environments`.
     """
     cores = available_cores() if usable is None else usable
-    ports = free_ports(len(cast.tasks), HOST, port_range(env), held)
-    told = roles.environments(env, cast, ports)
+    ports = free_ports(len(roles.tasks), HOST, port_range(env), held)
+    told = task_environments(env, roles, ports)
     return [
-        defaults(cast.threads(task, cores)) | own
-        for task, own in zip(cast.tasks, told, strict=True)
+        defaults(roles.threads(task, cores)) | own
+        for task, own in zip(roles.tasks, told, strict=True)
     ]
 
 

@@ -14,7 +14,7 @@ from spartito.device import MemoryKills
 from spartito.errors import EXIT_TASK_LOST
 from spartito.launch.logs import TaskLog, refused
 from spartito.launch.output import Channel, ErrorChannel
-from spartito.launch.pace import FULL
+from spartito.launch.throttle import FULL
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
 """Signals by which a task is lost; by others, as SIGSEGV, it fails on its own."""
@@ -27,7 +27,7 @@ class Process:
     When it is killed from outside it is started again ``restarts`` times; after that the others
     go on without it unless it is ``vital``. It runs only ``share`` of the time. One that
     ``outlives`` the job ends by itself, however long after all vital ones. ``log`` is a file for
-    all that it prints. One that is ``far`` stands for a task on another machine.
+    all that it prints. One that is ``remote`` stands for a task on another machine.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Process:
     vital: bool = True
     share: float = FULL
     outlives: bool = False
-    far: bool = False
+    remote: bool = False
     log: Path | None = None
 
 
@@ -62,7 +62,7 @@ def with_logs(processes: Sequence[Process], folder: Path | None) -> list[Process
 class Running:
     """One started process, the ``starts``-th at this ``place`` of the job.
 
-    ``brake`` is the process that slows it down, until it is ``released``. Once it is
+    ``throttle`` is the process that slows it down, until it is ``released``. Once it is
     ``let_go``, how it ended does not matter to the job. ``memory`` says whether it had run out.
     """
 
@@ -72,7 +72,7 @@ class Running:
     channels: list[Channel]
     starts: int = 1
     log: TaskLog | None = None
-    brake: subprocess.Popen[bytes] | None = None
+    throttle: subprocess.Popen[bytes] | None = None
     released: bool = False
     let_go: bool = False
     code: int | None = None
@@ -95,20 +95,20 @@ class Running:
     def release(self) -> None:
         """From now on nothing slows it down."""
         self.released = True
-        if self.brake is not None:
-            self.brake.terminate()
+        if self.throttle is not None:
+            self.throttle.terminate()
 
-    def lost_its_brake(self) -> bool:
+    def lost_its_throttle(self) -> bool:
         """Whether what slows it down is gone, though we want it; it may stand still then."""
-        if self.brake is None or self.released or self.code is not None:
+        if self.throttle is None or self.released or self.code is not None:
             return False
-        return self.brake.poll() is not None
+        return self.throttle.poll() is not None
 
     def pause(self) -> None:
         """Let it stand still, with all that it started and what slows it down."""
-        if self.brake is not None:
-            self.brake.send_signal(signal.SIGSTOP)
-        if self.process.far:
+        if self.throttle is not None:
+            self.throttle.send_signal(signal.SIGSTOP)
+        if self.process.remote:
             self.popen.send_signal(signal.SIGTSTP)  # it tells the other machine
         else:
             self.signal_group(signal.SIGSTOP)
@@ -116,8 +116,8 @@ class Running:
     def go_on(self) -> None:
         """The end of a `pause`."""
         self.signal_group(signal.SIGCONT)
-        if self.brake is not None:
-            self.brake.send_signal(signal.SIGCONT)
+        if self.throttle is not None:
+            self.throttle.send_signal(signal.SIGCONT)
 
     def signal_group(self, number: int) -> None:
         """Signal the process and all that it started; harmless when they have ended."""
@@ -125,10 +125,10 @@ class Running:
             os.killpg(self.popen.pid, number)
 
     def close(self) -> None:
-        """End its brake and close our ends of its pipes."""
-        if self.brake is not None:
-            self.brake.kill()
-            self.brake.wait()
+        """End its throttle and close our ends of its pipes."""
+        if self.throttle is not None:
+            self.throttle.kill()
+            self.throttle.wait()
         for stream in (self.popen.stdout, self.popen.stderr):
             if stream is not None:
                 stream.close()

@@ -95,18 +95,18 @@ class Roles:
             )
 
 
-def environments(
+def task_environments(
     env: Mapping[str, str], roles: Roles, ports: Sequence[int]
 ) -> list[dict[str, str]]:
-    """The environment of each task of ``roles`` on this machine; see `environment`.
+    """The environment of each task of ``roles`` on this machine; see `task_environment`.
 
     ``ports`` are those where the tasks listen, in order.
     """
     addresses = [f"{HOST}:{port}" for port in ports]
-    return [environment(env, roles, addresses, task) for task in roles.tasks]
+    return [task_environment(env, roles, addresses, task) for task in roles.tasks]
 
 
-def environment(
+def task_environment(
     env: Mapping[str, str], roles: Roles, addresses: Sequence[str], task: Task
 ) -> dict[str, str]:
     """The environment of ``task``: ``env``, and a `TF_CONFIG` that says who it is.

@@ -16,12 +16,12 @@ from typing import BinaryIO
 
 from spartito.device import MemoryKills, memory_kills
 from spartito.errors import UserError
-from spartito.launch.guard import Guard, die_with_parent
 from spartito.launch.logs import TaskLog
 from spartito.launch.output import Channel, ErrorChannel, Sink, binary
-from spartito.launch.pace import FULL, brake
 from spartito.launch.pause import pausing
 from spartito.launch.process import Process, Running, exit_code, out_of_memory
+from spartito.launch.reaper import Reaper, die_with_parent
+from spartito.launch.throttle import FULL, start_throttle
 
 INTERRUPTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 DOUBLE_CLICK = 0.05
@@ -109,19 +109,19 @@ class _Supervisor:
 
     def run(self, private: str | None) -> int:
         with self._signals(), pausing(self._pause, self._go_on):
-            guard = Guard(private)
-            self.mark = guard.mark
+            reaper = Reaper(private)
+            self.mark = reaper.mark
             try:
                 for place in range(len(self.processes)):
                     if self.interrupted is None:
                         self._start(place)
-                        guard.watch(self._groups())
+                        reaper.watch(self._groups())
                 self._forward()  # to one that was just starting when the signal came
                 while self._groups():
                     self._wait()
                     if self._reap():
                         self._mend()
-                        guard.watch(self._groups())
+                        reaper.watch(self._groups())
                     self._end_late()
                     self._decide()
                 return self._report()
@@ -130,7 +130,7 @@ class _Supervisor:
                 for task in self.tasks:
                     task.popen.wait()
                     task.close()
-                guard.close()
+                reaper.close()
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
@@ -221,16 +221,16 @@ class _Supervisor:
         if task.process.share == FULL:
             return
         try:
-            task.brake = brake(task.popen.pid, task.process.share, self.before_exec)
+            task.throttle = start_throttle(task.popen.pid, task.process.share, self.before_exec)
         except OSError as error:
             raise UserError(f"{task.name} cannot be slowed down: {error}") from error
         if task.released:  # a signal came meanwhile
             task.release()
 
     def _groups(self) -> list[int]:
-        """The process groups of the tasks that run, and of their brakes."""
-        brakes = [task.brake.pid for task in self.running if task.brake is not None]
-        return [task.popen.pid for task in self.running] + brakes
+        """The process groups of the tasks that run, and of their throttles."""
+        throttles = [task.throttle.pid for task in self.running if task.throttle is not None]
+        return [task.popen.pid for task in self.running] + throttles
 
     def _wait(self) -> None:
         """Until something is printed, a process ends, a signal comes, or a time limit passes."""
@@ -281,7 +281,7 @@ class _Supervisor:
             task.failed_at = errors.since if errors and errors.held else task.ended_at
             if task.code == 0 and errors:
                 errors.release()
-        for task in filter(Running.lost_its_brake, self.tasks):
+        for task in filter(Running.lost_its_throttle, self.tasks):
             self._say(f"what slows {task.name} down is gone; it runs at full speed")
             task.release()
             task.signal_group(signal.SIGCONT)

@@ -42,7 +42,7 @@ def examine_hosts(
         [__name__, f"{limit}"], reach, variables, module=True, workers=workers, ps=ps
     )
     told = with_secret(variables)
-    processes = [replace(plan.process(t, told), restarts=0, vital=True) for t in plan.cast.tasks]
+    processes = [replace(plan.process(t, told), restarts=0, vital=True) for t in plan.roles.tasks]
     quick = Patience(stop=1.0, interrupt=1.0, cause=0.1)
     with tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as errors:
         code = supervise(processes, patience=quick, out=printed, err=errors)

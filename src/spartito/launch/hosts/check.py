@@ -8,7 +8,7 @@ from importlib.metadata import version
 from spartito.cluster.interfaces import is_here
 from spartito.cluster.spec import canonical, is_loopback
 from spartito.errors import UserError
-from spartito.launch.hosts.far_facts import Facts, Question, ask, facts, parse
+from spartito.launch.hosts.facts import Facts, Question, ask, facts, parse
 from spartito.launch.hosts.names import Host, check_names, check_reachable, parse_hosts
 from spartito.launch.hosts.ssh import Ssh, address_of, ask_all, refusal
 

@@ -13,7 +13,7 @@ from spartito.cluster.resolver import check_alone
 from spartito.cluster.secret import with_secret
 from spartito.errors import UserError
 from spartito.launch.hosts.check import ask_hosts, find_hosts, notes
-from spartito.launch.hosts.far_facts import Facts, Question
+from spartito.launch.hosts.facts import Facts, Question
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.plan import OF_A_PLACE, PORT, Plan, check_passed
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
@@ -77,17 +77,17 @@ def launch_on_hosts(
         yes=yes,
     )
     variables = with_secret(variables)
-    cast, hosts = plan.cast, plan.hosts
-    with snapshots(cast, variables) as (folder, _):
+    roles, hosts = plan.roles, plan.hosts
+    with snapshots(roles, variables) as (folder, _):
         own = {} if folder is None else {ENV_SNAPSHOT_DIR: folder}  # other machines have theirs
         processes = [
             plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
-            for task in cast.tasks
+            for task in roles.tasks
         ]
         processes = with_logs(processes, log_dir)
         code = supervise(processes, result_of=0 if result else None, private=folder)
     if code == 0 and not hosts[0].here:
-        _say(f"what {cast.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
+        _say(f"what {roles.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
     return code
 
 
@@ -124,14 +124,14 @@ def plan_on_hosts(
     names = tuple(sorted({hosts[place].address for place in places})) if count > 1 else ()
     found = ask_hosts(hosts, ssh, Question(argv[0], module, names))
     each = _workers(hosts, found, workers)
-    cast = Roles(each * count, ps, evaluator, chief)
+    roles = Roles(each * count, ps, evaluator, chief)
     for host, told in zip(hosts, found, strict=True):
         check_number(each, told.cores, yes, host.name)
     place = Place(0, count, hosts[0].address, port)
-    cast.check(source=None)
+    roles.check(source=None)
     check_strategy(env.get(ENV_STRATEGY), env.get(ENV_STRATEGY_OPTIONS), place, each, ps)
     words = (*(("-m",) if module else ()), *argv)
-    plan = Plan(hosts, tuple(f.cores for f in found), cast, words, ssh, port, reach.passed)
+    plan = Plan(hosts, tuple(f.cores for f in found), roles, words, ssh, port, reach.passed)
     plan.check_ports(allowed)
     for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
         _say(line)

@@ -11,13 +11,12 @@ from spartito.cluster.listed import ENV_ADDRESS, address
 from spartito.cluster.secret import read_secret
 from spartito.cluster.spec import Task
 from spartito.errors import UserError
-from spartito.launch import roles
-from spartito.launch.hosts import far_end, near_end
+from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.ssh import Ssh
 from spartito.launch.local import RUNTIME, Place, defaults, environments
 from spartito.launch.process import Process
-from spartito.launch.roles import Roles
+from spartito.launch.roles import Roles, task_environment
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 
 PORT = 29500
@@ -52,7 +51,7 @@ class Plan:
 
     hosts: tuple[Host, ...]
     cores: tuple[int, ...]
-    cast: Roles
+    roles: Roles
     argv: tuple[str, ...]
     ssh: Ssh
     port: int = PORT
@@ -61,15 +60,15 @@ class Plan:
     @property
     def workers(self) -> int:
         """How many workers each machine has."""
-        return self.cast.workers // len(self.hosts)
+        return self.roles.workers // len(self.hosts)
 
     def machine_of(self, task: Task) -> int:
         """The place of the task's machine among ``hosts``."""
-        return self.cast.machine_of(task, len(self.hosts))
+        return self.roles.machine_of(task, len(self.hosts))
 
     def together(self, task: Task) -> list[Task]:
         """The tasks on the machine of ``task``, in order."""
-        return [t for t in self.cast.tasks if self.machine_of(t) == self.machine_of(task)]
+        return [t for t in self.roles.tasks if self.machine_of(t) == self.machine_of(task)]
 
     def address(self, task: Task) -> str:
         """Where ``task`` listens if it does: its machine's first port, and those that follow."""
@@ -78,13 +77,13 @@ class Plan:
 
     def listens(self, task: Task) -> bool:
         """Whether others call ``task``: beside servers nobody calls a worker that does not lead."""
-        if task == self.cast.tasks[0] or task.type == "ps":
+        if task == self.roles.tasks[0] or task.type == "ps":
             return True
-        return task.type == "worker" and not self.cast.ps and len(self.hosts) > 1
+        return task.type == "worker" and not self.roles.ps and len(self.hosts) > 1
 
     def check_ports(self, allowed: range | None) -> None:
         """Raise `UserError` where a task would listen at a port that is not ``allowed``."""
-        most = max(len(self.together(task)) for task in self.cast.tasks)
+        most = max(len(self.together(task)) for task in self.roles.tasks)
         needed = range(self.port, self.port + most)
         if allowed is not None and not set(needed) <= set(allowed):
             raise UserError(
@@ -96,10 +95,10 @@ class Plan:
     def environment(self, task: Task, env: Mapping[str, str]) -> dict[str, str]:
         """``env``, and what ``task`` must know: who it is, and its share of the cores."""
         place = self.machine_of(task)
-        if self.cast.asked:
-            addresses = [self.address(other) for other in self.cast.tasks]
+        if self.roles.asked:
+            addresses = [self.address(other) for other in self.roles.tasks]
             share = self.cores[place] // self.workers if task.type == "worker" else 1
-            told = roles.environment(env, self.cast, addresses, task)
+            told = task_environment(env, self.roles, addresses, task)
             return defaults(max(1, share)) | told
         here = Place(place, len(self.hosts), self.hosts[0].address, self.port)
         every = environments(env, here, self.workers, self.cores[place])
@@ -111,32 +110,32 @@ class Plan:
         if host.here:
             argv, own = [sys.executable, *self.argv], self.environment(task, env)
         else:
-            told = far_end.tell(self.environment(task, travelling(env, self.passed)))
-            if len(told) > near_end.MOST_TOLD:
+            told = agent.tell(self.environment(task, travelling(env, self.passed)))
+            if len(told) > client.MOST_TOLD:
                 raise UserError(
                     f"the environment for {task} has {len(told)} bytes, more than "
-                    f"{near_end.MOST_TOLD}",
+                    f"{client.MOST_TOLD}",
                     "Give what is long in a file that the script reads.",
                 )
             remote = [self.ssh.python, *self.argv]
-            keeper = far_end.command(remote, self.ssh.python)
+            keeper = agent.command(remote, self.ssh.python)
             words = self.ssh.python_command(host.name, keeper)
-            argv = near_end.command(host.name, words, self.together(task).index(task))
-            own = {**env, near_end.TOLD: told}
+            argv = client.command(host.name, words, self.together(task).index(task))
+            own = {**env, client.TOLD: told}
         return Process(
             str(task),
             argv,
             own,
-            self.cast.restarts(task) if self.cast.asked else 0,
-            self.cast.is_vital(task) if self.cast.asked else True,
+            self.roles.restarts(task) if self.roles.asked else 0,
+            self.roles.is_vital(task) if self.roles.asked else True,
             outlives=task.type == "evaluator",
-            far=not host.here,
+            remote=not host.here,
         )
 
     def lines(self) -> list[str]:
         """Which tasks each machine has, with the ports where they listen."""
         by_machine: list[list[str]] = [[] for _ in self.hosts]
-        for task in self.cast.tasks:
+        for task in self.roles.tasks:
             port = f" ({self.address(task).rpartition(':')[2]})" if self.listens(task) else ""
             by_machine[self.machine_of(task)].append(f"{task}{port}")
         width = max(len(host.name) for host in self.hosts)

@@ -1,4 +1,4 @@
-"""A task's keeper on another machine: ``python -m spartito.launch.hosts.far_end``.
+"""A task's keeper on another machine: ``python -m spartito.launch.hosts.agent``.
 
 Its stdin is the connection to the launcher. The first line there is a JSON object: what the task
 is told in its environment, which no command line shows. Every other line is the number of a signal
@@ -21,8 +21,8 @@ from contextlib import suppress
 
 from spartito.cluster import tf_config, torchrun
 from spartito.device import memory_kills
-from spartito.launch.guard import Guard, die_with_parent
 from spartito.launch.process import out_of_memory
+from spartito.launch.reaper import Reaper, die_with_parent
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 
 BEATS = 5.0
@@ -40,7 +40,7 @@ OF_SSH = 255
 
 def command(argv: Sequence[str], python: str, silence: float = SILENCE) -> list[str]:
     """What runs ``argv`` in the environment of the other machine and what `tell` tells."""
-    return [python, "-m", "spartito.launch.hosts.far_end", f"{silence:g}", *argv]
+    return [python, "-m", "spartito.launch.hosts.agent", f"{silence:g}", *argv]
 
 
 def tell(env: Mapping[str, str]) -> str:
@@ -53,23 +53,23 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
 
     As ssh keeps 255 for itself, a task that ends with it is noted and counts as 1.
     """
-    guard, before = Guard(), memory_kills()
+    reaper, before = Reaper(), memory_kills()
     try:
         task = subprocess.Popen(
             [os.path.expanduser(argv[0]), *argv[1:]],
-            env={**env, **guard.mark},
+            env={**env, **reaper.mark},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=die_with_parent(),  # safe: we have one thread
         )
-        guard.watch([task.pid])
+        reaper.watch([task.pid])
         threading.Thread(target=_listen, args=(task, silence), daemon=True).start()
         code = task.wait()
         if code == -signal.SIGKILL and (why := out_of_memory(memory_kills().since(before))):
             print(f"spartito: the task was killed{why}", file=sys.stderr)
         _kill(task)  # what it left behind
     finally:
-        guard.close()
+        reaper.close()
     if code == OF_SSH:
         print("spartito: exit code 255 is told as 1: ssh has 255 for itself", file=sys.stderr)
         return 1

@@ -1,4 +1,4 @@
-"""What stands here for a task on another machine: ``python -m spartito.launch.hosts.near_end``.
+"""What stands here for a task on another machine: ``python -m spartito.launch.hosts.client``.
 
 It runs ssh and ends as the task ended, so that the supervisor sees a task like any other: by the
 same exit code, or by the same signal. What the task is told in its environment and then signals
@@ -18,8 +18,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from spartito.launch.guard import die_with_parent
-from spartito.launch.hosts.far_end import BEATS, OF_SSH, tell
+from spartito.launch.hosts.agent import BEATS, OF_SSH, tell
+from spartito.launch.reaper import die_with_parent
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 PASSED_ON = (*ENDING, signal.SIGTSTP, signal.SIGCONT)
@@ -51,7 +51,7 @@ AT_ONCE = 8
 def command(host: str, ssh: Sequence[str], place: int = 0) -> list[str]:
     """What runs the words ``ssh`` for a task on ``host``, the ``place``-th there."""
     seconds = str(place // AT_ONCE)
-    return [sys.executable, "-m", "spartito.launch.hosts.near_end", host, seconds, *ssh]
+    return [sys.executable, "-m", "spartito.launch.hosts.client", host, seconds, *ssh]
 
 
 def main(argv: Sequence[str]) -> int:

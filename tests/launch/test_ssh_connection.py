@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.launch.hosts import far_end, near_end
+from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.ssh import OPTIONS
 from tests.commands import Commands, Program, commands_in
 from tests.launch.supervised import DAEMON, GRANDCHILD, SLEEPS, is_alive, stands_still, wait_until
@@ -43,9 +43,9 @@ def start(commands: Commands) -> Callable[[str], Program]:
 
     def starter(script: str) -> Program:
         python = [sys.executable, "-S", commands.write("task.py", script)]
-        far = far_end.command(list(map(str, python)), sys.executable)
-        told = far_end.tell({"TOLD": TOLD})
-        return commands.start(*near_end.command("b", far), env={near_end.TOLD: told})
+        remote = agent.command(list(map(str, python)), sys.executable)
+        told = agent.tell({"TOLD": TOLD})
+        return commands.start(*client.command("b", remote), env={client.TOLD: told})
 
     return starter
 
@@ -81,7 +81,7 @@ def test_a_killed_keeper_is_a_lost_connection(start: Callable[[str], Program]) -
 
 @pytest.mark.parametrize("words", [["sh", "-c", "exit 255"], ["sh", "-c", "kill -9 $$"]])
 def test_a_lost_connection_is_a_hang_up(commands: Commands, words: list[str]) -> None:
-    ended = commands.start(*near_end.command("b", words)).end()
+    ended = commands.start(*client.command("b", words)).end()
     assert ended.code == -signal.SIGHUP
     assert ended.err == "spartito: the connection to b is lost\n"
 
@@ -130,7 +130,9 @@ def test_what_the_task_left_behind_ends_with_it(
 
 
 @pytest.mark.parametrize("script", [SLEEPS, SAVES, GRANDCHILD])
-def test_all_ends_when_the_near_end_is_gone(start: Callable[[str], Program], script: str) -> None:
+def test_all_ends_when_the_client_side_is_gone(
+    start: Callable[[str], Program], script: str
+) -> None:
     program = start(script)
     program.wait_for("pid")
     program.send(signal.SIGKILL)
@@ -139,29 +141,29 @@ def test_all_ends_when_the_near_end_is_gone(start: Callable[[str], Program], scr
 
 def test_silence_ends_the_task() -> None:
     python = [sys.executable, "-S", "-c", SLEEPS]
-    far = subprocess.Popen(
-        far_end.command(python, sys.executable, silence=5.0),
+    remote = subprocess.Popen(
+        agent.command(python, sys.executable, silence=5.0),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    with far:
-        assert far.stdin is not None
-        assert far.stdout is not None
-        print(far_end.tell({}), end="", file=far.stdin, flush=True)
-        pid = int(far.stdout.readline().split()[1])
-        assert far.wait(60) == 128 + signal.SIGKILL
+    with remote:
+        assert remote.stdin is not None
+        assert remote.stdout is not None
+        print(agent.tell({}), end="", file=remote.stdin, flush=True)
+        pid = int(remote.stdout.readline().split()[1])
+        assert remote.wait(60) == 128 + signal.SIGKILL
     assert not is_alive(pid)
 
 
-def test_the_near_end_keeps_speaking(commands: Commands) -> None:
+def test_the_client_side_keeps_speaking(commands: Commands) -> None:
     reads = "import os; [os.read(0, 2) for _ in range(4)]; print('three', flush=True)"
     quick = (
-        "import sys\nfrom spartito.launch.hosts import near_end\n"
-        "near_end.BEATS = 0.1\nsys.exit(near_end.main(sys.argv[1:]))"
+        "import sys\nfrom spartito.launch.hosts import client\n"
+        "client.BEATS = 0.1\nsys.exit(client.main(sys.argv[1:]))"
     )
     words = ("-c", quick, "b", "0", sys.executable, "-S", "-c", reads)
-    ended = commands.python(*words, env={near_end.TOLD: "x\n"})
+    ended = commands.python(*words, env={client.TOLD: "x\n"})
     assert (ended.code, ended.out) == (0, "three\n")
 
 
@@ -169,4 +171,4 @@ def test_a_task_is_gone_before_ssh_gives_its_connection_up() -> None:
     """So one that is started again finds its port free."""
     told = dict(option.split("=") for option in OPTIONS)
     gives_up = int(told["ServerAliveInterval"]) * (int(told["ServerAliveCountMax"]) + 1)
-    assert 3 * far_end.BEATS < far_end.SILENCE < gives_up
+    assert 3 * agent.BEATS < agent.SILENCE < gives_up

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.errors import UserError
-from spartito.launch import slow_tasks
-from spartito.launch.pace import shares_of
+from spartito.launch.throttle import shares_of, slow_tasks
 
 NAMES = ["worker 0", "worker 1", "ps 0"]
 

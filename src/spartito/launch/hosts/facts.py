@@ -1,4 +1,4 @@
-"""What each machine is asked before a job: ``python -m spartito.launch.hosts.far_facts``."""
+"""What each machine is asked before a job: ``python -m spartito.launch.hosts.facts``."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def facts(question: Question) -> Facts:
 
 def ask(question: Question) -> list[str]:
     """The words after ``python`` that have another machine answer ``question``."""
-    return ["-m", "spartito.launch.hosts.far_facts", json.dumps(asdict(question))]
+    return ["-m", "spartito.launch.hosts.facts", json.dumps(asdict(question))]
 
 
 def parse(printed: str) -> Facts | None:

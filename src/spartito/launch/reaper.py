@@ -29,7 +29,7 @@ done
 """
 
 
-class Guard:
+class Reaper:
     """A shell of a few kilobytes that ends the listed process groups when we are gone.
 
     The kernel's death signal (see `die_with_parent`) reaches only a child itself; this reaches
@@ -41,7 +41,7 @@ class Guard:
         token = secrets.token_hex(8)
         self.mark = {MARK: token}
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", WATCH, "guard", private or "", token],
+            ["/bin/sh", "-c", WATCH, "reaper", private or "", token],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -60,10 +60,10 @@ class Guard:
         try:
             self._shell.stdin.write((" ".join(map(str, groups)) + "\n").encode())
         except BrokenPipeError:
-            return  # someone killed the guard; the kernel's death signal is left
+            return  # someone killed the reaper; the kernel's death signal is left
 
     def close(self) -> None:
-        """Dismiss the guard; whatever is on its list or has its mark ends."""
+        """Dismiss the reaper; whatever is on its list or has its mark ends."""
         self._shell.communicate()
 
 
