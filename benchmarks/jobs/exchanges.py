@@ -158,7 +158,7 @@ def work(
     for way, link in zip(WAYS, links, strict=True):
         keys = pieces(rank)
         calls[f"link, {way}"] = by_link(link, keys)
-        calls[f"model, {way}"] = by_model(Servers([link], vector, ordered=False), keys)
+        calls[f"model, {way}"] = by_model(Servers([link], vector, waits=False), keys)
     found = take_turns(calls, repeats, windows, group)
     dist.barrier(group)
     for link in links:
@@ -216,7 +216,7 @@ def by_model(servers: Servers, keys: Iterator[tuple[int, int, int, int]]) -> Cal
     def exchange() -> None:
         absent, _ = servers.fill()
         servers.push(push_of(next(keys)), absent)
-        servers.answers()
+        servers.replies()
 
     return exchange
 

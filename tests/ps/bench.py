@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -13,10 +13,12 @@ from torch.optim import SGD, Optimizer
 
 from spartito.ps.client.vector import Copies, Vector
 from spartito.ps.protocol.layout import Span
-from spartito.ps.protocol.messages import Push
+from spartito.ps.protocol.messages import Outcome, Push
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.store import Store
+
+T = TypeVar("T")
 
 LIMIT = 60.0  # seconds that no passing test comes near
 SIZE = 8
@@ -44,7 +46,7 @@ class Bench:
         self._copies = Copies(vector, span, shard.values)
         self._model = model
 
-    def push(self, worker: int, push: Push, *numbers: float) -> str:
+    def push(self, worker: int, push: Push, *numbers: float) -> Outcome:
         """The gradient of the first parameter is ``numbers``; the other has none."""
         gradient = torch.zeros_like(self.store.shard.values)
         gradient[: 8 * SIZE].view(torch.float64)[: len(numbers)] = torch.tensor(
@@ -89,7 +91,7 @@ def threads(count: int = 8) -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def results(futures: Sequence[Future[str]]) -> list[str]:
+def results(futures: Sequence[Future[T]]) -> list[T]:
     return [future.result(LIMIT) for future in futures]
 
 

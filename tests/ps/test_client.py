@@ -38,6 +38,7 @@ from spartito.ps.protocol.messages import (
     PURPOSE,
     Hello,
     Lost,
+    Outcome,
     Pull,
     Push,
     Status,
@@ -206,7 +207,7 @@ def push(step: int, **facts: Any) -> Push:
 
 def exchange(servers: Servers, push: Push, absent: list[list[int]]) -> list[Values]:
     servers.push(push, absent)
-    return servers.answers()
+    return servers.replies()
 
 
 def compute(models: list[nn.Module], step: int) -> None:
@@ -251,18 +252,18 @@ def test_training_over_links_is_training(
     with torch.no_grad():
         for tensor in vector.tensors:
             tensor.zero_()
-    servers.get(admit=True)
+    servers.pull(admit=True)
     assert_close(model, expected)
     for step in range(4):
         compute([model, expected], step)
         absent, finite = servers.fill()
         assert finite
         servers.push(push(step), absent)
-        answers = servers.answers()
+        answers = servers.replies()
         optimizer.step()
         assert_close(model, expected)
-        assert {answer.status for answer in answers} == {"applied"}
-        assert servers.far.version == step + 1
+        assert {answer.outcome for answer in answers} == {Outcome.APPLIED}
+        assert servers.progress.version == step + 1
     servers.release()
     size = sum(span.size for span in run.spans)
     assert 4 * size <= sum(link.sent for link in servers.links) <= 4 * size + 20_000
@@ -313,7 +314,7 @@ def test_what_is_frozen_does_not_travel(
     with torch.no_grad():
         for tensor in vector.tensors:
             tensor.zero_()
-    servers.get(admit=True)
+    servers.pull(admit=True)
     assert_close(model, expected, 0.0)
 
     def moved() -> int:
@@ -351,7 +352,7 @@ def test_what_is_frozen_does_not_travel(
     for span, memory in zip(run.spans, loaded, strict=True):
         Copies(Vector(other, make(other, run.kind)), span, memory).store()
     control.load("job", loaded, [{} for _ in loaded], settings(run.optimizer))
-    servers.get(admit=True)
+    servers.pull(admit=True)
     assert_close(model, other, 0.0)
 
 
@@ -369,7 +370,7 @@ def test_thousands_of_groups_and_passes_fit_into_a_message(job: Start, way: dict
     run = job(kind=Crowded, **way)
     control = run.control()
     servers, model, _ = run.worker()
-    servers.get(admit=True)
+    servers.pull(admit=True)
     control.schedule(Timetable(0, [settings(make(model, Crowded))]))
     for step in range(9000):
         compute([model], 0) if not step else None
@@ -385,12 +386,12 @@ def test_half_the_bytes_arrive_nearly_right(job: Start) -> None:
     run.control()
     servers, model, _ = run.worker()
     expected = deepcopy(run.model)
-    servers.get(admit=True)
+    servers.pull(admit=True)
     assert_close(model, expected, 2**-8)
     compute([model], 0)
     absent, _ = servers.fill()
     servers.push(push(0), absent)
-    servers.answers()
+    servers.replies()
     size = sum(span.size for span in run.spans)
     assert sum(link.sent for link in servers.links) < 0.3 * size + 10_000  # of doubles
 
@@ -426,7 +427,7 @@ def test_a_push_whose_answer_is_lost_is_applied_once(job: Start, way: dict[str, 
     run = job(**way)
     run.control()
     servers, model, _ = run.worker()
-    servers.get(admit=True)
+    servers.pull(admit=True)
     life = servers.links[0].life
     expected = deepcopy(model)
     optimizer = make(expected)
@@ -438,9 +439,9 @@ def test_a_push_whose_answer_is_lost_is_applied_once(job: Start, way: dict[str, 
         assert wait_for_push(store)
     assert servers.links[0]._wire is not None
     servers.links[0]._wire.close()
-    (answer,) = servers.answers()
+    (answer,) = servers.replies()
     optimizer.step()
-    assert answer.status == "duplicate"
+    assert answer.outcome is Outcome.DUPLICATE
     assert (store.version, store.duplicates) == (1, 1)
     assert servers.links[0].life == life
     assert_close(model, expected)
@@ -460,7 +461,7 @@ def test_a_server_that_hangs_up_is_called_again(job: Start, way: dict[str, Any])
     run = job(2, **way)
     control = run.control()
     servers, model, _ = run.worker()
-    servers.get(admit=True)
+    servers.pull(admit=True)
     expected = deepcopy(model)
     optimizer = make(expected)
     for step in range(3):
@@ -470,9 +471,9 @@ def test_a_server_that_hangs_up_is_called_again(job: Start, way: dict[str, Any])
             for connection in list(server._connections):
                 connection.close()
         servers.push(push(step), absent)
-        answers = servers.answers()
+        answers = servers.replies()
         optimizer.step()
-        assert {answer.status for answer in answers} <= {"applied", "duplicate"}
+        assert {answer.outcome for answer in answers} <= {Outcome.APPLIED, Outcome.DUPLICATE}
         assert_close(model, expected)
         assert [values.version for values in control.tell(Status())] == [step + 1] * 2
 
@@ -481,15 +482,15 @@ def test_a_server_with_another_life_has_forgotten(job: Start) -> None:
     run = job(2)
     control = run.control()
     servers, model, _ = run.worker()
-    servers.get(admit=True)
+    servers.pull(admit=True)
     for step in range(2):
         compute([model], step)
         absent, _ = servers.fill()
         servers.push(push(step), absent)
         if step == 0:
-            servers.answers()
+            servers.replies()
             run.servers[1].snapshot()
-    servers.answers()
+    servers.replies()
     control.lose(Lost(1, 3, 4))
     run.kill(1)
     run.start(1)
@@ -502,7 +503,7 @@ def test_a_server_with_another_life_has_forgotten(job: Start) -> None:
     applied = control.applied(1, 2)
     assert [(1, 0, step, 0) in applied for step in range(3)] == [True, False, False]
     assert 1 in run.servers[1].store._absent[3]  # it was told of the lost worker again
-    servers.get(admit=True)  # the links stand
+    servers.pull(admit=True)  # the links stand
     assert servers.links[1].ask(Status()).version == 1
     # What server 0 had brought before the other was found to be another is in the model too.
     for span, (values, *_) in zip(run.spans, control.states(), strict=True):

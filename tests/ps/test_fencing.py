@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from spartito.errors import UserError
 from spartito.ps.protocol.keys import Key
+from spartito.ps.protocol.messages import Outcome
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.store import Store
 from tests.ps.bench import Bench, push
@@ -139,10 +140,10 @@ class Cluster:
         store = self.stores[number]
         sent = push(0, keys=[process.piece], pulled=process.pulled[number])
         with store.turn:
-            status, staleness = store.push(process.worker, sent, store.shard.values.clone())
-        if status == "applied":
+            outcome, staleness = store.push(process.worker, sent, store.shard.values.clone())
+        if outcome is Outcome.APPLIED:
             assert 0 <= staleness <= (self.rules.max_staleness or 0)
-        process.stale |= status == "stale"
+        process.stale |= outcome is Outcome.STALE
         process.todo.pop(0)
         if not process.todo:
             if process.stale:

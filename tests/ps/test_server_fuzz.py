@@ -48,6 +48,7 @@ from spartito.ps.protocol.messages import (
     Load,
     LoadState,
     Lost,
+    Outcome,
     Pull,
     Push,
     Refused,
@@ -117,7 +118,7 @@ class Live:
         wire.send(push, gradient.numpy().data)
         answer = wire.receive()
         assert isinstance(answer, Values)
-        assert (answer.status, answer.version) == ("applied", before + 1)
+        assert (answer.outcome, answer.version) == (Outcome.APPLIED, before + 1)
         assert len(wire.payload) == self.span.size
         wire.close()
 
@@ -369,7 +370,7 @@ def has_range(info: inspect.Type) -> bool:
         return info.ge is not None and (info.lt is not None or info.le is not None)
     if isinstance(info, inspect.StrType | inspect.BytesType):
         return info.max_length is not None
-    return isinstance(info, inspect.BoolType | inspect.NoneType)
+    return isinstance(info, inspect.BoolType | inspect.NoneType | inspect.EnumType)
 
 
 def test_a_frame_takes_no_more_memory_than_it_is_long(live: Live, steps: None) -> None:

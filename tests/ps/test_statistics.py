@@ -13,7 +13,7 @@ from torch.optim import SGD
 from spartito.ps.client.vector import Copies, Vector
 from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.memory import allocate
-from spartito.ps.protocol.messages import Push
+from spartito.ps.protocol.messages import Outcome, Push
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.store import Store
@@ -44,7 +44,7 @@ class Worker:
         assert self._outgoing.norm() < float("inf")
         push = Push([(1, 0, self._step, self._index)], self._pulled, 1.0, len(rows), absent)
         with self._store.turn:
-            assert self._store.push(self._index, push, self._out)[0] == "applied"
+            assert self._store.push(self._index, push, self._out)[0] == Outcome.APPLIED
         self._step += 1
 
 
@@ -125,7 +125,7 @@ def test_a_mean_with_what_stayed_the_same(changed: tuple[bool, ...]) -> None:
         absent = copies.store_gradients() + copies.store_changes(before)
         push = Push([(1, 0, worker, 0)], 0, 1.0, 1, absent)
         with store.turn:
-            assert store.push(worker, push, memory)[0] == "applied"
+            assert store.push(worker, push, memory)[0] == Outcome.APPLIED
     Copies(vector, shard.span, shard.values).load()
     assert model["weight"].tolist() == [0.0] * 4
     moved = sum(worker * changes for worker, changes in enumerate(changed))

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.optim import SGD, Adam, Optimizer
 
+from spartito.ps.protocol.messages import Outcome
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.timetable import Timetable
 from tests.ps.bench import Bench, push
@@ -22,9 +23,9 @@ LIMIT = 60.0  # seconds that no passing test comes near
 
 def test_every_push_is_an_update_and_works_once() -> None:
     bench = Bench(Rules(2))
-    assert bench.push(0, push(0, 0), 1.0) == "applied"
-    assert bench.push(1, push(0, 1, examples=3), 2.0, 5.0) == "applied"
-    assert bench.push(0, push(0, 1), 100.0) == "duplicate"
+    assert bench.push(0, push(0, 0), 1.0) == Outcome.APPLIED
+    assert bench.push(1, push(0, 1, examples=3), 2.0, 5.0) == Outcome.APPLIED
+    assert bench.push(0, push(0, 1), 100.0) == Outcome.DUPLICATE
     assert bench.values() == [-3.0, -5.0]
     assert bench.count == 2
     assert bench.numbers() == (2, 2, 2, 7)
@@ -37,18 +38,18 @@ def test_every_push_is_an_update_and_works_once() -> None:
 def test_a_push_of_several_pieces_counts_them_all() -> None:
     bench = Bench(Rules(2))
     keys = [(1, 0, step, 1) for step in range(3)]
-    assert bench.push(1, push(0, keys=keys, examples=12), 1.0) == "applied"
-    assert bench.push(0, push(2, 1), 1.0) == "duplicate"
+    assert bench.push(1, push(0, keys=keys, examples=12), 1.0) == Outcome.APPLIED
+    assert bench.push(0, push(2, 1), 1.0) == Outcome.DUPLICATE
     assert bench.numbers() == (1, 1, 3, 12)
 
 
 def test_a_dropped_push_counts_and_changes_nothing() -> None:
     bench = Bench(Rules(1))
-    assert bench.push(0, push(0, dropped=True), float("nan")) == "applied"
+    assert bench.push(0, push(0, dropped=True), float("nan")) == Outcome.APPLIED
     assert bench.values() == []
     assert bench.numbers() == (0, 1, 1, 4)
     assert bench.store.dropped == 1
-    assert bench.push(0, push(0), 1.0) == "duplicate"
+    assert bench.push(0, push(0), 1.0) == Outcome.DUPLICATE
 
 
 def test_options_hold_from_their_global_step_on() -> None:
@@ -70,18 +71,22 @@ def test_options_hold_from_their_global_step_on() -> None:
 def test_a_stale_push_moves_less_far(limit: int, expected: float) -> None:
     bench = Bench(Rules(1, limit, "compensate"))
     for step in range(4):
-        assert bench.push(0, push(step), 1.0) == "applied"
+        assert bench.push(0, push(step), 1.0) == Outcome.APPLIED
     assert bench.values() == pytest.approx([expected], rel=1e-12)
     assert bench.store.shard.optimizer.param_groups[0]["lr"] == 1.0
 
 
 def test_a_push_beyond_the_bound_is_refused_until_it_is_fresh() -> None:
     bench = Bench(Rules(1, 1, "reject"))
-    assert [bench.push(0, push(step), 1.0) for step in range(3)] == ["applied", "applied", "stale"]
+    assert [bench.push(0, push(step), 1.0) for step in range(3)] == [
+        Outcome.APPLIED,
+        Outcome.APPLIED,
+        Outcome.STALE,
+    ]
     assert bench.values() == [-2.0]
     assert not bench.store.applied((1, 0, 2, 0))
     assert bench.store.refused == 1
-    assert bench.push(0, push(2, pulled=1), 1.0) == "applied"
+    assert bench.push(0, push(2, pulled=1), 1.0) == Outcome.APPLIED
     assert bench.store.staleness.max == 1
 
 
@@ -98,8 +103,8 @@ def test_pushes_are_put_together_by_weight(pushes: list[tuple[int, float]], size
     for start in range(0, len(pushes), size):
         part = pushes[start : start + size]
         for step, (number, weight) in enumerate(part, start):
-            assert bench.push(0, push(step, weight=weight), float(number)) == "applied"
-            assert bench.push(0, push(step, weight=weight), 99.0) == "duplicate"
+            assert bench.push(0, push(step, weight=weight), float(number)) == Outcome.APPLIED
+            assert bench.push(0, push(step, weight=weight), 99.0) == Outcome.DUPLICATE
         if len(part) < size:
             assert bench.numbers()[:3] == (start // size, start, start)
             with bench.store.turn:
@@ -162,8 +167,8 @@ def test_a_restored_store_goes_on_with_the_same_bits(
         assert getattr(other.store, name) == getattr(one.store, name)
     for step in range(2, 6):
         for bench in (one, other):
-            assert bench.push(0, push(step, pulled=step - 1), 0.1 * step, -1.0) == "applied"
-            assert bench.push(0, push(1, 1), 5.0) == "duplicate"
+            assert bench.push(0, push(step, pulled=step - 1), 0.1 * step, -1.0) == Outcome.APPLIED
+            assert bench.push(0, push(1, 1), 5.0) == Outcome.DUPLICATE
         assert torch.equal(one.store.shard.values, other.store.shard.values)
     again = one.store.dump()[0]
     assert before.keys() == again.keys()
@@ -185,4 +190,4 @@ def test_another_job_begins_with_nothing_known() -> None:
     assert bench.numbers() == (0, 0, 0, 0)
     assert not bench.store.applied((1, 0, 0, 0))
     assert bench.store.staleness.total == 0
-    assert bench.push(0, push(0), 1.0) == "stale"  # it pulled in the other job
+    assert bench.push(0, push(0), 1.0) == Outcome.STALE  # it pulled in the other job

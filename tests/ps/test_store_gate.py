@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spartito.errors import SpartitoError
+from spartito.ps.protocol.messages import Outcome
 from spartito.ps.protocol.rules import Rules
 from tests.ps.bench import Bench, push, results, round_of, wait_until, waits_in
 
@@ -50,9 +51,9 @@ class Crowd:
                 if told == ["die"]:
                     return
                 dropped = told == ["drop"]
-                status = self.bench.push(worker, push(step, pulled=pulled, dropped=dropped), 1.0)
-                if status != "applied":
-                    self.problems.append(f"a push of worker {worker} is {status}")
+                outcome = self.bench.push(worker, push(step, pulled=pulled, dropped=dropped), 1.0)
+                if outcome is not Outcome.APPLIED:
+                    self.problems.append(f"a push of worker {worker} is {outcome}")
         finally:
             with store.turn:
                 store.release(worker)
@@ -161,7 +162,7 @@ def test_a_worker_that_comes_again_takes_the_place_of_its_old_self(
     bench.push(1, push(1), 1.0)
     assert results([new]) == ["admitted"]
     assert "come again" in results([old])[0]
-    assert bench.push(0, push(2, pulled=2), 1.0) == "applied"
+    assert bench.push(0, push(2, pulled=2), 1.0) == Outcome.APPLIED
 
 
 def test_who_was_given_up_at_the_gate_computes_again() -> None:
@@ -169,11 +170,11 @@ def test_who_was_given_up_at_the_gate_computes_again() -> None:
     with bench.store.turn:
         bench.store.admit(0)
         bench.store.lose(0, 0, 0)
-    assert bench.push(0, push(0), 1.0) == "stale"
+    assert bench.push(0, push(0), 1.0) == Outcome.STALE
     assert bench.values() == []
     with bench.store.turn:
         bench.store.admit(0)
-    assert bench.push(0, push(0), 1.0) == "applied"
+    assert bench.push(0, push(0), 1.0) == Outcome.APPLIED
 
 
 def test_a_failure_ends_all_waits(pool: ThreadPoolExecutor) -> None:

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spartito.ps.protocol.messages import Outcome
 from spartito.ps.protocol.rules import Rules
 from tests.ps.bench import Bench, push, results, round_of, threads, wait_until, waits_in
 
@@ -53,7 +54,7 @@ def test_a_round_is_the_mean_of_who_came(rounds: list[list[tuple[int, float, str
                     live.discard(worker)
                     with bench.store.turn:
                         bench.store.lose(worker, 1, len(rounds))
-            assert set(results(coming)) <= {"applied"}
+            assert set(results(coming)) <= {Outcome.APPLIED}
             good = [(number, weight) for _, number, weight, what in here if what[:4] == "push"]
             if good:
                 expected -= sum(n * w for n, w in good) / sum(w for _, w in good)
@@ -82,7 +83,7 @@ def test_a_mean_has_the_same_bits_in_whatever_order_its_pushes_come(
             coming.append(pool.submit(bench.push, worker, told, 0.1 * (worker + 1), 1e16**worker))
             if len(coming) < 3:
                 wait_until(bench, partial(waits_in, bench, worker))
-        assert results(coming) == ["applied"] * 3
+        assert results(coming) == [Outcome.APPLIED] * 3
         found.add(tuple(bench.values()))
     assert len(found) == 1
 
@@ -93,8 +94,8 @@ def test_a_push_that_is_said_again_counts_once_in_its_round(pool: ThreadPoolExec
     wait_until(bench, lambda: waits_in(bench, 0))
     again = pool.submit(bench.push, 0, round_of(0), 4.0)  # by a new connection
     wait_until(bench, lambda: bench.store.duplicates == 1)
-    assert bench.push(1, round_of(1), 2.0) == "applied"
-    assert results([first, again]) == ["applied", "duplicate"]
+    assert bench.push(1, round_of(1), 2.0) == Outcome.APPLIED
+    assert results([first, again]) == [Outcome.APPLIED, Outcome.DUPLICATE]
     assert bench.values() == [-3.0]
     assert bench.numbers() == (1, 2, 2, 8)
 
@@ -105,12 +106,12 @@ def test_a_push_that_is_said_again_after_its_round_waits_for_nobody(
     bench = Bench(Rules(2, 0))
     first = pool.submit(bench.push, 0, round_of(0), 4.0)
     bench.push(1, round_of(1), 2.0)
-    assert results([first]) == ["applied"]
-    assert results([pool.submit(bench.push, 0, round_of(0), 4.0)]) == ["duplicate"]
+    assert results([first]) == [Outcome.APPLIED]
+    assert results([pool.submit(bench.push, 0, round_of(0), 4.0)]) == [Outcome.DUPLICATE]
     assert bench.values() == [-3.0]
     later = pool.submit(bench.push, 0, round_of(0, 1), 1.0)
     bench.push(1, round_of(1, 1), 1.0)
-    assert results([later]) == ["applied"]
+    assert results([later]) == [Outcome.APPLIED]
     assert bench.values() == [-4.0]
 
 
@@ -119,8 +120,8 @@ def test_another_stream_has_groups_of_the_same_numbers(pool: ThreadPoolExecutor)
     for stream in (1, 2):
         keys = [[(stream, 0, 0, worker)] for worker in range(2)]
         first = pool.submit(bench.push, 0, round_of(0, keys=keys[0]), 4.0)
-        assert bench.push(1, round_of(1, keys=keys[1]), 2.0) == "applied"
-        assert results([first]) == ["applied"]
+        assert bench.push(1, round_of(1, keys=keys[1]), 2.0) == Outcome.APPLIED
+        assert results([first]) == [Outcome.APPLIED]
     assert bench.values() == [-6.0]
 
 
@@ -129,10 +130,10 @@ def test_known_pieces_make_up_a_round_with_unknown_ones(pool: ThreadPoolExecutor
     bench = Bench(Rules(2, 0))
     with bench.store.turn:
         bench.store.lose(1, 1, 1)
-    assert bench.push(0, round_of(0), 4.0) == "applied"
+    assert bench.push(0, round_of(0), 4.0) == Outcome.APPLIED
     known = pool.submit(bench.push, 0, round_of(0, group=2), 99.0)
-    assert bench.push(1, round_of(1, group=2), 2.0) == "applied"
-    assert results([known]) == ["duplicate"]
+    assert bench.push(1, round_of(1, group=2), 2.0) == Outcome.APPLIED
+    assert results([known]) == [Outcome.DUPLICATE]
     assert bench.values() == [-6.0]
     assert bench.numbers() == (2, 2, 2, 8)
 
@@ -142,8 +143,8 @@ def test_who_was_given_up_is_told_that_the_others_went_on(pool: ThreadPoolExecut
     waiting = pool.submit(bench.push, 0, round_of(0), 4.0)
     with bench.store.turn:
         bench.store.lose(1, 1, 3)
-    assert results([waiting]) == ["applied"]
-    assert bench.push(1, round_of(1), 2.0) == "expired"
+    assert results([waiting]) == [Outcome.APPLIED]
+    assert bench.push(1, round_of(1), 2.0) == Outcome.EXPIRED
     assert bench.values() == [-4.0]
     assert not bench.store.applied((1, 0, 0, 1))
 
@@ -155,12 +156,12 @@ def test_who_has_no_piece_in_a_round_is_not_missed(pool: ThreadPoolExecutor) -> 
     waiting = pool.submit(bench.push, 0, round_of(0, 1), 4.0)
     wait_until(bench, lambda: waits_in(bench, 0))
     assert not waiting.done()
-    assert bench.push(1, round_of(1, 1), 2.0) == "applied"
-    assert results([waiting]) == ["applied"]
+    assert bench.push(1, round_of(1, 1), 2.0) == Outcome.APPLIED
+    assert results([waiting]) == [Outcome.APPLIED]
     assert bench.values() == [-3.0]
 
 
 def test_the_mean_of_a_round_is_clipped() -> None:
     bench = Bench(Rules(1, 0, clip_norm=1.0))
-    assert bench.push(0, push(0, group=1, parties=1), 3.0, 4.0) == "applied"
+    assert bench.push(0, push(0, group=1, parties=1), 3.0, 4.0) == Outcome.APPLIED
     assert bench.values() == pytest.approx([-0.6, -0.8], rel=1e-6)

@@ -25,7 +25,6 @@ from spartito.log import note
 from spartito.names import ENV_SNAPSHOT_DIR
 from spartito.ps.chief import JOB, Chief, OnCame, OnLost
 from spartito.ps.client.control import Control
-from spartito.ps.client.exchange import Exchange
 from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
 from spartito.ps.client.vector import Copies, Vector
@@ -153,14 +152,14 @@ class Job:
         )
         return link, link.published(JOB).decode()
 
-    def exchange(self, name: str, work: WorkSource | None) -> Exchange:
+    def connect(self, name: str, work: WorkSource | None) -> Servers:
         """Our way to all servers, in the place that the coordinator gave us."""
         generation = work.generation if work is not None else 0
         links = [
             self._link(number, name, control=False, generation=generation)
             for number in range(len(self._spans))
         ]
-        return Exchange(Servers(links, self.vector, self.rules.waits), self.rules.waits)
+        return Servers(links, self.vector, self.rules.waits)
 
     def give(self, chief: Chief) -> None:
         """Our values and the state of our optimizer to the servers."""

@@ -194,13 +194,13 @@ class Leased(Distributed):
             began = time.perf_counter()
             answer = work.take(stream, epoch, report, wait=False)
             if isinstance(answer, Pause):
-                pusher.exchange.rest()
+                pusher.servers.release()
                 answer = work.take(stream, epoch, None)
-            pusher.exchange.waited += time.perf_counter() - began
+            pusher.servers.waited += time.perf_counter() - began
             self.waited += time.perf_counter() - began
             desk.heed(work.timetable)
             if isinstance(answer, Complete):
-                pusher.exchange.rest()  # who has not done its own yet need not wait for us
+                pusher.servers.release()  # who has not done its own yet need not wait for us
                 return
             if isinstance(answer, Lease):
                 place = pusher.place = Place(stream, answer)

@@ -124,7 +124,7 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     @property
     def traffic(self) -> Traffic:
-        return Traffic() if self.pusher is None else self.pusher.exchange.traffic
+        return Traffic() if self.pusher is None else self.pusher.servers.traffic
 
     def describe(self) -> dict[str, Any]:
         """Which server holds what, and how stale pushes were so far."""
@@ -292,7 +292,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         pusher, work, chief = self.pusher, self.work, self.chief
         self.pusher = self.work = self.chief = None
         if pusher is not None:
-            pusher.exchange.servers.close()
+            pusher.servers.close()
         if work is not None:
             work.close()
         if chief is not None:
@@ -372,7 +372,7 @@ class ParameterServerStrategy(ReplicaStrategy):
     def _far(self) -> Values:
         if self.work is None and self.chief is not None:
             return self.chief.far()
-        return self._in_job().exchange.servers.far
+        return self._in_job().servers.progress
 
     def _in_job(self) -> Pusher:
         if self.pusher is None:
@@ -405,7 +405,7 @@ class ParameterServerStrategy(ReplicaStrategy):
             serve_and_end(job, self.record_to)
         self.chief = job.begin() if self.is_chief else None
         self.work, name = job.work(self.chief)
-        self.pusher = Pusher(pair, job.exchange(name, self.work), self._rules, self._again)
+        self.pusher = Pusher(pair, job.connect(name, self.work), self._rules, self._again)
         if self.chief is not None:
             self._planner = self.chief.planner = Planner(pair.optimizer)
             self.chief.gather(min(START_SECONDS, self._options.timeout))

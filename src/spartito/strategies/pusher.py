@@ -10,8 +10,8 @@ from msgspec.structs import replace
 from spartito.data.batch import Batch
 from spartito.engine.gradients import LocalGradients
 from spartito.errors import UserError
-from spartito.ps.client.exchange import EXPIRED, RESTARTED, STALE, Exchange
-from spartito.ps.protocol.messages import Push
+from spartito.ps.client.servers import Servers
+from spartito.ps.protocol.messages import Outcome, Push
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.work import Lease
 from spartito.strategies.pair import Pair
@@ -61,14 +61,14 @@ class Place:
 class Pusher:
     """Pushes what a task computes, piece by piece of its leases.
 
-    ``exchange`` is the way to the servers; ``compute`` computes the gradients of a batch again,
+    ``servers`` take the gradients; ``compute`` computes the gradients of a batch again,
     when the first ones came too late.
     """
 
     def __init__(
-        self, pair: Pair, exchange: Exchange, rules: Rules, compute: Callable[[Batch], Any]
+        self, pair: Pair, servers: Servers, rules: Rules, compute: Callable[[Batch], Any]
     ) -> None:
-        self.pair, self.exchange = pair, exchange
+        self.pair, self.servers = pair, servers
         self.place: Place | None = None
         """Which piece is computed now."""
         self.repeats = True
@@ -80,7 +80,7 @@ class Pusher:
     def ready(self, batch: Batch) -> None:
         """Have values to compute with before the forward pass of ``batch``."""
         self.arrive()
-        self.exchange.admit()
+        self.servers.admit()
         if not self.pair.passes:
             self._batches = []
         self._batches.append(batch)
@@ -115,14 +115,14 @@ class Pusher:
 
     def arrive(self) -> None:
         """Have the last push answered, and computed again if it was too stale."""
-        status = self.exchange.arrive()
-        while status == STALE and self.repeats and self._sent and self.place:
-            self.exchange.admit()
+        outcome = self.servers.result()
+        while outcome is Outcome.STALE and self.repeats and self._sent and self.place:
+            self.servers.admit()
             for batch in self._batches:
                 self._compute(batch)
             self._send(self._sent, self.place)
-            status = self.exchange.arrive()
-        if status in (STALE, EXPIRED, RESTARTED) and self.place is not None:
+            outcome = self.servers.result()
+        if outcome in (Outcome.STALE, Outcome.EXPIRED) and self.place is not None:
             self.place.abandoned = True  # others, or we ourselves, compute the lease again
 
     def settle(self) -> None:
@@ -136,25 +136,25 @@ class Pusher:
         self.arrive()
         self.pair.gradients.clear()
         self.pair.passes = 0
-        self.exchange.rest()
+        self.servers.release()
 
     def look(self) -> None:
         """The newest values into the model."""
         self.arrive()
-        self.exchange.look()
+        self.servers.look()
 
     def _send(self, push: Push, place: Place) -> tuple[float, float]:
         pair = self.pair
         weight, loss = pair.gradients.reduce()
         if weight and pair.clip_norm is not None:
             pair.gradients.clip(pair.clip_norm)
-        absent, finite = self.exchange.servers.fill()
+        absent, finite = self.servers.fill()
         if not finite:
             place.bad += 1
             place.detail = f"pass {place.lease.pass_}, step {place.step}, slice {place.lease.slice}"
             weight = loss = 0.0
         nothing = not weight and not push.group
-        self.exchange.push(replace(push, weight=weight, dropped=not finite or nothing), absent)
+        self.servers.push(replace(push, weight=weight, dropped=not finite or nothing), absent)
         pair.gradients.clear()
         pair.passes = 0
         return loss, weight

@@ -1,44 +1,56 @@
-"""All parameter servers of a job as one: for those who compute, and for the chief."""
+"""All parameter servers of a job as one, for a task that computes."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from math import isfinite
-from typing import TypeVar
 
 import torch
 from msgspec.structs import replace
 
+from spartito.collectives.collective import Traffic
 from spartito.ps.client.link import Link, Restarted
 from spartito.ps.client.vector import Vector
 from spartito.ps.protocol.layout import unused
-from spartito.ps.protocol.messages import (
-    Message,
-    Pull,
-    Push,
-    Release,
-    Values,
-)
+from spartito.ps.protocol.messages import Message, Outcome, Pull, Push, Release, Values
 
-T = TypeVar("T")
+WORST_FIRST = (Outcome.EXPIRED, Outcome.STALE)
 
 
 class Servers:
-    """All servers of the job as one: what they hold together is the whole vector.
+    """All servers of a job as one: what they hold together is the whole vector.
 
-    ``ordered`` holds where the first server decides who may go on: it is asked first for values
-    and told last of gradients, so that none gets staler on the others than on it.
+    One push at a time. Its replies are awaited when the values are needed (`result`); until then
+    the task does what needs no values: metrics, callbacks, the next batch.
+
+    ``waits`` holds where a pull may have to wait, so that no push gets too stale. Of several
+    servers the first then decides for all: it is asked first for values and gets a push last, so
+    that no push gets staler on the others than on it.
     """
 
-    def __init__(self, links: Sequence[Link], vector: Vector, ordered: bool) -> None:
+    def __init__(self, links: Sequence[Link], vector: Vector, waits: bool) -> None:
         self.links, self.vector = list(links), vector
-        self._ordered = ordered and len(links) > 1
+        self.progress = Values(0, 0, 0, 0)
+        """The counts of the first server, as of its last reply."""
+        self.waited = 0.0
+        """Seconds that this task waited for the servers."""
+        self._waits, self._ordered = waits, waits and len(links) > 1
         self._sent: list[Push] = []
         self._norms = [0.0] * len(self.links)  # of what lies in the links' memory
-        self._early: list[Values] = []  # what all but the first said to a push that is ordered
+        self._early: list[Values] = []  # what all but the first replied to an ordered push
         self._versions = [0] * len(self.links)
-        self.far = Values(0, 0, 0, 0)
-        """How far the first server is."""
+        self._awaiting = False  # replies to the last push
+        self._forgotten = False  # by a server that was restarted when it was sent
+        self._admitted = False  # the values in the model may be computed with
+
+    @property
+    def traffic(self) -> Traffic:
+        """What was sent to the servers and received, through shared memory too."""
+        sent = sum(link.sent for link in self.links)
+        received = sum(link.received for link in self.links)
+        return Traffic(sent, received, self.waited)
 
     @torch.no_grad()
     def fill(self) -> tuple[list[list[int]], bool]:
@@ -55,88 +67,135 @@ class Servers:
         return absent, all(map(isfinite, self._norms))
 
     def push(self, push: Push, absent: Sequence[Sequence[int]]) -> None:
-        """Send what `fill` stored, and ask for new values; `answers` waits for them.
-
-        Raises `Restarted` when a server has forgotten what it knew; nothing is left to wait for.
-        """
+        """Send what `fill` stored, and ask for new values."""
+        self._admitted = False  # until the replies are there
         self._sent = [
             replace(push, pulled=version, absent=list(missing), norm=0.0 if push.dropped else norm)
             for version, missing, norm in zip(self._versions, absent, self._norms, strict=True)
         ]
-        if self._ordered:
-            others = [replace(push, pull=False) for push in self._sent[1:]]
-            self._early = self._exchange(self.links[1:], others)
-            self.links[0].send(self._sent[0])
-        else:
-            self._send(self.links, self._sent)
+        try:
+            if self._ordered:
+                others = [replace(push, pull=False) for push in self._sent[1:]]
+                self._early = self._ask(self.links[1:], others)
+                self.links[0].send(self._sent[0])
+            else:
+                self._send(self.links, self._sent)
+            self._awaiting = True
+        except Restarted:
+            self._forgotten = True
 
-    def answers(self) -> list[Values]:
-        """What the servers say to the last `push`, with the new values in the model."""
-        if self._ordered:
-            first, *rest = self.links[0].receive(self._sent[0]), *self._look(self.links[1:])
-            told = [
-                replace(now, status=was.status) for now, was in zip(rest, self._early, strict=True)
-            ]
-            found = [first, *told]
-        else:
-            found = self._receive(self.links, self._sent)
+    def replies(self) -> list[Values]:
+        """The servers' replies to the last `push`; the new values are in the model then.
+
+        Raises `Restarted` when a server has forgotten what it knew.
+        """
+        awaiting, forgotten = self._awaiting, self._forgotten
+        self._awaiting = self._forgotten = False
+        if forgotten:
+            raise Restarted
+        if not awaiting:
+            return []
+        with self._waiting():
+            if self._ordered:
+                first, *rest = self.links[0].receive(self._sent[0]), *self._look(self.links[1:])
+                early = zip(rest, self._early, strict=True)
+                found = [first, *(replace(now, outcome=was.outcome) for now, was in early)]
+            else:
+                found = self._receive(self.links, self._sent)
         self._take(found)
+        self._admitted = True
         return found
 
-    def get(self, admit: bool) -> None:
+    def result(self) -> Outcome | None:
+        """What became of the last push, None if there was none since the last call.
+
+        A push counts as expired where a server was restarted and has forgotten the lease.
+        """
+        try:
+            found = {reply.outcome for reply in self.replies()}
+        except Restarted:
+            return Outcome.EXPIRED
+        worst = next((outcome for outcome in WORST_FIRST if outcome in found), None)
+        return worst or next(iter(found), None)
+
+    def admit(self) -> None:
+        """Have values to compute with; waits where a push might get too stale."""
+        with self._waiting():
+            while not self._admitted:
+                with suppress(Restarted):  # it knows nothing of this task yet: ask again
+                    self.pull(admit=True)
+
+    def look(self) -> None:
+        """Have the newest values, to evaluate or to save."""
+        self.release()
+        while True:
+            with suppress(Restarted):
+                return self.pull(admit=False)
+
+    def pull(self, admit: bool) -> None:
         """The newest values into the model; ``admit`` to compute with, so it may have to wait."""
         first = self.links[0].ask(Pull(admit))
         self._take([first, *self._look(self.links[1:])])
+        self._admitted = admit
 
     def release(self) -> None:
-        """Say that nothing is computed here for now."""
-        self.links[0].ask(Release())
+        """There is nothing to compute for now: nobody needs to wait for this task."""
+        if self._admitted and self._waits:
+            with suppress(Restarted):  # then it knows of nobody
+                self.links[0].ask(Release())
+        self._admitted = False
 
     def close(self) -> None:
-        """Leave all."""
+        """Close the connections to all."""
         for link in self.links:
             link.close()
 
-    def _look(self, links: Sequence[Link]) -> list[Values]:
-        return self._exchange(links, [Pull(admit=False)] * len(links))
+    @contextmanager
+    def _waiting(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.waited += time.perf_counter() - began
 
-    def _exchange(self, links: Sequence[Link], messages: Sequence[Message]) -> list[Values]:
+    def _look(self, links: Sequence[Link]) -> list[Values]:
+        return self._ask(links, [Pull(admit=False)] * len(links))
+
+    def _ask(self, links: Sequence[Link], messages: Sequence[Message]) -> list[Values]:
         self._send(links, messages)
         return self._receive(links, messages)
 
     def _send(self, links: Sequence[Link], messages: Sequence[Message]) -> None:
-        """Send to all; if one was restarted hear the others out, so that none has to say more."""
-        heard: list[tuple[Link, Message]] = []
+        """Send to all; if one was restarted receive the others' replies, which are of no use."""
+        sent: list[tuple[Link, Message]] = []
         restarted: Restarted | None = None
         for link, message in zip(links, messages, strict=True):
             try:
                 link.send(message)
-                heard.append((link, message))
+                sent.append((link, message))
             except Restarted as error:
                 restarted = error
         if restarted is not None:
-            self._hear(heard)
+            with suppress(Restarted):
+                self._receive(*zip(*sent, strict=True) if sent else ((), ()))
             raise restarted
 
     def _receive(self, links: Sequence[Link], messages: Sequence[Message]) -> list[Values]:
-        found, restarted = self._hear(list(zip(links, messages, strict=True)))
-        if restarted is not None:
-            raise restarted
-        return found
-
-    def _hear(self, asked: Sequence[tuple[Link, Message]]) -> tuple[list[Values], Restarted | None]:
+        """The replies of all; every one is received before `Restarted` is raised."""
         found: list[Values] = []
         restarted: Restarted | None = None
-        for link, message in asked:
+        for link, message in zip(links, messages, strict=True):
             try:
                 found.append(link.receive(message))
             except Restarted as error:
                 restarted = error
-        return found, restarted
+        if restarted is not None:
+            raise restarted
+        return found
 
     @torch.no_grad()
     def _take(self, found: Sequence[Values]) -> None:
         self._versions = [values.version for values in found]
-        self.far = found[0]
+        self.progress = found[0]
         for link in self.links:
             link.fill_model()

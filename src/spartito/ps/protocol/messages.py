@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import Enum
 from typing import Annotated, Any
 
 import msgspec
@@ -97,6 +98,19 @@ class Pull(Message, frozen=True, tag="pull"):
     admit: bool
 
 
+class Outcome(Enum):
+    """What became of a push."""
+
+    APPLIED = "applied"
+    """It counts, once."""
+    DUPLICATE = "duplicate"
+    """All its work items were known: nothing changed."""
+    STALE = "stale"
+    """It is beyond the bound, or its worker was given up: pull, and compute it again."""
+    EXPIRED = "expired"
+    """The others of its group went on without it: give the lease back."""
+
+
 class Values(Message, frozen=True, tag="values"):
     """The values as payload or in shared memory, unless nobody wished for them."""
 
@@ -107,8 +121,8 @@ class Values(Message, frozen=True, tag="values"):
     unchanged: list[Number] | None = None
     """The runs of the span that do not travel, as they are what this connection brought before;
     None where no values travel at all."""
-    status: Name = "applied"
-    """Of a push: ``applied``, ``duplicate`` (its pieces were known) or ``stale`` (refused)."""
+    outcome: Outcome = Outcome.APPLIED
+    """Of a push."""
     staleness: Count = 0
 
 

@@ -242,12 +242,12 @@ class Connection:
                     self._need_values()
                     store.check(self._worker, self._generation)
                     self._watch(message.norm)
-                    status, staleness = store.push(self._worker, message, inbox)
+                    outcome, staleness = store.push(self._worker, message, inbox)
                     store.check(self._worker, self._generation)  # a round takes its time
                     if message.pull:
                         store.admit(self._worker)
                     unchanged = self._bring(outbox) if message.pull else None
-                    answer = store.values(status, staleness, unchanged)
+                    answer = store.values(outcome, staleness, unchanged)
                 self._answer(answer, outbox)
             elif isinstance(message, Pull):
                 with store.turn:

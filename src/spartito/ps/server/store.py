@@ -19,7 +19,7 @@ from spartito.ps.protocol.histogram import Histogram
 from spartito.ps.protocol.keys import Key, Keys
 from spartito.ps.protocol.layout import unused
 from spartito.ps.protocol.memory import allocate
-from spartito.ps.protocol.messages import Push, Values
+from spartito.ps.protocol.messages import Outcome, Push, Values
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.timetable import Row, Timetable
@@ -152,25 +152,25 @@ class Store:
         """From now on these options hold. Called with `turn` held."""
         self._timetable, self._obeyed = timetable, None
 
-    def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[str, int]:
-        """Apply ``gradient``, uint8 ``(bytes,)``; answers the status and how stale it was.
+    def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[Outcome, int]:
+        """Apply ``gradient``, uint8 ``(bytes,)``; answers the outcome and how stale it was.
 
         Called with `turn` held. With ``max_staleness=0`` it returns when all of the group came.
         """
         if push.group:
             return self._push_together(worker, push, gradient), 0
         staleness = self.version - push.pulled
-        status = self._judge(worker, push, staleness)
-        if status == "applied" and not push.dropped:
+        outcome = self._judge(worker, push, staleness)
+        if outcome is Outcome.APPLIED and not push.dropped:
             self._apply(push, gradient, staleness)
         if self._gate is not None:
             # What is known here may be an update of a server that was started again.
-            if status != "stale" and not push.dropped and self._gate.holds(worker):
+            if outcome is not Outcome.STALE and not push.dropped and self._gate.holds(worker):
                 self._gate.push(worker)
             else:
                 self._gate.release(worker)
             self.turn.notify_all()
-        return status, staleness
+        return outcome, staleness
 
     def admit(self, worker: int) -> None:
         """Wait until ``worker`` may pull. Called with `turn` held.
@@ -210,11 +210,14 @@ class Store:
             self._waiting = Sum(torch.empty(0))
 
     def values(
-        self, status: str = "applied", staleness: int = 0, unchanged: list[int] | None = None
+        self,
+        outcome: Outcome = Outcome.APPLIED,
+        staleness: int = 0,
+        unchanged: list[int] | None = None,
     ) -> Values:
         """How far it is, and which runs of the values do not travel along; None: none do."""
         counts = self.version, self.pushes, self.pieces, self.examples
-        return Values(*counts, unchanged, status, staleness)
+        return Values(*counts, unchanged, outcome, staleness)
 
     def applied(self, key: Key) -> bool:
         """Whether a piece was applied, or waits to be."""
@@ -225,21 +228,21 @@ class Store:
         if self.failure is not None:
             raise self.failure
 
-    def _judge(self, worker: int, push: Push, staleness: int) -> str:
+    def _judge(self, worker: int, push: Push, staleness: int) -> Outcome:
         """What is to become of a push."""
         if all(map(self.applied, push.keys)):
             self.duplicates += 1
-            return "duplicate"
+            return Outcome.DUPLICATE
         late = self._gate is not None and not self._gate.holds(worker)
         limit = self.rules.max_staleness
         beyond = limit is not None and staleness > limit and self.rules.on_stale != "compensate"
         if late or beyond:
             self.refused += 1
-            return "stale"
+            return Outcome.STALE
         if push.dropped:
             self.dropped += 1
             self._count(push.keys, push.examples, 1)
-        return "applied"
+        return Outcome.APPLIED
 
     def _apply(self, push: Push, gradient: Tensor, staleness: int) -> None:
         self.staleness.add(staleness)
@@ -265,14 +268,14 @@ class Store:
             return 1.0
         return (limit + 1) / (staleness + 1)
 
-    def _push_together(self, worker: int, push: Push, gradient: Tensor) -> str:
+    def _push_together(self, worker: int, push: Push, gradient: Tensor) -> Outcome:
         if worker in self._absent.get(push.group, ()):
-            return "expired"  # the others went on without it
+            return Outcome.EXPIRED  # the others went on without it
         place = push.group, push.index
         stream = push.keys[0][0]  # each numbers its groups from 1
         if self._ended.get(worker) == (stream, *place):
             self.duplicates += 1
-            return "duplicate"  # said again, because the answer got lost
+            return Outcome.DUPLICATE  # said again, because the answer got lost
         mean = self._rounds.setdefault(
             place, Sum(torch.empty(0), stream=stream, parties=push.parties)
         )
@@ -291,7 +294,7 @@ class Store:
         self._finish_round(place)
         while not mean.done:
             self._wait()
-        return "duplicate" if known else "applied"
+        return Outcome.DUPLICATE if known else Outcome.APPLIED
 
     def _finish_round(self, place: tuple[int, int]) -> None:
         """Update if nobody else comes to this round."""
