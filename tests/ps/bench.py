@@ -101,7 +101,7 @@ def round_of(worker: int, step: int = 0, group: int = 1, **facts: Any) -> Push:
 
 def waits_in(bench: Bench, worker: int) -> bool:
     """Whether the push of this worker is in a round that waits for others."""
-    return any(worker in mean.came for mean in bench.store._rounds.values())
+    return any(worker in mean.workers for mean in bench.store._rounds.values())
 
 
 def wait_until(bench: Bench, true: Callable[[], bool]) -> None:

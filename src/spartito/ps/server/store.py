@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,38 +17,19 @@ from spartito.errors import SpartitoError, UserError
 from spartito.ps.protocol.histogram import Histogram
 from spartito.ps.protocol.keys import Key, Keys
 from spartito.ps.protocol.layout import unused
-from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.messages import Outcome, Push, Values
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.timetable import Row, Timetable
 from spartito.ps.server.buffers import Spare
 from spartito.ps.server.counter import Tally
+from spartito.ps.server.mean import Mean
 from spartito.ps.server.norms import Sizes
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.staleness import Gate
 from spartito.ps.server.update_log import PushLog
 
 TICK = 1.0  # seconds after which a waiter looks around even if nobody woke it
-
-
-@dataclass
-class Sum:
-    """Pushes that are to make one update: their mean by weight."""
-
-    total: Tensor
-    weight: float = 0.0
-    pushes: int = 0
-    mixed: int = 0  # those of them that were finite
-    late: int = 0  # how stale they are together
-    absent: frozenset[int] | None = None
-    keys: list[Key] = field(default_factory=list)
-    examples: int = 0
-    came: set[int] = field(default_factory=set)
-    parts: list[tuple[Push, Tensor]] = field(default_factory=list)
-    stream: int = 0
-    parties: int = 0
-    done: bool = False
 
 
 class Store:
@@ -78,8 +58,8 @@ class Store:
         self.staleness = Histogram()
         self.sizes = Sizes()
         self._gate = Gate(rules.max_staleness or 0) if gates and rules.waits else None
-        self._waiting = Sum(torch.empty(0))  # pushes that `aggregate` puts together
-        self._rounds: dict[tuple[int, int], Sum] = {}
+        self._waiting = Mean()  # pushes that `aggregate` puts together
+        self._rounds: dict[tuple[int, int], Mean] = {}
         self._ended: dict[int, tuple[int, int, int]] = {}  # each worker's last round that is over
         self._absent: dict[int, dict[int, int]] = {}
         self._asked: dict[int, object] = {}  # who waits for a pull in each worker's name
@@ -99,7 +79,7 @@ class Store:
             self.version = self.pushes = self.pieces = self.examples = 0
             self.duplicates = self.dropped = self.refused = self.lost = 0
             self.keys, self.staleness = Keys(self.rules.workers), Histogram()
-            self._waiting = Sum(torch.empty(0))
+            self._waiting = Mean()
             self._rounds.clear()
             self._ended.clear()
             self._absent.clear()
@@ -207,7 +187,7 @@ class Store:
         """Apply what waits for more pushes to come. Called with `turn` held."""
         if self._waiting.keys:
             self._finish(self._waiting)
-            self._waiting = Sum(torch.empty(0))
+            self._waiting = Mean()
 
     def values(
         self,
@@ -253,8 +233,8 @@ class Store:
             return
         self._mix(self._waiting, push, gradient)
         self._waiting.pushes += 1
-        self._waiting.late += staleness
-        if self._waiting.mixed == self.rules.aggregate:
+        self._waiting.staleness += staleness
+        if self._waiting.finite == self.rules.aggregate:
             self.flush()
 
     def _rate(self, staleness: int) -> float:
@@ -271,71 +251,59 @@ class Store:
     def _push_together(self, worker: int, push: Push, gradient: Tensor) -> Outcome:
         if worker in self._absent.get(push.group, ()):
             return Outcome.EXPIRED  # the others went on without it
-        place = push.group, push.index
+        index = push.group, push.index
         stream = push.keys[0][0]  # each numbers its groups from 1
-        if self._ended.get(worker) == (stream, *place):
+        if self._ended.get(worker) == (stream, *index):
             self.duplicates += 1
             return Outcome.DUPLICATE  # said again, because the answer got lost
-        mean = self._rounds.setdefault(
-            place, Sum(torch.empty(0), stream=stream, parties=push.parties)
-        )
-        known = worker in mean.came or all(map(self.applied, push.keys))
+        mean = self._rounds.setdefault(index, Mean(stream, push.parties))
+        known = worker in mean.workers or all(map(self.applied, push.keys))
         self.duplicates += known
-        mean.came.add(worker)
+        mean.workers.add(worker)
         if not known:
             mean.pushes += 1
             if push.dropped:
                 self.dropped += 1
-                mean.keys += push.keys
-                mean.examples += push.examples
+                mean.note(push)
             else:
                 self.staleness.add(0)
                 mean.parts.append((push, gradient))  # whose memory is its own till all have come
-        self._finish_round(place)
+        self._finish_round(index)
         while not mean.done:
             self._wait()
         return Outcome.DUPLICATE if known else Outcome.APPLIED
 
-    def _finish_round(self, place: tuple[int, int]) -> None:
+    def _finish_round(self, number: tuple[int, int]) -> None:
         """Update if nobody else comes to this round."""
-        mean = self._rounds[place]
-        group, index = place
+        mean = self._rounds[number]
+        group, index = number
         gone = [
             worker
             for worker, size in self._absent.get(group, {}).items()
-            if size > index and worker not in mean.came
+            if size > index and worker not in mean.workers
         ]
-        if len(mean.came) + len(gone) < mean.parties:
+        if len(mean.workers) + len(gone) < mean.parties:
             return
-        del self._rounds[place]
-        self._ended.update(dict.fromkeys(mean.came, (mean.stream, *place)))
+        del self._rounds[number]
+        self._ended.update(dict.fromkeys(mean.workers, (mean.stream, *number)))
         for push, gradient in sorted(mean.parts, key=lambda part: part[0].keys):
             self._mix(mean, push, gradient)  # in the order of slices: the same bits in every run
         self._finish(mean)
         mean.done = True
         self.turn.notify_all()
 
-    def _mix(self, mean: Sum, push: Push, gradient: Tensor) -> None:
-        if not mean.mixed:
-            mean.total = self._zeros()
-        mean.weight += push.weight
-        mean.mixed += 1
-        blank = mean.absent or ()
-        self.shard.mix(mean.total, gradient, push.weight, mean.mixed, push.absent, blank)
-        mean.keys += push.keys
-        mean.examples += push.examples
-        missing = frozenset(push.absent)
-        mean.absent = missing if mean.absent is None else mean.absent & missing
+    def _mix(self, mean: Mean, push: Push, gradient: Tensor) -> None:
+        spare = None
+        if not mean.finite:
+            spare, self._spare = self._spare, None
+        mean.add(self.shard, push, gradient, spare)
 
-    def _finish(self, mean: Sum) -> None:
+    def _finish(self, mean: Mean) -> None:
         if mean.weight:
-            self.shard.divide(mean.total, mean.weight, mean.mixed)
-            if self.rules.clip_norm is not None:
-                self.shard.clip(mean.total, self.rules.clip_norm)
-            fresh = mean.mixed / (mean.mixed + mean.late)
-            self._update(mean.total, sorted(mean.absent or ()), 1.0, fresh)
+            mean.finish(self.shard, self.rules.clip_norm)
+            self._update(mean.total, sorted(mean.absent or ()), 1.0, mean.fresh)
         self._count(mean.keys, mean.examples, mean.pushes)
-        self._spare = mean.total if mean.mixed else None
+        self._spare = mean.total if mean.finite else None
 
     def _update(self, gradient: Tensor, absent: Sequence[int], rate: float, fresh: float) -> None:
         """``fresh`` is what a push of n updates ago says of statistics: 1 / (n + 1) of them.
@@ -369,11 +337,6 @@ class Store:
         self.pieces += self.keys.add(keys)
         self.pushes += pushes
         self.examples += examples
-
-    def _zeros(self) -> Tensor:
-        """Zeroed memory for a mean; that of the last one is used again."""
-        spare, self._spare = self._spare, None
-        return allocate(self.shard.span) if spare is None else spare.zero_()
 
     def copy(self) -> dict[str, Tensor]:
         """The values and the optimizer's state, by ``slot/key``; as `dump`."""
