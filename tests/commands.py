@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import IO
 
 from spartito.cluster.ports import free_ports
+from tests import stacks
 
 LIMIT = 240.0
 SPARTITO = (sys.executable, "-m", "spartito")
@@ -91,7 +92,7 @@ class Program:
                 closed += 1
             elif found := re.search(pattern, line):
                 return found
-        raise AssertionError(f"no line with {pattern!r}:\n{''.join(self._out + self._err)}")
+        raise AssertionError(f"no line with {pattern!r}:\n{self.with_stacks()}")
 
     def send(self, number: signal.Signals) -> None:
         """Signal the program itself, not what it started."""
@@ -102,15 +103,25 @@ class Program:
         try:
             code = self.popen.wait(limit)
         except subprocess.TimeoutExpired as error:
+            text = self.with_stacks()
             self.kill()
-            text = "".join(self._out + self._err)
             raise AssertionError(f"no end within {limit} s:\n{text}") from error
         if not eventually(lambda: not running(self.mark)):
+            text = self.with_stacks()
             self.kill()
-            raise AssertionError(f"processes are left:\n{''.join(self._out + self._err)}")
+            raise AssertionError(f"processes are left:\n{text}")
         for reader in self._readers:
             reader.join(limit)
         return Ended(code, "".join(self._out), "".join(self._err))
+
+    def with_stacks(self) -> str:
+        """All that it has printed, and then where its processes stand, if any of them run."""
+        if stacks.ask(running(self.mark)):
+            before = -1
+            while before < len(self._err):
+                before = len(self._err)
+                time.sleep(stacks.QUIET)
+        return "".join(self._out + self._err)
 
     def kill(self) -> None:
         """End it and all that it started."""
@@ -126,6 +137,7 @@ class Commands:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self._programs: list[Program] = []
+        OPEN.add(self)
 
     def start(self, *words: str | Path, env: Mapping[str, str] | None = None) -> Program:
         """Start ``words``, in an environment that tells nothing of any cluster but ``env``."""
@@ -162,8 +174,21 @@ class Commands:
 
     def close(self) -> None:
         """End all programs."""
+        OPEN.discard(self)
         for program in self._programs:
             program.kill()
+
+
+OPEN: set[Commands] = set()
+"""Whose programs may still run."""
+
+
+def outputs() -> Iterator[tuple[str, str]]:
+    """What programs that still run have printed, with the stacks of their processes."""
+    for commands in OPEN:
+        for program in commands._programs:
+            if running(program.mark):
+                yield f"running: {program.popen.args!r}", program.with_stacks()
 
 
 @contextlib.contextmanager
@@ -183,6 +208,13 @@ def commands_in(directory: Path) -> Iterator[Commands]:
         yield commands
     finally:
         commands.close()
+
+
+def is_program(pid: int) -> bool:
+    """Whether `Commands` started the process ``pid``, or what it started."""
+    with contextlib.suppress(OSError):
+        return f"{MARK}=".encode() in Path(f"/proc/{pid}/environ").read_bytes()
+    return False
 
 
 def running(mark: str) -> list[int]:

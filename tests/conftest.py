@@ -1,16 +1,24 @@
 from __future__ import annotations
 
-import os
-import re
-from collections.abc import Iterator
+from tests import known_state
 
-import pytest
-import torch
-from hypothesis import HealthCheck, settings
+known_state.begin()  # before anything reads the environment
 
-from spartito.cluster import ports
-from tests.commands import nothing_left
-from tests.replicas import Replicas
+import os  # noqa: E402
+import re  # noqa: E402
+import tempfile  # noqa: E402
+from collections import Counter  # noqa: E402
+from collections.abc import Generator, Iterator  # noqa: E402
+from pathlib import Path  # noqa: E402
+from typing import Any  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+from hypothesis import HealthCheck, settings  # noqa: E402
+
+from spartito.cluster import ports  # noqa: E402
+from tests import commands, skips, stacks  # noqa: E402
+from tests.replicas import Replicas  # noqa: E402
 
 # A test waits for its turn on a busy machine.
 settings.register_profile(
@@ -21,11 +29,23 @@ settings.load_profile("patient")
 torch.set_num_threads(1)  # several would wait for each other, spinning, where all cores are busy
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--skips-to", metavar="FILE", help="append each skip's kind and reason")
+
+
 def pytest_configure() -> None:
     """Each worker of pytest draws free ports of its own, which no other takes before their use."""
+    skips.required(os.environ)
     worker = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "0")))
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ports.BELOW_EPHEMERAL = ports.BELOW_EPHEMERAL[worker::count]
+    descriptor, os.environ[stacks.FILE] = tempfile.mkstemp(prefix="stacks-", text=True)
+    os.close(descriptor)
+
+
+def pytest_unconfigure() -> None:
+    Path(os.environ[stacks.FILE]).unlink(missing_ok=True)
+    known_state.end()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -36,6 +56,40 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return not marks & {"docker", "slurm"} and not item.path.stem.endswith("_integration")
 
     items.sort(key=is_short)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[None]) -> Generator[None, Any, Any]:
+    """What is required is not skipped; a time limit shows where the children of the test stand."""
+    report = yield
+    if call.excinfo is not None and "from pytest-timeout" in str(call.excinfo.value):
+        report.sections += [*_children(), *commands.outputs()]
+    return skips.enforce(report, skips.required(os.environ))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, Any, Any]:
+    """A module that skips itself is a skip like any other."""
+    return skips.enforce((yield), skips.required(os.environ))
+
+
+def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
+    """How many were skipped for want of what."""
+    skipped = terminalreporter.stats.get("skipped", [])
+    counts = Counter(skips.kind_of(report) or "no kind" for report in skipped)
+    if counts:
+        of_each = ", ".join(f"{kind} {count}" for kind, count in sorted(counts.items()))
+        terminalreporter.write_line(f"{len(skipped)} skipped: {of_each}")
+    if file := config.getoption("--skips-to"):
+        with Path(file).open("a") as lines:
+            lines.writelines(f"{skips.reason_of(report)}\n" for report in skipped)
+
+
+def _children() -> Iterator[tuple[str, str]]:
+    """The stacks of all descendants that show theirs: of those that were forked."""
+    pids = stacks.descendants(os.getpid())
+    forked = {f"child {pid}": pid for pid in pids if not commands.is_program(pid)}
+    yield "children of the test", stacks.of(forked)
 
 
 @pytest.fixture(scope="session")
@@ -49,5 +103,5 @@ def replicas() -> Iterator[Replicas]:
 @pytest.fixture
 def no_segments_left() -> Iterator[None]:
     """A test that leaves nothing in shared memory."""
-    with nothing_left():
+    with commands.nothing_left():
         yield

@@ -5,8 +5,11 @@ from __future__ import annotations
 import gc
 from importlib import import_module
 
+from tests import stacks
+
 # The first optimizer of a process imports torch._dynamo.
 for name in ("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_jobs"):
     import_module(name)
+stacks.register()
 gc.collect()
 gc.freeze()  # nobody looks through all of torch again

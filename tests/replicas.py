@@ -6,12 +6,14 @@ import gc
 import json
 import os
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
 from spartito.cluster.ports import free_ports
+from tests import stacks
 from tests.processes import context
 
 Job = Callable[..., Any]
@@ -30,6 +32,7 @@ class Replicas:
 
     def __init__(self) -> None:
         self._pool: list[tuple[Any, Connection]] = []
+        self._is_usable = True
 
     def __call__(
         self,
@@ -40,30 +43,49 @@ class Replicas:
         timeout: float = 100,
         **options: Any,
     ) -> list[Any]:
-        """What ``job(*args, **options)`` answers on each of ``world_size`` replicas.
+        """What ``job(*args, **options)`` returns on each of ``world_size`` replicas.
 
-        ``servers`` more processes play parameter servers, which answer nothing.
+        ``servers`` more processes play parameter servers, which return nothing.
         """
+        if not self._is_usable:
+            self.close()
         while len(self._pool) < world_size + servers:
             self._start()
         cluster = _cluster(world_size, servers)
         members = self._pool[: world_size + servers]
-        for rank, (_, pipe) in enumerate(members):
-            pipe.send((job, args, options, _environment(rank, world_size, cluster)))
-        answers: list[Any] = []
-        failure: ReplicaError | None = None
-        for rank, (_, pipe) in enumerate(members):
-            if not pipe.poll(timeout):
-                self.close()
-                raise TimeoutError(f"replica {rank} of {job.__name__} gave no answer")
-            good, answer = pickle.loads(pipe.recv_bytes())
-            answers.append(answer)
-            if not good and (failure is None or failure.kind == "TaskLostError"):
-                failure = ReplicaError(rank, *answer)
-        if failure is not None:
-            self.close()
-            raise failure
-        return answers[:world_size]
+        try:
+            for rank, (_, pipe) in enumerate(members):
+                pipe.send((job, args, options, _environment(rank, world_size, cluster)))
+            end = time.monotonic() + timeout
+            found = [self._receive(rank, job, end) for rank in range(len(members))]
+            failures = [ReplicaError(rank, *x) for rank, (good, x) in enumerate(found) if not good]
+            # Whoever lost another task is not the cause.
+            for failure in sorted(failures, key=lambda one: one.kind == "TaskLostError"):
+                raise failure
+        except (ReplicaError, TimeoutError):
+            self.close()  # the others may be anywhere in their job
+            raise
+        except BaseException:  # a time limit, which shows where they stand
+            self._is_usable = False
+            raise
+        return [returned for _, returned in found[:world_size]]
+
+    def _receive(self, rank: int, job: Job, end: float) -> tuple[bool, Any]:
+        """Whether the job of ``rank`` succeeded, and what it returned."""
+        process, pipe = self._pool[rank]
+        if not pipe.poll(max(0.0, end - time.monotonic())):
+            pids = {f"replica {n}": one.pid for n, (one, _) in enumerate(self._pool)}
+            raise TimeoutError(
+                f"replica {rank} of {job.__name__} returned nothing in time\n{stacks.of(pids)}"
+            )
+        try:
+            good, returned = pickle.loads(pipe.recv_bytes())
+        except EOFError:
+            process.join()
+            raise ReplicaError(
+                rank, "ended", f"exit code {process.exitcode}", stacks.written()
+            ) from None
+        return good, returned
 
     def close(self) -> None:
         """End all processes."""
@@ -72,6 +94,7 @@ class Replicas:
             process.kill()
             process.join()
         self._pool.clear()
+        self._is_usable = True
 
     def _start(self) -> None:
         ours, theirs = context.Pipe()
@@ -82,8 +105,8 @@ class Replicas:
 
 
 def _cluster(world_size: int, servers: int) -> dict[str, list[str]]:
-    told = [f"127.0.0.1:{port}" for port in free_ports(world_size + servers)]
-    return {"worker": told[:world_size], "ps": told[world_size:]}
+    addresses = [f"127.0.0.1:{port}" for port in free_ports(world_size + servers)]
+    return {"worker": addresses[:world_size], "ps": addresses[world_size:]}
 
 
 def _environment(rank: int, world_size: int, cluster: dict[str, list[str]]) -> dict[str, str]:
@@ -115,10 +138,14 @@ def _serve(pipe: Connection) -> None:
             return
         os.environ.update(environment)
         try:
-            answer = (True, job(*args, **options))
+            outcome = (True, job(*args, **options))
         except SystemExit as end:  # a server has served
-            answer = (not end.code, None)
+            outcome = (True, None) if not end.code else (False, _failure(end))
         except BaseException as error:
-            answer = (False, (type(error).__name__, str(error), traceback.format_exc()))
-        pipe.send_bytes(pickle.dumps(answer))  # torch's own pickler would share the tensors
+            outcome = (False, _failure(error))
+        pipe.send_bytes(pickle.dumps(outcome))  # torch's own pickler would share the tensors
         gc.collect()
+
+
+def _failure(error: BaseException) -> tuple[str, str, str]:
+    return type(error).__name__, str(error), traceback.format_exc()

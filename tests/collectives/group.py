@@ -16,6 +16,7 @@ from spartito.cluster.ports import free_port
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import connect
+from tests import stacks
 from tests.processes import context
 
 Job = Callable[..., Any]
@@ -78,7 +79,9 @@ class Group:
     def answer(self, rank: int, seconds: float = LIMIT) -> Any:
         """The next thing that ``rank`` sends; an error if nothing comes in time."""
         pipe = self._running[rank][1]
-        assert pipe.poll(seconds), f"rank {rank} sent nothing in {seconds} s"
+        if not pipe.poll(seconds):
+            pids = {f"rank {n}": process.pid for n, (process, _) in self._running.items()}
+            raise TimeoutError(f"rank {rank} sent nothing in {seconds} s\n{stacks.of(pids)}")
         return pickle.loads(pipe.recv_bytes())
 
     def tell(self, rank: int) -> None:

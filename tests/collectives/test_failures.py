@@ -22,6 +22,7 @@ from spartito.collectives.store import ask
 from spartito.errors import TaskLostError, UserError
 from tests.collectives import jobs
 from tests.collectives.group import Group, running, spec
+from tests.skips import skip
 
 LONG = 60.0  # a limit that no passing test comes near
 
@@ -227,7 +228,7 @@ def small_disk(place: Path, size: str) -> Iterator[Path]:
         ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True
     )
     if made.returncode:
-        pytest.skip(f"no right to mount a file system: {made.stderr.decode().strip()}")
+        skip("mount", f"no right to mount a file system: {made.stderr.decode().strip()}")
     yield place
     subprocess.run(["umount", str(place)], check=True)
 
@@ -304,7 +305,7 @@ def test_a_segment_in_a_directory_that_is_not_ours(tmp_path: Path) -> None:
             ["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(closed)], capture_output=True
         )
         if mounted.returncode:
-            pytest.skip("root may write everywhere")
+            skip("mount", "root may write everywhere")
     try:
         segment = Segment.create(4096, [closed, tmp_path])
         assert segment.path.parent == tmp_path

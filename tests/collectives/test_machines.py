@@ -20,6 +20,7 @@ from tests.collectives import jobs
 from tests.collectives.group import Group, running
 from tests.commands import SPARTITO, Commands, Program, commands_in, tf_config
 from tests.netns import Machine, NoNamespacesError, network
+from tests.skips import skip
 
 EXACT = 1e-12
 LONG = 60.0  # a limit that no passing test comes near
@@ -78,7 +79,7 @@ def machines() -> Iterator[list[Machine]]:
         with network("alpha", "beta") as made:
             yield made
     except NoNamespacesError as error:
-        pytest.skip(str(error))
+        skip("netns", error)
 
 
 @pytest.fixture
@@ -92,7 +93,7 @@ def debian(commands: Commands) -> Iterator[list[Machine]]:
                 )
             yield made
     except NoNamespacesError as error:
-        pytest.skip(str(error))
+        skip("netns", error)
 
 
 def start(commands: Commands, machines: list[Machine], out: str, epochs: int = 3) -> list[Program]:

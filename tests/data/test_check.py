@@ -23,6 +23,7 @@ from PIL import Image
 from spartito.data.check import Finding, check_folder, inspect, main_check, scan
 from spartito.data.headers import Kind
 from spartito.errors import UserError
+from tests.skips import skip_if
 
 CAMERA = ((500, 375), (4000, 3000))
 EXIF = Image.Exif()
@@ -421,7 +422,7 @@ def test_a_finding_is_frozen(folder: Path) -> None:
 PHOTOS = Path(__file__).parents[3] / "shared" / "data" / "PetImages"
 
 
-@pytest.mark.skipif(not PHOTOS.is_dir(), reason="the folder of real photos is absent")
+@skip_if(not PHOTOS.is_dir(), "data", "the folder of real photos is absent")
 def test_real_photos_are_all_good() -> None:
     report = check_folder(PHOTOS, jfif_only=True)
     assert (report.checked, report.findings) == (4999, ())

@@ -20,6 +20,7 @@ from PIL import Image
 from spartito.data.images import ImageFolder, image_folder_source, read_image, split_order
 from spartito.data.walk import image_files
 from spartito.errors import CorruptSampleError, UserError
+from tests.skips import skip_if
 
 
 def noise(height: int, width: int, channels: int = 3, seed: int = 0) -> NDArray[np.uint8]:
@@ -327,7 +328,7 @@ def test_options_that_break_a_rule(pets: Path, options: dict[str, Any], message:
 PHOTOS = Path(__file__).parents[3] / "shared" / "data" / "PetImages"
 
 
-@pytest.mark.skipif(not PHOTOS.is_dir(), reason="the folder of real photos is absent")
+@skip_if(not PHOTOS.is_dir(), "data", "the folder of real photos is absent")
 def test_real_photos() -> None:
     training = image_folder_source(PHOTOS, validation_split=0.2, subset="training")
     validation = image_folder_source(PHOTOS, validation_split=0.2, subset="validation")

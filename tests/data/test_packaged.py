@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import numpy as np
-import pytest
 
 from spartito.data.idx_format import find_idx
 from spartito.data.packaged import load_digits, split_digits
+from tests.skips import skip_if
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT.parent / "shared" / "data" / "mnist"
@@ -42,7 +42,7 @@ def test_the_split_is_whole_and_fair() -> None:
         assert shares.max() < 0.12
 
 
-@pytest.mark.skipif(not SOURCE.is_dir(), reason="the IDX files that it was made from are absent")
+@skip_if(not SOURCE.is_dir(), "data", "the IDX files that it was made from are absent")
 def test_the_packaged_file_can_be_made_again(tmp_path: Path) -> None:
     target = tmp_path / "digits.npz"
     command = [sys.executable, "scripts/pack_digits.py", str(SOURCE), str(target)]

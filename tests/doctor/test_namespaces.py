@@ -11,6 +11,7 @@ import pytest
 from tests.commands import SPARTITO, Commands, Ended, Program, commands_in, tf_config
 from tests.doctor.test_examination import SHORT, kinds, report, what
 from tests.netns import Machine, NoNamespacesError, network
+from tests.skips import skip
 
 PORT = 21500
 TOLD = {"SPARTITO_TIMEOUT": "60"}
@@ -35,7 +36,7 @@ def hosts() -> Iterator[Hosts]:
             try:
                 return stack.enter_context(network(*names, own_name=own_name))
             except NoNamespacesError as error:
-                pytest.skip(str(error))
+                skip("netns", error)
 
         yield make
 

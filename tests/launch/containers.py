@@ -15,10 +15,9 @@ from contextlib import chdir, redirect_stdout
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from spartito.cli import main
 from tests.commands import LEAN, eventually
+from tests.skips import skip
 
 IMAGE, BUILT = "spartito-test", "spartito-test-built"
 LEANER = f"FROM {BUILT}\nCOPY sitecustomize.py /lean/\nENV PYTHONPATH=/lean\n"
@@ -42,12 +41,12 @@ def docker(*words: str) -> str:
 def need_image() -> str:
     """The image for tests, built when this is called; skips where there is no engine."""
     if shutil.which("docker") is None:
-        pytest.skip("there is no docker command here")
+        skip("docker", "there is no docker command here")
     asked = subprocess.run(["docker", "version"], capture_output=True, text=True, timeout=60)
     if asked.returncode:
-        pytest.skip(f"no container engine answers: {asked.stderr.strip().splitlines()[-1]}")
+        skip("docker", f"no container engine answers: {asked.stderr.strip().splitlines()[-1]}")
     if not docker("image", "ls", "--quiet", "spartito").strip():
-        pytest.skip("there is no image 'spartito' to begin with; build it: spartito cluster image")
+        skip("docker", "no image 'spartito' to begin with; build it: spartito cluster image")
     base = ["--base", BASE] if docker("image", "ls", "--quiet", BASE).strip() else []
     with (Path(tempfile.gettempdir()) / f"{IMAGE}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # whoever comes second finds all layers made

@@ -17,6 +17,7 @@ import pytest
 from spartito.launch.containers.compose import TMP
 from tests.commands import eventually
 from tests.launch.containers import IMAGE, LIMIT, ROOT, SPARTITO, Job, docker
+from tests.skips import skip
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
@@ -64,7 +65,7 @@ def test_an_engine_that_does_not_run(container_job: Make) -> None:
 
 def test_no_right_to_the_engine(container_job: Make) -> None:
     if os.getuid() != 0 or shutil.which("setpriv") is None:
-        pytest.skip("only root can be somebody else, by setpriv")
+        skip("root", "only root can be somebody else, by setpriv")
     job = container_job("--workers", "2")
     for folder in (job.folder, *job.folder.parents):
         if folder.name.startswith(("job-", "test_", "popen-", "pytest-")):  # pytest's and ours
@@ -72,7 +73,7 @@ def test_no_right_to_the_engine(container_job: Make) -> None:
     somebody = ["setpriv", f"--reuid={NOBODY}", f"--regid={NOBODY}", "--clear-groups"]
     looks = subprocess.run([*somebody, "cat", str(job.file)], capture_output=True, timeout=60)
     if looks.returncode or subprocess.run([*somebody, sys.executable, "-c", ""]).returncode:
-        pytest.skip("nobody cannot read the folder of tests, or start this Python")
+        skip("case", "nobody cannot read the folder of tests, or start this Python")
     code, text = up(job, *somebody)
     assert code == 2
     assert "no right to use the container engine" in text
@@ -86,7 +87,7 @@ def test_docker_without_a_composer(container_job: Make, tmp_path: Path) -> None:
     alone.mkdir()
     (alone / "docker").symlink_to(found)
     if not subprocess.run([found, "compose", "version"], capture_output=True).returncode:
-        pytest.skip("this docker has compose built in")
+        skip("composer", "this docker has compose built in")
     code, text = up(container_job("--workers", "2"), PATH=str(alone))
     assert code == 2
     assert "this docker has no compose" in text

@@ -17,6 +17,7 @@ from tests.collectives.jobs import enter
 from tests.commands import SPARTITO, Commands, commands_in, tf_config
 from tests.doctor.test_examination import report, what
 from tests.netns import Machine, NoNamespacesError, network
+from tests.skips import skip
 
 FIRST, LAST = 29500, 29509
 """The ports that the firewall of each host lets through."""
@@ -46,7 +47,7 @@ def hosts() -> Iterator[list[Machine]]:
                 host.open_only(FIRST, LAST)
             yield made
     except NoNamespacesError as error:
-        pytest.skip(str(error))
+        skip("netns", error)
 
 
 def train(_: Connection, rank: int, host: Machine, env: Mapping[str, str]) -> Any:

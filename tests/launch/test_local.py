@@ -29,6 +29,7 @@ from tests.cluster.environments import (
     srun,
 )
 from tests.launch.supervised import vanished, wait_until
+from tests.skips import skip_if
 
 LIMIT = 60.0
 SHOW = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ)]))"
@@ -174,7 +175,7 @@ def test_one_machine_by_hand_is_a_job_of_its_own(tmp_path: Path) -> None:
     assert resolve(env).num_replicas == 1
 
 
-@pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here")
+@skip_if(shutil.which("mpirun") is None, "mpi", "no mpirun here")
 def test_mpirun_of_run_is_one_job(tmp_path: Path) -> None:
     script = tmp_path / "show.py"
     script.write_text(

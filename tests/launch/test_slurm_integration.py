@@ -13,13 +13,14 @@ import pytest
 
 from tests.commands import SPARTITO, TORCHRUN, commands_in
 from tests.launch.slurm_cluster import ADDRESSES, Job, Slurm, missing, slurm_in
+from tests.skips import skip_if
 
 REASON = missing()
 
 pytestmark = [
     pytest.mark.slurm,
     pytest.mark.timeout(600),  # the first test starts Slurm too
-    pytest.mark.skipif(REASON is not None, reason=f"no Slurm: {REASON}"),
+    skip_if(REASON is not None, "slurm", REASON),
 ]
 
 MEETS = """
@@ -176,7 +177,7 @@ def test_jobs_submitted_one_by_one_meet_in_a_directory(slurm: Slurm) -> None:
             "Open MPI",
             "MASTER_ADDR=node1 mpirun --allow-run-as-root -x MASTER_ADDR "
             f"{sys.executable} meets.py",
-            marks=pytest.mark.skipif(shutil.which("mpirun") is None, reason="no mpirun here"),
+            marks=skip_if(shutil.which("mpirun") is None, "mpi", "no mpirun here"),
         ),
     ],
     ids=["srun", "srun of run", "torchrun", "mpirun"],

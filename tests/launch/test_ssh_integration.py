@@ -24,8 +24,9 @@ from tests.commands import (
 )
 from tests.launch.ssh_hosts import Site, machines, why_not
 from tests.netns import NoNamespacesError
+from tests.skips import skip, skip_if
 
-pytestmark = pytest.mark.skipif(bool(why := why_not()), reason=why)
+pytestmark = skip_if(bool(why := why_not()), "ssh", why)
 
 SHOWS = """
 import json, os, sys
@@ -56,7 +57,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
         with machines(tmp_path_factory.mktemp("site")) as found:
             yield found
     except NoNamespacesError as error:
-        pytest.skip(str(error))
+        skip("netns", error)
 
 
 @pytest.fixture

@@ -26,6 +26,7 @@ from tests.launch.supervised import (
     vanished,
     wait_until,
 )
+from tests.skips import skip
 
 HUNGRY = "x = [bytearray(b'x' * (1 << 20)) for _ in range(1 << 10)]"
 LIMITS = {"memory.limit_in_bytes": "memory", "memory.max": ""}
@@ -48,7 +49,7 @@ def little_memory() -> Iterator[Callable[[Callable[[], Job]], Job]]:
             folder.mkdir()
             break
     else:
-        pytest.skip("no cgroup of our own can be made here")
+        skip("cgroup", "no cgroup of our own can be made here")
 
     def started(start: Callable[[], Job]) -> Job:
         (folder / "cgroup.procs").write_text(str(os.getpid()))
@@ -59,7 +60,7 @@ def little_memory() -> Iterator[Callable[[Callable[[], Job]], Job]]:
 
     try:
         if not (folder / limit).exists():
-            pytest.skip("no cgroup of our own can limit memory here")
+            skip("cgroup", "no cgroup of our own can limit memory here")
         (folder / limit).write_text(str(64 << 20))
         yield started
     finally:

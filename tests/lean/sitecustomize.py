@@ -6,6 +6,8 @@ nothing where nothing is compiled. That is half of a process's start, and tests 
 
 from __future__ import annotations
 
+import faulthandler
+import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -30,4 +32,5 @@ class Uncompiled(ModuleType):
         return getattr(import_module(self.__name__), name)
 
 
+faulthandler.register(signal.SIGRTMAX, 2)  # tests.stacks asks for it
 sys.modules["torch._dynamo"] = Uncompiled("torch._dynamo")

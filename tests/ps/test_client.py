@@ -55,6 +55,7 @@ from spartito.ps.server.shard import Shard
 from spartito.ps.server.store import Store
 from tests.callers import answer
 from tests.ps.coordination import eventually
+from tests.skips import skip_if
 
 HOST = "127.0.0.1"
 LIMIT = 30.0  # seconds that no passing test comes near
@@ -64,7 +65,7 @@ WAYS = [
     pytest.param(
         {"shares": True},
         id="memory",
-        marks=pytest.mark.skipif(not supported(), reason="this system shares no memory"),
+        marks=skip_if(not supported(), "memory", "this system shares none"),
     ),
 ]
 
@@ -591,7 +592,7 @@ def test_a_server_that_stops_answering_is_named(job: Start, way: dict[str, Any])
     assert "SPARTITO_TIMEOUT" in str(caught.value)
 
 
-@pytest.mark.skipif(not supported(), reason="this system shares no memory")
+@skip_if(not supported(), "memory", "this system shares none")
 def test_a_server_without_a_descriptor_for_a_task_lets_it_in_later(
     job: Start, caplog: pytest.LogCaptureFixture
 ) -> None:

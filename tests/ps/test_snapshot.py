@@ -20,6 +20,7 @@ from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.counter import Tally
 from spartito.storage.private import private_directory
 from tests.ps.test_client import LIMIT, Job
+from tests.skips import skip
 
 LOADED = {"loaded": True}
 
@@ -144,7 +145,7 @@ def test_a_full_disk_is_an_error_and_no_signal(tmp_path: Path) -> None:
     mount = 'mount -t tmpfs -o size=64k tmpfs $1 && exec $2 -c "$3" $1'
     words = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", mount, "sh"]
     if not shutil.which("unshare") or subprocess.run([*words[:4], "true"], check=False).returncode:
-        pytest.skip("this machine allows no mounts of our own")
+        skip("mount", "this machine allows no mounts of our own")
     done = subprocess.run(
         [*words, str(tmp_path), sys.executable, FULL],
         capture_output=True, text=True, timeout=60, check=False,
@@ -184,7 +185,7 @@ def opened(folder: Path) -> None:
 
 def given_away(folder: Path) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root gives folders away")
+        skip("root", "only root gives folders away")
     folder.mkdir()
     os.chown(folder, 65534, -1)
 

@@ -18,6 +18,7 @@ from spartito.storage.atomic import (
     write_directory,
     write_file_atomically,
 )
+from tests.skips import skip_if
 
 WRITER = """
 import os, signal, sys
@@ -95,7 +96,7 @@ def test_a_parent_that_is_a_file_is_named(tmp_path: Path) -> None:
         write_file_atomically(tmp_path / "file" / "x.json", "{}")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+@skip_if(os.geteuid() == 0, "not-root", "root may write anywhere")
 def test_a_folder_without_permission_is_named(tmp_path: Path) -> None:
     locked = tmp_path / "locked"
     locked.mkdir(mode=0o500)

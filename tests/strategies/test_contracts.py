@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.replicas import ReplicaError, Replicas
+from tests.skips import skip
 from tests.strategies import jobs
 
 Case = tuple[str, int, dict[str, Any]]
@@ -343,7 +344,7 @@ def test_a_strategy_goes_with_its_model_and_memory(
 ) -> None:
     name, world_size, options = case
     if options.get("communication") == "ddp":
-        pytest.skip("DDP is kept until the process ends")
+        skip("case", "DDP is kept until the process ends")
     for folds in replicas(jobs.folds, world_size, name, options, closes):
         assert [fold[:2] for fold in folds] == [(True, True)] * 3
         assert folds[2][2] == folds[0][2]
@@ -353,6 +354,6 @@ def test_a_strategy_goes_with_its_model_and_memory(
 def test_a_closed_strategy_leaves_its_address_to_the_next(replicas: Replicas, case: Case) -> None:
     name, world_size, options = case
     if options.get("communication") == "ddp":
-        pytest.skip("DDP, and with it the store, is kept until the process ends")
+        skip("case", "DDP, and with it the store, is kept until the process ends")
     for steps in replicas(jobs.one_after_the_other, world_size, name, options):
         assert steps == [2, 2, 2]

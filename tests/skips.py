@@ -1,0 +1,88 @@
+"""Skips with a kind: `SPARTITO_REQUIRE` names the kinds that are failures here.
+
+``SPARTITO_REQUIRE=docker,netns`` says that this machine has a container engine and network
+namespaces: a test that is skipped for want of one of these fails instead. A skip without a kind
+fails too where anything is required, so that no test can leave the list by accident.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NoReturn
+
+import pytest
+
+ENV = "SPARTITO_REQUIRE"
+KINDS = {
+    "docker": "a container engine, and the image 'spartito' to begin with",
+    "netns": "network namespaces: root, iproute2, iptables",
+    "ssh": "OpenSSH, client and server",
+    "slurm": "Slurm's daemons, munge and namespaces, as root",
+    "mpi": "mpirun",
+    "mount": "the right to mount file systems",
+    "cgroup": "a control group of our own that limits memory",
+    "root": "root's rights",
+    "memory": "files in memory that processes share",
+    "not-root": "a user without root's rights",
+    "composer": "a docker command without compose",
+    "data": "a folder of data that is not part of the sources",
+    "case": "a case that has nothing to test",
+}
+"""What a test may lack, by the word that its skip begins with."""
+
+
+def skip(kind: str, reason: object) -> NoReturn:
+    """Skip this test because ``kind``, one of `KINDS`, is missing."""
+    pytest.skip(_worded(kind, reason))
+
+
+def skip_if(condition: bool, kind: str, reason: object) -> pytest.MarkDecorator:
+    """The mark of tests that are skipped if ``condition`` holds, for want of ``kind``."""
+    return pytest.mark.skipif(condition, reason=_worded(kind, reason))
+
+
+def required(environment: Mapping[str, str]) -> frozenset[str]:
+    """The kinds that `SPARTITO_REQUIRE` names.
+
+    Raises `pytest.UsageError` for a word that is no kind.
+    """
+    words = {word.strip() for word in environment.get(ENV, "").split(",")} - {""}
+    if unknown := sorted(words - set(KINDS)):
+        known = ", ".join(sorted(KINDS))
+        raise pytest.UsageError(f"{ENV} names {unknown[0]!r}; a test may need: {known}")
+    return frozenset(words)
+
+
+def kind_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The kind of a skip, or "" where it has none."""
+    kind = reason_of(report).partition(":")[0]
+    return kind if kind in KINDS else ""
+
+
+def reason_of(report: pytest.TestReport | pytest.CollectReport) -> str:
+    """The kind and the reason, as the skip words them."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ")
+
+
+def enforce(
+    report: pytest.TestReport | pytest.CollectReport, kinds: frozenset[str]
+) -> pytest.TestReport | pytest.CollectReport:
+    """The report, made a failure if it is a skip that ``kinds`` do not allow."""
+    if not kinds or not report.skipped or hasattr(report, "wasxfail"):
+        return report
+    kind = kind_of(report)
+    if kind in kinds:
+        rule = f"{ENV} says that this machine has {KINDS[kind]}"
+    elif not kind:
+        rule = f"where {ENV} is set, a skip names its kind (tests/skips.py)"
+    else:
+        return report
+    report.longrepr = f"skipped, but {rule}\n{reason_of(report)}"
+    report.outcome = "failed"
+    return report
+
+
+def _worded(kind: str, reason: object) -> str:
+    assert kind in KINDS, kind
+    return f"{kind}: {reason}"

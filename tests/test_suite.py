@@ -1,0 +1,101 @@
+"""The suite itself: it starts from a known state, shows where it stands, and skips in the open."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests import skips
+from tests.replicas import ReplicaError, Replicas
+
+STRANGE = {
+    "HOME": "/nonexistent/home",
+    "LANG": "tr_TR.UTF-8",
+    "LC_ALL": "C",
+    "TMPDIR": "/nonexistent/temporary",
+    "OMP_NUM_THREADS": "7",
+    "SLURM_JOB_ID": "12",
+    "RANK": "3",
+    skips.ENV: "netns",
+}
+BEGIN = 'trap "" INT HUP; umask 077; exec "$@"'
+
+
+@pytest.fixture(scope="module")
+def inner(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
+    """What a suite prints that is started from a strange state, and its list of skips."""
+    listed = tmp_path_factory.mktemp("inner") / "skips"
+    pytest_ = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    words = [*pytest_, "tests/inner/suite.py", "--skips-to", str(listed)]
+    done = subprocess.run(
+        ["sh", "-c", BEGIN, "sh", *words],
+        cwd=Path(__file__).parents[1],
+        env={name: value for name, value in os.environ.items() if "TEST" not in name} | STRANGE,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 1, done.stdout + done.stderr
+    return done.stdout, listed.read_text().splitlines()
+
+
+def failure(text: str, test: str) -> str:
+    """What the suite says of a test that failed."""
+    found = re.search(rf"^_+ {test} _+$(.*?)^(_+ test|=+)", text, re.MULTILINE | re.DOTALL)
+    assert found is not None, text
+    return found[1]
+
+
+def test_a_suite_starts_from_a_known_state(inner: tuple[str, list[str]]) -> None:
+    assert "4 failed, 1 passed, 1 skipped" in inner[0]
+    assert "FAILED tests/inner/suite.py::test_the_state_is_known" not in inner[0]
+
+
+def test_a_time_limit_shows_the_stacks_of_all_children(inner: tuple[str, list[str]]) -> None:
+    text = failure(inner[0], "test_a_time_limit_shows_where_replicas_stand")
+    assert text.count("in stands_here") >= 2
+    text = failure(inner[0], "test_a_time_limit_shows_where_programs_stand")
+    assert "in program_stands_here" in text
+
+
+def test_a_skip_of_what_is_required_is_a_failure(inner: tuple[str, list[str]]) -> None:
+    text = failure(inner[0], "test_what_is_required_is_missing")
+    assert "skipped, but SPARTITO_REQUIRE says that this machine has network namespaces" in text
+    assert "nothing here" in text
+    assert "a skip names its kind" in failure(inner[0], "test_no_kind")
+
+
+def test_skips_are_counted_and_listed_by_kind(inner: tuple[str, list[str]]) -> None:
+    assert "1 skipped: data 1" in inner[0]
+    assert inner[1] == ["data: nothing here"]
+
+
+def test_an_unknown_kind_cannot_be_required() -> None:
+    assert skips.required({skips.ENV: " docker,netns ,"}) == {"docker", "netns"}
+    assert skips.required({}) == set()
+    with pytest.raises(pytest.UsageError, match=r"names 'doker'; a test may need: .*docker, "):
+        skips.required({skips.ENV: "netns,doker"})
+
+
+def stands_still() -> None:
+    time.sleep(300)
+
+
+def test_a_job_that_does_not_end_shows_where_each_replica_stands(replicas: Replicas) -> None:
+    with pytest.raises(TimeoutError) as caught:
+        replicas(stands_still, 2, timeout=5)
+    for replica in ("replica 0", "replica 1"):
+        part = str(caught.value).partition(f"\n{replica} (pid")[2]
+        assert "in stands_still" in part.partition("(pid")[0]
+    assert replicas(os.getpid, 1) != [os.getpid()]  # the pool starts anew
+
+
+def test_a_replica_that_ends_is_named(replicas: Replicas) -> None:
+    with pytest.raises(ReplicaError, match="replica 0: ended: exit code 3"):
+        replicas(os._exit, 1, 3)
