@@ -1,4 +1,4 @@
-"""What the package shows to the world, and how its rooms stand on each other."""
+"""What the package shows to the world, and which of its packages may import which."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -19,11 +19,14 @@ import spartito as sp
 ROOT = Path(sp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
-FLOORS = [
+LAYERS = [
     {"errors", "device", "log", "names", "_lazy"},
     {"registry"},
     {"cluster", "collectives", "data", "storage"},
-    {"engine", "ps"},
+    {"ps.protocol"},
+    {"engine", "ps.scheduler", "ps.server", "ps.client"},
+    {"ps.chief"},
+    {"ps.job", "ps"},
     {"strategies", "checkpoint"},
     {"report"},
     {"training"},
@@ -31,16 +34,32 @@ FLOORS = [
     {"comparison", "doctor"},
     {"cli", "__main__"},
 ]
-"""A room imports from its own floor and from those below."""
+"""Packages and modules by layer, lowest first: each imports from itself and from those below.
 
-FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
+A module belongs to the longest name here that its own begins with.
+"""
+
+LAYER = {package: number for number, layer in enumerate(LAYERS) for package in layer}
 
 NEIGHBOURS = {
     ("collectives", "cluster"),
     ("recipes", "models"),
     ("__main__", "cli"),
 }
-"""Rooms of one floor that may know each other, one way."""
+"""Packages of one layer that may import each other, one way; so may those of the lowest."""
+
+READS_FILES = {"report", "storage", "registry", *LAYERS[0]}
+ONLY = {
+    "launch": {"launch", "cluster", "registry", *LAYERS[0]},
+    "report": READS_FILES,
+    "comparison.report": {"comparison.report", *READS_FILES},
+}
+"""What a package may import at all, where that is less than what is below it."""
+
+LIGHT = {"launch", "comparison", "doctor", "cli", "__main__", "cluster", "registry", *LAYERS[0]}
+"""Packages that import none of `HEAVY`, nor a module of ours that does: they start at once."""
+
+HEAVY = {"torch", "numpy", "PIL", "matplotlib", "tensorboard"}
 
 
 def module_name(path: Path) -> str:
@@ -55,8 +74,8 @@ def modules() -> Iterator[ModuleType]:
             yield importlib.import_module(found.name)
 
 
-def imports(path: Path) -> Iterator[tuple[str, bool]]:
-    """Every module of ours that a file imports when it runs, and whether at its import."""
+def imports(path: Path, *, of: str = "spartito") -> Iterator[tuple[str, bool]]:
+    """Every module ``of`` a package that a file imports, and whether at its import."""
     tree = ast.parse(path.read_text())
     only_types: set[ast.AST] = set()
     inside: set[ast.AST] = set()
@@ -78,12 +97,18 @@ def imports(path: Path) -> Iterator[tuple[str, bool]]:
         else:
             continue
         for name in names:
-            if name.split(".")[0] == "spartito":
+            if name.split(".")[0] == of:
                 yield name, node not in inside
 
 
-def room(name: str) -> str:
-    return [*name.split("."), ""][1]
+def package_of(name: str, among: Collection[str] = LAYER) -> str:
+    """The longest of the names ``among`` that a module's begins with; "" for `spartito` itself."""
+    parts = name.split(".")[1:]
+    while parts:
+        if ".".join(parts) in among:
+            return ".".join(parts)
+        parts.pop()
+    return ""
 
 
 def as_module(name: str) -> str:
@@ -155,86 +180,105 @@ def _says(thing: object) -> bool:
     return bool(words) and not words.startswith(f"{getattr(thing, '__name__', '')}(")
 
 
-def test_every_room_has_its_floor() -> None:
-    rooms = {path.relative_to(ROOT).parts[0].removesuffix(".py") for path in FILES}
-    assert rooms - {"__init__"} == set(FLOOR)
+def test_every_module_is_in_a_layer() -> None:
+    names = {module_name(path) for path in FILES} - {"spartito"}
+    assert {name for name in names if not package_of(name)} == set()
+    assert {package_of(name) for name in names} == set(LAYER)
+
+
+def wrong_imports(own: str, imported: Collection[str]) -> list[str]:
+    """What of ``imported`` a module named ``own`` may not import."""
+    layer = LAYER[package_of(own)]
+    wrong = []
+    for name in imported:
+        if name in ("spartito", "spartito.__version__"):
+            continue
+        package, other = package_of(own), package_of(name)
+        if not other or LAYER[other] > layer:
+            wrong.append(f"{own} imports {name}, which is above it")
+        elif LAYER[other] == layer > 0 and other != package and (package, other) not in NEIGHBOURS:
+            wrong.append(f"{own} imports {name}, which is beside it")
+        only = package_of(own, ONLY)
+        if only and not package_of(name, ONLY[only]):
+            wrong.append(f"{own} imports {name}; {only} may not")
+    return wrong
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_go_down_only(path: Path) -> None:
-    own = room(module_name(path))
-    if not own:  # the roof
-        return
-    for name, _ in imports(path):
-        other = room(name)
-        if other in ("", "__version__"):
-            # Late and by name only: the package's own version.
-            assert name in ("spartito", "spartito.__version__"), name
-            continue
-        if other == own:
-            continue
-        assert FLOOR[other] <= FLOOR[own], f"{own} imports {name}, which stands above it"
-        if FLOOR[other] == FLOOR[own] and FLOOR[own]:
-            assert (own, other) in NEIGHBOURS, f"{own} imports its neighbour {name}"
+    if path != ROOT / "__init__.py":
+        assert wrong_imports(module_name(path), [name for name, _ in imports(path)]) == []
 
 
-def test_the_parts_of_ps_meet_in_the_protocol_alone() -> None:
-    allowed = {
-        "protocol": {"protocol"},
-        "scheduler": {"protocol", "scheduler"},
-        "server": {"protocol", "server"},
-        "client": {"protocol", "client"},
-        "chief": {"protocol", "scheduler", "client"},
-        "job": {"protocol", "scheduler", "server", "client", "chief"},
-    }
-    for path in (ROOT / "ps").rglob("*.py"):
-        own = [*module_name(path).split("."), ""][2]
-        used = {name.split(".")[2] for name, _ in imports(path) if name.startswith("spartito.ps.")}
-        assert used <= allowed.get(own, set()), path
+@pytest.mark.parametrize(
+    ("own", "name", "wrong"),
+    [
+        ("spartito.data.loader", "spartito.training.loop", "above"),
+        ("spartito.ps.server.store", "spartito.ps.client.link", "beside"),
+        ("spartito.ps.protocol.wire", "spartito.ps.job", "above"),
+        ("spartito.launch.hosts.job", "spartito.data.loader", "launch may not"),
+        ("spartito.cli.run", "spartito.made_up", "above"),
+        ("spartito.ps.server.store", "spartito.ps.protocol.wire", ""),
+        ("spartito.launch.hosts.job", "spartito.launch.local", ""),
+        ("spartito.recipes.mnist", "spartito.models.mnist", ""),
+    ],
+)
+def test_an_import_that_goes_up_is_found(own: str, name: str, wrong: str) -> None:
+    found = wrong_imports(own, [name])
+    assert bool(found) == bool(wrong)
+    assert wrong in "".join(found)
 
 
-def test_no_module_needs_itself() -> None:
-    graph = {
+def graph() -> dict[str, set[str]]:
+    """What each module of ours imports when it is imported, packages around it among that."""
+    return {
         module_name(path): {as_module(name) for name, at_once in imports(path) if at_once}
         for path in FILES
         if path != ROOT / "__init__.py"
     }
+
+
+def test_quick_modules_import_nothing_heavy() -> None:
+    heavy = {
+        module_name(path)
+        for path in FILES
+        for name in HEAVY
+        if any(at_once for _, at_once in imports(path, of=name))
+    }
+    assert len(heavy) > 20
+    modules = graph()
+    for name in modules:
+        if package_of(name, LIGHT):
+            seen, new = {name}, [name]
+            while new:
+                parents = [part.rpartition(".")[0] for part in new]
+                new = sorted({x for y in new for x in modules.get(y, ())}.union(parents) - seen)
+                seen.update(new)
+            assert not seen & heavy, name
+
+
+def test_no_module_needs_itself() -> None:
+    modules = graph()
     done: set[str] = set()
 
     def visit(name: str, trail: tuple[str, ...]) -> None:
         assert name not in trail, " -> ".join([*trail[trail.index(name) :], name])
         if name in done:
             return
-        for other in graph.get(name, ()):
+        for other in modules.get(name, ()):
             if other not in (name, "spartito"):
                 visit(other, (*trail, name))
         done.add(name)
 
-    for name in graph:
+    for name in modules:
         visit(name, ())
-
-
-@pytest.mark.parametrize("package", ["report", "comparison/report"])
-def test_the_report_reads_files_only(package: str) -> None:
-    for path in (ROOT / package).glob("*.py"):
-        for name, _ in imports(path):
-            below = room(name) in {"report", "errors", "log", "names", "registry", "storage"}
-            assert below or name.startswith("spartito.comparison.report"), (path, name)
-
-
-def test_the_launcher_knows_no_training() -> None:
-    for path in (ROOT / "launch").glob("*.py"):
-        for name, at_once in imports(path):
-            if at_once:
-                assert room(name) in {"launch", "registry", "cluster", *FLOORS[0]}
 
 
 @pytest.mark.parametrize(
     "module", ["spartito", "spartito.launch.supervisor", "spartito.launch.local", "spartito.cli"]
 )
 def test_quick_imports_bring_no_torch(module: str) -> None:
-    heavy = "{'torch', 'numpy', 'PIL', 'matplotlib', 'tensorboard'}"
-    check = f"import sys, {module}; print(sorted({heavy} & set(sys.modules)))"
+    check = f"import sys, {module}; print(sorted({HEAVY} & set(sys.modules)))"
     done = subprocess.run(
         [sys.executable, "-c", check], capture_output=True, text=True, timeout=60, check=True
     )
