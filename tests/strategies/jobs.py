@@ -463,8 +463,10 @@ def best_weights(name: str, options: dict[str, Any]) -> dict[str, Any]:
     answer = {
         "val_loss": history.history["val_loss"],
         "evaluated": trainer.evaluate((x, y))["loss"],
-        "lr": strategy.lead(lambda: trainer.optimizer.param_groups[0]["lr"]),
-        "begun": strategy.lead(lambda: len(strategy.state_dict()["optimizer"]["state"])),
+        "lr": strategy.coordination.publish(lambda: trainer.optimizer.param_groups[0]["lr"]),
+        "begun": strategy.coordination.publish(
+            lambda: len(strategy.state_dict()["optimizer"]["state"])
+        ),
     }
     strategy.close()
     return answer
@@ -517,13 +519,13 @@ def save_and_load(name: str, options: dict[str, Any], folder: str) -> tuple[list
     found = []
     for value in (1.0, 2.0, 3.0):
         put(value)
-        strategy.tell_all("")
+        strategy.coordination.tell_all("")
         trainer.save(f"{folder}/{value}")
         trainer.save(f"{folder}/newest")
         put(0.0)
         trainer.load(f"{folder}/newest")
         found.append(bias[0].item())
-        strategy.tell_all("")
+        strategy.coordination.tell_all("")
     last = strategy.cluster.rank == strategy.num_replicas_in_sync - 1
     errors = []
     for path in (f"{folder}/{2.0 if last else 1.0}", f"{folder}/{'none' if last else 1.0}"):
@@ -685,7 +687,7 @@ def folds(name: str, options: dict[str, Any], closes: bool) -> list[tuple[bool, 
         )
         trainer.fit(blobs(20), batch_size=10, verbose=0)
         alive = weakref.ref(strategy), weakref.ref(net)
-        strategy.tell_all("")
+        strategy.coordination.tell_all("")
         if closes:
             strategy.close()
         del strategy, net, trainer

@@ -16,7 +16,7 @@ def test_an_evaluation_counts_where_others_train_meanwhile(
 ) -> None:
     now = 1000.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    clock = Clock(goes_on=goes_on)
+    clock = Clock(overlaps=goes_on)
     clock.start()
     now += 20
     clock.stop()

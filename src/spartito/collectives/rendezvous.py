@@ -63,12 +63,7 @@ def connect(
     Raises `TaskLostError` that names the replicas which did not come within ``timeout`` seconds,
     and on all of them `UserError` if their versions of Spartito or torch do not fit together.
     """
-    if communication not in COMMUNICATION:
-        raise UserError(
-            f"unknown communication {communication!r}", nearest(communication, COMMUNICATION)
-        )
-    if communication == "sockets" and device.type != "cpu":
-        raise UserError(f"communication='sockets' on {device}", "Sockets are for CPUs: take auto.")
+    check_communication(communication, device)
     limit = time_limit(timeout)
     if cluster.num_replicas == 1:
         return IdentityCollective()
@@ -97,6 +92,16 @@ def connect(
     ways = dist.PrefixStore("ways", store)
     check_connections(cluster.rank, names, ways, limit, endpoint, job_key(cluster))
     return ProcessGroupCollective(cluster.rank, names, store, limit, "gloo", endpoint.host)
+
+
+def check_communication(communication: str, device: torch.device) -> None:
+    """Raise `UserError` for a way that does not exist, or not on that device."""
+    if communication not in COMMUNICATION:
+        raise UserError(
+            f"unknown communication {communication!r}", nearest(communication, COMMUNICATION)
+        )
+    if communication == "sockets" and device.type != "cpu":
+        raise UserError(f"communication='sockets' on {device}", "Sockets are for CPUs: take auto.")
 
 
 def _hierarchical(

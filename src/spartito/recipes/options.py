@@ -69,13 +69,13 @@ def run_folder(options: Options, strategy: Strategy, recipe: str) -> Path:
             f"{strategy.task} cannot know the run folder that the chief chooses",
             "Name it, the same for all tasks: --out runs/1.",
         )
-    return Path(strategy.tell_all(new_run_folder(recipe))[0])
+    return Path(strategy.coordination.tell_all(new_run_folder(recipe))[0])
 
 
 def finish(trainer: Trainer, options: Options) -> None:
     """On the chief: say what came out, and where it lies."""
     out = trainer.run_dir
-    if out is None or not trainer.strategy.is_chief:
+    if out is None or not trainer.is_chief:
         return
     last = {name: values[-1] for name, values in trainer.history.history.items() if values}
     model = CheckpointManager(out / "checkpoints").latest()

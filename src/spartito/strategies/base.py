@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, Self
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
-from spartito.collectives.collective import Traffic
 from spartito.data.batch import Batch
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
 from spartito.errors import UserError
+from spartito.names import nearest
 from spartito.registry import strategy_info, strategy_names
+from spartito.strategies.coordination import Coordination, SynchronousCoordination
+from spartito.strategies.groups import Groups
+from spartito.strategies.pair import Pairs
 
-T = TypeVar("T")
 Sums = Callable[[], list[float]]
 
 
@@ -31,11 +31,11 @@ Sums = Callable[[], list[float]]
 class StepResult:
     """What one step did.
 
-    ``output`` is the model's answer to this replica's rows, None where it had none. The counts
+    ``output`` is the model's output for this task's rows, None where it had none. The counts
     tell how far the whole training came since the last result, as this task knows: ``examples``
     trained on, global ``batches`` they make, and ``updates``, which are global steps. ``loss``
     is the sum of losses since the last update and ``weight`` what it is to be divided by; both
-    are 0 when the step only accumulated. Strategies that meet in every step answer the same
+    are 0 when the step only accumulated. Strategies that meet in every step return the same
     numbers on every replica. ``stop`` says that somebody asked for an end.
     """
 
@@ -49,16 +49,16 @@ class StepResult:
 
 
 class Distributed(Protocol):
-    """One replica's share of a data set; it knows its place."""
+    """One task's data shard of a data set; it knows its position."""
 
     waited: float
     """Seconds that iterating took so far because of other tasks, not because of the data."""
 
-    goes_on: bool
-    """Whether other tasks take up the next epoch while this one still evaluates the last."""
+    overlaps: bool
+    """Whether other tasks begin the next epoch while this one still evaluates the last."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the present place to the end of the epoch; the next iteration is the next one."""
+        """From the present position to the end of the epoch; the next iteration is the next one."""
         ...
 
     def epochs(
@@ -66,13 +66,21 @@ class Distributed(Protocol):
     ) -> Generator[Generator[Batch]]:
         """The next ``count`` epochs of ``steps`` global batches, or of as many as there are.
 
-        ``done`` batches of the first one were trained on before. ``sums`` answers this task's
+        ``done`` batches of the first one were trained on before. ``sums`` returns this task's
         figures of the epoch so far; they are asked for where replicas do not meet in each step.
         """
         ...
 
+    def watch(self) -> Iterator[StepResult]:
+        """What others do until the epoch ends, for a task that has no batches of its own."""
+        ...
+
     def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
-        """The epoch's figures over all replicas: sums of step results, and this task's own."""
+        """The epoch's figures over all data shards: sums of step results, and this task's own."""
+        ...
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows ``(n, ...)`` of all data shards, in their order; n may differ."""
         ...
 
     def order(self) -> int:
@@ -80,40 +88,54 @@ class Distributed(Protocol):
         ...
 
     def state_dict(self) -> dict[str, Any]:
-        """The place of the next batch."""
+        """The position of the next batch."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to that place."""
+        """Go to that position.
+
+        After `Strategy.load` that may be between the batches of one update: they are taken up.
+        """
         ...
 
 
 class Strategy(ABC):
-    """How replicas share the work of a step. The trainer calls `step`, and asks for nothing else.
+    """How the tasks of a job compute a step together.
 
-    Custom loops use the parts of a step: `distribute`, `backward`, `update`, `reduce`.
+    The trainer calls `prepare`, `distribute`, `step`, `flush`, `evaluate`, `predict`, `save` and
+    `load`; all else that it wants to know or agree on is in ``coordination``. Custom loops use
+    the parts of a step: `distribute`, `backward`, `update`, `reduce`.
 
-    ``job`` is the whole cluster, ``cluster`` the tasks that this one works with: all, but for
-    the evaluator, which is one replica alone under any strategy.
+    Args:
+        cluster: All tasks of the job; None asks the environment.
+
+    Raises:
+        UserError: If `check` refuses the cluster.
     """
 
     name: ClassVar[str]
-    record_to: Path | None = None
-    """The run folder, for tasks that end before the trainer could write there."""
+    coordination: Coordination
+    """What the tasks agree on beside the computation."""
+    groups: Groups
+    """The groups that this task is in: "world", "data" and "model"."""
 
     def __init__(self, cluster: ClusterSpec | None = None) -> None:
-        """``cluster`` None asks the environment who takes part; `check` refuses what cannot be."""
         self.job = resolve() if cluster is None else cluster
         if self.is_evaluator:
             self.cluster = self.job.apart()
         else:
             self.cluster = self.job
             self.check(self.cluster)
+        self._pairs = Pairs()
+        self.groups = Groups.alone()
+        self.coordination = SynchronousCoordination(
+            self.name, self.job, self.cluster, self._pairs, self.groups
+        )
 
     @property
-    def num_replicas_in_sync(self) -> int:
-        """The number of replicas that update together."""
-        return self.cluster.num_replicas
+    def task(self) -> Task:
+        """Which task of the cluster this process is."""
+        return self.job.task
 
     @property
     def is_chief(self) -> bool:
@@ -126,33 +148,30 @@ class Strategy(ABC):
         return self.job.task.type == EVALUATOR
 
     @property
-    def leads(self) -> bool:
-        """Whether this task sees the whole training: it evaluates, and its callbacks run."""
-        return True
+    def data_shard(self) -> tuple[int, int]:
+        """Which part of every global batch this task reads, as (index, count).
+
+        Tasks that compute one part of the batch together have the same.
+        """
+        return self.cluster.rank, self.cluster.num_replicas
 
     @property
-    @abstractmethod
-    def traffic(self) -> Traffic:
-        """What this task exchanged with the others so far."""
-
-    def describe(self) -> dict[str, Any]:
-        """What a run's settings should tell of it, as JSON."""
-        return {}
-
-    @property
-    def task(self) -> Task:
-        """Which task of the cluster this process is."""
-        return self.job.task
+    def num_replicas_in_sync(self) -> int:
+        """The number of replicas that update together."""
+        return self.data_shard[1]
 
     def check(self, cluster: ClusterSpec) -> None:
-        """Raise `UserError` for a cluster on which this strategy cannot run. Pure."""
+        """Refuse a cluster on which this strategy cannot run. Pure.
+
+        Args:
+            cluster: The tasks that would train.
+
+        Raises:
+            UserError: If it is refused; its hint names a strategy that can.
+        """
         if self.name in strategy_names():
             servers = len(cluster.addresses.get("ps", ()))
             strategy_info(self.name).check(cluster.num_replicas, cluster.local_size, servers)
-
-    def during(self, purpose: str) -> AbstractContextManager[None]:
-        """A block whose calls to other tasks are for ``purpose``, which errors name."""
-        return nullcontext()
 
     def scope(self) -> AbstractContextManager[None]:
         """Where the model and its optimizer are built."""
@@ -170,145 +189,131 @@ class Strategy(ABC):
         deterministic: bool = False,
         seed: int = 0,
     ) -> tuple[nn.Module, Optimizer]:
-        """Take charge of a model and its optimizer; call once per pair, on every replica.
+        """Take charge of a model and its optimizer; all tasks call it once per pair.
 
-        Replicas start with the chief's values. ``accumulate`` batches make one update,
-        ``clip_norm`` bounds the global norm of its gradients, ``precision`` is "fp32" (the
-        model's own dtype) or "bf16" (autocast), ``deterministic`` gives one device's numbers.
+        The tasks meet here at the latest. Replicas start with the chief's values.
+
+        Args:
+            model: Any module; it is changed in place and moved to this task's device.
+            optimizer: A fresh one, or a function of the parameters.
+            accumulate: How many batches make one update.
+            clip_norm: The largest global norm (L2) of an update's gradients; None: any.
+            precision: "fp32" (the model's own dtype) or "bf16" (autocast).
+            deterministic: Whether numbers are to be those of one device.
+            seed: Orders the examples, and draws random numbers where ``deterministic``.
+
+        Returns:
+            The module to call, train and evaluate, and its optimizer.
+
+        Raises:
+            UserError: For a model, optimizer or setting that cannot be distributed.
+            TaskLostError: If a task does not come within the time limit.
         """
 
     def using(self, optimizer: Optimizer) -> AbstractContextManager[None]:
-        """A block in which `step`, `evaluate`, `state_dict` and their like are about the pair of
-        ``optimizer``: several trainers may share a strategy.
+        """A block in which `step`, `evaluate` and their like are about the pair of ``optimizer``.
+
+        It is needed where one strategy has prepared several.
         """
-        return nullcontext()
+        return self._pairs.using(optimizer)
 
     @abstractmethod
     def distribute(
         self, dataset: Any, *, seed: int | None = None, training: bool = True
     ) -> Distributed:
-        """This replica's share of ``dataset``, on its device; anything `as_dataset` takes.
+        """This task's data shard of ``dataset``, on its device.
 
-        ``training`` False is for evaluations, which not all tasks of a strategy may do.
+        Args:
+            dataset: Anything that `spartito.data.as_dataset` takes.
+            seed: Shuffles where the data set has no seed of its own; None: that of `prepare`.
+            training: False for evaluations, which not all tasks of a strategy may do.
+
+        Returns:
+            Batches to iterate over, epoch after epoch.
         """
 
     @abstractmethod
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
-        """Forward, backward and update of the one prepared pair.
+        """Forward, backward and update of the prepared pair.
 
-        ``stop`` asks all replicas to end; the answer's ``stop`` tells whether anyone asked.
+        Args:
+            batch: One of those that `distribute` gave.
+            loss: A function of output and target; None for a model that computes its own.
+            stop: Asks all tasks to end; the result's ``stop`` tells whether anyone asked.
+
+        Returns:
+            What the step did.
         """
 
-    @abstractmethod
     def flush(self) -> StepResult | None:
         """Update with what was accumulated so far; None where there was nothing."""
+        return None
 
     @abstractmethod
     def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
-        """This replica's sum of losses, its weight, and the output, without a gradient."""
+        """This task's sum of losses, its weight, and the output, without a gradient."""
 
     @abstractmethod
     def predict(self, batch: Batch, has_loss: bool) -> Any:
-        """The model's output for this replica's rows, without a gradient.
+        """The model's output for this task's rows, without a gradient.
 
-        A model that computes its own loss (``has_loss`` False) answers it beside the output in
+        A model that computes its own loss (``has_loss`` False) returns it beside the output in
         a dict: it is left out.
         """
-
-    @abstractmethod
-    def backward(self, losses: Any, batch: Batch) -> None:
-        """Gradients of ``losses``: one per example, their mean, or (sum, weight).
-
-        Several calls before an update add up, as in torch: each is a mean over its own batch.
-        """
-
-    @abstractmethod
-    def update(self, optimizer: Optimizer) -> None:
-        """Reduce the gradients of ``optimizer``'s parameters, let it step, and clear them."""
-
-    @abstractmethod
-    def reduce(self, op: str, value: Tensor) -> Tensor:
-        """``value`` over all replicas: "sum", "mean" (over all elements), "max" or "min"."""
-
-    @abstractmethod
-    def gather(self, rows: Tensor) -> Tensor:
-        """The rows ``(n, ...)`` of all replicas in the order of their ranks, n may differ."""
-
-    @abstractmethod
-    def lead(self, work: Callable[[], T]) -> T:
-        """What ``work`` answers, plain values, on every task; only those that lead do it."""
-
-    def tell_all(self, text: str) -> list[str]:
-        """What every replica tells, by rank; all call it. Where they do not meet: ``[text]``."""
-        return [text]
-
-    def attempt(self, work: Callable[[], str]) -> list[str]:
-        """What ``work`` returns on every replica, by rank; all call it, and leave together.
-
-        Raises `UserError` on all of them if ``work`` does on one, which it names.
-        """
-        own: UserError | None = None
-        try:
-            mine = [work(), ""]
-        except UserError as error:
-            own, mine = error, ["", str(error)]
-        told = [json.loads(text) for text in self.tell_all(json.dumps(mine))]
-        if own is not None:
-            raise own
-        for rank, (_, failure) in enumerate(told):
-            if failure:
-                what, _, do = failure.partition("\n  ")
-                raise UserError(f"{self.cluster.name_of(rank)}: {what}", do)
-        return [found for found, _ in told]
-
-    def compare_replicas(self, order: int = 0) -> None:  # noqa: B027 - not all meet
-        """Raise `UserError` that names the replicas whose parameters are not those of the others.
-
-        ``order`` is a checksum of the examples of an epoch, in their order: it must be equal too.
-        Where replicas do not meet, nothing is compared.
-        """
-
-    @abstractmethod
-    def agree_to_stop(self, asked: bool) -> bool:
-        """At the end of an epoch: whether any task asked for an end of the training."""
-
-    @abstractmethod
-    def share_rates(self, optimizer: Optimizer) -> None:
-        """Give all tasks the learning rates that the chief has chosen by its evaluation."""
-
-    def failed(self, error: BaseException | None) -> None:  # noqa: B027 - most notice it anyway
-        """``error``, if any, ends a training on this task: tell others that would not notice."""
-
-    def follow(self, schedule: LRScheduler | None) -> None:  # noqa: B027 - few have to
-        """``schedule`` steps once per global step; None: nobody knows the options to come.
-
-        For strategies whose updates are made by other tasks than those that have the schedule.
-        """
-
-    @abstractmethod
-    def synchronize(self) -> None:
-        """Make equal what may differ between replicas: the running statistics of BatchNorm."""
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer under the user's names, equal on all replicas; all call it."""
 
-    def go_on_accumulating(self, saved: dict[str, Any]) -> None:
-        """Take up the batches since the last update: ``state_dict()["accumulated"]``.
-
-        To be called after `load_state_dict`, in the middle of an epoch. Raises `UserError` if
-        the number of batches of an update differs, or where updates cannot be made of other tasks'.
-        """
-        raise UserError(
-            f"the checkpoint was written after {saved['batches']} of {saved['accumulate']} batches "
-            f"of an update, which {self.name} cannot go on with",
-            "Save after an update, or begin a whole epoch: fit(..., initial_epoch=N).",
-        )
-
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, under any strategy and number of replicas."""
 
-    @abstractmethod
+    def backward(self, losses: Any, batch: Batch) -> None:
+        """Gradients of ``losses``: one per example, their mean, or (sum, weight).
+
+        Several calls before an update add up, as in torch: each is a mean over its own batch.
+        """
+        raise self._owns_the_step("backward")
+
+    def update(self, optimizer: Optimizer) -> None:
+        """Reduce the gradients of ``optimizer``'s parameters, let it step, and clear them."""
+        raise self._owns_the_step("update")
+
+    def reduce(self, op: str, value: Tensor) -> Tensor:
+        """``value`` over all data shards: "sum", "mean" (over all elements), "max" or "min"."""
+        value, group = value.detach(), self.groups.data
+        with self.coordination.during("reduce"):
+            if op == "sum":
+                return group.all_reduce(value.clone())
+            if op == "mean":
+                wide = value.double()
+                both = torch.stack([wide.sum(), wide.new_tensor(float(wide.numel()))])
+                group.all_reduce(both)
+                return both[0].div(both[1]).to(torch.promote_types(value.dtype, torch.float32))
+            if op in ("max", "min"):
+                parts = torch.stack(group.all_gather(value))
+                return parts.amax(0) if op == "max" else parts.amin(0)
+        raise UserError(f"reduce({op!r})", nearest(op, ("sum", "mean", "max", "min")))
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows ``(n, ...)`` of all data shards in their order; n may differ."""
+        with self.coordination.during("gather"):
+            return torch.cat(self.groups.data.all_gather_rows(rows))
+
+    def synchronize(self) -> None:
+        """Make equal what may differ between replicas: the running statistics of BatchNorm."""
+        self.coordination.synchronize()
+
     def close(self) -> None:
-        """Leave the group of replicas; calling it again changes nothing."""
+        """Leave all groups; calling it again changes nothing."""
+        self.groups.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _owns_the_step(self, what: str) -> UserError:
+        return UserError(f"{what}() under {self.name}, which owns the whole step", "Call step().")

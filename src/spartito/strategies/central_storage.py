@@ -14,13 +14,16 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine.gradients import Gradients, same
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
 from spartito.storage.tensors import pack_state, unpack_state
-from spartito.strategies.pair import Pair
+from spartito.strategies.coordination import SynchronousCoordination
+from spartito.strategies.groups import WORLD, Groups
+from spartito.strategies.pair import Pair, Pairs
 from spartito.strategies.synchronous import SynchronousStrategy
 
 
@@ -41,6 +44,27 @@ class Shares:
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         pairs = zip(self.parameters, self.owners, strict=True)
         return {names[id(parameter)]: owner for parameter, owner in pairs}
+
+
+class CentralCoordination(SynchronousCoordination):
+    """Replicas whose parameters lie in one memory: equal, unless one has moved its own away."""
+
+    def __init__(
+        self,
+        name: str,
+        job: ClusterSpec,
+        cluster: ClusterSpec,
+        pairs: Pairs,
+        groups: Groups,
+        homes: list[tuple[nn.Parameter, int]],
+    ) -> None:
+        super().__init__(name, job, cluster, pairs, groups)
+        self._homes = homes
+
+    def checksum(self) -> int:
+        """Of where the parameters lie now; what lies in their memory is the same for all."""
+        moved = [parameter.data_ptr() - home for parameter, home in self._homes]
+        return crc32(repr(moved).encode())
 
 
 class CentralStorageStrategy(SynchronousStrategy):
@@ -75,45 +99,50 @@ class CentralStorageStrategy(SynchronousStrategy):
         )
         self._shares: dict[Optimizer, Shares] = {}
         self._homes: list[tuple[nn.Parameter, int]] = []
-        alone = self.num_replicas_in_sync == 1
-        if not alone and not isinstance(self._collective, SharedMemoryCollective):
-            self.close()
+        self.coordination = CentralCoordination(
+            self.name, self.job, self.cluster, self._pairs, self.groups, self._homes
+        )
+
+    @classmethod
+    def connect(
+        cls, cluster: ClusterSpec, device: torch.device, timeout: float, communication: str
+    ) -> dict[str, Collective]:
+        """As `SynchronousStrategy.connect`; raises `UserError` without shared memory."""
+        groups = super().connect(cluster, device, timeout, communication)
+        if cluster.num_replicas > 1 and not isinstance(groups[WORLD], SharedMemoryCollective):
+            groups[WORLD].close()
             raise UserError(
-                f"central_storage for {self.num_replicas_in_sync} replicas that share no memory",
+                f"central_storage for {cluster.num_replicas} replicas that share no memory",
                 "It needs Linux on x86-64 and one /dev/shm for all; choose mirrored here.",
             )
+        return groups
 
     def state_dict(self) -> dict[str, Any]:
         state = super().state_dict()
-        pair = self._only_pair()
+        pair = self._pairs.only
         owners = self._divide(pair.optimizer).by_name(unwrap(pair.model))
         return {**state, "optimizer": self._collect(state["optimizer"], owners)}
 
-    def _checksum(self) -> int:
-        """Of where the parameters lie now; what lies in their memory is the same for all."""
-        moved = [parameter.data_ptr() - home for parameter, home in self._homes]
-        return crc32(repr(moved).encode())
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if "optimizer" in state:
-            pair, own = self._only_pair(), self.cluster.rank
+            pair, own = self._pairs.only, self.cluster.rank
             owners = self._divide(pair.optimizer).by_name(unwrap(pair.model))
             values = state["optimizer"]["state"].items()
             kept = {name: value for name, value in values if owners.get(name, own) == own}
             state = {**state, "optimizer": {**state["optimizer"], "state": kept}}
-        self._collective.barrier()  # nobody computes with the old values any more
+        self._group.barrier()  # nobody computes with the old values any more
         super().load_state_dict(state)
-        self._collective.barrier()  # nobody still writes when the first one trains
+        self._group.barrier()  # nobody still writes when the first one trains
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        if not isinstance(self._collective, SharedMemoryCollective):
+        if not isinstance(self._group, SharedMemoryCollective):
             return
         parameters = [tensor for tensor in tensors if isinstance(tensor, nn.Parameter)]
         for buffer in tensors:
             if not isinstance(buffer, nn.Parameter):
-                self._collective.broadcast(buffer)
+                self._group.broadcast(buffer)
         offsets, size = places([p.numel() * p.element_size() for p in parameters])
-        segment = self._collective.segment(size)
+        segment = self._group.segment(size)
         for parameter, offset in zip(parameters, offsets, strict=True):
             view = _view(segment, offset, parameter)
             if self.is_chief:
@@ -121,7 +150,7 @@ class CentralStorageStrategy(SynchronousStrategy):
             parameter.data = view
             self._homes.append((parameter, view.data_ptr()))
         _give_back_memory()
-        self._collective.barrier()
+        self._group.barrier()
 
     @property
     def _state_fraction(self) -> float:
@@ -158,7 +187,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         for parameter in self._divide(pair.optimizer).others(self.cluster.rank):
             parameter.grad = None  # optimizers pass over it
         super()._optimize(pair)
-        self._collective.barrier()
+        self._group.barrier()
 
     def _collect(self, own: dict[str, Any], owners: dict[str, int]) -> dict[str, Any]:
         """The state of all shares, in the order of the parameters, from this replica's ``own``.
@@ -167,7 +196,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         """
         tree, tensors = pack_state(own, "optimizer")
         kinds = {name: [list(t.shape), str(t.dtype)[6:]] for name, t in tensors.items()}
-        told = self._collective.all_gather_bytes(json.dumps([tree, kinds]).encode())
+        told = self._group.all_gather_bytes(json.dumps([tree, kinds]).encode())
         states = [self._rebuilt(owner, text, tensors) for owner, text in enumerate(told)]
         held = {
             name: states[owner]["state"][name]
@@ -181,7 +210,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         tree, kinds = json.loads(told)
         mine = owner == self.cluster.rank
         tensors = {
-            name: self._collective.broadcast(
+            name: self._group.broadcast(
                 own[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype)), owner
             )
             for name, (shape, dtype) in kinds.items()

@@ -22,35 +22,23 @@ from spartito.errors import SpartitoError, UserError
 from spartito.ps.chief import Chief
 from spartito.ps.protocol.work import Complete, Lease, Pause, Report, WorkSource
 from spartito.ps.scheduler.plan import Plan
-from spartito.strategies.base import Distributed, Sums
+from spartito.strategies.base import Distributed, StepResult, Sums
+from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.pusher import Place, Pusher
+from spartito.strategies.sharing import WAITING
 
 NO_EPOCH = -1  # is always complete: no work is given for it
-TICK_SECONDS = 0.1  # between two looks of a chief that computes nothing
+WATCH_SECONDS = 0.1  # between two looks of a chief that computes nothing
 
 
-class Desk(Protocol):
+class Computer(Protocol):
     """What the batches need to know of the strategy that computes them."""
 
     device: torch.device
-    chief: Chief | None
-    work: WorkSource | None
-    pusher: Pusher | None
+    coordination: LeasedCoordination
 
     def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
         """How a stream is divided into pieces."""
-        ...
-
-    def next_stream(self) -> int:
-        """The number of a new stream, equal on all tasks."""
-        ...
-
-    def tell(self) -> None:
-        """As the chief: have the servers know which options of the optimizer hold when."""
-        ...
-
-    def heed(self, timetable: bytes) -> None:
-        """From now on show the options of the chief's timetable."""
         ...
 
     def enter(self, batch: Batch) -> None:
@@ -59,14 +47,11 @@ class Desk(Protocol):
 
 
 class Leased(Distributed):
-    """Batches of the leases that this task gets; on a chief that computes nothing, ticks.
+    """Batches of the leases that this task gets: none on a chief that computes nothing."""
 
-    A tick is a batch without rows, by which the loop comes round to see how far the others are.
-    """
+    overlaps = True
 
-    goes_on = True
-
-    def __init__(self, desk: Desk, chain: Dataset, slices: int, seed: int) -> None:
+    def __init__(self, computer: Computer, chain: Dataset, seed: int) -> None:
         if isinstance(chain.source, PerWorker):
             raise UserError(
                 "per_worker data under parameter_server, where any task may get any piece",
@@ -80,8 +65,10 @@ class Leased(Distributed):
                 "Give what can be iterated again: arrays, a list, a DataLoader, or an object "
                 "with __iter__.",
             )
+        self._computer, self._chain = computer, chain
+        self._coordination = computer.coordination
+        slices = self._coordination.shards
         Loader(chain, (0, slices), seed)  # refuses what cannot be divided
-        self._desk, self._chain = desk, chain
         self._reader = (
             IndexedReader(chain, slices, seed)
             if isinstance(chain.source, Source)
@@ -95,19 +82,19 @@ class Leased(Distributed):
 
     def __iter__(self) -> Iterator[Batch]:
         for batches in self.epochs(1, None, 0, list):
-            for batch in batches:
-                if batch.global_size:  # not a tick
-                    yield batch
+            yield from batches
+            for _ in self.watch():
+                pass
         self._look()
 
     def epochs(
         self, count: int, steps: int | None, done: int, sums: Sums
     ) -> Generator[Generator[Batch]]:
-        desk, chief = self._desk, self._desk.chief
-        stream = desk.next_stream()
+        coordination, chief = self._coordination, self._coordination.chief
+        stream = coordination.next_stream()
         if chief is not None:
-            desk.tell()  # before anybody pushes
-            plan = desk.plan(self._chain, count, steps)
+            coordination.announce_options()  # before anybody pushes
+            plan = self._computer.plan(self._chain, count, steps)
             chief.open(stream, replace(plan, start=self._start, first_epoch_done=done))
         self._stream = stream
         try:
@@ -125,10 +112,14 @@ class Leased(Distributed):
 
     def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
         mine = [*shared, *own]
-        if self._desk.chief is None or self._stream is None:
+        chief = self._coordination.chief
+        if chief is None or self._stream is None:
             return mine
-        parts = self._desk.chief.coordinator.sums(self._stream, self._epoch).sums, self._partial
+        parts = chief.coordinator.sums(self._stream, self._epoch).sums, self._partial
         return [sum(column) for column in zip([0.0] * len(mine), *filter(None, parts), strict=True)]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return rows
 
     def order(self) -> int:
         return 0
@@ -138,56 +129,61 @@ class Leased(Distributed):
         return {"pass": number, "step": step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        if waiting := state.get(WAITING):
+            raise UserError(
+                f"the checkpoint was written after {waiting} batches of an update, which "
+                "parameter_server cannot go on with: any worker may get the others",
+                "Save after an update, or begin a whole epoch: fit(..., initial_epoch=N).",
+            )
         self._start = state["pass"], state["step"]
 
     def _where(self) -> tuple[int, int]:
         """The first global batch that is not done, as far as the chief knows."""
-        if self._desk.chief is None or self._stream is None:
+        chief, pusher = self._coordination.chief, self._coordination.pusher
+        if chief is None or self._stream is None:
             return self._start
-        place = self._desk.pusher.place if self._desk.pusher else None
+        place = pusher.place if pusher else None
         if place is not None and place.lease.group:  # all are at the same step
             return place.lease.pass_, place.step + 1
-        return self._desk.chief.coordinator.frontier(self._stream)
+        return chief.coordinator.frontier(self._stream)
+
+    def watch(self) -> Iterator[StepResult]:
+        chief, stream, epoch = self._coordination.chief, self._stream, self._epoch
+        if chief is None or stream is None or self._coordination.work is not None:
+            return
+        while True:
+            while not chief.coordinator.poll(stream, epoch, WATCH_SECONDS):
+                self._coordination.announce_options()
+                yield self._coordination.progress()
+            if self._is_settled(chief, stream, epoch):
+                return
 
     def _run_epoch(self, stream: int, epoch: int, sums: Sums) -> Generator[Batch]:
-        chief = self._desk.chief
-        while True:
-            if self._desk.work is None:
-                yield from self._ticks(stream, epoch)
-            else:
-                yield from self._leases(self._desk.work, self._pusher, stream, epoch, sums)
-            if chief is None:
+        work, chief = self._coordination.work, self._coordination.chief
+        while work is not None:
+            yield from self._leases(work, self._pusher, stream, epoch, sums)
+            if chief is None or self._is_settled(chief, stream, epoch):
                 return
-            chief.flush()
-            self._look()
-            if chief.is_settled(stream, epoch):  # no server lost its last updates meanwhile
-                return
+
+    def _is_settled(self, chief: Chief, stream: int, epoch: int) -> bool:
+        """Whether the epoch is over: no server lost its last updates meanwhile."""
+        chief.flush()
+        self._look()
+        return chief.is_settled(stream, epoch)
 
     @property
     def _pusher(self) -> Pusher:
-        if self._desk.pusher is None:
+        if self._coordination.pusher is None:
             raise UserError("batches of a job that was left", "Train before strategy.close().")
-        return self._desk.pusher
+        return self._coordination.pusher
 
     def _look(self) -> None:
         """The newest values into the model."""
         self._pusher.look()
 
-    def _ticks(self, stream: int, epoch: int) -> Generator[Batch]:
-        assert self._desk.chief is not None  # it is the chief that does not compute
-        tick = Batch((), 0, 0, torch.empty(0, dtype=torch.int64), epoch, 0)
-        while True:
-            began = time.perf_counter()
-            ended = self._desk.chief.coordinator.poll(stream, epoch, TICK_SECONDS)
-            self.waited += time.perf_counter() - began
-            if ended:
-                return
-            yield tick
-
     def _leases(
         self, work: WorkSource, pusher: Pusher, stream: int, epoch: int, sums: Sums
     ) -> Generator[Batch]:
-        desk = self._desk
         report: Report | None = None
         before = sums()
         while True:
@@ -198,7 +194,7 @@ class Leased(Distributed):
                 answer = work.take(stream, epoch, None)
             pusher.servers.waited += time.perf_counter() - began
             self.waited += time.perf_counter() - began
-            desk.heed(work.timetable)
+            self._coordination.take_options(work.timetable)
             if isinstance(answer, Complete):
                 pusher.servers.release()  # who has not done its own yet need not wait for us
                 return
@@ -237,7 +233,7 @@ class Leased(Distributed):
                 began = time.perf_counter()
                 self._pusher.ready(batch)
                 self.waited += time.perf_counter() - began
-                self._desk.enter(batch)
+                self._computer.enter(batch)
                 yield batch
                 if place.abandoned:
                     return None
@@ -246,7 +242,7 @@ class Leased(Distributed):
         return None if expected == lease.stop else expected
 
     def _placed(self, batch: Batch) -> Batch:
-        device = self._desk.device
+        device = self._computer.device
         if device.type == "cpu":
             return batch
         move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +32,7 @@ class Pair:
     seed: int
     randomness: GlobalRandomness | None  # where training is deterministic
     passes: int = 0
+    saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
 
     @property
     def new(self) -> list[nn.Parameter]:
@@ -49,8 +52,11 @@ class Pair:
             "accumulate": self.accumulate,
         }
 
-    def go_on_accumulating(self, saved: dict[str, Any], rank: int) -> None:
-        """Take up what `accumulated` returned, under any number of replicas."""
+    def go_on_accumulating(self, rank: int) -> None:
+        """Take up what `accumulated` returned for a checkpoint, under any number of replicas."""
+        saved = self.saved
+        if saved is None:
+            raise UserError("a position between the batches of an update, which was not loaded")
         if saved["accumulate"] != self.accumulate:
             raise UserError(
                 f"the checkpoint was written after {saved['batches']} of {saved['accumulate']} "
@@ -61,10 +67,58 @@ class Pair:
         grads = [saved["gradients"].get(name) for name in self._names]
         waiting = Accumulated(grads, saved["divisor"], saved["weight"], saved["loss"])
         self.gradients.load_accumulated(waiting, rank)
-        self.passes = saved["batches"]
+        self.passes, self.saved = saved["batches"], None
 
     @property
     def _names(self) -> list[str]:
         """The user's names of what learns."""
         names = {id(p): name for name, p in unwrap(self.model).named_parameters()}
         return [names[id(parameter)] for parameter in self.gradients.parameters]
+
+
+class Pairs:
+    """All that a strategy has prepared, and which of it is meant."""
+
+    def __init__(self) -> None:
+        self.all: list[Pair] = []
+        self.used: Pair | None = None
+
+    def add(self, pair: Pair) -> None:
+        """Keep a pair, in place of an older one with the same optimizer."""
+        self.all = [*(other for other in self.all if other.optimizer is not pair.optimizer), pair]
+
+    @property
+    def in_use(self) -> list[Pair]:
+        """The pair that is meant, else all."""
+        return self.all if self.used is None else [self.used]
+
+    @property
+    def only(self) -> Pair:
+        """The pair that is meant; `UserError` where that is not clear."""
+        if self.used is not None:
+            return self.used
+        if len(self.all) != 1:
+            raise UserError(
+                f"step() with {len(self.all)} prepared models",
+                "Say which: with strategy.using(optimizer). Or use backward() and update().",
+            )
+        return self.all[0]
+
+    def of(self, optimizer: Optimizer) -> Pair:
+        """The pair of a prepared optimizer."""
+        for pair in self.all:
+            if pair.optimizer is optimizer:
+                return pair
+        raise UserError(
+            f"an {type(optimizer).__name__} that was not prepared",
+            "Use the one that strategy.prepare returned.",
+        )
+
+    @contextmanager
+    def using(self, optimizer: Optimizer) -> Iterator[None]:
+        """A block in which the pair of ``optimizer`` is meant."""
+        before, self.used = self.used, self.of(optimizer)
+        try:
+            yield
+        finally:
+            self.used = before

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.limits import time_limit
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Traffic
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
@@ -25,19 +22,14 @@ from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, named_state, unwrap
 from spartito.errors import UserError
-from spartito.names import nearest
-from spartito.ps.chief import JOB, Chief
 from spartito.ps.job import Job, Options, workers_of
 from spartito.ps.protocol.codec import check_wire_dtype
-from spartito.ps.protocol.messages import Values, furthest
 from spartito.ps.protocol.options import set_options
 from spartito.ps.protocol.rules import Rules
-from spartito.ps.protocol.timetable import Row, Timetable, decode_timetable
-from spartito.ps.protocol.work import WorkSource
 from spartito.ps.scheduler.plan import Plan
-from spartito.ps.scheduler.planner import Planner
-from spartito.strategies.base import Distributed, StepResult, Strategy
-from spartito.strategies.ending import serve_and_end, told, uncaught
+from spartito.strategies.base import Distributed, StepResult
+from spartito.strategies.ending import serve_and_end, uncaught
+from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.leases import Leased
 from spartito.strategies.pair import Pair
 from spartito.strategies.pusher import Pusher, ServedGradients
@@ -105,37 +97,17 @@ class ParameterServerStrategy(ReplicaStrategy):
         if self.task.type == "ps":
             self.device = torch.device("cpu")
         self._rules = dataclasses.replace(rules, workers=len(workers_of(self.cluster)))
-        self._job: Job | None = None
-        self.pusher: Pusher | None = None
-        self.chief: Chief | None = None
-        self.work: WorkSource | None = None
-        self._streams = self._leads = 0
+        self.coordination: LeasedCoordination = LeasedCoordination(
+            self.name, self.job, self.cluster, self._pairs, self._rules.workers
+        )
         self._loss: LossFunction | None = None
-        self._told, self._timetable = b"", Timetable()
-        self._seen = Values(0, 0, 0, 0)
-        self._planner: Planner | None = None
-        self._stopped = self._deterministic = False
+        self._deterministic = False
         atexit.register(self.close)
 
     @property
-    def num_replicas_in_sync(self) -> int:
-        """One: no worker waits for another to make an update."""
-        return 1
-
-    @property
-    def traffic(self) -> Traffic:
-        return Traffic() if self.pusher is None else self.pusher.servers.traffic
-
-    def describe(self) -> dict[str, Any]:
-        """Which server holds what, and how stale pushes were so far."""
-        if self._job is None or self.chief is None:
-            return {}
-        return {"servers": self._job.table(), "staleness": self.chief.staleness()}
-
-    @property
-    def leads(self) -> bool:
-        """Only the chief evaluates and has callbacks."""
-        return self.is_chief
+    def data_shard(self) -> tuple[int, int]:
+        """All of a batch: no worker waits for another, each computes what is leased to it."""
+        return 0, 1
 
     def prepare(
         self,
@@ -149,7 +121,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         seed: int = 0,
     ) -> tuple[nn.Module, Optimizer]:
         """As `Strategy.prepare`; a ps serves here until the job ends, and then exits with 0."""
-        if self._pairs:
+        if self._pairs.all:
             raise UserError(
                 "a second model under parameter_server",
                 "It serves one model with one optimizer; a synchronous strategy takes several.",
@@ -172,7 +144,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         )
         # Its steps are made on the servers: torch need not warn of schedules before the first.
         found[1]._opt_called = True  # type: ignore[attr-defined]
-        self._join(self._pairs[0])
+        self._join(self._pairs.only)
         return found
 
     def distribute(
@@ -180,123 +152,56 @@ class ParameterServerStrategy(ReplicaStrategy):
     ) -> Distributed:
         chain = as_dataset(dataset)
         order = self._seed if seed is None else seed
-        if training and (self.work is not None or self.chief is not None):
-            slices = self._rules.workers
-            return Leased(self, self._divisible(chain, slices), slices, order)
-        return Placed(Loader(chain, (0, 1), order), self.device, self.enter, self._collective)
+        if training and self.coordination.pusher is not None:
+            return Leased(self, self._divisible(chain, self._rules.workers), order)
+        return Placed(Loader(chain, (0, 1), order), self.device, self.enter, self._group)
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
-        self.agree_to_stop(stop)
-        self.tell()
-        if not batch.global_size:  # a tick of a chief that computes nothing
-            return self._progress(None, 0.0, 0.0)
-        self._in_job().repeats, self._loss = True, loss
+        self.coordination.agree_to_stop(stop)
+        self.coordination.announce_options()
+        self.coordination.computing.repeats, self._loss = True, loss
         return super().step(batch, loss)
 
     def flush(self) -> StepResult | None:
-        return self._progress(None, 0.0, 0.0)  # all is pushed: what others did comes in
+        return self.coordination.progress()  # all is pushed: what others did comes in
 
     def backward(self, losses: Any, batch: Batch) -> None:
-        self._in_job().repeats = False
-        if self._pairs[0].accumulate > 1:
-            self._pairs[0].gradients.backward_calls = 0  # the batches of one update are one mean
+        pair = self._pairs.only
+        self.coordination.computing.repeats = False
+        if pair.accumulate > 1:
+            pair.gradients.backward_calls = 0  # the batches of one update are one mean
         super().backward(losses, batch)
-        self._pairs[0].passes += 1
+        pair.passes += 1
 
     def update(self, optimizer: Optimizer) -> None:
-        pair = self._pairs[0]
-        if optimizer is not pair.optimizer:
-            return super().update(optimizer)
+        pair = self._pairs.of(optimizer)
         if self._is_due(pair):
-            self.tell()
+            self.coordination.announce_options()
             self._update(pair, None, 0, False)
-        return None
-
-    def reduce(self, op: str, value: Tensor) -> Tensor:
-        """``value`` itself (the mean of its elements): workers do not meet."""
-        if op not in ("sum", "mean", "max", "min"):
-            raise UserError(f"reduce({op!r})", nearest(op, ("sum", "mean", "max", "min")))
-        return value.detach().double().mean().to(value.dtype) if op == "mean" else value.detach()
-
-    def gather(self, rows: Tensor) -> Tensor:
-        """``rows`` themselves: workers do not meet."""
-        return rows
-
-    def synchronize(self) -> None:
-        """The newest values into the model."""
-        if self.pusher is not None:
-            self.pusher.look()
-            self._show(furthest(self._seen, self._far()))
-
-    def lead(self, work: Callable[[], T]) -> T:
-        if self.chief is not None:
-            found = work()
-            self.chief.publish(found)
-            return found
-        if self.work is None:  # an evaluator
-            return work()
-        self._leads += 1
-        answer: T = json.loads(self.work.published(JOB + self._leads))
-        return answer
-
-    def agree_to_stop(self, asked: bool) -> bool:
-        if asked and self.chief is not None and not self._stopped:
-            self.chief.stop()
-        self._stopped = self._stopped or asked
-        return self._stopped
-
-    def share_rates(self, optimizer: Optimizer) -> None:
-        self.tell()
-
-    def failed(self, error: BaseException | None) -> None:
-        if self.pusher and self.work and (what := told(error)):
-            self.work.fail(what)
-
-    def follow(self, schedule: LRScheduler | None) -> None:
-        if self._planner is not None:
-            self._planner.schedule = schedule
 
     def state_dict(self) -> dict[str, Any]:
-        pair = self._only_pair()
-        served: Row | None = None
-        if self.chief is not None and self._job is not None:
-            self._in_job().arrive()
-            served = self._job.fetch(self.chief)
+        pair = self._pairs.only
+        served = self.coordination.fetch()
         model = unwrap(pair.model)
         optimizer = named_state(model, pair.optimizer)
-        if served is not None and self._planner is not None:
-            set_options(optimizer["groups"], self._planner.counters(served))
+        if served is not None:
+            set_options(optimizer["groups"], served)
         pair.optimizer.state.clear()  # it lives on the servers
         return {"model": dict(model.state_dict()), "optimizer": optimizer}
 
-    def go_on_accumulating(self, saved: dict[str, Any]) -> None:
-        """Refuses: what is not pushed is computed again, by whichever worker."""
-        Strategy.go_on_accumulating(self, saved)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.chief is not None and "optimizer" not in state:
+        if self.coordination.chief is not None and "optimizer" not in state:
             state = {**self.state_dict(), **state}  # the servers keep their optimizer's state
         super().load_state_dict(state)
-        pair = self._only_pair()
-        if self._planner is not None:
-            self._planner.begin()
-        if self.chief is not None and self._job is not None:
-            self._job.give(self.chief)
-        pair.optimizer.state.clear()
+        self.coordination.give()
+        self._pairs.only.optimizer.state.clear()
 
     def close(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""
         enter(None)
-        self.failed(uncaught())
+        self.coordination.failed(uncaught())
         atexit.unregister(self.close)
-        pusher, work, chief = self.pusher, self.work, self.chief
-        self.pusher = self.work = self.chief = None
-        if pusher is not None:
-            pusher.servers.close()
-        if work is not None:
-            work.close()
-        if chief is not None:
-            chief.close()
+        self.coordination.leave()
 
     # What the leases ask for
 
@@ -310,33 +215,9 @@ class ParameterServerStrategy(ReplicaStrategy):
             epochs=count,
             gated=self._rules.max_staleness is not None,
             together=self._rules.together,
-            multiple=self._pairs[0].accumulate,
+            multiple=self._pairs.only.accumulate,
             steady=self._deterministic,
         )
-
-    def next_stream(self) -> int:
-        """The number of a new stream, equal on all tasks."""
-        self._streams += 1
-        self._stopped = False
-        return self._streams
-
-    def tell(self) -> None:
-        """As the chief: have the servers know which options of the optimizer hold when."""
-        self._pairs[0].gradients.refresh()  # other parameters are refused first
-        if self.chief is not None and self._planner is not None:
-            self.chief.schedule(self._seen.pushes // self._rules.workers)
-
-    def heed(self, timetable: bytes) -> None:
-        """From now on show the options of the chief's timetable."""
-        if self.chief is None and timetable != self._told:
-            self._told = timetable
-            self._timetable = decode_timetable(timetable) if timetable else Timetable()
-
-    def _show(self, far: Values) -> None:
-        """Give our own optimizer the options of the global step, as the servers have them."""
-        options = self._timetable.at(far.pushes // self._rules.workers)
-        if options is not None:
-            set_options(self._pairs[0].optimizer.param_groups, options)
 
     # Inside: one step
 
@@ -344,43 +225,15 @@ class ParameterServerStrategy(ReplicaStrategy):
         return float(batch.size or 1)  # a push is the mean over its own examples
 
     def _is_due(self, pair: Pair) -> bool:
-        place = self.pusher.place if self.pusher else None
+        place = self.coordination.computing.place
         return super()._is_due(pair) or (place is not None and place.is_last)
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
-        loss, weight = self._in_job().push()
-        return self._progress(output, loss, weight)
+        loss, weight = self.coordination.computing.push()
+        return self.coordination.progress(output, loss, weight)
 
     def _again(self, batch: Batch) -> Any:
-        return self._compute(self._pairs[0], batch, self._loss)
-
-    def _progress(self, output: Any, loss: float, weight: float) -> StepResult:
-        """How far the whole training has come since the last result."""
-        seen, slices = self._seen, self._rules.workers
-        far = self._seen = furthest(seen, self._far())  # a restarted server counts again
-        self._show(far)
-        return StepResult(
-            output,
-            examples=max(0, far.examples - seen.examples),
-            batches=max(0, far.pieces // slices - seen.pieces // slices),
-            updates=max(0, far.pushes // slices - seen.pushes // slices),
-            loss=loss,
-            weight=weight,
-            stop=self._stopped,
-        )
-
-    def _far(self) -> Values:
-        if self.work is None and self.chief is not None:
-            return self.chief.far()
-        return self._in_job().servers.progress
-
-    def _in_job(self) -> Pusher:
-        if self.pusher is None:
-            raise UserError(
-                f"training on {self.task}, which has left the job or was never in it",
-                "Train before strategy.close(), on a chief or worker.",
-            )
-        return self.pusher
+        return self._compute(self._pairs.only, batch, self._loss)
 
     # Inside: the job
 
@@ -398,14 +251,13 @@ class ParameterServerStrategy(ReplicaStrategy):
         """Take our place in the job: a ps serves, all others come back with links."""
         if self.is_evaluator:
             return
-        job = self._job = Job(
-            self.cluster, self._rules, self._options, unwrap(pair.model), pair.optimizer
-        )
+        job = Job(self.cluster, self._rules, self._options, unwrap(pair.model), pair.optimizer)
+        coordination = self.coordination
         if self.task.type == "ps":
-            serve_and_end(job, self.record_to)
-        self.chief = job.begin() if self.is_chief else None
-        self.work, name = job.work(self.chief)
-        self.pusher = Pusher(pair, job.connect(name, self.work), self._rules, self._again)
-        if self.chief is not None:
-            self._planner = self.chief.planner = Planner(pair.optimizer)
-            self.chief.gather(min(START_SECONDS, self._options.timeout))
+            serve_and_end(job, coordination.record_to)
+        chief = job.begin() if self.is_chief else None
+        work, name = job.work(chief)
+        pusher = Pusher(pair, job.connect(name, work), self._rules, self._again)
+        coordination.join(job, chief, work, pusher)
+        if chief is not None:
+            chief.gather(min(START_SECONDS, self._options.timeout))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -68,9 +68,7 @@ class ReplicaStrategy(Strategy):
         super().__init__(cluster)
         self.device = _own_device(self.cluster) if device is None else _named_device(device)
         self._sync_batchnorm = sync_batchnorm
-        self._collective: Collective = IdentityCollective()
-        self._pairs: list[Pair] = []
-        self._used: Pair | None = None
+        self._group: Collective = IdentityCollective()  # of the data shards, once they have met
         self._seed = 0
         self._needs_context = self._synchronized = False
         _share_cores(self.cluster)
@@ -107,6 +105,7 @@ class ReplicaStrategy(Strategy):
         self._seed = seed
         self._needs_context = self._needs_context or synchronized or deterministic
         tensors = _tensors(model)
+        self._group = self.groups.data
         self._share(model, list(tensors.values()))
         whole, gradients = self._gradients(model, made)
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -115,27 +114,18 @@ class ReplicaStrategy(Strategy):
             whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors, seed,
             randomness,
         )  # fmt: skip
-        self._pairs = [*(other for other in self._pairs if other.optimizer is not made), pair]
+        self._pairs.add(pair)
         return whole, made
 
-    @contextmanager
-    def using(self, optimizer: Optimizer) -> Iterator[None]:
-        before = self._used
-        self._used = self._pair_of(optimizer)
-        try:
-            yield
-        finally:
-            self._used = before
-
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
-        pair = self._only_pair()
+        pair = self._pairs.only
         output = self._compute(pair, batch, loss)
         if not self._is_due(pair):
             return StepResult(output, batch.global_size)
         return self._update(pair, output, batch.global_size, stop)
 
     def flush(self) -> StepResult | None:
-        pair = self._only_pair()
+        pair = self._pairs.only
         if not pair.passes:
             return None
         return replace(self._update(pair, None, 0, False), batches=0)
@@ -143,7 +133,7 @@ class ReplicaStrategy(Strategy):
     def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
         if not batch.size:
             return 0.0, 0.0, None
-        pair = self._only_pair()
+        pair = self._pairs.only
         batch = in_dtype(batch, pair.dtype)
         with torch.no_grad(), autocast(pair.precision, self.device):
             output = forward(pair.model, batch.data, loss is not None)
@@ -151,7 +141,7 @@ class ReplicaStrategy(Strategy):
         return found.value.item() * found.scale, found.weight, output
 
     def predict(self, batch: Batch, has_loss: bool) -> Any:
-        pair = self._only_pair()
+        pair = self._pairs.only
         data = in_dtype(batch, pair.dtype).data
         with torch.no_grad(), autocast(pair.precision, self.device):
             output = forward(pair.model, data, has_loss)
@@ -161,7 +151,7 @@ class ReplicaStrategy(Strategy):
 
     def backward(self, losses: Any, batch: Batch) -> None:
         found = weigh(losses, batch)
-        again = [pair for pair in self._pairs if pair.gradients.backward_calls]
+        again = [pair for pair in self._pairs.all if pair.gradients.backward_calls]
         loss_divisor = 0.0
         if again:  # what waits becomes the mean of its own batch, and this one joins it as such
             weights = [found.weight, *(pair.gradients.weight for pair in again)]
@@ -169,18 +159,18 @@ class ReplicaStrategy(Strategy):
             loss_divisor = total or 1.0
             for pair, weight in zip(again, before, strict=True):
                 pair.gradients.normalize(weight)
-        self._backward(self._pairs, found, batch, loss_divisor)
-        for pair in self._pairs:
+        self._backward(self._pairs.all, found, batch, loss_divisor)
+        for pair in self._pairs.all:
             pair.gradients.backward_calls += 1
             if again:
                 pair.gradients.normalize(0.0)
 
     def update(self, optimizer: Optimizer) -> None:
-        self._update(self._pair_of(optimizer), None, 0, False)
+        self._update(self._pairs.of(optimizer), None, 0, False)
 
     def state_dict(self) -> dict[str, Any]:
         self.synchronize()
-        pair = self._only_pair()
+        pair = self._pairs.only
         model = unwrap(pair.model)
         state = {
             "model": dict(model.state_dict()),
@@ -188,11 +178,8 @@ class ReplicaStrategy(Strategy):
         }
         return {**state, "accumulated": pair.accumulated()} if pair.passes else state
 
-    def go_on_accumulating(self, saved: dict[str, Any]) -> None:
-        self._only_pair().go_on_accumulating(saved, self._collective.rank)
-
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        pair = self._only_pair()
+        pair = self._pairs.only
         try:
             unwrap(pair.model).load_state_dict(state["model"])
         except RuntimeError as error:
@@ -203,12 +190,13 @@ class ReplicaStrategy(Strategy):
         if "optimizer" in state:  # all of a training: what waits for an update is of another one
             pair.gradients.clear()
             pair.passes = 0
+            pair.saved = state.get("accumulated")
         if "optimizer" in state and not isinstance(pair.optimizer, NoOptimizer):
             load_named_state(unwrap(pair.model), pair.optimizer, state["optimizer"])
 
     def close(self) -> None:
         enter(None)
-        self._collective.close()
+        super().close()
 
     def enter(self, batch: Batch) -> None:
         """Tell the modules that look beyond their replica which batch comes next.
@@ -216,17 +204,17 @@ class ReplicaStrategy(Strategy):
         All replicas come here before a batch: parameters that are new since the last one get
         the chief's values.
         """
-        for pair in self._pairs:
+        for pair in self._pairs.all:
             if pair.new:
                 self._welcome(pair)
         if self._needs_context:
-            seed = self._seed if self._used is None else self._used.seed
+            seed = self._seed if self._pairs.used is None else self._pairs.used.seed
             step = batch.epoch << 32 | batch.step
-            enter(StepContext(self._collective, seed, step, batch.global_size, batch.offsets))
+            enter(StepContext(self._group, seed, step, batch.global_size, batch.offsets))
 
     def _divisible(self, chain: Dataset, parts: int) -> Dataset:
         """``chain`` whose batches are cut into ``parts`` so that every BatchNorm can use them."""
-        if parts == 1 or not any(local_batchnorms(pair.model) for pair in self._in_use):
+        if parts == 1 or not any(local_batchnorms(pair.model) for pair in self._pairs.in_use):
             return chain
         size = chain.batch_size
         if size is not None and size < 2 * parts and self.is_chief:
@@ -341,29 +329,6 @@ class ReplicaStrategy(Strategy):
         loss = found.value.detach().item() * found.scale if found.weight else 0.0
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
-
-    @property
-    def _in_use(self) -> list[Pair]:
-        return self._pairs if self._used is None else [self._used]
-
-    def _pair_of(self, optimizer: Optimizer) -> Pair:
-        for pair in self._pairs:
-            if pair.optimizer is optimizer:
-                return pair
-        raise UserError(
-            f"an {type(optimizer).__name__} that was not prepared",
-            "Use the one that strategy.prepare answered.",
-        )
-
-    def _only_pair(self) -> Pair:
-        if self._used is not None:
-            return self._used
-        if len(self._pairs) != 1:
-            raise UserError(
-                f"step() with {len(self._pairs)} prepared models",
-                "Say which: with strategy.using(optimizer). Or use backward() and update().",
-            )
-        return self._pairs[0]
 
 
 def _of_spare_rows(batch: Batch) -> Batch:

@@ -16,7 +16,11 @@ from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.data.loader import SPARE, Loader
 from spartito.errors import UserError
-from spartito.strategies.base import Distributed, Sums
+from spartito.strategies.base import Distributed, StepResult, Sums
+from spartito.strategies.pair import Pairs
+
+WAITING = "accumulated"
+"""In a position: how many batches before it wait for their update."""
 
 
 class Share(Protocol):
@@ -42,17 +46,19 @@ class Share(Protocol):
 class Placed(Distributed):
     """Batches on the strategy's device, each announced to the modules that want to know."""
 
-    goes_on = False
+    overlaps = False
 
     def __init__(
         self,
         batches: Share,
         device: torch.device,
         announce: Callable[[Batch], None],
-        collective: Collective,
+        group: Collective,
+        pairs: Pairs | None = None,
     ) -> None:
+        """``group`` is that of the data shards; ``pairs`` are what these batches train."""
         self._batches, self._device, self._announce = batches, device, announce
-        self._collective = collective
+        self._group, self._pairs = group, pairs
         self._order = 0
         self.waited = 0.0
 
@@ -74,20 +80,30 @@ class Placed(Distributed):
         finally:
             stream.close()
 
+    def watch(self) -> Iterator[StepResult]:
+        return iter(())
+
     def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
         if not own:
             return list(shared)
-        both = self._collective.all_reduce(torch.tensor(own, dtype=torch.float64))
+        both = self._group.all_reduce(torch.tensor(own, dtype=torch.float64))
         return [*shared, *both.tolist()]
+
+    def gather(self, rows: Tensor) -> Tensor:
+        return torch.cat(self._group.all_gather_rows(rows))
 
     def order(self) -> int:
         return self._order
 
     def state_dict(self) -> dict[str, Any]:
-        return self._batches.state_dict()
+        passes = self._pairs.only.passes if self._pairs is not None else 0
+        waiting = {WAITING: passes} if passes else {}
+        return {**self._batches.state_dict(), **waiting}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches.load_state_dict(state)
+        if self._pairs is not None and state.get(WAITING):
+            self._pairs.only.go_on_accumulating(self._group.rank)
 
     def _place(self, batches: Iterator[Batch]) -> Generator[Batch]:
         for batch in batches:

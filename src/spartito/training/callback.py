@@ -13,6 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.strategies import Strategy
+from spartito.strategies.coordination import Coordination
 from spartito.training.history import History
 from spartito.training.metrics import MeanMetric
 
@@ -38,6 +39,8 @@ class Training(Protocol):
     scheduler: LRScheduler | ReduceLROnPlateau | None
     schedule: Schedule
     strategy: Strategy
+    coordination: Coordination
+    is_chief: bool
     callbacks: list[Callback]
     history: History
     step: int

@@ -98,10 +98,10 @@ class Evaluator:
         self._fit, self._boards, self._monitor = fit, boards, checkpoint.monitor
         self._manager: CheckpointManager = checkpoint.manager
         self._since = process_began() if since is None else since
-        self._chief = trainer.strategy.job.name_of(0)
+        self._chief = trainer.coordination.job.name_of(0)
         self._before = look(self._manager.directory)
         self._limit = time_limit()
-        self._silence = Silence(str(trainer.strategy.task))
+        self._silence = Silence(str(trainer.coordination.task))
         self._sequences: dict[tuple[str, int, int], int] = {}
         self._first: int | None = None
         self._last = 0

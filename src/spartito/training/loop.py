@@ -29,20 +29,20 @@ class Clock:
     """Where the time of an epoch goes, and how many examples it saw.
 
     ``others`` answers the seconds so far in which other tasks kept this one from its next batch.
-    With ``goes_on`` they train while this one evaluates, so that this time counts for the rate.
+    With ``overlaps`` they train while this one evaluates, so that this time counts for the rate.
     """
 
-    def __init__(self, others: Callable[[], float] = float, goes_on: bool = False) -> None:
+    def __init__(self, others: Callable[[], float] = float, overlaps: bool = False) -> None:
         self.total_seconds = self.total_waited = 0.0
         self._others = others
-        self._goes_on = goes_on
+        self._overlaps = overlaps
         self._ended: float | None = None
         self.start()
 
     def start(self, examples: int = 0) -> None:
         """Begin an epoch of which ``examples`` were trained on before."""
         self.began = time.perf_counter()
-        self._working = self._ended if self._goes_on and self._ended else self.began
+        self._working = self._ended if self._overlaps and self._ended else self.began
         self.waited = 0.0
         self.examples = examples
         self._before = examples
@@ -105,9 +105,9 @@ class TrainingLoop:
     def __init__(self, trainer: Training, chain: Dataset, before: TrainingLoop | None) -> None:
         self.chain = chain
         self._trainer = trainer
-        self._strategy = trainer.strategy
+        self._strategy, self._coordination = trainer.strategy, trainer.coordination
         self._batches = trainer.strategy.distribute(chain, seed=trainer.seed)
-        self.clock = Clock(lambda: self._batches.waited, self._batches.goes_on)
+        self.clock = Clock(lambda: self._batches.waited, self._batches.overlaps)
         if before is not None:  # other data, but no order of passes that was seen already
             position = before._batches.state_dict()
             self._batches.load_state_dict(next_epoch({**position, "step": 1}, chain))
@@ -141,7 +141,7 @@ class TrainingLoop:
 
     def record(self) -> dict[str, Any]:
         """What this task did so far, and where its time went."""
-        traffic = self._strategy.traffic
+        traffic = self._coordination.traffic
         return {
             "seconds": self.clock.total_seconds,
             "waited_for_data_seconds": self.clock.total_waited,
@@ -195,8 +195,8 @@ class TrainingLoop:
         with closing(batches):
             self._train_epoch(batches)
         trainer.epoch = epoch + 1
-        with self._strategy.during("end of epoch"):
-            logs = self._conclude(epoch, validation, history) if self._strategy.leads else {}
+        with self._coordination.during("end of epoch"):
+            logs = self._conclude(epoch, validation, history) if self._coordination.decides else {}
         self._forget()
         for callback in callbacks:
             callback.on_epoch_end(epoch, logs)
@@ -206,13 +206,13 @@ class TrainingLoop:
     ) -> dict[str, float]:
         """What the epoch came to, which also decides about the next learning rate."""
         trainer = self._trainer
-        self._strategy.compare_replicas(self._batches.order())
+        self._coordination.compare(self._batches.order())
         figures, timing = self._figures()
         if validation is not None:
             figures |= {f"val_{name}": value for name, value in validation.run().items()}
         timing["seconds"] = self.clock.seconds
         if trainer.schedule.end_epoch(figures):
-            self._strategy.share_rates(trainer.optimizer)
+            self._coordination.publish_rates()
         history.add(epoch, figures)
         return {**figures, **timing}
 
@@ -227,7 +227,7 @@ class TrainingLoop:
         trainer.model.train()
         trainer.schedule.begin_epoch()
         clock.start(self._examples)
-        waited = strategy.traffic.waited
+        waited = self._coordination.traffic.waited
         now = time.perf_counter
         while True:
             before = now()
@@ -238,8 +238,6 @@ class TrainingLoop:
             result = strategy.step(batch, loss, stop=trainer.stop_training)
             self._own_examples += batch.size
             self._own_batches += 1
-            self._done += result.batches
-            clock.examples += result.examples
             if metrics and result.output is not None and batch.size:
                 target = batch.target
                 with torch.no_grad():
@@ -251,35 +249,40 @@ class TrainingLoop:
             if result.stop:
                 trainer.stop_training = True
                 break
+        for result in self._batches.watch():
+            self._came(result)
+            for callback in listeners:
+                callback.on_train_batch_end(self._done - 1, logs)
+            if self._coordination.agree_to_stop(trainer.stop_training):
+                break
         rest = strategy.flush()
         if rest is not None:
-            self._done += rest.batches
-            clock.examples += rest.examples
             self._came(rest)
         clock.stop()
-        self._waited += strategy.traffic.waited - waited
+        self._waited += self._coordination.traffic.waited - waited
 
     def _came(self, result: StepResult) -> None:
+        """Count what was done, here and by others."""
+        self._done += result.batches
+        self.clock.examples += result.examples
         self._loss += result.loss
         self._weight += result.weight
         if result.weight:
             self._logs.last, self._logs.seen = result.loss / result.weight, True
         trainer = self._trainer
         trainer.step += result.updates
-        if self._strategy.leads:  # under servers the chief's options are everybody's
+        if self._coordination.decides:  # under servers the chief's options are everybody's
             trainer.schedule.came(result.batches, result.updates, trainer.steps_per_epoch)
 
     def _figures(self) -> tuple[dict[str, float], dict[str, float]]:
         """The epoch's loss and metrics over all replicas, and where its time went."""
         timing = {
             "examples_per_second": self.clock.rate,
-            "data_wait_fraction": float(
-                self._strategy.reduce("mean", torch.tensor([self.clock.wait_fraction]).double())
-            ),
+            "data_wait_fraction": self._coordination.mean(self.clock.wait_fraction),
         }
         loss, weight, *metrics = self._sums()
         figures = {"loss": loss / weight if weight else float("nan")}
-        if not weight and self.clock.examples and self._strategy.is_chief:
+        if not weight and self.clock.examples and self._trainer.is_chief:
             warn(
                 "none of the %d examples of this epoch counts: their targets are all left out "
                 "(ignore_index), or weigh nothing",
@@ -310,8 +313,8 @@ class TrainingLoop:
 
     def _agree_to_stop(self) -> bool:
         trainer = self._trainer
-        with self._strategy.during("end of epoch"):
-            trainer.stop_training = self._strategy.agree_to_stop(trainer.stop_training)
+        with self._coordination.during("end of epoch"):
+            trainer.stop_training = self._coordination.agree_to_stop(trainer.stop_training)
         return trainer.stop_training
 
 
@@ -342,7 +345,7 @@ class Evaluation:
             metric.reset()
         losses = [0.0, 0.0]
         examples = 0
-        self._strategy.synchronize()
+        self._strategy.coordination.synchronize()
         with evaluating(self._model):
             self._batches.load_state_dict(
                 {"pass": 0, "step": 0}

@@ -13,12 +13,20 @@ R = TypeVar("R")
 T = TypeVar("T", bound=Training)
 
 
-def with_its_pair(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
-    """``method`` of a trainer, about its own model, whatever else its strategy has prepared."""
+def with_its_pair(
+    purpose: str = "",
+) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
+    """Makes a trainer's method be about its own model, whatever else its strategy has prepared.
 
-    @wraps(method)
-    def wrapped(self: T, /, *args: P.args, **options: P.kwargs) -> R:
-        with self.strategy.using(self.optimizer):
-            return method(self, *args, **options)
+    Its calls to other tasks are for ``purpose``, which errors name.
+    """
 
-    return wrapped
+    def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+        @wraps(method)
+        def wrapped(self: T, /, *args: P.args, **options: P.kwargs) -> R:
+            with self.coordination.during(purpose, self.optimizer):
+                return method(self, *args, **options)
+
+        return wrapped
+
+    return decorate

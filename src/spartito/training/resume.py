@@ -8,7 +8,7 @@ from typing import Any
 from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
 from spartito.data.dataset import Dataset
 from spartito.errors import UserError
-from spartito.strategies import Strategy
+from spartito.strategies.coordination import Coordination
 
 _ORDER = ("batch_size", "examples", "drop_remainder", "shuffled", "seed")
 
@@ -58,7 +58,7 @@ def next_epoch(position: dict[str, Any], chain: Dataset) -> dict[str, int]:
     return {"pass": -(-number // repeats) * repeats, "step": 0}
 
 
-def read_together(strategy: Strategy, path: str | Path) -> dict[str, Any]:
+def read_together(coordination: Coordination, path: str | Path) -> dict[str, Any]:
     """The checkpoint at ``path``, or the newest in that folder, as every replica reads it.
 
     Raises `UserError` on all of them when one cannot, or when they have not read the same one.
@@ -71,10 +71,10 @@ def read_together(strategy: Strategy, path: str | Path) -> dict[str, Any]:
         state.update(files)
         return f"{identity} {found}"
 
-    came = [text.partition(" ") for text in strategy.attempt(read)]
+    came = [text.partition(" ") for text in coordination.attempt(read)]
     if len({identity for identity, _, _ in came}) > 1:
         told = [
-            f"{strategy.cluster.name_of(rank)} {found} ({identity[:8]})"
+            f"{coordination.cluster.name_of(rank)} {found} ({identity[:8]})"
             for rank, (identity, _, found) in enumerate(came)
         ]
         raise UserError(

@@ -57,12 +57,11 @@ class RunFolder(Callback):
 
     def _config(self) -> dict[str, Any]:
         trainer, model = self.trainer, self.trainer.model
-        cluster, found = trainer.strategy.cluster, summarize(unwrap(model))
+        cluster, found = trainer.coordination.cluster, summarize(unwrap(model))
         return {
             "spartito": version("spartito"),
             "torch": torch.__version__,
             "python": platform.python_version(),
-            "strategy": trainer.strategy.name,
             "cluster": {
                 "source": cluster.source,
                 "replicas": cluster.num_computing,
@@ -84,6 +83,6 @@ class RunFolder(Callback):
                 "deterministic": trainer.deterministic,
                 "seed": trainer.seed,
             },
-            **trainer.strategy.describe(),
+            **trainer.coordination.describe(),
             **trainer.about,
         }

@@ -21,7 +21,6 @@ from spartito.log import note
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
-from spartito.strategies.record import write_record
 from spartito.training.beacon import Beacon
 from spartito.training.callback import Callback, check_given
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
@@ -87,10 +86,11 @@ class Trainer:
         self.about = about or {}
         found = run_dir or os.environ.get(ENV_RUN_DIR)
         self.run_dir = Path(found) if found else None
-        self._folder = RunFolder(self.run_dir) if self.run_dir and self.strategy.is_chief else None
-        self.model = model
-        self.strategy.record_to = self.run_dir
-        _, self.optimizer = self.strategy.prepare(
+        self.coordination = self.strategy.coordination
+        self.is_chief = self.coordination.cluster.is_chief
+        self._folder = RunFolder(self.run_dir) if self.run_dir and self.is_chief else None
+        self.coordination.record_to = self.run_dir
+        self.model, self.optimizer = self.strategy.prepare(
             model,
             NoOptimizer() if optimizer is None else optimizer,
             accumulate=accumulate,
@@ -101,7 +101,7 @@ class Trainer:
         )
         self.scheduler = self._make_scheduler(scheduler)
         self.schedule = Schedule(self.scheduler, scheduler_interval, scheduler_monitor)
-        self.strategy.follow(self.schedule.by_step)
+        self.coordination.follow(self.schedule.by_step)
 
         self.step = 0
         self.epoch = 0
@@ -118,7 +118,7 @@ class Trainer:
         self._loop: TrainingLoop | None = None
         self._restored: dict[str, Any] | None = None
 
-    @with_its_pair
+    @with_its_pair()
     def fit(
         self,
         data: Any,
@@ -163,8 +163,8 @@ class Trainer:
         chain = as_dataset(data, batch_size)
         if steps_per_epoch is None and chain.repeats is None:
             raise UserError("data that repeats without end", "Give steps_per_epoch.")
-        apart = self.strategy.job.has_evaluator and validation_data is not None
-        self.left_to_evaluator = apart and not self.strategy.is_evaluator
+        apart = self.coordination.job.has_evaluator and validation_data is not None
+        self.left_to_evaluator = apart and not self.coordination.is_evaluator
         self.schedule.check_figures(
             (metric.name for metric in self.metrics),
             validates=validation_data is not None and not self.left_to_evaluator,
@@ -178,7 +178,7 @@ class Trainer:
         validation = None
         if validation_data is not None and not self.left_to_evaluator:
             validation = self._evaluation(validation_data, validation_steps, batch_size)
-        if self.strategy.is_evaluator:
+        if self.coordination.is_evaluator:
             return self._evaluate_checkpoints(validation, verbose)
         restored, self._restored = self._restored, None
         first = self.epoch if restored else 0
@@ -186,7 +186,7 @@ class Trainer:
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch or chain.steps_per_epoch
         self.batch_size, self.examples = chain.batch_size, chain.examples
         self.stop_training = False
-        self.callbacks = self._with_own(verbose) if self.strategy.leads else []
+        self.callbacks = self._with_own(verbose) if self.coordination.decides else []
         if self._loop is None or self._loop.chain is not chain:
             self._loop = TrainingLoop(self, chain, self._loop)
         history = self.history = History()
@@ -195,32 +195,28 @@ class Trainer:
             callback.set_trainer(self)
         if restored:
             loop.load_state_dict(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
-            if initial_epoch is None and restored["accumulated"]:
-                self.strategy.go_on_accumulating(restored["accumulated"])
             _restore(self._given, restored["callbacks"])
         try:
             loop.run(range(first, epochs), steps_per_epoch, validation, history)
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_train_error(error)
-            self.strategy.failed(error)
+            self.coordination.failed(error)
             raise
-        if self.run_dir is not None:
-            write_record(self.run_dir, self.strategy.task, loop.record())
-        found: Any = self.strategy.lead(lambda: [asdict(history), self.step])
+        self.coordination.record(loop.record())
+        found: Any = self.coordination.publish(lambda: [asdict(history), self.step])
         self.history, self.step = History(**found[0]), found[1]
-        self.strategy.synchronize()  # the model is the trained one, on every task
+        self.coordination.synchronize()  # the model is the trained one, on every task
         return self.history
 
-    @with_its_pair
+    @with_its_pair("evaluate")
     def evaluate(
         self, data: Any, *, steps: int | None = None, batch_size: int = 32
     ) -> dict[str, float]:
         """Loss and metrics over ``data``, exact over all replicas: ``{"loss": ..., ...}``."""
-        with self.strategy.during("evaluate"):
-            return self.strategy.lead(lambda: self._evaluation(data, steps, batch_size).run())
+        return self.coordination.publish(lambda: self._evaluation(data, steps, batch_size).run())
 
-    @with_its_pair
+    @with_its_pair("predict")
     def predict(self, data: Any, *, steps: int | None = None, batch_size: int = 32) -> Any:
         """The model's outputs for ``data`` in its order, all of them on every replica.
 
@@ -231,13 +227,15 @@ class Trainer:
             as_dataset(data, batch_size), shuffled=False, padded=True, corrupt_limit=0, repeats=1
         )
         outputs: list[Any] = []
-        with self.strategy.during("predict"), evaluating(self.model):
-            self.strategy.synchronize()
-            for batch in islice(self.strategy.distribute(chain, training=False), steps):
+        self.coordination.synchronize()
+        with evaluating(self.model):
+            batches = self.strategy.distribute(chain, training=False)
+            for batch in islice(batches, steps):
                 output = self.strategy.predict(batch, self.loss is not None)
-                outputs.append(whole(output, batch, self.strategy.gather))
+                outputs.append(whole(output, batch, batches.gather))
         return joined(outputs)
 
+    @with_its_pair("save")
     def save(self, path: str | Path) -> Path:
         """Write a checkpoint to the directory ``path``, from which any strategy goes on.
 
@@ -247,15 +245,15 @@ class Trainer:
         """
 
         def write() -> str:
-            if self.strategy.is_chief:
+            if self.is_chief:
                 write_checkpoint(path, state)
             return ""
 
-        with self.strategy.during("save"):
-            state = self.state_dict()
-            self.strategy.attempt(write)
+        state = self.state_dict()
+        self.coordination.attempt(write)
         return Path(path)
 
+    @with_its_pair("load")
     def load(self, path: str | Path) -> None:
         """Take back what `save` or `ModelCheckpoint` wrote: one checkpoint, or a folder of them,
         whose newest is taken. The next `fit` goes on from there.
@@ -263,28 +261,24 @@ class Trainer:
         Every replica calls it and reads. Raises `UserError` on all of them when one cannot, or
         when they have not read the same checkpoint.
         """
-        with self.strategy.during("load"):
-            self.load_state_dict(read_together(self.strategy, path))
+        self.load_state_dict(read_together(self.coordination, path))
 
-    @with_its_pair
+    @with_its_pair("save")
     def state_dict(self) -> dict[str, Any]:
         """Everything that training needs to go on, equal on all replicas; all call it."""
-        with self.strategy.during("save"):
-            return {
-                **self.strategy.state_dict(),
-                "trainer": {
-                    "step": self.step,
-                    "epoch": self.epoch,
-                    "seed": self.seed,
-                    "scheduler": _scheduler_state(self.scheduler),
-                    "loop": self._loop.state_dict() if self._loop else None,
-                    "callbacks": [
-                        [type(given).__name__, given.state_dict()] for given in self._given
-                    ],
-                },
-            }
+        return {
+            **self.strategy.state_dict(),
+            "trainer": {
+                "step": self.step,
+                "epoch": self.epoch,
+                "seed": self.seed,
+                "scheduler": _scheduler_state(self.scheduler),
+                "loop": self._loop.state_dict() if self._loop else None,
+                "callbacks": [[type(given).__name__, given.state_dict()] for given in self._given],
+            },
+        }
 
-    @with_its_pair
+    @with_its_pair("load")
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take back what `state_dict` returned, under any strategy and number of replicas."""
         self.strategy.load_state_dict(state)
@@ -294,8 +288,9 @@ class Trainer:
         self.step, self.epoch = saved["step"], saved["epoch"]
         if self.scheduler is not None and saved["scheduler"] is not None:
             self.scheduler.load_state_dict(saved["scheduler"])
-        waiting = state.get("accumulated")
-        self._restored = {**saved, "accumulated": waiting} if saved["loop"] else None
+        self._restored = saved if saved["loop"] else None
+        if self._restored and (waiting := state.get("accumulated")):  # of an earlier version
+            saved["loop"]["data"].setdefault("accumulated", waiting["batches"])
 
     @property
     def data_wait_fraction(self) -> float:
@@ -322,10 +317,10 @@ class Trainer:
         if checkpoint is None and self.left_to_evaluator:
             checkpoint = own_checkpoint(self.run_dir)
             own.append(checkpoint)
-        if checkpoint is not None and self.strategy.is_chief:
+        if checkpoint is not None and self.is_chief:
             checkpoint.set_trainer(self)
             own.append(Beacon(checkpoint.manager, self._fits))
-        if self.left_to_evaluator and self.strategy.is_chief:
+        if self.left_to_evaluator and self.is_chief:
             note("validation is left to the evaluator: this history has no val_ figures")
         return sorted([*self._given, *own], key=_turn)
 

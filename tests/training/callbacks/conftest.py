@@ -42,6 +42,11 @@ class Loop:
     states: int = 0
     callbacks: Sequence[Callback] = ()
 
+    @property
+    def is_chief(self) -> bool:
+        """Whether this replica writes."""
+        return self.strategy.is_chief
+
     def state_dict(self) -> dict[str, Any]:
         """Counts how often it was asked; holds the model."""
         self.states += 1

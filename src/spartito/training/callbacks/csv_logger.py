@@ -26,7 +26,7 @@ class CSVLogger(Callback):
 
     def on_train_begin(self) -> None:
         """Make the file, and its folder, or read the header of the one to append to."""
-        if not self.trainer.strategy.is_chief:
+        if not self.trainer.is_chief:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -38,7 +38,7 @@ class CSVLogger(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Add the row."""
-        if not self.trainer.strategy.is_chief:
+        if not self.trainer.is_chief:
             return
         row = {"epoch": epoch + 1} | dict(logs)
         header = [] if self._columns else [list(row)]

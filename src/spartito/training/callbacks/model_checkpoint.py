@@ -76,7 +76,7 @@ class ModelCheckpoint(Callback):
     def on_train_begin(self) -> None:
         """Find out at once whether the directory can be written."""
         manager, self._seen = self.manager, self.trainer.step
-        if self.trainer.strategy.is_chief:
+        if self.trainer.is_chief:
             manager.prepare()
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
@@ -119,5 +119,5 @@ class ModelCheckpoint(Callback):
 
     def _save(self, logs: Logs, best: tuple[str, float] | None) -> None:
         state = self.trainer.state_dict()  # on all replicas: it may communicate
-        if self.trainer.strategy.is_chief:
+        if self.trainer.is_chief:
             self.manager.save(state, f"step-{self.trainer.step:08d}", dict(logs), best)

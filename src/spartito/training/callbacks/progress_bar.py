@@ -65,7 +65,7 @@ class ProgressBar(Callback):
     def on_train_begin(self) -> None:
         """Choose the display."""
         self._display.close()
-        self._display = self._choose() if self.trainer.strategy.is_chief else Silence()
+        self._display = self._choose() if self.trainer.is_chief else Silence()
 
     def on_epoch_begin(self, epoch: int) -> None:
         """Start the clock."""

@@ -30,12 +30,12 @@ class TensorBoard(Callback):
     def on_train_begin(self) -> None:
         """Open the event file of the training; that of validation comes with its first figure."""
         self._place()
-        if self.trainer.strategy.is_chief:
+        if self.trainer.is_chief:
             self._open(_RUNS[0])
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Add the figures of this epoch."""
-        if not self.trainer.strategy.is_chief:
+        if not self.trainer.is_chief:
             return
         self.write(epoch, logs)
 

@@ -1,0 +1,237 @@
+"""Who decides in a training, and how all its tasks come to the same decisions."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+from zlib import crc32
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
+from spartito.collectives.collective import Traffic
+from spartito.engine.batchnorm import average_statistics
+from spartito.engine.checksum import checksum, drifted, moments, outliers, rounding_id
+from spartito.errors import UserError
+from spartito.strategies.groups import Groups
+from spartito.strategies.pair import Pairs
+from spartito.strategies.record import write_record
+
+T = TypeVar("T")
+
+
+class Coordination(ABC):
+    """The decisions of a training, beside its computation: who makes them, and who hears of them.
+
+    A `Strategy` has one, as its ``coordination``. The trainer calls it at the edges of epochs
+    and of its own methods, never in a step. ``name`` is the strategy's, ``job`` the whole
+    cluster, ``cluster`` the tasks that work together: all but the evaluator, which is alone
+    under any strategy.
+    """
+
+    def __init__(self, name: str, job: ClusterSpec, cluster: ClusterSpec, pairs: Pairs) -> None:
+        self.name, self.job, self.cluster = name, job, cluster
+        self.record_to: Path | None = None
+        """The run folder; to be set before `Strategy.prepare`, in which some tasks end."""
+        self._pairs = pairs
+
+    @property
+    def task(self) -> Task:
+        """Which task of the job this process is."""
+        return self.job.task
+
+    @property
+    def is_evaluator(self) -> bool:
+        """Whether this task stands outside the training and evaluates its checkpoints."""
+        return self.job.task.type == EVALUATOR
+
+    @property
+    def decides(self) -> bool:
+        """Whether this task sees the whole training: it evaluates, and its callbacks run."""
+        return True
+
+    @property
+    @abstractmethod
+    def traffic(self) -> Traffic:
+        """What this task exchanged with the others so far."""
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's settings should tell of it, as JSON."""
+        return {"strategy": self.name}
+
+    @contextmanager
+    def during(self, purpose: str, optimizer: Optimizer | None = None) -> Generator[None]:
+        """A block of calls for ``purpose``, which errors name.
+
+        With ``optimizer`` the block is about the pair that was prepared with it: several
+        trainers may share a strategy.
+        """
+        if optimizer is None:
+            yield
+        else:
+            with self._pairs.using(optimizer):
+                yield
+
+    @abstractmethod
+    def publish(self, work: Callable[[], T]) -> T:
+        """What ``work`` returns, plain values, on every task; only those that decide do it."""
+
+    def tell_all(self, text: str) -> list[str]:
+        """The ``text`` of every task, by rank; all call it. Where they do not meet: ``[text]``."""
+        return [text]
+
+    def attempt(self, work: Callable[[], str]) -> list[str]:
+        """What ``work`` returns on every task, by rank; all call it, and return together.
+
+        Raises `UserError` on all of them if ``work`` does on one, which it names.
+        """
+        own: UserError | None = None
+        try:
+            mine = [work(), ""]
+        except UserError as error:
+            own, mine = error, ["", str(error)]
+        results = [json.loads(text) for text in self.tell_all(json.dumps(mine))]
+        if own is not None:
+            raise own
+        for rank, (_, failure) in enumerate(results):
+            if failure:
+                what, _, do = failure.partition("\n  ")
+                raise UserError(f"{self.cluster.name_of(rank)}: {what}", do)
+        return [result for result, _ in results]
+
+    @abstractmethod
+    def agree_to_stop(self, asked: bool) -> bool:
+        """Whether any task asked for an end of the training; all call it after an epoch."""
+
+    def mean(self, value: float) -> float:
+        """The mean of a figure over the tasks that meet; where they do not, ``value``."""
+        return value
+
+    def synchronize(self) -> None:  # noqa: B027 - a single replica has nothing to do
+        """Make equal what may differ between replicas: the running statistics of BatchNorm."""
+
+    def compare(self, order: int = 0) -> None:  # noqa: B027 - not all meet
+        """Raise `UserError` that names the replicas whose parameters are not those of the others.
+
+        ``order`` is a checksum of the examples of an epoch, in their order: it must be equal too.
+        Where replicas do not meet, nothing is compared.
+        """
+
+    def follow(self, schedule: LRScheduler | None) -> None:  # noqa: B027 - few have to
+        """``schedule`` steps once per global step; None: nobody knows the options to come.
+
+        For strategies whose updates are made by other tasks than those that have the schedule.
+        """
+
+    def publish_rates(self) -> None:  # noqa: B027 - where all decide, all decide the same
+        """Give all tasks the learning rates that were chosen after an evaluation."""
+
+    def failed(self, error: BaseException) -> None:  # noqa: B027 - most notice it anyway
+        """``error`` ends a training on this task: tell others that would not notice."""
+
+    def record(self, figures: dict[str, Any]) -> None:
+        """Keep what this task did in the run folder, if there is one."""
+        if self.record_to is not None:
+            write_record(self.record_to, self.task, figures)
+
+
+class SynchronousCoordination(Coordination):
+    """Replicas that meet in every step: all see the same figures, and so decide the same.
+
+    One replica that is alone is the trivial case of them.
+    """
+
+    def __init__(
+        self, name: str, job: ClusterSpec, cluster: ClusterSpec, pairs: Pairs, groups: Groups
+    ) -> None:
+        super().__init__(name, job, cluster, pairs)
+        self._groups = groups
+
+    @property
+    def traffic(self) -> Traffic:
+        return self._groups.world.traffic
+
+    @contextmanager
+    def during(self, purpose: str, optimizer: Optimizer | None = None) -> Generator[None]:
+        with ExitStack() as stack:
+            for group in self._groups.values():
+                stack.enter_context(group.current_call.during(purpose))
+            stack.enter_context(super().during(purpose, optimizer))
+            yield
+
+    def publish(self, work: Callable[[], T]) -> T:
+        return work()
+
+    def tell_all(self, text: str) -> list[str]:
+        return [each.decode() for each in self._groups.world.all_gather_bytes(text.encode())]
+
+    def agree_to_stop(self, asked: bool) -> bool:
+        return self._sum(float(asked)) > 0
+
+    def mean(self, value: float) -> float:
+        return self._sum(value) / self._groups.world.world_size
+
+    def synchronize(self) -> None:
+        for pair in self._pairs.in_use:
+            average_statistics(pair.model, self._groups.data)
+
+    def compare(self, order: int = 0) -> None:
+        if self._groups.data.world_size == 1:
+            return
+        parameters = self._parameters()
+        learn = crc32(bytes(parameter.requires_grad for parameter in parameters))
+        device = parameters[0].device if parameters else torch.device("cpu")
+        mine = (self.checksum(), rounding_id(device), order, learn)
+        values, rounds, orders, flags = zip(*self._gather(mine), strict=True)
+        if unlike := outliers(orders):
+            raise self._unlike(
+                unlike,
+                "has trained on other examples, or in another order, than",
+                "Give all replicas the same data, batch size and seed.",
+            )
+        if unlike := outliers(flags):
+            raise self._unlike(
+                unlike,
+                "has other parameters that learn than",
+                "Freeze and unfreeze the same ones on every replica.",
+            )
+        unlike = outliers(values)
+        if unlike and len(set(rounds)) > 1:  # processors of several kinds: to rounding, then
+            found = self._groups.data.all_gather(
+                torch.tensor(moments(self._parameters()), dtype=torch.float64)
+            )
+            unlike = outliers(drifted([tuple(each.tolist()) for each in found]))
+        if unlike:
+            raise self._unlike(
+                unlike,
+                "has other parameters than",
+                "Something changed them on one replica alone, as a callback may. Go on from a "
+                "checkpoint: then all start from the same.",
+            )
+
+    def checksum(self) -> int:
+        """A checksum of what must be equal on all replicas."""
+        return checksum(self._parameters())
+
+    def _parameters(self) -> list[nn.Parameter]:
+        """Those of all prepared models. Buffers may differ: not all are synchronized."""
+        return [parameter for pair in self._pairs.all for parameter in pair.model.parameters()]
+
+    def _sum(self, value: float) -> float:
+        return self._groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()
+
+    def _gather(self, mine: Sequence[int]) -> list[list[int]]:
+        return [each.tolist() for each in self._groups.data.all_gather(torch.tensor(mine))]
+
+    def _unlike(self, ranks: Sequence[int], what: str, do: str) -> UserError:
+        names = self._groups.data.names
+        odd = " and ".join(names[rank] for rank in ranks)
+        rest = " and ".join(name for rank, name in enumerate(names) if rank not in ranks)
+        return UserError(f"the replicas have drifted apart: {odd} {what} {rest}", do)
