@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import UserError
 from spartito.strategies.central_storage import CentralStorageStrategy, balanced, places
-from tests.replicas import Replicas
+from tests.replicas import ReplicaError, Replicas
 from tests.strategies import central_jobs as jobs
 
 
@@ -74,7 +74,7 @@ def test_replicas_that_share_no_memory_are_refused(replicas: Replicas) -> None:
 def test_a_lost_replica_leaves_nothing_behind(tmp_path: Path) -> None:
     pool = Replicas()
     try:
-        with pytest.raises((EOFError, ConnectionResetError)):
+        with pytest.raises(ReplicaError, match="exit code 3"):
             pool(jobs.die_in_an_update, 2, str(tmp_path))
     finally:
         pool.close()
