@@ -138,7 +138,7 @@ def test_what_a_container_may_use_is_seen_from_inside(container_job: Make) -> No
     assert first["memory"]["limit"] == second["memory"]["limit"] == 640 << 20
     assert first["shm"]["size"] == 1 << 30
     assert first["host"] == "worker-0"
-    assert first["shares"] != second["shares"]
+    assert first["cpus"] != second["cpus"]
     assert first["ipc"] != second["ipc"]
     assert first["machine"] == second["machine"]
     assert all(speed["bandwidth"] < 1e11 for speed in found["speeds"])

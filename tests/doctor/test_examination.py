@@ -17,8 +17,8 @@ from typing import Any
 import pytest
 
 from spartito.cluster.spec import split_address
-from spartito.doctor.probe.probes import knock
-from spartito.doctor.transport.messages import OK, Target
+from spartito.doctor.findings import Outcome, Target
+from spartito.doctor.probe.probes import probe
 from tests.callers import hung_up
 from tests.commands import (
     SPARTITO,
@@ -55,7 +55,7 @@ def start(
 def await_doctor(address: str, index: int) -> None:
     """Until the doctor of a worker answers at its address."""
     target = Target(f"worker {index}", *split_address(address))
-    assert eventually(lambda: knock("test", target, time.monotonic() + 1.0).how == OK, 60.0)
+    assert eventually(lambda: probe("test", target, time.monotonic() + 1.0).ok, 60.0)
 
 
 def report(ended: Ended) -> dict[str, Any]:
@@ -70,7 +70,7 @@ def kinds(found: Mapping[str, Any]) -> set[str]:
 
 def what(found: Mapping[str, Any], kind: str) -> str:
     """The words of the verdicts of this kind."""
-    return "\n".join(v["what"] for v in found["verdicts"] if v["kind"] == kind)
+    return "\n".join(v["message"] for v in found["verdicts"] if v["kind"] == kind)
 
 
 @contextmanager
@@ -100,7 +100,7 @@ def stranger(address: str, says: bytes) -> Iterator[None]:
 def test_workers_here_are_examined_as_run_would_start_them(commands: Commands) -> None:
     ended = commands.spartito("doctor", "--workers", "3", "--timeout", f"{PATIENT}")
     assert "3 of 3 tasks are here" in ended.out
-    assert "torchrun's variables said who we are: worker 0, rank 0 of 3" in ended.out
+    assert "by torchrun's variables this is worker 0, rank 0 of 3" in ended.out
     for index in range(3):
         assert f"from worker {index}" in ended.out
     assert ended.err == ""
@@ -113,9 +113,9 @@ def test_the_json_holds_the_whole(commands: Commands) -> None:
     tasks = [f"worker {index}" for index in range(3)]
     ways = {(a, b) for a in tasks for b in tasks if a != b}
     assert found["expected"] == list(found["facts"]) == tasks
-    assert found["absent"] == found["silent"] == found["refused"] == []
-    assert {(k["source"], k["target"]) for k in found["knocks"]} == ways
-    assert {k["how"] for k in found["knocks"]} == {OK}
+    assert found["missing"] == found["unresponsive"] == found["refused"] == []
+    assert {(k["source"], k["target"]) for k in found["probes"]} == ways
+    assert {k["outcome"] for k in found["probes"]} == {Outcome.OK}
     assert {(s["source"], s["target"]) for s in found["speeds"]} == ways
     for speed in found["speeds"]:
         assert speed["latency"] > 0
@@ -158,7 +158,7 @@ def test_a_process_that_nobody_told_of_a_cluster_looks_at_itself(commands: Comma
     ended = commands.spartito("doctor", "--json")
     found = report(ended)
     assert found["expected"] == ["worker 0"]
-    assert "nothing describes a cluster" in found["facts"]["worker 0"]["would"]
+    assert "nothing describes a cluster" in found["facts"]["worker 0"]["plan"]
 
 
 def test_one_that_never_comes_is_named_on_both_sides(commands: Commands) -> None:
@@ -168,8 +168,8 @@ def test_one_that_never_comes_is_named_on_both_sides(commands: Commands) -> None
     first = start(commands, own, 0, SHORT, "--json").end()
     found = report(first)
     assert first.code == 69
-    assert found["absent"] == ["worker 2"]
-    assert f"worker 0 and worker 1 find at {own[2]}: refused" in what(found, "absent")
+    assert found["missing"] == ["worker 2"]
+    assert f"worker 0 and worker 1 find at {own[2]}: refused" in what(found, "missing")
     assert {(s["source"], s["target"]) for s in found["speeds"]} == {
         ("worker 0", "worker 1"),
         ("worker 1", "worker 0"),
@@ -185,8 +185,8 @@ def test_without_the_first_the_others_say_so_and_who_else_is_there(commands: Com
     await_doctor(own[2], 2)
     found = report(start(commands, own, 1, SHORT, "--json").end())
     assert found["exit_code"] == 69
-    assert f"worker 0 ({own[0]}) did not come" in what(found, "absent")
-    assert f"worker 2 is at {own[2]} and answers worker 1" in what(found, "other")
+    assert f"worker 0 ({own[0]}) did not come" in what(found, "missing")
+    assert f"worker 2 is at {own[2]} and responds to worker 1" in what(found, "other")
     server.kill()
 
 
@@ -198,9 +198,9 @@ def test_a_frozen_task_ends_nobody_else(commands: Commands) -> None:
     frozen.send(signal.SIGSTOP)
     found = report(start(commands, own, 0, SHORT, "--json").end())
     assert found["exit_code"] == 69
-    assert found["absent"] == ["worker 1"]
+    assert found["missing"] == ["worker 1"]
     assert f"worker 0 and worker 2 find at {own[1]}: it accepts the connection" in what(
-        found, "absent"
+        found, "missing"
     )
     assert other.end().code == 69
     frozen.kill()
@@ -215,8 +215,8 @@ def test_one_that_falls_silent_after_it_came(commands: Commands) -> None:
     program = commands.start(sys.executable, joined, own[0], env=env)
     found = report(first.end())
     assert found["exit_code"] == 69
-    assert found["silent"] == ["worker 1"]
-    assert "worker 1 came, then stopped answering" in what(found, "silent")
+    assert found["unresponsive"] == ["worker 1"]
+    assert "worker 1 came, then stopped responding" in what(found, "unresponsive")
     program.kill()
 
 
@@ -225,11 +225,12 @@ import os, sys, time
 from spartito.cluster import resolve
 from spartito.cluster.spec import split_address
 from spartito.doctor.facts.machine import collect
+from spartito.doctor.findings import Target
 from spartito.doctor.transport.messages import Join
-from spartito.doctor.transport.connection import meet
+from spartito.doctor.transport.connection import connect
 end = time.monotonic() + 300
-talk = meet(*split_address(sys.argv[1]), end, b"")
-talk.say(Join(collect(resolve(), os.environ, 1.0), 1), end)
+connection = connect(Target("worker 0", *split_address(sys.argv[1])), end, b"")
+connection.send(Join(collect(resolve(), os.environ, 1.0), 1), end)
 time.sleep(300)
 """
 
@@ -255,7 +256,7 @@ def test_the_tasks_meet_though_the_leaders_port_is_taken(commands: Commands) -> 
         other = start(commands, own, 1)
         found = report(start(commands, own, 0, PATIENT, "--json").end())
         assert other.end().code == 1
-    assert found["absent"] == []
+    assert found["missing"] == []
     assert f"port {split_address(own[0])[1]} of worker 0" in what(found, "port")
 
 
@@ -269,7 +270,7 @@ def test_a_stranger_that_talks_garbage_is_hung_up_on_and_told(commands: Commands
             assert hung_up(connection) == b""
     other = start(commands, own, 1)
     found = report(first.end())
-    assert found["strangers"] == ["127.0.0.1"] * 3
+    assert found["unknown_peers"] == ["127.0.0.1"] * 3
     assert len(found["speeds"]) == 2
     assert other.end().code == found["exit_code"]
 
@@ -283,7 +284,7 @@ def test_a_second_process_of_the_same_task_is_not_let_in(commands: Commands) -> 
     assert eventually(lambda: any(twin.popen.poll() is not None for twin in twins), 60.0)
     third = start(commands, own, 2)
     found = report(first.end())
-    assert "two processes say that they are worker 1" in what(found, "refused")
+    assert "two processes are worker 1" in what(found, "refused")
     assert sorted(twin.end().code for twin in twins) == [1, 1]
     assert found["exit_code"] == third.end().code == 1
 

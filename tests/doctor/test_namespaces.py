@@ -83,7 +83,7 @@ def test_a_way_that_is_open_in_one_direction_only(commands: Commands, hosts: Hos
     assert "worker 1 reaches worker 0, but worker 0 does not reach worker 1" in what(
         found, "one way"
     )
-    assert f"worker 0 finds at beta:{PORT}: no answer" in what(found, "one way")
+    assert f"worker 0 finds at beta:{PORT}: no reply" in what(found, "one way")
 
 
 def test_one_that_does_not_reach_the_first_is_not_said_to_be_off(
@@ -93,12 +93,12 @@ def test_one_that_does_not_reach_the_first_is_not_said_to_be_off(
     alpha.drop(beta, PORT)
     first, second = start(commands, [alpha, beta], SHORT)
     found, alone = report(first.end()), report(second.end())
-    assert found["absent"] == ["worker 1"]
-    assert alone["absent"] == ["worker 0"]
+    assert found["missing"] == ["worker 1"]
+    assert alone["missing"] == ["worker 0"]
     assert "worker 0 reached it there, so it runs but does not reach worker 0" in what(
-        found, "absent"
+        found, "missing"
     )
-    assert f"worker 1 finds at alpha:{PORT}: no answer to the connection" in what(alone, "absent")
+    assert f"worker 1 finds at alpha:{PORT}: no reply to the connection" in what(alone, "missing")
 
 
 def test_the_ways_of_a_slow_cable_are_marked(commands: Commands, hosts: Hosts) -> None:

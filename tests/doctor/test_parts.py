@@ -1,4 +1,4 @@
-"""The parts of a doctor: what it reads of the machine and the network, and how it talks."""
+"""The parts of a doctor: what it reads of the machine and the network, and its transport."""
 
 from __future__ import annotations
 
@@ -17,16 +17,13 @@ from hypothesis import strategies as st
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.cluster.interfaces import interface_of
 from spartito.doctor.facts.machine import gpu_names, memory
-from spartito.doctor.facts.network import (
-    holder_of,
-    resolve_names,
-    routes,
-    source_address,
-)
-from spartito.doctor.probe.probes import at_once, knock, measure
-from spartito.doctor.transport.connection import LONGEST_LINE, ClosedError, GarbageError, Talk, meet
-from spartito.doctor.transport.messages import OK, Memory, Ping, Pong, Push, Question, Target
-from spartito.doctor.transport.server import Station, open_station
+from spartito.doctor.facts.network import holder_of, resolve_names, routes, source_address
+from spartito.doctor.findings import Memory, Outcome, Target
+from spartito.doctor.parallel import at_once
+from spartito.doctor.probe.probes import measure, probe
+from spartito.doctor.transport.connection import LONGEST_LINE, Connection, PeerError, connect
+from spartito.doctor.transport.messages import Data, Ping, Pong, Request
+from spartito.doctor.transport.server import DoctorServer, open_server
 from tests.callers import hung_up
 from tests.launch.supervised import wait_until
 
@@ -39,17 +36,17 @@ def soon(seconds: float = 30.0) -> float:
 
 
 @pytest.fixture
-def two() -> Iterator[tuple[Talk, socket.socket]]:
-    """A talk, and the raw other end of it."""
+def two() -> Iterator[tuple[Connection, socket.socket]]:
+    """A connection, and the raw other end of it."""
     here, there = socket.socketpair()
     there.settimeout(30.0)
     with here, there:
-        yield Talk(here), there
+        yield Connection(here), there
 
 
 @pytest.fixture
-def station() -> Iterator[Station]:
-    opened, _ = open_station(Endpoint("worker 1", LOOPBACK, (DRAWN,)), soon())
+def server() -> Iterator[DoctorServer]:
+    opened, _ = open_server(Endpoint("worker 1", LOOPBACK, (DRAWN,)), soon())
     yield opened
     opened.close()
 
@@ -126,16 +123,16 @@ def test_the_way_to_the_loopback_is_the_loopback() -> None:
 
 
 def test_who_has_a_port() -> None:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        port = server.getsockname()[1]
+    with socket.create_server((LOOPBACK, 0)) as other:
+        port = other.getsockname()[1]
         assert f"(process {os.getpid()})" in holder_of(port)
     assert holder_of(port) == ""
 
 
-def test_a_station_takes_the_next_port_when_one_is_taken() -> None:
-    with socket.create_server((LOOPBACK, 0)) as server:
-        port = server.getsockname()[1]
-        opened, told = open_station(Endpoint("worker 0", LOOPBACK, (port,)), soon())
+def test_a_server_takes_the_next_port_when_one_is_taken() -> None:
+    with socket.create_server((LOOPBACK, 0)) as other:
+        port = other.getsockname()[1]
+        opened, told = open_server(Endpoint("worker 0", LOOPBACK, (port,)), soon())
         opened.close()
     assert opened.port != port
     assert (told.number, told.free) == (port, False)
@@ -143,27 +140,27 @@ def test_a_station_takes_the_next_port_when_one_is_taken() -> None:
 
 
 def test_an_address_of_no_interface_is_listened_for_on_all() -> None:
-    opened, told = open_station(Endpoint("worker 0", "192.0.2.1", (DRAWN,)), soon())
+    opened, told = open_server(Endpoint("worker 0", "192.0.2.1", (DRAWN,)), soon())
     assert told.foreign
-    assert knock("me", Target("worker 0", LOOPBACK, opened.port), soon()).how == OK
+    assert probe("me", Target("worker 0", LOOPBACK, opened.port), soon()).outcome is Outcome.OK
     opened.close()
 
 
-def test_a_knock_tells_what_it_found(station: Station) -> None:
-    def how(task: str, host: str, port: int, seconds: float = 30.0) -> str:
-        return knock("me", Target(task, host, port), soon(seconds)).how
+def test_a_probe_tells_what_it_found(server: DoctorServer) -> None:
+    def outcome(task: str, host: str, port: int, seconds: float = 30.0) -> str:
+        return probe("me", Target(task, host, port), soon(seconds)).outcome
 
-    assert how("worker 1", LOOPBACK, station.port) == OK
-    assert how("worker 2", LOOPBACK, station.port) == "wrong task"
-    assert how("worker 1", "no host", station.port) == "unresolved"
-    with socket.create_server((LOOPBACK, 0)) as server:
-        port = server.getsockname()[1]
-        assert how("worker 1", LOOPBACK, port, 2.0) == "silent"
-    assert how("worker 1", LOOPBACK, port) == "refused"
+    assert outcome("worker 1", LOOPBACK, server.port) == Outcome.OK
+    assert outcome("worker 2", LOOPBACK, server.port) == "other task"
+    assert outcome("worker 1", "no host", server.port) == "unresolved"
+    with socket.create_server((LOOPBACK, 0)) as other:
+        port = other.getsockname()[1]
+        assert outcome("worker 1", LOOPBACK, port, 2.0) == "silent"
+    assert outcome("worker 1", LOOPBACK, port) == "refused"
 
 
-def test_a_way_is_measured(station: Station) -> None:
-    speed = measure("worker 0", Target("worker 1", LOOPBACK, station.port), 30.0)
+def test_a_way_is_measured(server: DoctorServer) -> None:
+    speed = measure("worker 0", Target("worker 1", LOOPBACK, server.port), 30.0)
     assert speed is not None
     assert (speed.source, speed.target) == ("worker 0", "worker 1")
     assert speed.latency > 0
@@ -171,32 +168,32 @@ def test_a_way_is_measured(station: Station) -> None:
     assert abs(speed.clock) < 1.0
 
 
-def test_a_way_to_nobody_has_no_figures(station: Station) -> None:
-    station.close()
-    assert measure("worker 0", Target("worker 1", LOOPBACK, station.port), 5.0) is None
+def test_a_way_to_nobody_has_no_figures(server: DoctorServer) -> None:
+    server.close()
+    assert measure("worker 0", Target("worker 1", LOOPBACK, server.port), 5.0) is None
 
 
-def test_more_bytes_than_a_doctor_sends_are_refused(station: Station) -> None:
-    with meet(LOOPBACK, station.port, soon(), b"") as talk:
-        talk.say(Push(1 << 40), soon())
-        with pytest.raises(ClosedError):
-            talk.hear(Pong, soon())
+def test_more_bytes_than_a_doctor_sends_are_refused(server: DoctorServer) -> None:
+    with connect(Target("worker 1", LOOPBACK, server.port), soon(), b"") as connection:
+        connection.send(Data(1 << 40), soon())
+        with pytest.raises(PeerError):
+            connection.receive(Pong, soon())
 
 
 def test_who_does_not_know_the_secret_is_told_nothing() -> None:
     endpoint, key = Endpoint("worker 1", LOOPBACK, (DRAWN,)), b"known to the tasks alone"
-    station, _ = open_station(endpoint, soon(), key=key)
-    target = Target("worker 1", LOOPBACK, station.port)
+    server, _ = open_server(endpoint, soon(), key=key)
+    target = Target("worker 1", LOOPBACK, server.port)
     try:
-        assert knock("me", target, soon(), key).how == OK
-        assert knock("me", target, soon()).how == "outsider"
-        with socket.create_connection((LOOPBACK, station.port), 30.0) as connection:
+        assert probe("me", target, soon(), key).outcome is Outcome.OK
+        assert probe("me", target, soon()).outcome is Outcome.OTHER_SECRET
+        with socket.create_connection((LOOPBACK, server.port), 30.0) as connection:
             connection.sendall(msgspec.json.encode(Ping()) + b"\n")
             assert hung_up(connection) == b""
-        wait_until(lambda: len(station.strangers) == 2)  # it notes them in threads of its own
-        assert station.strangers == [LOOPBACK] * 2
+        wait_until(lambda: len(server.unknown_peers) == 2)  # it notes them in threads of its own
+        assert server.unknown_peers == [LOOPBACK] * 2
     finally:
-        station.close()
+        server.close()
 
 
 def test_work_that_does_not_end_is_given_up() -> None:
@@ -213,42 +210,42 @@ def test_work_that_does_not_end_is_given_up() -> None:
     assert done.wait(60.0)
 
 
-@given(st.lists(st.sampled_from([Ping(), Pong("worker 0", 1.5), Push(7)]), max_size=5), st.data())
+@given(st.lists(st.sampled_from([Ping(), Pong("worker 0", 1.5), Data(7)]), max_size=5), st.data())
 def test_messages_come_whole_however_they_are_cut(
-    messages: list[Ping | Pong | Push], data: st.DataObject
+    messages: list[Ping | Pong | Data], data: st.DataObject
 ) -> None:
     here, there = socket.socketpair()
     with here, there:
-        sender, receiver = Talk(here), Talk(there)
+        sender, receiver = Connection(here), Connection(there)
         for message in messages:
             payload = data.draw(st.binary(max_size=20))
-            sender.say(message, soon(), payload)
-            assert receiver.hear(Ping | Pong | Push, soon()) == message
+            sender.send(message, soon(), payload)
+            assert receiver.receive(Ping | Pong | Data, soon()) == message
             receiver.skip(len(payload), soon())
 
 
 @pytest.mark.parametrize(
     "line", [b"hello\n", b"{}\n", b'{"spartito_doctor":"pong"}\n', b"\xff\xfe\n", b"[]\n", b"\n"]
 )
-def test_what_is_no_message_is_garbage(two: tuple[Talk, socket.socket], line: bytes) -> None:
-    talk, other = two
+def test_what_is_no_message_is_garbage(two: tuple[Connection, socket.socket], line: bytes) -> None:
+    connection, other = two
     other.sendall(line)
-    with pytest.raises(GarbageError):
-        talk.hear(Question, soon())
+    with pytest.raises(PeerError):
+        connection.receive(Request, soon())
 
 
-def test_a_line_without_an_end_is_garbage(two: tuple[Talk, socket.socket]) -> None:
-    talk, _ = two
-    talk._kept += b"x" * (LONGEST_LINE + 1)
-    with pytest.raises(GarbageError):
-        talk.hear(Question, soon())
+def test_a_line_without_an_end_is_garbage(two: tuple[Connection, socket.socket]) -> None:
+    connection, _ = two
+    connection._received += b"x" * (LONGEST_LINE + 1)
+    with pytest.raises(PeerError):
+        connection.receive(Request, soon())
 
 
-def test_every_wait_ends(two: tuple[Talk, socket.socket]) -> None:
-    talk, _ = two
-    with pytest.raises(TimeoutError):
-        talk.hear(Question, soon(0.05))
-    with pytest.raises(TimeoutError):
-        talk.say(Ping(), soon(-1.0))
-    with pytest.raises(TimeoutError):
-        talk.say(Push(64 * MIB), soon(0.05), bytes(64 * MIB))
+def test_every_wait_ends(two: tuple[Connection, socket.socket]) -> None:
+    connection, _ = two
+    with pytest.raises(PeerError):
+        connection.receive(Request, soon(0.05))
+    with pytest.raises(PeerError):
+        connection.send(Ping(), soon(-1.0))
+    with pytest.raises(PeerError):
+        connection.send(Data(64 * MIB), soon(0.05), bytes(64 * MIB))

@@ -9,23 +9,24 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.doctor.findings import Report, slow_ways
+from spartito.doctor.findings import (
+    Facts,
+    Findings,
+    Memory,
+    Name,
+    Outcome,
+    Port,
+    Probe,
+    Route,
+    Space,
+    Speed,
+    slow_pairs,
+)
 from spartito.doctor.probe.coordinator import rounds
 from spartito.doctor.report import closing, grids
 from spartito.doctor.rules.judge import judge
 from spartito.doctor.rules.verdict import Verdict, exit_code
-from spartito.doctor.transport.messages import (
-    OK,
-    Facts,
-    Knocked,
-    Memory,
-    Name,
-    Port,
-    Route,
-    Space,
-    Speed,
-)
-from spartito.doctor.words import amount, duration, joined, rate
+from spartito.doctor.wording import amount, duration, joined, rate
 
 GIB = 1 << 30
 W0, W1, W2 = "worker 0", "worker 1", "worker 2"
@@ -35,17 +36,17 @@ HEALTHY = Facts(
     host="a",
     machine="boot-a",
     network="net-a",
-    shares="cores-a",
+    cpus="cores-a",
     ipc="shm-a",
     source="TF_CONFIG",
-    would="TF_CONFIG said so",
+    plan="by TF_CONFIG",
     remarks=[],
     cluster={"worker": list(ADDRESSES.values())},
     python="3.11.7",
     versions={"spartito": "0.1.0", "torch": "2.13.0"},
     cores=4,
     quota=None,
-    omp="4",
+    omp_num_threads="4",
     memory=Memory(8 * GIB, 4 * GIB),
     shm=Space("/dev/shm", GIB, GIB),
     disks=[Space("/work", 90 * GIB, 50 * GIB)],
@@ -64,43 +65,43 @@ def facts(task: str, **changes: object) -> Facts:
         "host": host,
         "machine": f"boot-{host}",
         "network": f"net-{host}",
-        "shares": f"cores-{host}",
+        "cpus": f"cores-{host}",
         "ipc": f"shm-{host}",
     }
     return msgspec.structs.replace(HEALTHY, **(own | changes))
 
 
-def knocked(source: str, target: str, how: str = OK, detail: str = "") -> Knocked:
-    return Knocked(source, target, ADDRESSES[target], how, detail)
+def probe(source: str, target: str, outcome: str = "ok", detail: str = "") -> Probe:
+    return Probe(source, target, ADDRESSES[target], Outcome(outcome), detail)
 
 
-def report(*there: Facts, **changes: object) -> Report:
+def report(*there: Facts, **changes: object) -> Findings:
     """Of three healthy tasks on three machines, all of which reach each other; or of ``there``."""
     came = {each.task: each for each in there or map(facts, ADDRESSES)}
-    ways = list(permutations(came, 2))
-    healthy = Report(
+    pairs = list(permutations(came, 2))
+    healthy = Findings(
         expected=list(ADDRESSES),
         addresses=ADDRESSES,
-        leader=W0,
+        coordinator=W0,
         facts=came,
-        knocks=[knocked(*way) for way in ways],
-        speeds=[Speed(*way, 2e-4, 1e9, 0.0) for way in ways],
-        limit=10.0,
+        probes=[probe(*pair) for pair in pairs],
+        speeds=[Speed(*pair, 2e-4, 1e9, 0.0) for pair in pairs],
+        waited=10.0,
     )
     return msgspec.structs.replace(healthy, **changes)
 
 
-def with_knocks(*failed: Knocked) -> Report:
+def with_probes(*failed: Probe) -> Findings:
     lost = {(k.source, k.target) for k in failed}
     healthy = report()
     return msgspec.structs.replace(
         healthy,
-        knocks=[k for k in healthy.knocks if (k.source, k.target) not in lost] + list(failed),
+        probes=[k for k in healthy.probes if (k.source, k.target) not in lost] + list(failed),
         speeds=[s for s in healthy.speeds if (s.source, s.target) not in lost],
     )
 
 
-def the_verdict(given: Report, kind: str) -> Verdict:
+def the_verdict(given: Findings, kind: str) -> Verdict:
     (found,) = [verdict for verdict in judge(given) if verdict.kind == kind]
     return found
 
@@ -112,25 +113,25 @@ def test_a_healthy_cluster_has_no_verdict() -> None:
 
 
 def test_a_task_that_did_not_come_is_named_with_what_the_others_find() -> None:
-    refused = [knocked(W0, W2, "refused"), knocked(W1, W2, "refused")]
-    given = report(facts(W0), facts(W1), knocks=refused)
-    verdict = the_verdict(given, "absent")
-    assert verdict.grade == "missing"
-    assert "worker 2 (c:21000) did not come within 10 s" in verdict.what
-    assert "worker 0 and worker 1 find at c:21000: refused" in verdict.what
+    refused = [probe(W0, W2, "refused"), probe(W1, W2, "refused")]
+    given = report(facts(W0), facts(W1), probes=refused)
+    verdict = the_verdict(given, "missing")
+    assert verdict.severity == "missing"
+    assert "worker 2 (c:21000) did not come within 10 s" in verdict.message
+    assert "worker 0 and worker 1 find at c:21000: refused" in verdict.message
     assert exit_code(judge(given)) == 69
 
 
 def test_one_that_is_reached_but_did_not_come_does_not_reach_the_leader() -> None:
-    given = report(facts(W0), facts(W1), knocks=[knocked(W0, W2), knocked(W1, W2)])
-    verdict = the_verdict(given, "absent")
-    assert "it runs but does not reach worker 0" in verdict.what
-    assert "worker 2 to worker 0 at a:21000" in verdict.do
+    given = report(facts(W0), facts(W1), probes=[probe(W0, W2), probe(W1, W2)])
+    verdict = the_verdict(given, "missing")
+    assert "it runs but does not reach worker 0" in verdict.message
+    assert "worker 2 to worker 0 at a:21000" in verdict.advice
 
 
 def test_one_that_fell_silent_is_missing_too() -> None:
-    given = report(silent=[W1], knocks=[knocked(W0, W1, "silent")])
-    assert "worker 1 came, then stopped answering" in the_verdict(given, "silent").what
+    given = report(unresponsive=[W1], probes=[probe(W0, W1, "silent")])
+    assert "worker 1 came, then stopped responding" in the_verdict(given, "unresponsive").message
     assert exit_code(judge(given)) == 69
 
 
@@ -149,30 +150,30 @@ def test_loopback_addresses_are_wrong_among_several_hosts_only(networks: tuple[s
 
 def test_loopback_addresses_are_told_when_a_task_does_not_come() -> None:
     addresses = {W0: "localhost:21000", W1: "localhost:21001"}
-    given = report(facts(W0), expected=[W0, W1], addresses=addresses, knocks=[])
-    assert "only tasks on that same machine" in the_verdict(given, "loopback").what
+    given = report(facts(W0), expected=[W0, W1], addresses=addresses, probes=[])
+    assert "only tasks on that same machine" in the_verdict(given, "loopback").message
 
 
 def test_an_own_name_that_means_the_loopback() -> None:
     given = report(facts(W0, names=[Name("a", ["127.0.1.1"])]), facts(W1), facts(W2))
     verdict = the_verdict(given, "loopback")
-    assert (verdict.grade, verdict.tasks) == ("warning", [W0])
-    assert "its own name a means 127.0.1.1" in verdict.what
+    assert (verdict.severity, verdict.tasks) == ("warning", [W0])
+    assert "its own name a means 127.0.1.1" in verdict.message
 
 
 def test_a_name_that_does_not_resolve_is_told_once_for_all_tasks() -> None:
     broken = [Name("b", error="Name or service not known")]
     given = report(facts(W0, names=broken), facts(W1), facts(W2, names=broken))
     verdict = the_verdict(given, "name")
-    assert "the name b does not resolve on worker 0 and worker 2" in verdict.what
-    assert verdict.grade == "wrong"
+    assert "the name b does not resolve on worker 0 and worker 2" in verdict.message
+    assert verdict.severity == "error"
 
 
 def test_a_port_that_another_program_has() -> None:
     taken = facts(W0, port=Port(21000, False, "nginx (process 7)"))
     verdict = the_verdict(report(taken, facts(W1), facts(W2)), "port")
-    assert verdict.what == "port 21000 of worker 0 on a is taken by nginx (process 7)"
-    assert verdict.grade == "wrong"
+    assert verdict.message == "port 21000 of worker 0 on a is taken by nginx (process 7)"
+    assert verdict.severity == "error"
 
 
 def test_the_port_of_torchruns_agent_is_as_it_should_be() -> None:
@@ -183,48 +184,48 @@ def test_the_port_of_torchruns_agent_is_as_it_should_be() -> None:
 def test_a_service_name_is_no_fault() -> None:
     behind = facts(W1, port=Port(21000, True, foreign=True))
     given = report(facts(W0), behind, facts(W2))
-    assert the_verdict(given, "foreign address").grade == "note"
+    assert the_verdict(given, "foreign address").severity == "note"
     assert exit_code(judge(given)) == 0
 
 
 def test_a_way_that_fails_in_both_directions_is_told_from_both_sides() -> None:
-    given = with_knocks(knocked(W1, W2, "dropped"), knocked(W2, W1, "unroutable"))
+    given = with_probes(probe(W1, W2, "dropped"), probe(W2, W1, "unroutable"))
     verdict = the_verdict(given, "unreachable")
     assert verdict.tasks == [W1, W2]
-    assert "worker 1 finds at c:21000: no answer" in verdict.what
-    assert "worker 2 finds at b:21000: no route" in verdict.what
+    assert "worker 1 finds at c:21000: no reply" in verdict.message
+    assert "worker 2 finds at b:21000: no route" in verdict.message
     assert exit_code(judge(given)) == 1
 
 
 def test_a_way_that_fails_in_one_direction() -> None:
-    verdict = the_verdict(with_knocks(knocked(W1, W2, "dropped")), "one way")
-    assert "worker 2 reaches worker 1, but worker 1 does not reach worker 2" in verdict.what
-    assert "Open the way from the host of worker 1 to c:21000" in verdict.do
+    verdict = the_verdict(with_probes(probe(W1, W2, "dropped")), "one way")
+    assert "worker 2 reaches worker 1, but worker 1 does not reach worker 2" in verdict.message
+    assert "Open the port from the host of worker 1 to c:21000" in verdict.advice
 
 
 def test_a_way_that_training_does_not_go_is_no_fault() -> None:
-    given = with_knocks(knocked(W2, W1, "dropped"))
-    assert "worker 2 finds at b:21000" in the_verdict(given, "unused way").what
+    given = with_probes(probe(W2, W1, "dropped"))
+    assert "worker 2 finds at b:21000" in the_verdict(given, "unused connection").message
     assert exit_code(judge(given)) == 0
 
 
 def test_an_address_that_leads_to_another_task() -> None:
-    verdict = the_verdict(with_knocks(knocked(W0, W1, "wrong task", W2)), "one way")
-    assert "worker 2 answers there" in verdict.what
+    verdict = the_verdict(with_probes(probe(W0, W1, "other task", W2)), "one way")
+    assert "worker 2 is there" in verdict.message
 
 
 @pytest.mark.parametrize("package", ["spartito", "torch"])
 def test_versions_that_differ(package: str) -> None:
     other = facts(W1, versions=HEALTHY.versions | {package: "0.0.1"})
     verdict = the_verdict(report(facts(W0), other, facts(W2)), "version")
-    assert verdict.grade == "wrong"
-    assert f"of {package}: {HEALTHY.versions[package]} on worker 0 and worker 2" in verdict.what
-    assert "0.0.1 on worker 1" in verdict.what
+    assert verdict.severity == "error"
+    assert f"of {package}: {HEALTHY.versions[package]} on worker 0 and worker 2" in verdict.message
+    assert "0.0.1 on worker 1" in verdict.message
 
 
 def test_another_build_of_torch_is_a_warning() -> None:
     other = facts(W1, versions=HEALTHY.versions | {"torch": HEALTHY.versions["torch"] + "+cpu"})
-    assert the_verdict(report(facts(W0), other, facts(W2)), "version").grade == "warning"
+    assert the_verdict(report(facts(W0), other, facts(W2)), "version").severity == "warning"
 
 
 @pytest.mark.parametrize(("python", "told"), [("3.11.9", False), ("3.12.1", True)])
@@ -239,7 +240,7 @@ def test_a_clock_that_is_off(ahead: float, words: str) -> None:
     speeds = [Speed(W0, W1, 2e-4, 1e9, 0.9), Speed(W2, W0, 2e-4, 1e9, -ahead)]
     verdict = the_verdict(report(speeds=speeds), "clock")
     assert verdict.tasks == [W2]
-    assert words in verdict.what
+    assert words in verdict.message
 
 
 @pytest.mark.parametrize("slow", [Speed(W1, W2, 0.05, 1e9, 0.0), Speed(W1, W2, 2e-4, 1e6, 0.0)])
@@ -248,7 +249,7 @@ def test_the_slow_pair_is_marked(slow: Speed) -> None:
     speeds = [s for s in healthy.speeds if (s.source, s.target) != (W1, W2)]
     given = report(speeds=[*speeds, slow])
     verdict = the_verdict(given, "slow")
-    assert (verdict.grade, verdict.tasks) == ("warning", [W1, W2])
+    assert (verdict.severity, verdict.tasks) == ("warning", [W1, W2])
     matrix = grids(given)[2]
     ((row, column),) = matrix.marked
     assert (matrix.rows[row][0], matrix.heads[column]) == ("from worker 1", "to worker 2")
@@ -261,7 +262,7 @@ def test_ways_between_machines_are_not_slow_because_the_loopback_is_fast() -> No
         Speed(a, b, 5e-5, 3e9, 0.0) if machines[a] == machines[b] else Speed(a, b, 2e-3, 1e8, 0.0)
         for a, b in permutations(machines, 2)
     ]
-    assert slow_ways(speeds, machines) == set()
+    assert slow_pairs(speeds, machines) == set()
 
 
 def test_a_small_shared_memory_matters_where_tasks_share_it() -> None:
@@ -271,18 +272,18 @@ def test_a_small_shared_memory_matters_where_tasks_share_it() -> None:
     together = report(*(facts(task, shm=small, ipc="shm") for task in ADDRESSES))
     found = [verdict for verdict in judge(together) if verdict.kind == "shared memory"]
     assert [verdict.tasks for verdict in found] == [[W0], [W1], [W2]]
-    assert "64 MiB free of 64 MiB" in found[0].what
-    assert "--shm-size" in found[0].do
+    assert "64 MiB free of 64 MiB" in found[0].message
+    assert "--shm-size" in found[0].advice
 
 
 @pytest.mark.parametrize(
     ("omp", "told"), [("1", False), ("2", True), (None, True), ("2,1", True), ("1,4", False)]
 )
 def test_threads_of_tasks_that_share_cores(omp: str | None, told: bool) -> None:
-    given = report(*(facts(task, omp=omp, shares="cores") for task in ADDRESSES))
+    given = report(*(facts(task, omp_num_threads=omp, cpus="cores") for task in ADDRESSES))
     assert [verdict.kind for verdict in judge(given)] == ["threads"] * told
     if told:
-        assert "OMP_NUM_THREADS=1" in the_verdict(given, "threads").do
+        assert "OMP_NUM_THREADS=1" in the_verdict(given, "threads").advice
 
 
 def test_memory_disks_and_gpus() -> None:
@@ -294,16 +295,17 @@ def test_memory_disks_and_gpus() -> None:
     )
     given = report(facts(W0), full, facts(W2))
     assert (
-        "100 MiB of memory left, its container may have 1 GiB" in the_verdict(given, "memory").what
+        "100 MiB of memory left of the 1 GiB of its container"
+        in the_verdict(given, "memory").message
     )
-    assert "/tmp on worker 1 has 1 MiB free" in the_verdict(given, "disk").what
-    assert "1 GPUs on worker 1" in the_verdict(given, "GPUs").what
-    assert the_verdict(given, "NCCL").grade == "note"
+    assert "/tmp on worker 1 has 1 MiB free" in the_verdict(given, "disk").message
+    assert "1 GPUs on worker 1" in the_verdict(given, "GPUs").message
+    assert the_verdict(given, "NCCL").severity == "note"
 
 
 def test_the_worst_comes_first() -> None:
-    given = report(facts(W0, omp="9"), facts(W1, port=Port(21000, False)), knocks=[])
-    assert [verdict.grade for verdict in judge(given)][:3] == ["missing", "wrong", "warning"]
+    given = report(facts(W0, omp_num_threads="9"), facts(W1, port=Port(21000, False)), probes=[])
+    assert [verdict.severity for verdict in judge(given)][:3] == ["missing", "error", "warning"]
 
 
 def test_tables_have_a_row_per_task_and_say_who_is_not_there() -> None:
@@ -322,11 +324,11 @@ def test_tables_have_a_row_per_task_and_say_who_is_not_there() -> None:
 
 def test_of_many_tasks_the_slowest_ways_are_listed() -> None:
     names = [f"worker {i}" for i in range(12)]
-    ways = list(permutations(names, 2))
-    speeds = [Speed(*way, 1e-4, 1e9 + place, 0.0) for place, way in enumerate(ways)]
+    pairs = list(permutations(names, 2))
+    speeds = [Speed(*pair, 1e-4, 1e9 + index, 0.0) for index, pair in enumerate(pairs)]
     many = {name: msgspec.structs.replace(HEALTHY, task=name) for name in names}
     given = report(
-        expected=names, addresses=dict.fromkeys(names, ""), facts=many, speeds=speeds, knocks=[]
+        expected=names, addresses=dict.fromkeys(names, ""), facts=many, speeds=speeds, probes=[]
     )
     slowest = grids(given)[2]
     assert slowest.rows[0][0] == "worker 0 to worker 1"

@@ -142,7 +142,7 @@ def test_only_the_leaders_of_machines_need_a_way(commands: Commands, hosts: list
     job = Job(commands, *workers(four, ports))
     found = job.doctor()
     assert found["exit_code"] == 0
-    assert f"worker 0 finds at beta:{LAST + 1}" in what(found, "unused way")
+    assert f"worker 0 finds at beta:{LAST + 1}" in what(found, "unused connection")
     assert job.train() == [2] * 4
     separate = Job(commands, *workers(four, ports), SPARTITO_STRATEGY_OPTIONS=SOCKETS)
     assert separate.doctor()["exit_code"] == 1
@@ -205,7 +205,7 @@ def test_servers_and_their_chief_at_their_declared_ports(
     job = Job(commands, cluster, places)
     found = job.doctor()
     assert found["exit_code"] == 0  # nobody calls a worker
-    assert f"worker 0 finds at beta:{LAST + 1}" in what(found, "unused way")
+    assert f"worker 0 finds at beta:{LAST + 1}" in what(found, "unused connection")
     assert job.train() == [2, 2, "server 0"]
 
 
@@ -247,6 +247,6 @@ def test_an_interface_is_chosen(commands: Commands, hosts: list[Machine]) -> Non
     job = Job(commands, *workers(hosts, [FIRST, FIRST + 1]), SPARTITO_INTERFACE="second")
     found = job.doctor()
     assert found["exit_code"] == 0
-    knocked = {k["target"]: k["address"] for k in found["knocks"]}
-    assert knocked["worker 1"] == f"10.78.0.2:{FIRST + 1}"
+    probed = {p["target"]: p["address"] for p in found["probes"]}
+    assert probed["worker 1"] == f"10.78.0.2:{FIRST + 1}"
     assert job.train() == [2, 2]

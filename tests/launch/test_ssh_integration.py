@@ -349,7 +349,7 @@ def test_the_doctor_of_all_machines(site: Site, commands: Commands) -> None:
     got = ended(site.start(commands, "doctor", "--hosts", "near,node2", *words, "--json"))
     assert got.code == 0, got.text
     found = json.loads(got.out)
-    assert found["absent"] == []
+    assert found["missing"] == []
     assert found["addresses"]["ps 0"] == "near:29502"
     names = {task: facts["network"] for task, facts in found["facts"].items()}
     assert len({names[task] for task in ("worker 0", "worker 1", "ps 0")}) == 1

@@ -61,7 +61,7 @@ def doctor(
     env |= {name: value for name, value in chosen.items() if value is not None}
     reach = reach_of(hosts, port, ssh, remote_dir, remote_python)
     if reach is not None:
-        from spartito.doctor.launch.hosts import examine_hosts
+        from spartito.doctor.launch.processes import examine_hosts
 
         code = examine_hosts(reach, timeout, workers=workers, ps=ps or 0, as_json=json, env=env)
         raise typer.Exit(code)
@@ -71,7 +71,8 @@ def doctor(
         from spartito.doctor.launch.containers import examine_containers
 
         raise typer.Exit(examine_containers(compose, timeout, as_json=json))
-    from spartito.doctor.examination import examine, examine_here
+    from spartito.doctor.examination import examine
+    from spartito.doctor.launch.processes import examine_here
 
     if workers is None:
         raise typer.Exit(examine(timeout, as_json=json, env=env))

@@ -1,18 +1,18 @@
-"""All that the doctors of one cluster found, as one value, and what follows from it at once."""
+"""The values that the doctors of a cluster collect, and what follows from them at once."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from enum import StrEnum
 from statistics import median
 
 import msgspec
 
 from spartito.cluster.spec import REPLICA_ROLES, ROLES, machine_of, split_address
 from spartito.collectives.placement import calls
-from spartito.doctor.transport.messages import OK, Facts, Knocked, Speed
 
 SLOW_FACTOR = 5.0
-"""A way is slow when it takes so many times what the median way takes."""
+"""A connection is slow when it takes so many times what the median one takes."""
 
 SLOW_LATENCY = 1e-3
 """Seconds that are never slow, whatever the others need."""
@@ -20,48 +20,206 @@ SLOW_LATENCY = 1e-3
 FAST_BANDWIDTH = 1.25e8
 """Bytes per second that are never slow, whatever the others reach: 1 Gbit/s."""
 
+Pair = tuple[str, str]
+"""The task that connects, and the task that it connects to."""
 
-class Report(msgspec.Struct, frozen=True):
-    """Who was expected, who came, and what they found; ``leader`` gathered it."""
+
+class Name(msgspec.Struct, frozen=True):
+    """What a host's name means on one task; ``error`` when it means nothing there."""
+
+    host: str
+    addresses: list[str] = []
+    error: str = ""
+
+
+class Route(msgspec.Struct, frozen=True):
+    """How packets leave a task for ``host``: the interface and our own address on it."""
+
+    host: str
+    interface: str
+    source: str
+
+
+class Port(msgspec.Struct, frozen=True):
+    """The port at which a task is to listen: ``holder`` has it unless it is ``free``.
+
+    ``agent``: torchrun's own agent has it, as it should. ``foreign``: its host is no address of
+    the task's machine. ``last``: where all of an allowed range are taken, the end of that range.
+    ``drawn``: the port that the system gave instead, where that will do.
+    """
+
+    number: int
+    free: bool
+    holder: str = ""
+    agent: bool = False
+    foreign: bool = False
+    last: int = 0
+    drawn: int = 0
+
+
+class Memory(msgspec.Struct, frozen=True):
+    """Bytes of a task's machine; ``limit`` is its cgroup's, None where there is none."""
+
+    total: int
+    available: int
+    limit: int | None = None
+
+
+class Space(msgspec.Struct, frozen=True):
+    """Bytes of a file system."""
+
+    path: str
+    size: int
+    free: int
+
+
+class Facts(msgspec.Struct, frozen=True):
+    """What one task knows about itself and its machine.
+
+    Tasks with equal ``machine`` run under one kernel; with equal ``network`` they have one
+    loopback; with equal ``cpus`` they compete for the same cores; with equal ``ipc`` they can
+    share memory. ``plan`` says what training would do, by the cluster that ``source`` describes;
+    ``refusal`` why it would not begin to listen. ``quota`` is in cores, None without one.
+    ``process_group``: replicas would form one, of gloo or NCCL. ``shared_memory``: replicas that
+    can share memory would. ``port`` is None where nothing says which one.
+    """
+
+    task: str
+    host: str
+    machine: str
+    network: str
+    cpus: str
+    ipc: str
+    source: str
+    plan: str
+    remarks: list[str]
+    cluster: dict[str, list[str]]
+    python: str
+    versions: dict[str, str]
+    cores: int
+    quota: float | None
+    omp_num_threads: str | None
+    memory: Memory
+    shm: Space | None
+    disks: list[Space]
+    gpus: list[str]
+    process_group: bool = False
+    shared_memory: bool = True
+    refusal: str = ""
+    port: Port | None = None
+    names: list[Name] = []
+    routes: list[Route] = []
+
+
+class Target(msgspec.Struct, frozen=True):
+    """Where a task's doctor listens."""
+
+    task: str
+    host: str
+    port: int
+
+    @property
+    def address(self) -> str:
+        """Host and port as one word."""
+        return f"{self.host}:{self.port}"
+
+
+class Outcome(StrEnum):
+    """What may come of a connection."""
+
+    OK = "ok"
+    UNRESOLVED = "unresolved"
+    REFUSED = "refused"
+    DROPPED = "dropped"
+    UNROUTABLE = "unroutable"
+    SILENT = "silent"
+    OTHER_PROGRAM = "other program"
+    OTHER_SECRET = "other secret"
+    CLOSED = "closed"
+    OTHER_TASK = "other task"
+
+
+class Probe(msgspec.Struct, frozen=True):
+    """What came of one task's connection to another."""
+
+    source: str
+    target: str
+    address: str
+    outcome: Outcome
+    detail: str = ""
+
+    @property
+    def ok(self) -> bool:
+        """Whether the target's doctor responded."""
+        return self.outcome is Outcome.OK
+
+
+class Speed(msgspec.Struct, frozen=True):
+    """One direction of a pair: seconds of the fastest round trip, bytes per second from source
+    to target, and seconds by which the target's clock is ahead of the source's.
+    """
+
+    source: str
+    target: str
+    latency: float
+    bandwidth: float
+    clock: float
+
+    @property
+    def pair(self) -> Pair:
+        """Source and target."""
+        return self.source, self.target
+
+
+class Findings(msgspec.Struct, frozen=True):
+    """Who was expected, who came, and what they found; ``coordinator`` gathered it.
+
+    ``addresses`` has ``host:port`` of each task, "" where the cluster gives none; ``facts`` those
+    who came. ``unresponsive`` came and stopped responding; ``refused`` says why some that came
+    were not let in; ``unknown_peers`` are the addresses of callers that are no doctors, or have
+    another secret. ``seconds`` is what all of it took, ``waited`` how long tasks had to come.
+    """
 
     expected: list[str]
     addresses: dict[str, str]
-    """``host:port`` of each expected task, "" where the cluster gives none."""
-    leader: str
+    coordinator: str
     facts: dict[str, Facts]
-    """Of each task that came."""
-    knocks: list[Knocked] = []
+    probes: list[Probe] = []
     speeds: list[Speed] = []
-    silent: list[str] = []
-    """Came, and stopped answering."""
+    unresponsive: list[str] = []
     refused: list[str] = []
-    """Why some that came were not let in."""
-    strangers: list[str] = []
-    """Addresses of programs that knocked and are no doctors."""
+    unknown_peers: list[str] = []
     seconds: float = 0.0
-    """What the examination took."""
-    limit: float = 0.0
-    """Seconds that tasks were waited for."""
+    waited: float = 0.0
 
     @property
-    def absent(self) -> list[str]:
+    def missing(self) -> list[str]:
         """Those that did not come."""
         return [task for task in self.expected if task not in self.facts]
 
     @property
+    def responsive(self) -> list[str]:
+        """Those that came and still respond."""
+        return [task for task in self.facts if task not in self.unresponsive]
+
+    @property
     def hosts(self) -> set[str]:
         """The hosts that the addresses name; all loopback names are one."""
-        hosts = (split_address(address)[0] for address in self.addresses.values() if address)
-        return {machine_of(host) for host in hosts}
+        return {machine_of(self.host(task)) for task in self.addresses if self.host(task)}
+
+    def host(self, task: str) -> str:
+        """The host of the task's address, "" where the cluster gives none."""
+        address = self.addresses.get(task)
+        return split_address(address)[0] if address else ""
 
     @property
-    def slow(self) -> set[tuple[str, str]]:
-        """The ways, as (source, target), that are far slower than the others of their kind."""
-        return slow_ways(self.speeds, {name: facts.machine for name, facts in self.facts.items()})
+    def slow(self) -> set[Pair]:
+        """The pairs that are far slower than the others of their kind."""
+        return slow_pairs(self.speeds, {name: facts.machine for name, facts in self.facts.items()})
 
     @property
-    def needed(self) -> set[tuple[str, str]]:
-        """The ways, as (source, target), that training goes; others may be closed."""
+    def needed(self) -> set[Pair]:
+        """The connections that training makes; others may be closed."""
         replicas = [t for t in self.expected if t.partition(" ")[0] in REPLICA_ROLES]
         servers = [task for task in self.expected if task.startswith("ps ")]
         if servers:
@@ -72,28 +230,23 @@ class Report(msgspec.Struct, frozen=True):
         first = next(iter(self.facts.values()), None)
         found = calls(
             [known.get(task, task) for task in replicas],
-            group=first is not None and first.group,
-            share=first is None or first.share,
+            group=first is not None and first.process_group,
+            share=first is None or first.shared_memory,
         )
         return {(replicas[source], replicas[target]) for source, target in found}
 
-    def found(self, source: str, target: str) -> Knocked | None:
-        """What came of the way from ``source`` to ``target``, None if nobody tried."""
-        return next((k for k in self.knocks if (k.source, k.target) == (source, target)), None)
-
-    def reaches(self, source: str, target: str) -> bool:
-        """Whether ``target`` answered ``source``."""
-        knocked = self.found(source, target)
-        return knocked is not None and knocked.how == OK
+    def probe(self, source: str, target: str) -> Probe | None:
+        """What came of the connection from ``source`` to ``target``, None if nobody tried."""
+        return next((p for p in self.probes if (p.source, p.target) == (source, target)), None)
 
     def clock(self, task: str) -> float | None:
-        """Seconds by which the clock of ``task`` is ahead of the leader's, None if unknown."""
+        """Seconds by which the clock of ``task`` is ahead of the coordinator's, None if unknown."""
         for speed in self.speeds:
-            if (speed.source, speed.target) == (self.leader, task):
+            if speed.pair == (self.coordinator, task):
                 return speed.clock
-            if (speed.source, speed.target) == (task, self.leader):
+            if speed.pair == (task, self.coordinator):
                 return -speed.clock
-        return 0.0 if task == self.leader else None
+        return 0.0 if task == self.coordinator else None
 
 
 def addresses_of(cluster: Mapping[str, Iterable[str]]) -> dict[str, str]:
@@ -105,24 +258,19 @@ def addresses_of(cluster: Mapping[str, Iterable[str]]) -> dict[str, str]:
     }
 
 
-def slow_ways(speeds: Iterable[Speed], machines: Mapping[str, str]) -> set[tuple[str, str]]:
-    """Which (source, target) are slow against the median of at least three like them.
+def slow_pairs(speeds: Iterable[Speed], machines: Mapping[str, str]) -> set[Pair]:
+    """Which pairs are slow against the median of at least three like them.
 
-    Ways inside of a machine and ways between machines are two kinds.
+    Pairs inside of a machine and pairs between machines are two kinds.
     """
     kinds: dict[bool, list[Speed]] = {True: [], False: []}
     for speed in speeds:
-        inside = machines.get(speed.source) == machines.get(speed.target)
-        kinds[inside].append(speed)
+        kinds[machines.get(speed.source) == machines.get(speed.target)].append(speed)
     slow = set()
-    for ways in kinds.values():
-        if len(ways) < 3:
+    for alike in kinds.values():
+        if len(alike) < 3:
             continue
-        latency = max(SLOW_LATENCY, SLOW_FACTOR * median(way.latency for way in ways))
-        bandwidth = min(FAST_BANDWIDTH, median(way.bandwidth for way in ways) / SLOW_FACTOR)
-        slow |= {
-            (way.source, way.target)
-            for way in ways
-            if way.latency > latency or way.bandwidth < bandwidth
-        }
+        latency = max(SLOW_LATENCY, SLOW_FACTOR * median(one.latency for one in alike))
+        bandwidth = min(FAST_BANDWIDTH, median(one.bandwidth for one in alike) / SLOW_FACTOR)
+        slow |= {s.pair for s in alike if s.latency > latency or s.bandwidth < bandwidth}
     return slow

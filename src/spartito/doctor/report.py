@@ -1,24 +1,27 @@
-"""The report as tables of words, and those on a terminal."""
+"""The findings as tables and verdicts on a terminal, or as one line of JSON."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from spartito.doctor.findings import Report
+import msgspec
+
+from spartito.doctor.findings import Facts, Findings
+from spartito.doctor.rules.judge import judge
 from spartito.doctor.rules.verdict import Verdict, exit_code
-from spartito.doctor.transport.messages import Facts
-from spartito.doctor.words import amount, duration, rate
+from spartito.doctor.wording import amount, duration, rate
 from spartito.errors import EXIT_TASK_LOST
 
 WIDEST_MATRIX = 10
-"""More tasks than this, and only the slowest ways are listed."""
+"""More tasks than this, and only the slowest connections are listed."""
 
 WIDTH = 120
 """Columns where there is no terminal that says."""
 
-STYLES = {"missing": "bold red", "wrong": "bold red", "warning": "yellow", "note": "dim"}
+STYLES = {"missing": "bold red", "error": "bold red", "warning": "yellow", "note": "dim"}
 NOTHING = "-"
 
 
@@ -32,177 +35,177 @@ class Grid:
     marked: frozenset[tuple[int, int]] = frozenset()
 
 
-def grids(report: Report) -> list[Grid]:
-    """Who is there, on what machine, and how fast the ways between them are."""
-    found = [_tasks(report), _machines(report)]
-    there = list(report.facts)
-    if len(there) < 2:
-        return found
-    if len(there) > WIDEST_MATRIX:
-        return [*found, _slowest(report)]
-    return [*found, _matrix(report)]
+def show(findings: Findings, as_json: bool) -> int:
+    """Print all of it on stdout.
+
+    Returns:
+        The exit code that it comes to.
+    """
+    verdicts = judge(findings)
+    if as_json:
+        print(msgspec.json.encode(as_object(findings, verdicts)).decode())
+    else:
+        _print(findings, verdicts)
+    sys.stdout.flush()
+    return exit_code(verdicts)
 
 
-def closing(report: Report, verdicts: Sequence[Verdict]) -> str:
+def as_object(findings: Findings, verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    """The findings and their verdicts, for JSON."""
+    return {
+        **msgspec.to_builtins(findings),
+        "missing": findings.missing,
+        "slow": sorted(list(pair) for pair in findings.slow),
+        "verdicts": msgspec.to_builtins(verdicts),
+        "exit_code": exit_code(verdicts),
+    }
+
+
+def closing(findings: Findings, verdicts: Sequence[Verdict]) -> str:
     """The last line: how it is, all in all."""
-    there = len([task for task in report.facts if task not in report.silent])
-    expected = len(report.addresses)
+    there, expected = len(findings.responsive), len(findings.addresses)
     code = exit_code(verdicts)
-    warnings = sum(verdict.grade == "warning" for verdict in verdicts)
+    warnings = sum(verdict.severity == "warning" for verdict in verdicts)
     but = f", but look at the {warnings} warning{'s' * (warnings > 1)}" if warnings else ""
     tasks = f"{there} of {expected} task{'s' * (expected > 1)} {'is' if there == 1 else 'are'} here"
-    how = {0: "all is well", EXIT_TASK_LOST: "not all answer: see above"}.get(
-        code, "something is wrong: see above"
-    )
-    return f"{tasks}; {how}{but if code == 0 else ''} ({report.seconds:.1f} s)"
+    how = {0: f"all is well{but}", EXIT_TASK_LOST: "not all respond: see above"}
+    return f"{tasks}; {how.get(code, 'something is wrong: see above')} ({findings.seconds:.1f} s)"
 
 
-def show(report: Report, verdicts: Sequence[Verdict]) -> None:
-    """Print tables, verdicts and the last line on stdout."""
+def grids(findings: Findings) -> list[Grid]:
+    """Who is there, on what machine, and how fast the connections between them are."""
+    found = [_tasks(findings), _machines(findings)]
+    if len(findings.facts) > WIDEST_MATRIX:
+        found.append(_slowest(findings))
+    elif len(findings.facts) > 1:
+        found.append(_matrix(findings))
+    return found
+
+
+def _print(findings: Findings, verdicts: Sequence[Verdict]) -> None:
     from rich.console import Console  # takes 60 ms to import
     from rich.table import Table
     from rich.text import Text
 
     console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
-    for grid in grids(report):
+    for grid in grids(findings):
         table = Table(title=grid.title, title_justify="left", title_style="bold")
         for head in grid.heads:
             table.add_column(head, overflow="fold")
         for y, row in enumerate(grid.rows):
-            cells = (
-                Text(words, style="bold red" if (y, x) in grid.marked else "")
-                for x, words in enumerate(row)
-            )
-            table.add_row(*cells)
+            styles = ("bold red" if (y, x) in grid.marked else "" for x in range(len(row)))
+            table.add_row(*map(Text, row, styles))
         console.print(table)
+    lines: list[tuple[str, str]] = []
     for verdict in verdicts:
-        words = Text(f"{verdict.grade}: {verdict.what}", STYLES[verdict.grade])
-        console.print(words, soft_wrap=True)
-        if verdict.do:
-            console.print(Text(f"  {verdict.do}"), soft_wrap=True)
-    facts = report.facts.get(report.leader)
-    if facts is not None:
-        console.print(Text(facts.would), soft_wrap=True)
-    console.print(Text(closing(report, verdicts), "bold"), soft_wrap=True)
+        lines.append((f"{verdict.severity}: {verdict.message}", STYLES[verdict.severity]))
+        lines += [(f"  {verdict.advice}", "")] if verdict.advice else []
+    facts = findings.facts.get(findings.coordinator)
+    lines += [(facts.plan, "")] if facts is not None else []
+    for words, style in [*lines, (closing(findings, verdicts), "bold")]:
+        console.print(Text(words, style), soft_wrap=True)
 
 
-def _tasks(report: Report) -> Grid:
+def _tasks(findings: Findings) -> Grid:
     rows: list[list[str]] = []
     marked = set()
-    for task in report.expected:
-        facts = report.facts.get(task)
-        address = report.addresses.get(task) or "not told"
+    for y, task in enumerate(findings.expected):
+        facts = findings.facts.get(task)
+        state = "is here" if task in findings.responsive else "stopped responding"
+        row = [task, findings.addresses.get(task) or "unknown"]
         if facts is None:
-            marked.add((len(rows), 2))
-            rows.append([task, address, "did not come", *[NOTHING] * 4])
-            continue
-        came = "stopped answering" if task in report.silent else "is here"
-        if task in report.silent:
-            marked.add((len(rows), 2))
-        rows.append(
-            [task, address, came, facts.host, _port(facts), _way(facts), _clock(report, task)]
-        )
-    heads = ["task", "address", "came", "host", "its port", "goes out by", "clock"]
-    return Grid(f"Tasks, by {_source(report)}", heads, rows, frozenset(marked))
+            row += ["did not come", *[NOTHING] * 4]
+        else:
+            row += [state, facts.host, _port(facts), _routes(facts), _clock(findings, task)]
+        if task not in findings.responsive:
+            marked.add((y, 2))
+        rows.append(row)
+    heads = ["task", "address", "state", "host", "port", "route", "clock"]
+    facts = findings.facts.get(findings.coordinator)
+    source = facts.source if facts is not None else NOTHING
+    return Grid(f"Tasks, by {source}", heads, rows, frozenset(marked))
 
 
-def _machines(report: Report) -> Grid:
-    rows = [
-        [
-            task,
-            facts.versions.get("spartito", NOTHING),
-            facts.versions.get("torch", NOTHING),
-            facts.python,
-            f"{facts.cores}" + (f" (quota {facts.quota:g})" if facts.quota is not None else ""),
-            facts.omp or "not set",
-            _memory(facts),
-            f"{amount(facts.shm.free)} of {amount(facts.shm.size)}" if facts.shm else NOTHING,
-            ", ".join(amount(disk.free) for disk in facts.disks),
-            _gpus(facts.gpus),
-        ]
-        for task, facts in report.facts.items()
-    ]
-    heads = [
-        "task",
-        "Spartito",
-        "torch",
-        "Python",
-        "cores",
-        "OMP threads",
-        "memory free",
-        "/dev/shm free",
-        "disk free: here, tmp",
-        "GPUs",
-    ]
-    return Grid("Machines", heads, rows)
+MACHINE: dict[str, Callable[[Facts], str]] = {
+    "task": lambda facts: facts.task,
+    "Spartito": lambda facts: facts.versions.get("spartito", NOTHING),
+    "torch": lambda facts: facts.versions.get("torch", NOTHING),
+    "Python": lambda facts: facts.python,
+    "cores": lambda facts: (
+        f"{facts.cores}" + ("" if facts.quota is None else f" (quota {facts.quota:g})")
+    ),
+    "OMP threads": lambda facts: facts.omp_num_threads or "not set",
+    "memory free": lambda facts: _memory(facts),
+    "/dev/shm free": lambda facts: (
+        f"{amount(facts.shm.free)} of {amount(facts.shm.size)}" if facts.shm else NOTHING
+    ),
+    "disk free: here, tmp": lambda facts: ", ".join(amount(disk.free) for disk in facts.disks),
+    "GPUs": lambda facts: _gpus(facts.gpus),
+}
+"""The columns of the table of machines."""
 
 
-def _matrix(report: Report) -> Grid:
-    there = list(report.facts)
-    slow, rows, marked = report.slow, [], set()
-    speeds = {(speed.source, speed.target): speed for speed in report.speeds}
+def _machines(findings: Findings) -> Grid:
+    rows = [[write(facts) for write in MACHINE.values()] for facts in findings.facts.values()]
+    return Grid("Machines", list(MACHINE), rows)
+
+
+def _matrix(findings: Findings) -> Grid:
+    there = list(findings.facts)
+    speeds = {speed.pair: speed for speed in findings.speeds}
+    rows, marked = [], set()
     for y, source in enumerate(there):
         row = [f"from {source}"]
         for x, target in enumerate(there, start=1):
-            speed = speeds.get((source, target))
-            knocked = report.found(source, target)
+            speed, probe = speeds.get((source, target)), findings.probe(source, target)
+            failed, is_slow = probe is not None and not probe.ok, (source, target) in findings.slow
+            words = NOTHING if probe is None or not failed else probe.outcome.value
             if speed is not None:
                 words = f"{duration(speed.latency)}\n{rate(speed.bandwidth)}"
-            else:
-                words = knocked.how if knocked is not None and knocked.how != "ok" else NOTHING
-            if (source, target) in slow:
-                words += "\nslow"
-            bad = knocked is not None and knocked.how != "ok"
-            if bad or (source, target) in slow:
+            row.append("" if source == target else words + "\nslow" * is_slow)
+            if failed or is_slow:
                 marked.add((y, x))
-            row.append("" if source == target else words)
         rows.append(row)
-    heads = ["there and back, speed", *(f"to {task}" for task in there)]
-    return Grid("Ways", heads, rows, frozenset(marked))
+    heads = ["round trip, speed", *(f"to {task}" for task in there)]
+    return Grid("Connections", heads, rows, frozenset(marked))
 
 
-def _slowest(report: Report) -> Grid:
-    slow = report.slow
-    ways = sorted(report.speeds, key=lambda speed: speed.bandwidth)[:WIDEST_MATRIX]
+def _slowest(findings: Findings) -> Grid:
+    slow = findings.slow
+    slowest = sorted(findings.speeds, key=lambda speed: speed.bandwidth)[:WIDEST_MATRIX]
     rows = [
         [
             f"{speed.source} to {speed.target}",
             duration(speed.latency),
             rate(speed.bandwidth),
-            "slow" if (speed.source, speed.target) in slow else "",
+            "slow" if speed.pair in slow else "",
         ]
-        for speed in ways
+        for speed in slowest
     ]
-    title = f"The slowest {len(rows)} of {len(report.speeds)} ways"
-    return Grid(title, ["way", "there and back", "speed", ""], rows)
-
-
-def _source(report: Report) -> str:
-    facts = report.facts.get(report.leader)
-    return facts.source if facts is not None else NOTHING
+    title = f"The slowest {len(rows)} of {len(findings.speeds)} connections"
+    return Grid(title, ["connection", "round trip", "speed", ""], rows)
 
 
 def _port(facts: Facts) -> str:
-    if facts.port is None:
+    port = facts.port
+    if port is None:
         return NOTHING
-    if facts.port.agent:
-        return f"{facts.port.number}: torchrun's"
-    if facts.port.drawn:
-        return f"{facts.port.drawn}: {facts.port.number} is taken"
-    return f"{facts.port.number}: {'free' if facts.port.free else 'taken'}"
+    if port.agent:
+        return f"{port.number}: torchrun's"
+    if port.drawn:
+        return f"{port.drawn}: {port.number} is taken"
+    return f"{port.number}: {'free' if port.free else 'taken'}"
 
 
-def _way(facts: Facts) -> str:
+def _routes(facts: Facts) -> str:
     """The interfaces, each once, with the addresses that we have on them."""
-    ways = dict.fromkeys(f"{route.interface or 'unknown'} {route.source}" for route in facts.routes)
-    return ", ".join(ways) or NOTHING
+    found = (f"{route.interface or 'unknown'} {route.source}" for route in facts.routes)
+    return ", ".join(dict.fromkeys(found)) or NOTHING
 
 
-def _clock(report: Report, task: str) -> str:
-    ahead = report.clock(task)
-    if ahead is None:
-        return NOTHING
-    return f"{'+' if ahead >= 0 else '-'}{duration(abs(ahead))}"
+def _clock(findings: Findings, task: str) -> str:
+    ahead = findings.clock(task)
+    return NOTHING if ahead is None else f"{'+' if ahead >= 0 else '-'}{duration(abs(ahead))}"
 
 
 def _memory(facts: Facts) -> str:

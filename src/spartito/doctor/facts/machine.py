@@ -11,15 +11,19 @@ import shutil
 import socket
 import subprocess
 import tempfile
+import time
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from spartito.cluster.endpoints import check_drawn
 from spartito.cluster.resolver import remarks
-from spartito.cluster.spec import NO_RANK, ClusterSpec
+from spartito.cluster.spec import NO_RANK, ClusterSpec, split_address
 from spartito.collectives.placement import PROCESS_GROUP
 from spartito.device import available_cores, cgroup_memory, cgroup_quota
-from spartito.doctor.transport.messages import Facts, Memory, Space
+from spartito.doctor.facts import network
+from spartito.doctor.findings import Facts, Memory, Space
+from spartito.errors import UserError
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 from spartito.registry import default_name
 
@@ -34,38 +38,45 @@ SHM = Path("/dev/shm")
 
 
 def collect(spec: ClusterSpec, env: Mapping[str, str], seconds: float) -> Facts:
-    """All that needs no network; listing the GPUs may take so many ``seconds``."""
+    """All that this task can tell alone; names and GPUs are looked up for so many ``seconds``."""
+    addresses = [address for tasks in spec.addresses.values() for address in tasks if address]
+    hosts = (split_address(address)[0] for address in addresses)
+    names = network.resolve_names(hosts, time.monotonic() + seconds)
     machine = _text(BOOT).strip() or platform.node()
     quota = cgroup_quota()
     gpus = gpu_names(env, seconds)
-    told = communication(env)
+    communication = communication_of(env)
+    process_group = bool(gpus) or communication in PROCESS_GROUP
     return Facts(
         task=str(spec.task),
         host=socket.gethostname(),
         machine=machine,
         network=f"{machine}/{_link(NETWORK)}",
-        shares=_shares(machine, quota),
+        cpus=_cpus(machine, quota),
         ipc=f"{machine}/{SHM.stat().st_dev if SHM.is_dir() else 0}",
         source=spec.source,
-        would=would_do(spec, env, len(gpus)),
+        plan=plan_of(spec, env, len(gpus)),
         remarks=list(remarks(spec, env)),
         cluster={role: list(tasks) for role, tasks in spec.addresses.items()},
         python=platform.python_version(),
         versions={name: _version(name) for name in PACKAGES},
         cores=available_cores(),
         quota=None if math.isinf(quota) else quota,
-        omp=env.get("OMP_NUM_THREADS"),
+        omp_num_threads=env.get("OMP_NUM_THREADS"),
         memory=memory(),
         shm=space(SHM) if SHM.is_dir() else None,
         disks=[space(Path.cwd()), space(Path(tempfile.gettempdir()))],
         gpus=gpus,
-        group=bool(gpus) or told in PROCESS_GROUP,
-        share=told == "auto",
+        process_group=process_group,
+        shared_memory=communication == "auto",
+        refusal=_refusal(env) if process_group else "",
+        names=names,
+        routes=network.routes(names),
     )
 
 
-def communication(env: Mapping[str, str]) -> str:
-    """How replicas are told to talk, by the options of the strategy in ``env``; "auto" if not."""
+def communication_of(env: Mapping[str, str]) -> str:
+    """How replicas are to exchange, by the options of the strategy in ``env``; "auto" if unset."""
     try:
         options = json.loads(env.get(ENV_STRATEGY_OPTIONS) or "{}")
     except ValueError:
@@ -74,15 +85,16 @@ def communication(env: Mapping[str, str]) -> str:
     return found if isinstance(found, str) else "auto"
 
 
-def would_do(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:
-    """What training would make of this environment, and who told it, in one sentence."""
-    strategy = env.get(ENV_STRATEGY) or _strategy_of(spec)
+def plan_of(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:
+    """What training would make of this environment, in one sentence."""
     if spec.source == ClusterSpec.alone().source:
         here = f"{gpus} workers, one per GPU" if gpus > 1 else "1 worker"
         return f"nothing describes a cluster, so spartito run would start {here} on this machine"
-    place = f"rank {spec.rank} of {spec.num_replicas}" if spec.rank != NO_RANK else "not training"
-    meeting = f", they meet at {spec.rendezvous}" if spec.rendezvous else ""
-    return f"{spec.source} said who we are: {spec.task}, {place}, strategy {strategy}{meeting}"
+    servers = len(spec.addresses.get("ps", ()))
+    strategy = env.get(ENV_STRATEGY) or default_name(spec.num_replicas, servers)
+    rank = f"rank {spec.rank} of {spec.num_replicas}" if spec.rank != NO_RANK else "no replica"
+    meeting = f", rendezvous at {spec.rendezvous}" if spec.rendezvous else ""
+    return f"by {spec.source} this is {spec.task}, {rank}, strategy {strategy}{meeting}"
 
 
 def memory(meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = CGROUP) -> Memory:
@@ -112,26 +124,30 @@ def gpu_names(env: Mapping[str, str], seconds: float) -> list[str]:
     if shutil.which("nvidia-smi") is None:
         return []
     try:
-        answer = subprocess.run(
+        listed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=seconds
         )
     except (OSError, subprocess.TimeoutExpired):
         return []
-    lines = [line for line in answer.stdout.splitlines() if line.startswith("GPU ")]
+    lines = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
     return [line.partition(": ")[2].partition(" (UUID")[0] for line in lines]
 
 
-def _strategy_of(spec: ClusterSpec) -> str:
-    return default_name(spec.num_replicas, len(spec.addresses.get("ps", ())))
+def _refusal(env: Mapping[str, str]) -> str:
+    """Why a process group would not begin to listen."""
+    try:
+        check_drawn(env)
+    except UserError as error:
+        return str(error)
+    return ""
 
 
-def _shares(machine: str, quota: float) -> str:
+def _cpus(machine: str, quota: float) -> str:
     """Tasks share a quota with their own cgroup, and cores without one with all who have them."""
-    if math.isinf(quota):
-        return _digest(machine, _affinity())
+    affinity = str(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
     # Inside of containers the cgroup's path may be the same for all.
-    own = _text(CGROUP) + _link(CGROUP_SPACE)
-    return _digest(machine, _affinity(), str(quota), own)
+    own = [] if math.isinf(quota) else [str(quota), _text(CGROUP) + _link(CGROUP_SPACE)]
+    return hashlib.sha256("\n".join([machine, affinity, *own]).encode()).hexdigest()[:16]
 
 
 def _version(package: str) -> str:
@@ -139,14 +155,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "not installed"
-
-
-def _affinity() -> str:
-    return str(sorted(os.sched_getaffinity(0))) if hasattr(os, "sched_getaffinity") else ""
-
-
-def _digest(*parts: str) -> str:
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
 
 
 def _link(path: Path) -> str:

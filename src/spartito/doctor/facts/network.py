@@ -9,8 +9,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from spartito.cluster.interfaces import interface_of
-from spartito.doctor.probe.probes import at_once
-from spartito.doctor.transport.messages import Name, Route
+from spartito.doctor.findings import Name, Route
+from spartito.doctor.parallel import at_once
 
 PROC = Path("/proc")
 LISTENS = "0A"
@@ -22,7 +22,7 @@ def resolve_names(hosts: Iterable[str], end: float) -> list[Name]:
     asked = sorted(set(hosts))
     found = at_once(_resolve, asked, end)
     return [
-        name or Name(host, error="no answer from the name service")
+        name or Name(host, error="no response from the name service")
         for host, name in zip(asked, found, strict=True)
     ]
 
@@ -49,7 +49,7 @@ def source_address(address: str) -> str:
 
 
 def holder_of(port: int, proc: Path = PROC) -> str:
-    """Which program listens on ``port``, as ``nginx (process 12)``; "" where that is not told.
+    """Which program listens on ``port``, as ``nginx (process 12)``; "" if unknown.
 
     The system tells it about our own processes, and to root about all.
     """

@@ -21,7 +21,7 @@ from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import say
 
 START_SECONDS = 30.0
-"""How long after its time limit a doctor may end: a share of a CPU starts Python slowly."""
+"""How long after its time limit a doctor may end: a fraction of a CPU starts Python slowly."""
 
 STOP_SECONDS = 1
 """From the request to stop to the kill: a doctor has nothing to save."""
@@ -36,7 +36,7 @@ ITS_OWN = frozenset({0, 1, 69})
 def examine_containers(path: Path, seconds: float = TIMEOUT, *, as_json: bool = False) -> int:
     """Examine the tasks of the compose file ``path``, each in a container as the job's.
 
-    Prints what the first task prints (see `examine`) and answers its exit code; removes all
+    Prints what the first task prints (see `examine`) and returns its exit code; removes all
     that it made. A running job of the file goes on. Ends within ``seconds``, and what the
     engine takes to start and to remove the containers. Raises `UserError` where the file, the
     engine, an image or a folder is missing, `TaskLostError` where the first task never ends.
@@ -126,7 +126,7 @@ def _folders(job: JobFile) -> Iterator[None]:
 
 
 def _result(engine: Engine, job: JobFile, seconds: float) -> int:
-    """Print what the first task prints, once it has ended; answers its exit code."""
+    """Print what the first task prints, once it has ended; returns its exit code."""
     first = next(iter(job.services))
     states = {state.service: state for state in engine.states(job)}
     if first not in states:

@@ -1,163 +1,125 @@
-"""The first task: it waits for the others, gives them orders in turn, and gathers the answers."""
+"""The first task: it waits for the others, gives them orders in turn, and gathers the results."""
 
 from __future__ import annotations
 
 import queue
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Protocol
 
 from spartito.cluster.spec import EVALUATOR, canonical, split_address
-from spartito.doctor.findings import Report, addresses_of, slow_ways
-from spartito.doctor.probe.probes import at_once, knock_all, measure
-from spartito.doctor.transport.connection import GarbageError, Talk, meet
-from spartito.doctor.transport.messages import (
-    End,
+from spartito.doctor.findings import (
     Facts,
-    Invite,
-    Join,
-    Knock,
-    Knocked,
-    Knocks,
-    Measure,
-    Measured,
-    Message,
-    Refused,
+    Findings,
+    Pair,
+    Probe,
     Speed,
     Target,
+    addresses_of,
+    slow_pairs,
+)
+from spartito.doctor.parallel import at_once
+from spartito.doctor.probe.probes import carry_out
+from spartito.doctor.transport.connection import Connection, PeerError, connect
+from spartito.doctor.transport.messages import (
+    End,
+    Invite,
+    Join,
+    Measured,
+    MeasureOrder,
+    Order,
+    Probed,
+    ProbeOrder,
+    Refused,
     Welcome,
 )
-from spartito.doctor.transport.server import Station
+from spartito.doctor.transport.server import DoctorServer
 
 GATHER, MEASURE = 0.6, 0.9
-"""When the time limit is so far gone we wait no longer for tasks, and measure no more."""
+"""When so much of the time limit is gone we wait no longer for tasks, and measure no more."""
 
-KNOCK, KNOCK_SECONDS = 0.15, 2.0
-"""A connection gets this share of the time limit, and never more than so many seconds."""
+PROBE, PROBE_SECONDS = 0.15, 2.0
+"""A connection gets this fraction of the time limit, and never more than so many seconds."""
 
-MEASURE_SECONDS = 1.0
-ANSWER_SECONDS = 0.5
-"""One measurement at most, and what its answer may take on top."""
+MEASURE_SECONDS, REPLY_SECONDS = 1.0, 0.5
+"""One measurement at most, and what its reply may take on top."""
 
 INVITE_SECONDS = 0.5
-"""Between two looks for a server that does not come."""
+"""Between two attempts to reach a server that does not come."""
 
 ONE_AT_A_TIME = 16
 """Up to so many tasks pairs take turns; of more, pairs without a common task go together."""
 
 RETRIES = 2
-"""How often a way that looks slow is measured again: a busy moment is no slow network."""
-
-
-class Doctor(Protocol):
-    """A task's doctor: us or another; it raises `OSError` or `GarbageError` when it is gone."""
-
-    facts: Facts
-
-    def knock(self, targets: list[Target], seconds: float) -> list[Knocked]:
-        """Connect to all ``targets`` at the same time."""
-
-    def measure(self, target: Target, seconds: float) -> Speed | None:
-        """Measure the way to ``target``."""
-
-
-@dataclass
-class Own:
-    """This task's own doctor."""
-
-    facts: Facts
-    key: bytes
-
-    def knock(self, targets: list[Target], seconds: float) -> list[Knocked]:
-        """Connect to all ``targets`` at the same time."""
-        return knock_all(self.facts.task, targets, seconds, self.key)
-
-    def measure(self, target: Target, seconds: float) -> Speed | None:
-        """Measure the way to ``target``."""
-        return measure(self.facts.task, target, seconds, self.key)
+"""How often a pair that looks slow is measured again: a busy moment is no slow network."""
 
 
 @dataclass
 class Member:
-    """Another task's doctor, which hears orders on ``talk``."""
+    """Another task that came: what it knows, its connection, and where its doctor listens."""
 
     facts: Facts
-    talk: Talk
+    connection: Connection
     host: str
     port: int
 
-    def knock(self, targets: list[Target], seconds: float) -> list[Knocked]:
-        """Connect to all ``targets`` at the same time."""
-        answer: Knocks = self._ask(Knock(targets, seconds), Knocks, seconds)
-        return answer.found
-
-    def measure(self, target: Target, seconds: float) -> Speed | None:
-        """Measure the way to ``target``."""
-        answer: Measured = self._ask(Measure(target, seconds), Measured, seconds)
-        return answer.speed
-
-    def _ask(self, order: Message, answer: Any, seconds: float) -> Any:
-        end = time.monotonic() + seconds + ANSWER_SECONDS
-        self.talk.say(order, end)
-        return self.talk.hear(answer, end)
-
 
 @dataclass
-class Leader:
-    """Gathers the `Report` of the cluster that ``facts`` describes, within ``seconds``.
+class Coordinator:
+    """Gathers the `Findings` of the cluster that ``facts`` describes, within ``seconds``.
 
-    The others come to ``station``; they reach this task in training at ``own``.
+    The others come to ``server``; they reach this task in training at ``own``.
     """
 
     facts: Facts
-    station: Station
+    server: DoctorServer
     own: Target
     seconds: float
     began: float
     members: dict[str, Member] = field(default_factory=dict)
-    silent: list[str] = field(default_factory=list)
+    unresponsive: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    speeds: dict[tuple[str, str], Speed] = field(default_factory=dict)
+    speeds: dict[Pair, Speed] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.addresses = addresses_of(self.facts.cluster)
 
-    def examine(self) -> Report:
+    def examine(self) -> Findings:
         """Wait for all, let them connect to each other, measure pair by pair."""
         self._gather(self.began + GATHER * self.seconds)
-        knocks = self._knock(min(KNOCK_SECONDS, KNOCK * self.seconds))
-        self._measure([(k.source, k.target) for k in knocks if k.how == "ok"])
-        there = self._doctors()
-        return Report(
+        waited = time.monotonic() - self.began
+        probes = self._probe(min(PROBE_SECONDS, PROBE * self.seconds))
+        self._measure([(probe.source, probe.target) for probe in probes if probe.ok])
+        there = self._facts()
+        return Findings(
             expected=list(self.addresses),
             addresses=self.addresses,
-            leader=self.facts.task,
-            facts={name: there[name].facts for name in self.addresses if name in there},
-            knocks=knocks,
+            coordinator=self.facts.task,
+            facts={task: there[task] for task in self.addresses if task in there},
+            probes=probes,
             speeds=list(self.speeds.values()),
-            silent=self.silent,
+            unresponsive=list(dict.fromkeys(self.unresponsive)),
             refused=self.refused,
-            strangers=list(self.station.strangers),
+            unknown_peers=list(self.server.unknown_peers),
             seconds=time.monotonic() - self.began,
-            limit=GATHER * self.seconds,
+            waited=waited,
         )
 
-    def dismiss(self, code: int, words: str) -> None:
+    def dismiss(self, code: int, summary: str) -> None:
         """Tell all how it ended."""
-        while not self.station.joins.empty():
-            join, talk = self.station.joins.get_nowait()
-            with talk, suppress(OSError):
+        while not self.server.joins.empty():
+            join, connection = self.server.joins.get_nowait()
+            with connection, suppress(PeerError):
                 why = f"{join.facts.task} came too late: {self.facts.task} waited no longer"
-                talk.say(Refused(why), time.monotonic() + ANSWER_SECONDS)
-        for name, member in self.members.items():
-            if name not in self.silent:
-                with suppress(OSError):  # one that is gone has said so itself
-                    member.talk.say(End(code, words), time.monotonic() + ANSWER_SECONDS)
-            member.talk.close()
+                connection.send(Refused(why), time.monotonic() + REPLY_SECONDS)
+        for task, member in self.members.items():
+            if task not in self.unresponsive:
+                with suppress(PeerError):  # one that is gone has said so itself
+                    member.connection.send(End(code, summary), time.monotonic() + REPLY_SECONDS)
+            member.connection.close()
 
     def _gather(self, end: float) -> None:
         for task in self.addresses:
@@ -165,62 +127,59 @@ class Leader:
                 threading.Thread(target=self._invite, args=(task, end), daemon=True).start()
         while len(self.members) + 1 < len(self.addresses):
             try:
-                join, talk = self.station.joins.get(timeout=max(0.0, end - time.monotonic()))
+                join, connection = self.server.joins.get(timeout=max(0.0, end - time.monotonic()))
             except queue.Empty:
                 return
-            why = self._objection(join)
+            task, why = join.facts.task, self._objection(join.facts)
             try:
                 left = self.began + self.seconds - time.monotonic()
-                answer = Refused(why) if why else Welcome(left)
-                talk.say(answer, time.monotonic() + ANSWER_SECONDS)
-            except OSError:
-                why = why or f"{join.facts.task} came and went away at once"
+                reply = Refused(why) if why else Welcome(left)
+                connection.send(reply, time.monotonic() + REPLY_SECONDS)
+            except PeerError:
+                why = why or f"{task} came and left at once"
             if why:
                 self.refused.append(why)
-                talk.close()
+                connection.close()
                 continue
-            task = join.facts.task
             self.addresses.setdefault(task, "")
-            self.members[task] = Member(join.facts, talk, join.host, join.port)
+            self.members[task] = Member(join.facts, connection, join.host, join.port)
 
     def _invite(self, task: str, end: float) -> None:
-        """Go to the parameter server ``task`` unless it comes: training never has it call us."""
+        """Go to the parameter server ``task`` unless it comes: in training it calls nobody."""
         time.sleep(INVITE_SECONDS)
         while task not in self.members and time.monotonic() < end:
             target = self._target(task)
+            if target is None:
+                return
             try:
-                if target is not None:
-                    self.station.joins.put(_invited(target, end, self.station.key))
-                    return
-            except (OSError, GarbageError):
+                self.server.joins.put(_invited(target, end, self.server.key))
+                return
+            except PeerError:
                 time.sleep(INVITE_SECONDS)  # it does not listen yet, or came meanwhile
 
-    def _objection(self, join: Join) -> str:
+    def _objection(self, theirs: Facts) -> str:
         """Why the task that came is none of ours, "" when it is."""
-        task = join.facts.task
-        if task in self._doctors():
-            return f"two processes say that they are {task}; one runs on {join.facts.host}"
-        # An evaluator may be left out of the cluster of the others, as in TensorFlow.
-        known, theirs = (
-            {name: address for name, address in cluster.items() if not name.startswith(EVALUATOR)}
-            for cluster in (self.addresses, addresses_of(join.facts.cluster))
-        )
-        if difference := _difference(known, theirs):
-            return f"{task} came with another cluster than {self.facts.task}: {difference}"
+        if theirs.task in self._facts():
+            return f"two processes are {theirs.task}; one runs on {theirs.host}"
+        difference = _difference(self.addresses, addresses_of(theirs.cluster))
+        if difference:
+            return f"{theirs.task} has another cluster than {self.facts.task}: {difference}"
         return ""
 
-    def _doctors(self) -> dict[str, Doctor]:
-        return {self.facts.task: Own(self.facts, self.station.key), **self.members}
+    def _facts(self) -> dict[str, Facts]:
+        """What all that are here know."""
+        others = {task: member.facts for task, member in self.members.items()}
+        return {self.facts.task: self.facts, **others}
 
     def _target(self, task: str) -> Target | None:
-        """Where the doctor of ``task`` listens, or should; None where nothing tells."""
-        address = self.addresses[task]
-        host, port = split_address(address) if address else ("", 0)
+        """Where the doctor of ``task`` listens, or should; None where nothing says."""
         if task == self.facts.task:
             return self.own
+        address = self.addresses[task]
+        host, port = split_address(address) if address else ("", 0)
         member = self.members.get(task)
         if member is not None:
-            seen = str(member.talk.connection.getpeername()[0])
+            seen = str(member.connection.socket.getpeername()[0])
             return Target(task, member.host or host or seen, member.port)
         return Target(task, host, port) if address else None
 
@@ -228,70 +187,72 @@ class Leader:
         found = {task: self._target(task) for task in self.addresses}
         return {task: target for task, target in found.items() if target is not None}
 
-    def _knock(self, seconds: float) -> list[Knocked]:
+    def _ask(self, task: str, order: Order) -> Probed | Measured | None:
+        """What came of ``order`` to a task, maybe ourselves; None if it stopped responding."""
+        if task == self.facts.task:
+            return carry_out(order, task, self.server.key)
+        connection, end = self.members[task].connection, time.monotonic() + order.seconds
+        try:
+            connection.send(order, end + REPLY_SECONDS)
+            done: Probed | Measured = connection.receive(Probed | Measured, end + REPLY_SECONDS)
+        except PeerError:
+            self.unresponsive.append(task)
+            return None
+        return done
+
+    def _probe(self, seconds: float) -> list[Probe]:
         """Everybody connects to everybody, all at the same time."""
         targets = self._targets()
 
-        def ask(doctor: Doctor) -> list[Knocked]:
-            name = doctor.facts.task
-            others = [target for task, target in targets.items() if task != name]
-            try:
-                return doctor.knock(others, seconds)
-            except (OSError, GarbageError):
-                self.silent.append(name)
-                return []
+        def ask(task: str) -> list[Probe]:
+            others = [target for name, target in targets.items() if name != task]
+            done = self._ask(task, ProbeOrder(others, seconds))
+            return done.probes if isinstance(done, Probed) else []
 
-        doctors = list(self._doctors().values())
-        limit = time.monotonic() + seconds + 2 * ANSWER_SECONDS
-        found = at_once(ask, doctors, limit)
-        return [knocked for knocks in found for knocked in knocks or []]
+        limit = time.monotonic() + seconds + 2 * REPLY_SECONDS
+        return [p for probes in at_once(ask, list(self._facts()), limit) for p in probes or []]
 
-    def _measure(self, ways: Sequence[tuple[str, str]]) -> None:
-        """Measure ``ways`` in turns, and once more those that look slow."""
-        doctors = self._doctors()
-        width = 1 if len(doctors) <= ONE_AT_A_TIME else len(doctors) // 2
-        machines = {name: doctor.facts.machine for name, doctor in doctors.items()}
-        targets, gone = self._targets(), set(self.silent)
+    def _measure(self, pairs: Iterable[Pair]) -> None:
+        """Measure ``pairs`` in turns, and once more those that look slow."""
+        facts = self._facts()
+        width = 1 if len(facts) <= ONE_AT_A_TIME else len(facts) // 2
+        machines = {task: each.machine for task, each in facts.items()}
+        targets, gone = self._targets(), set(self.unresponsive)
         until = self.began + MEASURE * self.seconds
+        wanted = set(pairs)
 
-        def turn(pair: tuple[str, str]) -> None:
+        def turn(pair: Pair) -> None:
             for source, target in (pair, pair[::-1]):
+                left = until - time.monotonic()
                 if (source, target) not in wanted or {source, target} & gone:
                     continue
-                if until - time.monotonic() < MEASURE_SECONDS / 10:
+                if left < MEASURE_SECONDS / 10:
                     return
-                limit = min(MEASURE_SECONDS, until - time.monotonic())
-                try:
-                    speed = doctors[source].measure(targets[target], limit)
-                except (OSError, GarbageError):
-                    self.silent.append(source)
+                order = MeasureOrder(targets[target], min(MEASURE_SECONDS, left))
+                done = self._ask(source, order)
+                if not isinstance(done, Measured):
                     gone.add(source)
                     return
-                if speed is None:
+                if done.speed is None:
                     gone.add(target)
                 else:
-                    self._keep(speed)
+                    self._keep(done.speed)
 
         with ThreadPoolExecutor(width) as pool:
-            wanted = set(ways)
             for _ in range(1 + RETRIES):
-                for pairs in rounds(list(doctors)):
-                    list(pool.map(turn, pairs))
-                wanted = slow_ways(self.speeds.values(), machines)
+                for together in rounds(list(facts)):
+                    list(pool.map(turn, together))
+                wanted = slow_pairs(self.speeds.values(), machines)
 
     def _keep(self, speed: Speed) -> None:
-        """The better of what was measured of one way."""
-        way = speed.source, speed.target
-        old = self.speeds.get(way)
-        if old is None:
-            self.speeds[way] = speed
-            return
+        """The better of what was measured of one pair."""
+        old = self.speeds.get(speed.pair, speed)
         best = min(old, speed, key=lambda one: one.latency)
         bandwidth = max(old.bandwidth, speed.bandwidth)
-        self.speeds[way] = Speed(*way, best.latency, bandwidth, best.clock)
+        self.speeds[speed.pair] = Speed(*speed.pair, best.latency, bandwidth, best.clock)
 
 
-def rounds(tasks: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
+def rounds(tasks: Sequence[str]) -> Iterator[list[Pair]]:
     """Every pair of ``tasks`` once, in rounds whose pairs have no task in common."""
     players: list[str | None] = [*tasks, *([None] if len(tasks) % 2 else [])]
     half = len(players) // 2
@@ -301,28 +262,28 @@ def rounds(tasks: Sequence[str]) -> Iterator[list[tuple[str, str]]]:
         players = [players[0], players[-1], *players[1:-1]]
 
 
-def _invited(target: Target, end: float, key: bytes) -> tuple[Join, Talk]:
+def _invited(target: Target, end: float, key: bytes) -> tuple[Join, Connection]:
     """The task at ``target`` comes in by the connection that we made to it."""
-    talk = meet(target.host, target.port, end, key)
+    connection = connect(target, end, key)
     try:
-        talk.say(Invite(), end)
-        join: Join = talk.hear(Join, end)
-    except (OSError, GarbageError):
-        talk.close()
+        connection.send(Invite(), end)
+        return connection.receive(Join, end), connection
+    except PeerError:
+        connection.close()
         raise
-    return join, talk
 
 
 def _difference(ours: dict[str, str], theirs: dict[str, str]) -> str:
     """Where a task has two addresses, "" where all are the same, however they are written."""
     for task in [*ours, *theirs]:
+        # An evaluator may be left out of the cluster of the others, as in TensorFlow.
         here, there = ours.get(task), theirs.get(task)
-        if _place(here) != _place(there):
+        if not task.startswith(EVALUATOR) and _endpoint(here) != _endpoint(there):
             return f"{task} at {there or 'no address'}, not at {here or 'no address'}"
     return ""
 
 
-def _place(address: str | None) -> tuple[str, int] | None:
+def _endpoint(address: str | None) -> tuple[str, int] | None:
     """The host in its one spelling, and the port; None for a task that is not in the cluster."""
     host, port = split_address(address) if address else ("", 0)
     return None if address is None else (canonical(host), port)

@@ -1,4 +1,4 @@
-"""Any other task: it comes to the one that leads, and does what it is told."""
+"""Any other task: it joins the coordinator, and carries out its orders."""
 
 from __future__ import annotations
 
@@ -7,132 +7,138 @@ import time
 from collections.abc import Sequence
 
 from spartito.cluster.spec import split_address
-from spartito.doctor.findings import Report, addresses_of
-from spartito.doctor.probe.probes import knock_all, measure
-from spartito.doctor.transport.connection import GarbageError, Talk, meet
-from spartito.doctor.transport.messages import (
-    OK,
-    End,
-    Facts,
-    Join,
-    Knock,
-    Knocked,
-    Knocks,
-    Measure,
-    Measured,
-    Order,
-    Refused,
-    Target,
-    Welcome,
-)
-from spartito.doctor.transport.server import Station
+from spartito.doctor.findings import Facts, Findings, Outcome, Probe, Target, addresses_of
+from spartito.doctor.probe.probes import carry_out, probe, probe_all
+from spartito.doctor.transport.connection import Connection, PeerError, connect
+from spartito.doctor.transport.messages import End, FromCoordinator, Join, Refused, Welcome
+from spartito.doctor.transport.server import DoctorServer
 
-RETRY_SECONDS = 0.05  # between two looks for a leader that does not listen yet
-KNOCK_SECONDS = 1.0
+RETRY_SECONDS = 0.05
+"""Between two attempts to reach a coordinator that does not listen yet."""
+
+PROBE_SECONDS = 1.0
+SECRET_SECONDS = 3.0
+"""How long the coordinator's address may be that of a task with another secret: a running job
+may have the port, and the doctor comes to the next one."""
+
 GRACE_SECONDS = 1.0
-"""How long after the leader's time limit its last word may come."""
+"""How long after the coordinator's time limit its last message may come."""
 
 
 def follow(
-    facts: Facts, station: Station, host: str, leader: Sequence[Target], end: float
-) -> End | Report:
-    """Come to the ``leader``, who listens at one of these, and obey until it says `End`.
+    facts: Facts, server: DoctorServer, host: str, candidates: Sequence[Target], end: float
+) -> End | Findings:
+    """Join the coordinator, who listens at one of ``candidates``, and obey until its `End`.
 
-    Where only it can come to us, as to a parameter server, we follow its invitation.
+    Where only it can come to us, as to a parameter server, we follow its invitation. Others reach
+    our ``server`` at ``host``, "" for the address that the coordinator sees.
 
-    Others reach our ``station`` at ``host``, "" for the address that the leader sees.
-
-    The `Report` is what we can tell alone, when the leader does not come until ``end``, does
-    not let us in, or falls silent.
+    The `Findings` are what we can tell alone, when the coordinator does not come until ``end``,
+    does not let us in, has another secret, or stops responding.
     """
-    alone_at = max(end - KNOCK_SECONDS - RETRY_SECONDS, (time.monotonic() + end) / 2)
-    talk = None
-    while talk is None:
-        why = OK
-        for target in leader:
-            talk = _invited(facts, station, host, end)
-            if talk is not None:
-                break
-            limit = min(KNOCK_SECONDS, end - time.monotonic())
-            (found,) = knock_all(facts.task, [target], limit, station.key)
-            if found.how == OK:
-                talk = _join(Join(facts, station.port, host), target, end, station.key)
-                break
-            why = found.how if target == leader[0] else why
-        if talk is None:
-            if time.monotonic() >= alone_at:
-                report = _alone(facts, station.key, leader[0], why)
-                # The others look who is there at about the same time: be there.
-                time.sleep(max(0.0, end - time.monotonic()))
-                return report
-            time.sleep(RETRY_SECONDS)
-    with talk:
-        try:
-            return _obey(facts, station.key, talk, leader[0], end)
-        except (OSError, GarbageError):
-            return _alone(facts, station.key, leader[0], "silent", came=True)
-
-
-def _invited(facts: Facts, station: Station, host: str, end: float) -> Talk | None:
-    """The connection on which the leader has asked us to come in, and we have."""
-    try:
-        talk = station.invites.get_nowait()
-        talk.say(Join(facts, station.port, host), end)
-    except (queue.Empty, OSError):
-        return None
-    return talk
-
-
-def _join(join: Join, target: Target, end: float, key: bytes) -> Talk | None:
-    try:
-        talk = meet(target.host, target.port, end, key)
-    except (OSError, GarbageError):
-        return None
-    try:
-        talk.say(join, end)
-    except OSError:
-        talk.close()
-        return None
-    return talk
-
-
-def _obey(facts: Facts, key: bytes, talk: Talk, leader: Target, end: float) -> End | Report:
+    key, join = server.key, Join(facts, server.port, host)
+    give_up = max(end - PROBE_SECONDS - RETRY_SECONDS, (time.monotonic() + end) / 2)
+    other_secret_since = None
     while True:
-        order = talk.hear(Order, end)
+        connection, first = _joined(join, server, candidates, end)
+        if connection is not None:
+            break
         now = time.monotonic()
-        if isinstance(order, End):
-            return order
-        if isinstance(order, Refused):
-            return _alone(facts, key, leader, OK, refused=order.why)
-        if isinstance(order, Welcome):
-            end = now + order.seconds + GRACE_SECONDS
-        elif isinstance(order, Knock):
-            talk.say(Knocks(knock_all(facts.task, order.targets, order.seconds, key)), end)
-        elif isinstance(order, Measure):
-            found = measure(facts.task, order.target, order.seconds, key)
-            talk.say(Measured(found), end)
+        if first.outcome is not Outcome.OTHER_SECRET:
+            other_secret_since = None
+        elif other_secret_since is None:
+            other_secret_since = now
+        elif now - other_secret_since > SECRET_SECONDS:
+            return _alone(facts, key, first)
+        if now >= give_up:
+            findings = _alone(facts, key, first)
+            # The others look who is there at about the same time: be there.
+            time.sleep(max(0.0, end - time.monotonic()))
+            return findings
+        time.sleep(RETRY_SECONDS)
+    with connection:
+        try:
+            ended = _obey(facts.task, key, connection, end)
+        except PeerError:
+            silent = Probe(facts.task, *_named(candidates[0]), Outcome.SILENT)
+            return _alone(facts, key, silent, came=True)
+    if isinstance(ended, Refused):
+        return Findings(
+            [facts.task],
+            addresses_of(facts.cluster),
+            facts.task,
+            {facts.task: facts},
+            refused=[ended.why],
+        )
+    return ended
 
 
-def _alone(
-    facts: Facts, key: bytes, leader: Target, why: str, *, came: bool = False, refused: str = ""
-) -> Report:
-    """What this task can say without the leader: itself, and who of the others answers it."""
+def _joined(
+    join: Join, server: DoctorServer, candidates: Sequence[Target], end: float
+) -> tuple[Connection | None, Probe]:
+    """The connection to the coordinator, and what is at the first of its candidates."""
+    probes = []
+    for target in candidates:
+        if (connection := _invited(join, server, end)) is not None:
+            return connection, Probe(join.facts.task, *_named(target), Outcome.OK)
+        limit = min(time.monotonic() + PROBE_SECONDS, end)
+        probes.append(probe(join.facts.task, target, limit, server.key))
+        if probes[-1].ok:
+            return _join(join, target, end, server.key), probes[0]
+    return None, probes[0]
+
+
+def _join(join: Join, target: Target, end: float, key: bytes) -> Connection | None:
+    try:
+        connection = connect(target, end, key)
+    except PeerError:
+        return None
+    try:
+        connection.send(join, end)
+    except PeerError:
+        connection.close()
+        return None
+    return connection
+
+
+def _invited(join: Join, server: DoctorServer, end: float) -> Connection | None:
+    """The connection on which the coordinator has asked us to come in, and we have."""
+    try:
+        connection = server.invitations.get_nowait()
+        connection.send(join, end)
+    except (queue.Empty, PeerError):
+        return None
+    return connection
+
+
+def _obey(task: str, key: bytes, connection: Connection, end: float) -> End | Refused:
+    while True:
+        message = connection.receive(FromCoordinator, end)
+        if isinstance(message, End | Refused):
+            return message
+        if isinstance(message, Welcome):
+            end = time.monotonic() + message.seconds + GRACE_SECONDS
+        else:
+            connection.send(carry_out(message, task, key), end)
+
+
+def _alone(facts: Facts, key: bytes, coordinator: Probe, *, came: bool = False) -> Findings:
+    """What this task can say without the coordinator: itself, and which others respond."""
     addresses = addresses_of(facts.cluster)
-    others = {
-        name: Target(name, *split_address(address))
+    others = [
+        Target(name, *split_address(address))
         for name, address in addresses.items()
-        if address and name not in {facts.task, leader.task}
-    }
-    knocks = knock_all(facts.task, list(others.values()), KNOCK_SECONDS, key) if not refused else []
-    if not refused:
-        address = f"{leader.host}:{leader.port}"
-        knocks.append(Knocked(facts.task, leader.task, address, why))
-    return Report(
-        expected=[facts.task, *([] if refused else [leader.task])],
+        if address and name not in {facts.task, coordinator.target}
+    ]
+    return Findings(
+        expected=[facts.task, coordinator.target],
         addresses=addresses,
-        leader=facts.task,
+        coordinator=facts.task,
         facts={facts.task: facts},
-        knocks=knocks,
-        silent=[leader.task] if came else [],
-        refused=[refused] if refused else [],
+        probes=[*probe_all(facts.task, others, PROBE_SECONDS, key), coordinator],
+        unresponsive=[coordinator.target] if came else [],
     )
+
+
+def _named(target: Target) -> tuple[str, str]:
+    return target.task, target.address

@@ -1,60 +1,41 @@
-"""From facts to judgements: what is wrong with the cluster, in plain words, and what to do."""
+"""All rules, and what they say of some findings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from typing import get_args
 
-from spartito.doctor.findings import Report
-from spartito.doctor.rules.machine import (
-    clocks,
-    gpus,
-    shared_memory,
-    sources,
-    space,
-    threads,
-    versions,
-)
-from spartito.doctor.rules.network import (
-    absent_tasks,
-    loopbacks,
-    names,
-    others,
-    port_refusals,
-    ports,
-    refusals,
-    silent_tasks,
-    slow_pairs,
-    strangers,
-    ways,
-)
-from spartito.doctor.rules.verdict import Verdict
+from spartito.doctor.findings import Findings
+from spartito.doctor.rules import machine, network
+from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
 
-
-def judge(report: Report) -> list[Verdict]:
-    """All that is worth saying about ``report``, the worst first."""
-    found = [verdict for rule in RULES for verdict in rule(report)]
-    order = ["missing", "wrong", "warning", "note"]
-    return sorted(found, key=lambda verdict: order.index(verdict.grade))
-
-
-RULES: tuple[Callable[[Report], Iterator[Verdict]], ...] = (
-    absent_tasks,
-    silent_tasks,
-    others,
-    refusals,
-    loopbacks,
-    names,
-    ports,
-    port_refusals,
-    ways,
-    versions,
-    clocks,
-    slow_pairs,
-    shared_memory,
-    threads,
-    space,
-    gpus,
-    sources,
-    strangers,
+RULES: tuple[Callable[[Findings], Verdicts], ...] = (
+    network.missing_tasks,
+    network.unresponsive_tasks,
+    network.secrets,
+    network.other_tasks,
+    network.refused_tasks,
+    network.loopback_addresses,
+    network.names,
+    network.ports,
+    network.port_refusals,
+    network.connections,
+    machine.versions,
+    machine.clocks,
+    network.slow_pairs,
+    network.unmeasured_pairs,
+    machine.shared_memory,
+    machine.threads,
+    machine.memory,
+    machine.disks,
+    machine.gpus,
+    machine.sources,
+    network.unknown_peers,
 )
 """Each looks at one thing."""
+
+
+def judge(findings: Findings) -> list[Verdict]:
+    """All that is worth saying about ``findings``, the worst first."""
+    found = [verdict for rule in RULES for verdict in rule(findings)]
+    return sorted(found, key=lambda verdict: get_args(Severity).index(verdict.severity))

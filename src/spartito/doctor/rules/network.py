@@ -2,106 +2,120 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from itertools import combinations
+from collections.abc import Iterable
+from itertools import combinations, permutations
 
-from spartito.cluster.spec import is_loopback, split_address
-from spartito.doctor.findings import Report
-from spartito.doctor.rules.verdict import Verdict
-from spartito.doctor.transport.messages import FAILURES, OK, Knocked
-from spartito.doctor.words import duration, joined, rate
+from spartito.cluster.spec import is_loopback
+from spartito.doctor.findings import Findings, Outcome, Probe
+from spartito.doctor.rules.verdict import Verdict, Verdicts
+from spartito.doctor.wording import duration, joined, rate
+
+MEANS = {
+    Outcome.UNRESOLVED: "its name does not resolve",
+    Outcome.REFUSED: "refused: nobody listens there",
+    Outcome.DROPPED: "no reply to the connection: a firewall drops it, or the machine is off",
+    Outcome.UNROUTABLE: "no route to it",
+    Outcome.SILENT: "it accepts the connection and says nothing: frozen, or another program",
+    Outcome.OTHER_PROGRAM: "another program listens there",
+    Outcome.OTHER_SECRET: "a task of Spartito that does not know our secret",
+    Outcome.CLOSED: "it accepts the connection and closes it at once: a proxy, or another program",
+}
+"""What came of a connection, in words."""
 
 
-def absent_tasks(report: Report) -> Iterator[Verdict]:
-    """Those that did not come, and how the others find them."""
-    for task in report.absent:
-        if task in report.silent:
+def missing_tasks(findings: Findings) -> Verdicts:
+    """Those that did not come, and what the others find at their addresses."""
+    first = findings.coordinator
+    for task in findings.missing:
+        seen = [probe for probe in findings.probes if probe.target == task]
+        if task in findings.unresponsive or _with_other_secret(seen):
             continue
-        seen = [knocked for knocked in report.knocks if knocked.target == task]
-        answered = [knocked.source for knocked in seen if knocked.how == OK]
-        where = f" ({report.addresses[task]})" if report.addresses.get(task) else ""
-        what = f"{task}{where} did not come within {report.limit:g} s"
-        if answered:
-            leader = report.addresses.get(report.leader) or "its address"
-            yield Verdict(
-                "absent",
-                "missing",
-                f"{what}; {joined(answered)} reached it there, "
-                f"so it runs but does not reach {report.leader}",
-                f"Open the way from {task} to {report.leader} at {leader}.",
-                [task, report.leader],
-            )
+        reached = [probe.source for probe in seen if probe.ok]
+        where = f" ({findings.addresses[task]})" if findings.addresses.get(task) else ""
+        what = f"{task}{where} did not come within {findings.waited:.2g} s"
+        if reached:
+            address = findings.addresses.get(first) or "its address"
+            what += f"; {joined(reached)} reached it there, so it runs but does not reach {first}"
+            advice, tasks = f"Open the port from {task} to {first} at {address}.", [task, first]
         else:
-            yield Verdict(
-                "absent",
-                "missing",
-                what + "".join(f"; {how}" for how in _ways(seen)),
-                f"Start 'spartito doctor' there too, or mend the address of {task}; "
+            what += "".join(f"; {line}" for line in _lines(seen))
+            advice, tasks = (
+                f"Start 'spartito doctor' there too, or fix the address of {task}; "
                 "--timeout SECONDS waits longer.",
                 [task],
             )
+        yield Verdict("missing", "missing", what, advice, tasks)
 
 
-def others(report: Report) -> Iterator[Verdict]:
-    """Of a task that is alone, without the one that leads: who else answers it."""
-    for knocked in report.knocks:
-        if knocked.target not in report.expected:
-            if knocked.how == OK:
-                what = f"{knocked.target} is at {knocked.address} and answers {knocked.source}"
-            else:
-                what = f"{knocked.target} is not there; {joined(_ways([knocked]))}"
-            yield Verdict("other", "note", what, tasks=[knocked.target])
-
-
-def silent_tasks(report: Report) -> Iterator[Verdict]:
-    """Those that came and then stopped answering."""
-    for task in dict.fromkeys(report.silent):
-        seen = [k for k in report.knocks if k.target == task and k.how != OK]
+def unresponsive_tasks(findings: Findings) -> Verdicts:
+    """Those that came and then stopped responding."""
+    for task in findings.unresponsive:
+        seen = [p for p in findings.probes if p.target == task and not p.ok]
         yield Verdict(
-            "silent",
+            "unresponsive",
             "missing",
-            f"{task} came, then stopped answering" + "".join(f"; {how}" for how in _ways(seen)),
-            "Look whether its process is frozen, was killed, or its machine has lost the network.",
+            f"{task} came, then stopped responding" + "".join(f"; {one}" for one in _lines(seen)),
+            "Check whether its process is frozen or was killed, or its machine lost the network.",
             [task],
         )
 
 
-def refusals(report: Report) -> Iterator[Verdict]:
-    """Tasks that came with another cluster, or a name that somebody has."""
-    for why in report.refused:
-        yield Verdict(
-            "refused", "wrong", why, "Give every process the same cluster and a task of its own."
-        )
+def secrets(findings: Findings) -> Verdicts:
+    """Tasks that have another secret."""
+    for task in findings.missing:
+        seen = _with_other_secret(p for p in findings.probes if p.target == task)
+        if seen:
+            yield Verdict(
+                "secret",
+                "error",
+                f"{seen[0].address}, the address of {task}, is that of a task of Spartito with "
+                f"another secret than {joined([probe.source for probe in seen])}: {task} itself, "
+                "or a task of another job that has its port",
+                "Give all tasks the same SPARTITO_SECRET or SPARTITO_SECRET_FILE, or none; two "
+                "jobs need different ports.",
+                [task, *(probe.source for probe in seen)],
+            )
 
 
-def loopbacks(report: Report) -> Iterator[Verdict]:
+def other_tasks(findings: Findings) -> Verdicts:
+    """Of a task that is alone, without the coordinator: who else responds to it."""
+    for probe in findings.probes:
+        if probe.target not in findings.expected:
+            if probe.ok:
+                what = f"{probe.target} is at {probe.address} and responds to {probe.source}"
+            else:
+                what = f"{probe.target} is not there; {joined(_lines([probe]))}"
+            yield Verdict("other", "note", what, tasks=[probe.target])
+
+
+def refused_tasks(findings: Findings) -> Verdicts:
+    """Tasks that came with another cluster, or a name that another one has."""
+    for why in findings.refused:
+        advice = "Give every process the same cluster, and a task of its own."
+        yield Verdict("refused", "error", why, advice)
+
+
+def loopback_addresses(findings: Findings) -> Verdicts:
     """Addresses that mean each machine itself, though there are several."""
-    own = [t for t, a in report.addresses.items() if a and is_loopback(split_address(a)[0])]
-    networks = {facts.network for facts in report.facts.values()}
-    if own and (len(networks) > 1 or len(report.hosts) > 1):
-        yield Verdict(
-            "loopback",
-            "wrong",
-            f"the address of {joined(own)} is a loopback address ({report.addresses[own[0]]}), "
-            "but the tasks run on several hosts: there it means each host itself",
-            "Give each task the name or address by which the other hosts reach it.",
-            own,
-        )
-    elif own and report.absent:
-        yield Verdict(
-            "loopback",
-            "warning",
-            f"the address of {joined(own)} is a loopback address ({report.addresses[own[0]]}): "
-            "only tasks on that same machine can come",
-            "If there are several machines, give addresses that the others reach.",
-            own,
-        )
-    for task, facts in report.facts.items():
-        address = report.addresses.get(task)
-        host = split_address(address)[0] if address else ""
+    own = [task for task in findings.addresses if is_loopback(findings.host(task) or "-")]
+    networks = {facts.network for facts in findings.facts.values()}
+    several = len(networks) > 1 or len(findings.hosts) > 1
+    if own:
+        what = f"the address of {joined(own)} is a loopback address ({findings.addresses[own[0]]})"
+        if several:
+            what += ", but the tasks run on several hosts: there it means each host itself"
+            advice = "Give each task the name or address by which the other hosts reach it."
+            yield Verdict("loopback", "error", what, advice, own)
+        elif findings.missing:
+            what += ": only tasks on that same machine can come"
+            advice = "If there are several machines, give addresses that the others reach."
+            yield Verdict("loopback", "warning", what, advice, own)
+    if not several and not findings.missing:
+        return
+    for task, facts in findings.facts.items():
+        host = findings.host(task)
         means = [a for name in facts.names if name.host == host for a in name.addresses]
-        several = len(report.hosts) > 1 or len(networks) > 1 or bool(report.absent)
-        if several and host and not is_loopback(host) and means and is_loopback(means[0]):
+        if host and not is_loopback(host) and means and is_loopback(means[0]):
             yield Verdict(
                 "loopback",
                 "warning",
@@ -112,155 +126,146 @@ def loopbacks(report: Report) -> Iterator[Verdict]:
             )
 
 
-def names(report: Report) -> Iterator[Verdict]:
+def names(findings: Findings) -> Verdicts:
     """Hosts whose name does not resolve, and on which tasks."""
     unknown: dict[tuple[str, str], list[str]] = {}
-    for task, facts in report.facts.items():
+    for task, facts in findings.facts.items():
         for name in facts.names:
             if name.error:
                 unknown.setdefault((name.host, name.error), []).append(task)
     for (host, error), tasks in unknown.items():
         yield Verdict(
             "name",
-            "wrong",
+            "error",
             f"the name {host} does not resolve on {joined(tasks)}: {error}",
-            "Mend the name, add it to DNS or /etc/hosts there, or use an address.",
+            "Correct the name, add it to DNS or /etc/hosts there, or use an address.",
             tasks,
         )
 
 
-def ports(report: Report) -> Iterator[Verdict]:
+def ports(findings: Findings) -> Verdicts:
     """Ports that another program has, and addresses that no interface has."""
-    called = {target for _, target in report.needed}
-    for task, facts in report.facts.items():
-        port = facts.port
+    called = {target for _, target in findings.needed}
+    for task, facts in findings.facts.items():
+        port, host = facts.port, findings.host(task)
         if port is None or task not in called:
             continue
         who = port.holder or "another program (only root may see which)"
+        what = f"port {port.number} of {task} on {facts.host} is taken by {who}"
         if not port.free and not port.agent:
-            which = f"port {port.number} of {task} on {facts.host} is taken by {who}"
             if port.last:
-                which = f"ports {port.number}-{port.last} on {facts.host} are all taken: {task}"
-                which += " would not listen"
-            yield Verdict(
-                "port", "wrong", which, "End that program, or choose a free port.", [task]
-            )
+                what = f"ports {port.number}-{port.last} on {facts.host} are all taken: {task}"
+                what += " would not listen"
+            advice = "End that program, or choose a free port."
+            yield Verdict("port", "error", what, advice, [task])
         elif port.drawn:
-            yield Verdict(
-                "port",
-                "warning",
-                f"port {port.number} of {task} on {facts.host} is taken by {who}: training listens "
-                f"on one that the system draws, now {port.drawn}",
-                "End that program, or give the task another port, if a firewall stands between.",
-                [task],
-            )
-        unresolved = any(name.error for name in facts.names if name.host == _host(report, task))
-        if port.foreign and not unresolved:
+            what += f": training listens on one that the system draws, now {port.drawn}"
+            advice = "End that program, or choose another port if a firewall is between the hosts."
+            yield Verdict("port", "warning", what, advice, [task])
+        if port.foreign and not any(name.error for name in facts.names if name.host == host):
             yield Verdict(
                 "foreign address",
                 "note",
-                f"{_host(report, task)} is no address of an interface of {task} (a service name "
-                "or translated address): it listens on all of them",
+                f"{host} is no address of an interface of {task} (a service name or translated "
+                "address): it listens on all of them",
                 tasks=[task],
             )
 
 
-def port_refusals(report: Report) -> Iterator[Verdict]:
+def port_refusals(findings: Findings) -> Verdicts:
     """Tasks that would not begin to listen."""
-    for task, facts in report.facts.items():
+    for task, facts in findings.facts.items():
         if facts.refusal:
-            what, _, do = facts.refusal.partition("\n")
-            yield Verdict("port", "wrong", f"{task}: {what}", do.strip(), [task])
+            what, _, advice = facts.refusal.partition("\n")
+            yield Verdict("port", "error", f"{task}: {what}", advice.strip(), [task])
 
 
-def ways(report: Report) -> Iterator[Verdict]:
-    """Pairs of tasks that are there and do not reach each other, told from both sides.
+def connections(findings: Findings) -> Verdicts:
+    """Pairs of tasks that are there and do not reach each other, as both sides see it.
 
-    A way that training does not go is worth a note only.
+    A connection that training does not make is worth a note only.
     """
-    needed = report.needed
-    there = [t for t in report.expected if t in report.facts and t not in report.silent]
+    there = [task for task in findings.expected if task in findings.responsive]
     for a, b in combinations(there, 2):
-        here, back = report.found(a, b), report.found(b, a)
-        failed = [knocked for knocked in (here, back) if knocked and knocked.how != OK]
-        told = "; ".join(_ways(failed))
-        if failed and not any((k.source, k.target) in needed for k in failed):
-            yield Verdict("unused way", "note", f"{told}; training does not go this way")
+        both = findings.probe(a, b), findings.probe(b, a)
+        failed = [probe for probe in both if probe is not None and not probe.ok]
+        if not failed:
+            continue
+        seen = "; ".join(_lines(failed))
+        source, target = failed[0].source, failed[0].target
+        if not any((probe.source, probe.target) in findings.needed for probe in failed):
+            what = f"{seen}; training does not make this connection"
+            yield Verdict("unused connection", "note", what)
         elif len(failed) == 2:
             yield Verdict(
                 "unreachable",
-                "wrong",
-                f"{a} and {b} do not reach each other: {told}",
+                "error",
+                f"{a} and {b} do not reach each other: {seen}",
                 "Open the ports between their hosts, or give addresses of a common network.",
                 [a, b],
             )
-        elif failed:
-            source, target = failed[0].source, failed[0].target
+        else:
             yield Verdict(
                 "one way",
-                "wrong",
-                f"{target} reaches {source}, but {source} does not reach {target}: {told}",
-                f"Open the way from the host of {source} to {failed[0].address}.",
+                "error",
+                f"{target} reaches {source}, but {source} does not reach {target}: {seen}",
+                f"Open the port from the host of {source} to {failed[0].address}.",
                 [source, target],
             )
 
 
-def slow_pairs(report: Report) -> Iterator[Verdict]:
-    """Ways that are far slower than the others, and ways that have no figures."""
-    slow = report.slow
-    for speed in report.speeds:
-        if (speed.source, speed.target) in slow:
+def slow_pairs(findings: Findings) -> Verdicts:
+    """Pairs that are far slower than the others."""
+    for speed in findings.speeds:
+        if speed.pair in findings.slow:
             yield Verdict(
                 "slow",
                 "warning",
-                f"the way from {speed.source} to {speed.target} is far slower than the others: "
-                f"{duration(speed.latency)} there and back, {rate(speed.bandwidth)}",
+                f"the connection from {speed.source} to {speed.target} is far slower than the "
+                f"others: {duration(speed.latency)} round trip, {rate(speed.bandwidth)}",
                 "Look at the cable, the interface and the load of these two.",
                 [speed.source, speed.target],
             )
-    measured = {(speed.source, speed.target) for speed in report.speeds}
-    there = [t for t in report.facts if t not in report.silent]
-    left = [
-        (a, b)
-        for a in there
-        for b in there
-        if a != b and report.reaches(a, b) and (a, b) not in measured
-    ]
-    if left and report.leader != "" and len(there) > 1:
+
+
+def unmeasured_pairs(findings: Findings) -> Verdicts:
+    """Pairs that reach each other and have no figures."""
+    measured = {speed.pair for speed in findings.speeds}
+    reached = {(probe.source, probe.target) for probe in findings.probes if probe.ok}
+    left = (reached & set(permutations(findings.responsive, 2))) - measured
+    if left:
         yield Verdict(
             "not measured",
             "note",
-            f"{len(left)} ways between tasks were not measured: the time was over, or a task "
-            "stopped answering",
+            f"{len(left)} connections between tasks were not measured: the time was over, or a "
+            "task stopped responding",
             "--timeout SECONDS gives more time.",
         )
 
 
-def strangers(report: Report) -> Iterator[Verdict]:
-    """Programs that knocked at the leader and are no doctors."""
-    if report.strangers:
+def unknown_peers(findings: Findings) -> Verdicts:
+    """Programs that connected to the coordinator and are no doctors of this job."""
+    if findings.unknown_peers:
         yield Verdict(
-            "stranger",
+            "unknown peer",
             "note",
-            f"something at {joined(sorted(set(report.strangers)))} sent {report.leader} what is "
-            "no doctor's message; it was hung up on",
+            f"something at {joined(sorted(set(findings.unknown_peers)))} connected to "
+            f"{findings.coordinator} and is no doctor, or has another secret; the connection was "
+            "closed",
         )
 
 
-def _ways(knocks: Iterable[Knocked]) -> list[str]:
+def _with_other_secret(probes: Iterable[Probe]) -> list[Probe]:
+    return [probe for probe in probes if probe.outcome is Outcome.OTHER_SECRET]
+
+
+def _lines(probes: Iterable[Probe]) -> list[str]:
     """``worker 0 finds at b:29501: refused: nobody listens there``, equal ones once."""
     alike: dict[tuple[str, str], list[str]] = {}
-    for knocked in knocks:
-        how = FAILURES.get(knocked.how, knocked.how)
-        if knocked.how == "wrong task":
-            how = f"{knocked.detail} answers there"
-        alike.setdefault((knocked.address, how), []).append(knocked.source)
+    for probe in probes:
+        means = MEANS.get(probe.outcome, f"{probe.detail} is there")
+        alike.setdefault((probe.address, means), []).append(probe.source)
     return [
-        f"{joined(tasks)} {'finds' if len(tasks) == 1 else 'find'} at {address}: {how}"
-        for (address, how), tasks in alike.items()
+        f"{joined(tasks)} {'finds' if len(tasks) == 1 else 'find'} at {address}: {means}"
+        for (address, means), tasks in alike.items()
     ]
-
-
-def _host(report: Report, task: str) -> str:
-    address = report.addresses.get(task)
-    return split_address(address)[0] if address else ""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Literal
 
 import msgspec
 
 from spartito.errors import EXIT_TASK_LOST
 
-Grade = Literal["missing", "wrong", "warning", "note"]
+Severity = Literal["missing", "error", "warning", "note"]
 """A task is not there; training fails or hangs; it runs, but badly; good to know."""
 
 
@@ -17,15 +17,18 @@ class Verdict(msgspec.Struct, frozen=True):
     """What is so, for which tasks, and what to do about it."""
 
     kind: str
-    grade: Grade
-    what: str
-    do: str = ""
+    severity: Severity
+    message: str
+    advice: str = ""
     tasks: list[str] = []
+
+
+Verdicts = Iterator[Verdict]
 
 
 def exit_code(verdicts: Iterable[Verdict]) -> int:
     """69 when a task is not there, 1 when something is wrong, else 0."""
-    grades = {verdict.grade for verdict in verdicts}
-    if "missing" in grades:
+    severities = {verdict.severity for verdict in verdicts}
+    if "missing" in severities:
         return EXIT_TASK_LOST
-    return int("wrong" in grades)
+    return int("error" in severities)

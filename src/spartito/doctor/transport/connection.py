@@ -5,13 +5,15 @@ from __future__ import annotations
 import errno
 import socket
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any
 
 import msgspec
 
 from spartito.collectives.handshake import OtherProgramError, SecretError, prove
+from spartito.doctor.findings import Outcome, Target
 
 LONGEST_LINE = 1 << 20
 """Bytes of one message at most: facts of a hundred tasks fit, floods do not."""
@@ -21,127 +23,128 @@ PURPOSE = "doctor"
 
 READ_SIZE = 1 << 16
 
-T = TypeVar("T")
 
+class PeerError(Exception):
+    """There is no doctor at the other end, or it stopped responding; ``outcome`` says how."""
 
-class GarbageError(Exception):
-    """What came is no message of a doctor."""
-
-
-class UnknownPeerError(GarbageError):
-    """Another program is there."""
-
-
-class OutsiderError(GarbageError):
-    """A task is there that does not know our secret."""
-
-
-class ClosedError(OSError):
-    """The other side closed the connection."""
+    def __init__(self, outcome: Outcome, detail: str = "") -> None:
+        super().__init__(f"{outcome}: {detail}")
+        self.outcome, self.detail = outcome, detail
 
 
 @dataclass
-class Talk:
+class Connection(AbstractContextManager["Connection"]):
     """One connection to another doctor. ``end`` is a time of `time.monotonic`.
 
-    Raises `TimeoutError` at the end, `ClosedError` when the other side is gone, `GarbageError`
-    when it is no doctor.
+    Everything raises `PeerError` when the other side is gone, silent until ``end``, or no doctor.
     """
 
-    connection: socket.socket
-    _kept: bytearray = field(default_factory=bytearray)
+    socket: socket.socket
+    _received: bytearray = field(default_factory=bytearray)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        at: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
-        """Hang up."""
-        self.connection.close()
+        """Close the socket."""
+        self.socket.close()
 
-    def prove(self, key: bytes, end: float) -> None:
-        """Prove to a doctor that called nobody yet that we know ``key``, and have it do the same.
-
-        Raises `UnknownPeerError` for another program, `OutsiderError` for a task that does not.
-        """
-        try:
-            prove(self.connection, "it", key, PURPOSE, end)
-        except OtherProgramError as error:
-            raise UnknownPeerError("it says what no task of Spartito says") from error
-        except SecretError as error:
-            raise OutsiderError("it does not know our secret") from error
-
-    def say(self, message: msgspec.Struct, end: float, payload: bytes | memoryview = b"") -> None:
+    def send(self, message: msgspec.Struct, end: float, data: bytes | memoryview = b"") -> None:
         """Send ``message`` and the bytes that belong to it."""
-        self._wait_until(end)
-        self.connection.sendall(msgspec.json.encode(message) + b"\n")
-        if payload:
-            self.connection.sendall(payload)
+        with _peer_errors():
+            self._wait_until(end)
+            self.socket.sendall(msgspec.json.encode(message) + b"\n")
+            if data:
+                self.socket.sendall(data)
 
-    def hear(self, kind: Any, end: float) -> Any:
+    def receive(self, kind: Any, end: float) -> Any:
         """The next message, which must be one of ``kind``."""
-        while (cut := self._kept.find(b"\n")) < 0:
-            if len(self._kept) > LONGEST_LINE:
-                raise GarbageError("a line without an end")
-            self._kept += self._read(end)
-        line = bytes(self._kept[:cut])
-        del self._kept[: cut + 1]
+        while (cut := self._received.find(b"\n")) < 0:
+            if len(self._received) > LONGEST_LINE:
+                raise PeerError(Outcome.OTHER_PROGRAM, "a line without an end")
+            self._received += self._read(end)
+        line = bytes(self._received[:cut])
+        del self._received[: cut + 1]
         try:
             return msgspec.json.decode(line, type=kind)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise GarbageError(f"{line[:40]!r}: {error}") from error
+            raise PeerError(Outcome.OTHER_PROGRAM, f"{line[:40]!r}: {error}") from error
 
     def skip(self, size: int, end: float) -> None:
         """Read ``size`` bytes and forget them."""
-        left = size - len(self._kept)
-        del self._kept[:size]
+        left = size - len(self._received)
+        del self._received[:size]
         while left > 0:
             left -= len(self._read(end, left))
 
     def _read(self, end: float, most: int = READ_SIZE) -> bytes:
-        self._wait_until(end)
-        data = self.connection.recv(min(most, 1 << 20))
+        with _peer_errors():
+            self._wait_until(end)
+            data = self.socket.recv(min(most, 1 << 20))
         if not data:
-            raise ClosedError("the other side closed the connection")
+            raise PeerError(Outcome.CLOSED, "the other side closed the connection")
         return data
 
     def _wait_until(self, end: float) -> None:
         left = end - time.monotonic()
         if left <= 0:
             raise TimeoutError("no time is left")
-        self.connection.settimeout(left)
+        self.socket.settimeout(left)
 
 
-def meet(host: str, port: int, end: float, key: bytes) -> Talk:
-    """As `call`; both ends know ``key`` then. Raises `GarbageError` too, where they do not."""
-    talk = call(host, port, end)
+def connect(target: Target, end: float, key: bytes) -> Connection:
+    """A connection to the doctor of ``target``; both have proved that they know ``key``.
+
+    Raises:
+        PeerError: there is none until ``end``, or it does not know the key.
+    """
     try:
-        talk.prove(key, end)
+        connected = _dial(target, end)
+    except OSError as error:
+        raise PeerError(_why_not_connected(error), str(error)) from error
+    try:
+        with _peer_errors():
+            prove(connected, "it", key, PURPOSE, end)
     except BaseException:
-        talk.close()
+        connected.close()
         raise
-    return talk
+    return Connection(connected)
 
 
-def call(host: str, port: int, end: float) -> Talk:
-    """A connection to ``host:port``; raises `OSError`, `TimeoutError` at ``end``."""
+@contextmanager
+def _peer_errors() -> Iterator[None]:
+    """What may happen to a connection, as a `PeerError`."""
+    try:
+        yield
+    except TimeoutError as error:
+        raise PeerError(Outcome.SILENT, str(error)) from error
+    except OSError as error:
+        raise PeerError(Outcome.CLOSED, str(error)) from error
+    except OtherProgramError as error:
+        raise PeerError(Outcome.OTHER_PROGRAM) from error
+    except SecretError as error:
+        raise PeerError(Outcome.OTHER_SECRET) from error
+
+
+def _dial(target: Target, end: float) -> socket.socket:
     left = end - time.monotonic()
     if left <= 0:
         raise TimeoutError("no time is left")
-    connection = socket.create_connection((host, port), left)
+    connected = socket.create_connection((target.host, target.port), left)
     try:
-        if connection.getsockname() == connection.getpeername():
+        if connected.getsockname() == connected.getpeername():
             # Nobody listens, and the system chose this very port for our own end.
             raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError:
-        connection.close()
+        connected.close()
         raise
-    return Talk(connection)
+    return connected
+
+
+def _why_not_connected(error: OSError) -> Outcome:
+    if isinstance(error, socket.gaierror):
+        return Outcome.UNRESOLVED
+    if isinstance(error, TimeoutError):
+        return Outcome.DROPPED
+    return Outcome.REFUSED if error.errno == errno.ECONNREFUSED else Outcome.UNROUTABLE

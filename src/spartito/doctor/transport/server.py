@@ -1,4 +1,4 @@
-"""Where a doctor listens: it answers whoever knocks, and takes in those that join."""
+"""Where a doctor listens: it responds to probes, and takes in those that join."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from spartito.cluster.secret import NO_SECRET
 from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.sockets import Opened, TakenError, UnresolvedError, open_listener
 from spartito.doctor.facts.network import holder_of
-from spartito.doctor.probe.probes import PUSHES, at_once
-from spartito.doctor.transport.connection import PURPOSE, GarbageError, Talk
-from spartito.doctor.transport.messages import Invite, Join, Pong, Port, Push, Question
+from spartito.doctor.findings import Port
+from spartito.doctor.parallel import at_once
+from spartito.doctor.transport.connection import PURPOSE, Connection, PeerError
+from spartito.doctor.transport.messages import MOST_BYTES, Data, Invite, Join, Pong, Request
 from spartito.errors import UserError
 
 IDLE_SECONDS = 5.0
 """How long a caller may be silent."""
 
-MOST_STRANGERS = 100
-"""So many calls of strangers are kept for the report."""
+MOST_UNKNOWN_PEERS = 100
+"""So many calls of unknown peers are kept for the report."""
 
 GRACE_SECONDS = 0.2
 """How long after its end a question to the name service may come back."""
@@ -32,86 +33,85 @@ ANYWHERE = "0.0.0.0"
 """All interfaces: where a doctor listens that does not know its own name."""
 
 
-class Station:
+class DoctorServer:
     """Listens for task ``name`` until it is closed; ``joins`` holds who came to stay.
 
-    ``invites`` holds where the one that leads asks this task to come in.
-
-    ``strangers`` are the addresses of callers that are no doctors, or do not know ``key``.
+    ``invitations`` holds where the coordinator asks this task to come in. ``unknown_peers`` are
+    the addresses of callers that are no doctors, or do not know ``key``.
     """
 
     def __init__(self, name: str, listener: socket.socket, key: bytes = NO_SECRET) -> None:
         self.name, self.key = name, key
         self.port: int = listener.getsockname()[1]
-        self.joins: queue.Queue[tuple[Join, Talk]] = queue.Queue()
-        self.invites: queue.Queue[Talk] = queue.Queue()
-        self.strangers: list[str] = []
-        self._door = Acceptor(
-            listener, self._answer, key=key, purpose=PURPOSE, name=name, told=self._note
+        self.joins: queue.Queue[tuple[Join, Connection]] = queue.Queue()
+        self.invitations: queue.Queue[Connection] = queue.Queue()
+        self.unknown_peers: list[str] = []
+        self._acceptor = Acceptor(
+            listener, self._respond, key=key, purpose=PURPOSE, name=name, told=self._note
         )
 
     def close(self) -> None:
-        """Listen no more; those that came to stay and were not taken in are hung up on."""
-        self._door.close()
+        """Listen no more; close the connections that were not taken in."""
+        self._acceptor.close()
         with suppress(queue.Empty):
             while True:
                 self.joins.get_nowait()[1].close()
         with suppress(queue.Empty):
             while True:
-                self.invites.get_nowait().close()
+                self.invitations.get_nowait().close()
 
     def _note(self, address: str, why: str) -> None:
-        if len(self.strangers) < MOST_STRANGERS:
-            self.strangers.append(address)
+        if len(self.unknown_peers) < MOST_UNKNOWN_PEERS:
+            self.unknown_peers.append(address)
 
-    def _answer(self, connection: socket.socket) -> None:
-        talk = Talk(connection)
+    def _respond(self, caller: socket.socket) -> None:
+        connection = Connection(caller)
         try:
             while True:
                 end = time.monotonic() + IDLE_SECONDS
-                question = talk.hear(Question, end)
-                if isinstance(question, Join):
-                    self.joins.put((question, talk))
+                request = connection.receive(Request, end)
+                if isinstance(request, Join):
+                    self.joins.put((request, connection))
                     return
-                if isinstance(question, Invite):
-                    self.invites.put(talk)
+                if isinstance(request, Invite):
+                    self.invitations.put(connection)
                     return
-                if isinstance(question, Push):
-                    if not 0 <= question.size <= PUSHES[-1]:
-                        raise GarbageError(f"{question.size} bytes are not what a doctor sends")
-                    talk.skip(question.size, end)
-                talk.say(Pong(self.name, time.time()), end)
-        except (GarbageError, OSError):
-            pass  # the caller has hung up, or went silent: it knows, and tells
-        talk.close()
+                if isinstance(request, Data):
+                    if not 0 <= request.size <= MOST_BYTES:
+                        break
+                    connection.skip(request.size, end)
+                connection.send(Pong(self.name, time.time()), end)
+        except PeerError:
+            pass  # the caller is gone or silent: it knows, and reports it
+        connection.close()
 
 
-def open_station(
+def open_server(
     endpoint: Endpoint,
     end: float,
     spare: Sequence[int] = (),
     *,
     agent: bool = False,
     key: bytes = NO_SECRET,
-) -> tuple[Station, Port]:
+) -> tuple[DoctorServer, Port]:
     """Listen at ``endpoint`` as training would, and say how that went.
 
     Where training could not, at the same address on the first free one of ``spare``, else on any
     free port; on all interfaces if the name service does not know the address until ``end``.
     """
-    opened = _enter(endpoint, end)
+    opened = _open(endpoint, end)
     free, foreign = isinstance(opened, Opened), False
     if isinstance(opened, UnresolvedError) or opened is None:
         endpoint, free, foreign = replace(endpoint, host=ANYWHERE, others=False), True, True
-        opened = _enter(endpoint, end)
+        opened = _open(endpoint, end)
     if isinstance(opened, TakenError):
         free = False
-        opened = _enter(replace(endpoint, ports=(*spare, DRAWN)), end)
+        opened = _open(replace(endpoint, ports=(*spare, DRAWN)), end)
     if not isinstance(opened, Opened):
         raise opened or UserError(f"{endpoint.name} can listen on no port of {endpoint.host}")
     wanted, last = endpoint.ports[0], endpoint.ports[-1]
     lost = not free or opened.drawn
-    told = Port(
+    port = Port(
         wanted if lost else opened.port,
         free,
         holder_of(wanted) if lost else "",
@@ -120,10 +120,10 @@ def open_station(
         last=last if not free and len(endpoint.ports) > 1 else 0,
         drawn=opened.port if free and opened.drawn else 0,
     )
-    return Station(endpoint.name, opened.listener, key), told
+    return DoctorServer(endpoint.name, opened.listener, key), port
 
 
-def _enter(endpoint: Endpoint, end: float) -> Opened | UserError | None:
+def _open(endpoint: Endpoint, end: float) -> Opened | UserError | None:
     """What `open_listener` returns or raises; None if the name service is silent until ``end``."""
 
     def work(endpoint: Endpoint) -> Opened | UserError:

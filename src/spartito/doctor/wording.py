@@ -19,18 +19,18 @@ def joined(names: Sequence[str]) -> str:
 
 def amount(size: float) -> str:
     """Bytes, as ``1.5 GiB``."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
+    for name in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1024:
-            return f"{size:.3g} {unit}"
+            return f"{size:.3g} {name}"
         size /= 1024
     return f"{size:.4g} TiB"
 
 
 def rate(speed: float) -> str:
     """Bytes per second, as ``1.2 GB/s``."""
-    for unit in ("B/s", "kB/s", "MB/s"):
+    for name in ("B/s", "kB/s", "MB/s"):
         if speed < 999.5:
-            return f"{speed:.3g} {unit}"
+            return f"{speed:.3g} {name}"
         speed /= 1000
     return f"{speed:.3g} GB/s"
 
