@@ -109,7 +109,7 @@ def test_one_task_waits_for_nobody(tmp_path: Path) -> None:
         }
     )
     assert spec is not None
-    assert spec.num_replicas == 1
+    assert spec.world_size == 1
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["worker-0.json"]
 
 

@@ -19,7 +19,7 @@ def section(title: str) -> str:
 def test_tf_config() -> None:
     (text,) = re.findall(r"export TF_CONFIG='(.*)'", section("TF_CONFIG"))
     spec = resolve({"TF_CONFIG": text})
-    assert (spec.rank, spec.num_replicas) == (0, 2)
+    assert (spec.rank, spec.world_size) == (0, 2)
     assert resolve({"TF_CONFIG": text.replace('"index": 0', '"index": 1')}).rank == 1
 
 

@@ -31,7 +31,7 @@ def test_the_file_lists_all_and_a_variable_says_who_we_are(tmp_path: Path) -> No
             addresses={"worker": ("a:29500", "b:29500"), "ps": ("[fe80::1]:29500",)},
             task=Task("worker", 1),
             rank=1,
-            num_replicas=2,
+            world_size=2,
             local_rank=0,
             local_size=1,
             rendezvous="a:29500",

@@ -16,7 +16,7 @@ def test_a_pytorch_job_is_one_process_per_pod() -> None:
         addresses={"worker": ("train-master-0:23456", "")},
         task=Task("worker", 1),
         rank=1,
-        num_replicas=2,
+        world_size=2,
         local_rank=0,
         local_size=1,
         rendezvous="train-master-0:23456",
@@ -27,7 +27,7 @@ def test_a_pytorch_job_is_one_process_per_pod() -> None:
 def test_a_train_job_names_its_first_node() -> None:
     spec = from_kubernetes(train_job(2))
     assert spec is not None
-    assert (spec.rank, spec.num_replicas) == (2, 3)
+    assert (spec.rank, spec.world_size) == (2, 3)
     assert spec.rendezvous == "train-node-0-0.train:29400"
 
 
@@ -36,7 +36,7 @@ def test_torchrun_in_such_a_pod_speaks_for_itself() -> None:
     assert from_kubernetes(env) is None
     spec = from_torchrun(env)
     assert spec is not None
-    assert spec.num_replicas == 4
+    assert spec.world_size == 4
 
 
 def test_pods_of_a_job_know_each_other_by_their_number() -> None:
@@ -49,7 +49,7 @@ def test_pods_of_a_job_know_each_other_by_their_number() -> None:
         },
         task=Task("ps", 0),
         rank=-1,
-        num_replicas=2,
+        world_size=2,
         local_rank=-1,
         local_size=0,
         rendezvous="train-0.train:29500",
@@ -93,7 +93,7 @@ def test_what_does_not_fit_together_is_named(env: dict[str, str], words: list[st
 def test_processes_that_kubeflow_counts_from_a_cpu_limit_are_one_under_python() -> None:
     env = pytorch_job(1) | {"PET_NPROC_PER_NODE": "8"}
     spec = resolve(env)
-    assert (spec.rank, spec.num_replicas, spec.local_size) == (1, 2, 1)
+    assert (spec.rank, spec.world_size, spec.local_size) == (1, 2, 1)
     (remark,) = remarks(spec, env)
     assert "PET_NPROC_PER_NODE=8, but this pod runs one process" in remark
     assert remarks(spec, env | {"PET_NPROC_PER_NODE": "auto"}) == ()

@@ -25,7 +25,7 @@ def test_on_one_machine_they_meet_at_its_loopback() -> None:
         addresses={"worker": ("127.0.0.1:29500", "", "", "")},
         task=Task("worker", 2),
         rank=2,
-        num_replicas=4,
+        world_size=4,
         local_rank=2,
         local_size=4,
         rendezvous="127.0.0.1:29500",
@@ -51,7 +51,7 @@ def test_on_several_machines_the_address_must_be_one_for_all(given: dict[str, st
 def test_mpich_and_its_kin_say_it_in_other_words() -> None:
     spec = from_mpi(mpich(1))
     assert spec is not None
-    assert (spec.rank, spec.num_replicas, spec.local_rank, spec.local_size) == (1, 2, 1, 2)
+    assert (spec.rank, spec.world_size, spec.local_rank, spec.local_size) == (1, 2, 1, 2)
     assert spec.source == "MPICH"
     named = {f"MV2_COMM_WORLD_{name}": "1" for name in ("RANK", "LOCAL_RANK")}
     sizes = {f"MV2_COMM_WORLD_{name}": "2" for name in ("SIZE", "LOCAL_SIZE")}
@@ -80,7 +80,7 @@ def test_other_launchers_are_understood(source: str, env: dict[str, str]) -> Non
     spec = from_mpi(env | {"MASTER_ADDR": "node1"})
     assert spec is not None
     assert (spec.source, spec.rendezvous) == (source, "node1:29500")
-    assert (spec.rank, spec.num_replicas, spec.local_rank, spec.local_size) == (3, 4, 1, 2)
+    assert (spec.rank, spec.world_size, spec.local_rank, spec.local_size) == (3, 4, 1, 2)
     with pytest.raises(UserError, match="MASTER_ADDR is not set"):
         from_mpi(env)
 
@@ -90,7 +90,7 @@ def test_one_machine_needs_no_numbers_of_its_own(env: dict[str, str]) -> None:
     spec = from_mpi(env)
     assert spec is not None
     assert (spec.rank, spec.local_rank) == (1, 1)
-    assert spec.num_replicas == spec.local_size
+    assert spec.world_size == spec.local_size
     assert spec.rendezvous == "127.0.0.1:29500"
 
 

@@ -46,7 +46,7 @@ def test_two_nodes_of_two_tasks() -> None:
         },
         task=Task("worker", 3),
         rank=3,
-        num_replicas=4,
+        world_size=4,
         local_rank=1,
         local_size=2,
         rendezvous=f"node1:{port}",
@@ -56,7 +56,7 @@ def test_two_nodes_of_two_tasks() -> None:
 
 def test_one_node_meets_at_its_loopback() -> None:
     spec = read(one_node(1))
-    assert (spec.rank, spec.num_replicas, spec.local_rank, spec.local_size) == (1, 2, 1, 2)
+    assert (spec.rank, spec.world_size, spec.local_rank, spec.local_size) == (1, 2, 1, 2)
     assert spec.rendezvous is not None
     assert split_address(spec.rendezvous)[0] == "127.0.0.1"
 
@@ -87,7 +87,7 @@ def test_srun_inside_of_a_shell_of_srun_is_a_job() -> None:
 
 
 def test_srun_pty_of_the_script_itself_is_a_job() -> None:
-    assert read({**SRUN_SHELL, "SLURM_JOB_NAME": "python"}).num_replicas == 4
+    assert read({**SRUN_SHELL, "SLURM_JOB_NAME": "python"}).world_size == 4
 
 
 def test_who_has_no_others_is_alone_and_needs_no_remark() -> None:
@@ -154,7 +154,7 @@ def test_the_last_tasks_are_the_servers() -> None:
     specs = [read(srun(rank, SPARTITO_PS="1", MASTER_PORT="20000")) for rank in range(4)]
     assert [str(spec.task) for spec in specs] == ["worker 0", "worker 1", "worker 2", "ps 0"]
     assert [spec.rank for spec in specs] == [0, 1, 2, -1]
-    assert {spec.num_replicas for spec in specs} == {3}
+    assert {spec.world_size for spec in specs} == {3}
     assert specs[3].addresses["ps"] == ("node2:20001",)
     assert {spec.rendezvous for spec in specs} == {"node1:20000"}
 

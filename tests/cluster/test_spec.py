@@ -15,7 +15,7 @@ TWO = ClusterSpec(
     addresses={"chief": ("a:1",), "worker": ("b:2", ""), "ps": ("c:3",)},
     task=Task("worker", 0),
     rank=1,
-    num_replicas=3,
+    world_size=3,
     local_rank=0,
     local_size=1,
     rendezvous="a:1",
@@ -26,7 +26,7 @@ TWO = ClusterSpec(
 def test_alone_is_the_chief_of_one_replica() -> None:
     alone = ClusterSpec.alone()
     assert alone.is_chief
-    assert (alone.rank, alone.num_replicas, alone.local_rank, alone.local_size) == (0, 1, 0, 1)
+    assert (alone.rank, alone.world_size, alone.local_rank, alone.local_size) == (0, 1, 0, 1)
     assert alone.rendezvous is None
     assert str(alone.task) == "worker 0"
 
@@ -76,7 +76,7 @@ def test_an_evaluator_apart_is_alone_and_nobodys_chief() -> None:
     assert not TWO.has_evaluator
     assert own.task == job.task
     assert own.addresses == {"evaluator": ("d:4",)}
-    assert (own.rank, own.num_replicas, own.local_rank, own.local_size) == (0, 1, 0, 1)
+    assert (own.rank, own.world_size, own.local_rank, own.local_size) == (0, 1, 0, 1)
     assert own.replica_tasks == (job.task,)
     assert own.rendezvous is None
     assert not own.is_chief
@@ -91,7 +91,7 @@ def test_another_source_changes_nothing_else() -> None:
     [
         ({"rank": 0}, "does not belong"),
         ({"rank": 3}, "does not belong"),
-        ({"num_replicas": 2}, "lists 3"),
+        ({"world_size": 2}, "lists 3"),
         ({"task": Task("worker", 2)}, "not in the cluster"),
         ({"task": Task("evaluator", 0)}, "not in the cluster"),
         ({"local_rank": 1}, "local rank"),

@@ -31,7 +31,7 @@ def test_the_tutorials_two_workers() -> None:
         addresses={"worker": ("localhost:12345", "localhost:23456")},
         task=Task("worker", 1),
         rank=1,
-        num_replicas=2,
+        world_size=2,
         local_rank=1,
         local_size=2,
         rendezvous="localhost:12345",
@@ -45,7 +45,7 @@ def test_an_explicit_chief_comes_first_and_is_where_they_meet() -> None:
     cluster = {"worker": ["b:1", "c:1"], "chief": ["a:1"]}
     assert read(cluster, "chief").is_chief
     worker = read(cluster, "worker", 0)
-    assert (worker.rank, worker.num_replicas, worker.is_chief) == (1, 3, False)
+    assert (worker.rank, worker.world_size, worker.is_chief) == (1, 3, False)
     assert worker.rendezvous == "a:1"
 
 
@@ -53,7 +53,7 @@ def test_servers_and_evaluators_are_no_replicas() -> None:
     cluster = {"worker": ["b:1"], "ps": ["c:1", "d:1"], "evaluator": ["e:1"]}
     for kind in ("ps", "evaluator"):
         spec = read(cluster, kind)
-        assert (spec.rank, spec.num_replicas, spec.local_rank) == (-1, 1, -1)
+        assert (spec.rank, spec.world_size, spec.local_rank) == (-1, 1, -1)
         assert not spec.is_chief
         assert spec.rendezvous == "b:1"
 
@@ -61,7 +61,7 @@ def test_servers_and_evaluators_are_no_replicas() -> None:
 def test_an_evaluator_may_be_left_out_of_the_cluster() -> None:
     spec = read({"worker": ["b:1", "c:1"]}, "evaluator")
     assert spec.task == Task("evaluator", 0)
-    assert spec.num_replicas == 2
+    assert spec.world_size == 2
     assert spec.address_of(spec.task) == ""
 
 
@@ -77,7 +77,7 @@ def test_tasks_on_one_host_share_a_machine() -> None:
 
 
 def test_keys_of_others_are_passed_over() -> None:
-    assert read({"worker": ["a:1"]}, environment="cloud", rpc_layer="grpc").num_replicas == 1
+    assert read({"worker": ["a:1"]}, environment="cloud", rpc_layer="grpc").world_size == 1
 
 
 GOOD = {"worker": ["a:1", "b:1"]}
@@ -151,7 +151,7 @@ def test_every_replica_reads_the_same_cluster(
     specs = [read(cluster, *task) for task in tasks]
     assert [spec.rank for spec in specs] == list(range(len(tasks)))
     assert [spec.is_chief for spec in specs] == [True] + [False] * (len(tasks) - 1)
-    assert {spec.num_replicas for spec in specs} == {len(tasks)}
+    assert {spec.world_size for spec in specs} == {len(tasks)}
     assert len({spec.rendezvous for spec in specs}) == 1
     one = data.draw(st.sampled_from(specs))
     again = {

@@ -28,7 +28,7 @@ def test_the_variables_are_one_cluster() -> None:
         addresses={"worker": ("10.0.0.1:29500", "", "", "")},
         task=Task("worker", 3),
         rank=3,
-        num_replicas=4,
+        world_size=4,
         local_rank=1,
         local_size=2,
         rendezvous="10.0.0.1:29500",
@@ -80,7 +80,7 @@ def test_every_rank_of_a_job_is_read(nodes: int, size: int, data: st.DataObject)
     }
     spec = from_torchrun(GOOD | {name: str(value) for name, value in numbers.items()})
     assert spec is not None
-    assert (spec.rank, spec.num_replicas) == (rank, nodes * size)
+    assert (spec.rank, spec.world_size) == (rank, nodes * size)
     assert (spec.local_rank, spec.local_size) == (rank % size, size)
     assert spec.is_chief == (rank == 0)
     assert (spec.rendezvous is None) == (nodes * size == 1)

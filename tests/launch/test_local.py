@@ -83,13 +83,13 @@ def test_each_worker_learns_who_it_is(tmp_path: Path) -> None:
         assert expected.items() <= env.items()
         assert int(env["OMP_NUM_THREADS"]) >= 1
         spec = resolve(env)
-        assert (spec.rank, spec.num_replicas, spec.local_size) == (rank, 3, 3)
+        assert (spec.rank, spec.world_size, spec.local_size) == (rank, 3, 3)
     assert len({row[2]["MASTER_PORT"] for row in rows}) == 1
 
 
 def test_one_process_without_a_strategy_is_alone(tmp_path: Path) -> None:
     ((_, _, env),), _ = run(tmp_path, "--workers", "1")
-    assert resolve(env).num_replicas == 1
+    assert resolve(env).world_size == 1
     assert "SPARTITO_STRATEGY" not in env
 
 
@@ -105,7 +105,7 @@ def test_several_machines_by_hand(tmp_path: Path) -> None:
     assert [row[0] for row in rows] == ["worker 2", "worker 3"]
     for local, (_, _, env) in enumerate(rows):
         spec = resolve(env)
-        assert (spec.rank, spec.num_replicas) == (2 + local, 4)
+        assert (spec.rank, spec.world_size) == (2 + local, 4)
         assert (spec.local_rank, spec.local_size) == (local, 2)
         assert spec.rendezvous == "10.0.0.1:29500"
         assert env["GROUP_RANK"] == "1"
@@ -117,7 +117,7 @@ def test_several_processes_of_one_tf_config_task(tmp_path: Path) -> None:
     for local, (_, _, env) in enumerate(rows):
         spec = resolve(env)
         assert "TF_CONFIG" not in env
-        assert (spec.rank, spec.num_replicas) == (2 + local, 6)
+        assert (spec.rank, spec.world_size) == (2 + local, 6)
         assert (spec.local_rank, spec.local_size) == (2 + local, 4)  # another task is on host a
         assert spec.rendezvous == "a:1000"
 
@@ -129,7 +129,7 @@ def test_one_process_is_the_tf_config_task_itself(tmp_path: Path) -> None:
     assert spec.name_of(1) == "worker 1 (a:2000)"
     by_torchruns_names = resolve({k: v for k, v in env.items() if k != "TF_CONFIG"})
     for one in (spec, by_torchruns_names):
-        assert (one.rank, one.num_replicas, one.local_rank, one.local_size) == (1, 3, 1, 2)
+        assert (one.rank, one.world_size, one.local_rank, one.local_size) == (1, 3, 1, 2)
 
 
 def test_an_evaluator_is_one_process_without_a_rank(tmp_path: Path) -> None:
@@ -165,14 +165,14 @@ def test_several_processes_of_a_schedulers_task_are_counted_over_all(tmp_path: P
     assert [name for name, _, _ in rows] == ["worker 2", "worker 3"]
     for local, (_, _, env) in enumerate(rows):
         spec = resolve(env)
-        assert (spec.rank, spec.num_replicas) == (2 + local, 4)
+        assert (spec.rank, spec.world_size) == (2 + local, 4)
         assert (spec.local_rank, spec.local_size) == (local, 2)
         assert spec.rendezvous == "train-master-0:23456"
 
 
 def test_one_machine_by_hand_is_a_job_of_its_own(tmp_path: Path) -> None:
     ((_, _, env),), _ = run(tmp_path, "--nnodes", "1", **srun(3))
-    assert resolve(env).num_replicas == 1
+    assert resolve(env).world_size == 1
 
 
 @skip_if(shutil.which("mpirun") is None, "mpi", "no mpirun here")
@@ -193,7 +193,7 @@ def test_mpirun_of_run_is_one_job(tmp_path: Path) -> None:
     )
     assert got.returncode == 0, got.stderr
     specs = [resolve(literal_eval((tmp_path / f"told.{rank}").read_text())) for rank in range(2)]
-    assert [(spec.rank, spec.num_replicas) for spec in specs] == [(0, 2), (1, 2)]
+    assert [(spec.rank, spec.world_size) for spec in specs] == [(0, 2), (1, 2)]
     assert len({spec.rendezvous for spec in specs}) == 1
 
 
@@ -205,7 +205,7 @@ def test_each_task_of_a_role_learns_who_it_is(tmp_path: Path) -> None:
     for name, env in told.items():
         spec = resolve(env)
         assert str(spec.task) == name
-        assert spec.num_replicas == 3
+        assert spec.world_size == 3
         assert "RANK" not in env
     (secret,) = {env["SPARTITO_SECRET"] for env in told.values()}
     assert len(secret) == 64
@@ -372,7 +372,7 @@ def test_ranks_of_all_nodes_are_all_ranks(nodes: int, workers: int, cores: int) 
             assert env["OMP_NUM_THREADS"] == str(max(1, cores // workers))
             specs.append(resolve(env))
     assert [spec.rank for spec in specs] == list(range(nodes * workers))
-    assert {spec.num_replicas for spec in specs} == {nodes * workers}
+    assert {spec.world_size for spec in specs} == {nodes * workers}
 
 
 @pytest.mark.parametrize(

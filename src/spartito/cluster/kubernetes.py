@@ -102,7 +102,7 @@ def _from_kubeflow(env: Mapping[str, str]) -> ClusterSpec:
         addresses={"worker": (meeting, *[""] * (nodes - 1))},
         task=Task("worker", rank),
         rank=rank,
-        num_replicas=nodes,
+        world_size=nodes,
         local_rank=0,
         local_size=1,
         rendezvous=meeting,

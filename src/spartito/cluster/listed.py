@@ -45,7 +45,7 @@ def spec_of(cluster: Mapping[str, tuple[str, ...]], task: Task, source: str) -> 
         addresses=cluster,
         task=task,
         rank=replicas.index(task) if task in replicas else NO_RANK,
-        num_replicas=len(replicas),
+        world_size=len(replicas),
         local_rank=local.index(task) if task in local else NO_RANK,
         local_size=len(local),
         rendezvous=cluster[chief.type][chief.index] if meets else None,

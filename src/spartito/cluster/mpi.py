@@ -138,7 +138,7 @@ def from_mpi(env: Mapping[str, str]) -> ClusterSpec | None:
         addresses={"worker": (meeting, *[""] * (world - 1))},
         task=Task("worker", rank),
         rank=rank,
-        num_replicas=world,
+        world_size=world,
         local_rank=local_rank,
         local_size=local_size,
         rendezvous=meeting,

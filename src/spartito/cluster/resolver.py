@@ -133,4 +133,4 @@ def _agrees(resolver: Resolver, spec: ClusterSpec, env: Mapping[str, str]) -> bo
 
 
 def _self(spec: ClusterSpec) -> tuple[object, ...]:
-    return spec.task, spec.rank, spec.num_replicas
+    return spec.task, spec.rank, spec.world_size

@@ -40,7 +40,7 @@ class ClusterSpec:
     """All tasks of the job, and which of them this process is.
 
     ``addresses`` maps a role to the ``host:port`` of every task, ``""`` where unknown.
-    ``rank`` counts the ``num_replicas`` tasks that train, the chief first, then the workers;
+    ``rank`` counts the ``world_size`` tasks that train, the chief first, then the workers;
     ``local_rank`` and ``local_size`` count those on this machine. A task that does not train
     has rank and local rank `NO_RANK`. ``rendezvous`` is the ``host:port`` where the processes
     meet, None when alone. ``source`` says where all this was read.
@@ -51,7 +51,7 @@ class ClusterSpec:
     addresses: Mapping[str, tuple[str, ...]]
     task: Task
     rank: int
-    num_replicas: int
+    world_size: int
     local_rank: int
     local_size: int
     rendezvous: str | None
@@ -80,7 +80,7 @@ class ClusterSpec:
         addresses = [address for tasks in self.addresses.values() for address in tasks]
         if all(addresses):
             return len({machine_of(split_address(address)[0]) for address in addresses}) > 1
-        return self.local_size < self.num_replicas
+        return self.local_size < self.world_size
 
     @property
     def has_evaluator(self) -> bool:
@@ -128,7 +128,7 @@ class ClusterSpec:
 
     def _figures(self) -> str:
         return (
-            f"task {self.task}, rank {self.rank} of {self.num_replicas}, "
+            f"task {self.task}, rank {self.rank} of {self.world_size}, "
             f"local rank {self.local_rank} of {self.local_size}"
         )
 
@@ -144,7 +144,7 @@ class ClusterSpec:
         local = not trains or (
             0 <= self.local_rank < self.local_size
             and self.local_rank <= self.rank
-            and self.local_size - self.local_rank <= self.num_replicas - self.rank
+            and self.local_size - self.local_rank <= self.world_size - self.rank
         )
         unknown = [role for role in self.addresses if role not in ROLES]
         return [
@@ -153,12 +153,12 @@ class ClusterSpec:
             ("a job has at most one chief", len(self.addresses.get("chief", ())) <= 1),
             ("a job has at most one evaluator", len(self.addresses.get(EVALUATOR, ())) <= 1),
             ("that task is not in the cluster", listed),
-            (f"the cluster lists {len(replicas)} that train", self.num_replicas == len(replicas)),
+            (f"the cluster lists {len(replicas)} that train", self.world_size == len(replicas)),
             ("the rank does not belong to that task", ranked),
             ("the local rank does not fit into the ranks", local),
             (
                 "several replicas need an address where they meet",
-                self.num_replicas == 1 or bool(self.rendezvous),
+                self.world_size == 1 or bool(self.rendezvous),
             ),
         ]
 

@@ -48,7 +48,7 @@ def from_torchrun(env: Mapping[str, str]) -> ClusterSpec | None:
         addresses={"worker": (meeting if size > 1 else "", *[""] * (size - 1))},
         task=Task("worker", rank),
         rank=rank,
-        num_replicas=size,
+        world_size=size,
         local_rank=local_rank,
         local_size=local_size,
         rendezvous=meeting if size > 1 else None,

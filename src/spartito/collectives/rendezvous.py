@@ -65,12 +65,12 @@ def connect(
     """
     check_communication(communication, device)
     limit = time_limit(timeout)
-    if cluster.num_replicas == 1:
+    if cluster.world_size == 1:
         return IdentityCollective()
     group = device.type != "cpu" or communication in PROCESS_GROUP
     if group:
         check_drawn()
-    names = [cluster.name_of(rank) for rank in range(cluster.num_replicas)]
+    names = [cluster.name_of(rank) for rank in range(cluster.world_size)]
     store = _meet(cluster, names, limit)
     here = (host or host_key()) if supported() else f"rank {cluster.rank}"
     came = ask(lambda: _tell_all(store, cluster, here), limit, names[0])
@@ -201,7 +201,7 @@ def _tell_all(store: dist.Store, cluster: ClusterSpec, host: str) -> list[Arriva
     """What all replicas tell, by rank."""
     own = Arrival(host, Versions.own())
     store.set(f"came as/{cluster.rank}", msgspec.json.encode(own).decode())
-    told = [store.get(f"came as/{rank}") for rank in range(cluster.num_replicas)]
+    told = [store.get(f"came as/{rank}") for rank in range(cluster.world_size)]
     return [msgspec.json.decode(text, type=Arrival) for text in told]
 
 

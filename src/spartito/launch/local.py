@@ -310,7 +310,7 @@ def _place_in(job: Joined, workers: int, allowed: range | None, held: ExitStack)
     host, port = split_address(spec.rendezvous)
     if spec.rank == NO_RANK:
         return Place(0, 1, host, port, task=job.task, itself=itself)
-    counts = spec.rank, spec.num_replicas, host, port, spec.local_rank, spec.local_size
+    counts = spec.rank, spec.world_size, host, port, spec.local_rank, spec.local_size
     own = spec.address_of(spec.task)
     return Place(*counts, task=job.task, itself=itself, address=own)
 

@@ -31,7 +31,7 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     """
     cluster = resolve()
     chosen = name or os.environ.get(ENV_STRATEGY) or ""
-    chosen = chosen or default_name(cluster.num_replicas, len(cluster.addresses.get("ps", ())))
+    chosen = chosen or default_name(cluster.world_size, len(cluster.addresses.get("ps", ())))
     kind = strategy_class(chosen)
     if name is None:
         options = {**_environment_options(), **options}

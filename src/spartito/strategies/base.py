@@ -153,7 +153,7 @@ class Strategy(ABC):
 
         Tasks that compute one part of the batch together have the same.
         """
-        return self.cluster.rank, self.cluster.num_replicas
+        return self.cluster.rank, self.cluster.world_size
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -171,7 +171,7 @@ class Strategy(ABC):
         """
         if self.name in strategy_names():
             servers = len(cluster.addresses.get("ps", ()))
-            strategy_info(self.name).check(cluster.num_replicas, cluster.local_size, servers)
+            strategy_info(self.name).check(cluster.world_size, cluster.local_size, servers)
 
     def scope(self) -> AbstractContextManager[None]:
         """Where the model and its optimizer are built."""

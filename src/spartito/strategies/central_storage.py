@@ -109,10 +109,10 @@ class CentralStorageStrategy(SynchronousStrategy):
     ) -> dict[str, Collective]:
         """As `SynchronousStrategy.connect`; raises `UserError` without shared memory."""
         groups = super().connect(cluster, device, timeout, communication)
-        if cluster.num_replicas > 1 and not isinstance(groups[WORLD], SharedMemoryCollective):
+        if cluster.world_size > 1 and not isinstance(groups[WORLD], SharedMemoryCollective):
             groups[WORLD].close()
             raise UserError(
-                f"central_storage for {cluster.num_replicas} replicas that share no memory",
+                f"central_storage for {cluster.world_size} replicas that share no memory",
                 "It needs Linux on x86-64 and one /dev/shm for all; choose mirrored here.",
             )
         return groups

@@ -89,11 +89,11 @@ class ReplicaStrategy(Strategy):
             raise UserError(f"accumulate={accumulate}", "At least one batch makes an update.")
         if clip_norm is not None and not clip_norm > 0:
             raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
-        if self.cluster.num_replicas > 1 or self.cluster.addresses.get("ps"):
+        if self.cluster.world_size > 1 or self.cluster.addresses.get("ps"):
             check_initialized(model)
         model.to(self.device)
         made = make_optimizer(optimizer, model)
-        check_optimizer(made, model, self.cluster.num_replicas)
+        check_optimizer(made, model, self.cluster.world_size)
         fuse(made)
         if self.device.type == "cpu" and self.cluster.rank != NO_RANK:
             check_memory(optimizer_parameters(made), made, self._state_fraction)
@@ -278,7 +278,7 @@ class ReplicaStrategy(Strategy):
         batch = in_dtype(batch, pair.dtype)
         with autocast(pair.precision, self.device):
             output = forward(pair.model, batch.data, loss is not None)
-            divided = pair.randomness is not None and self.cluster.num_replicas > 1
+            divided = pair.randomness is not None and self._group.world_size > 1
             with RandomnessForbidden() if divided else nullcontext():
                 answer = evaluate_loss(loss, output, batch)
         return output, weigh(answer, batch)

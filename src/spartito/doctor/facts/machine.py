@@ -91,8 +91,8 @@ def plan_of(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:
         here = f"{gpus} workers, one per GPU" if gpus > 1 else "1 worker"
         return f"nothing describes a cluster, so spartito run would start {here} on this machine"
     servers = len(spec.addresses.get("ps", ()))
-    strategy = env.get(ENV_STRATEGY) or default_name(spec.num_replicas, servers)
-    rank = f"rank {spec.rank} of {spec.num_replicas}" if spec.rank != NO_RANK else "no replica"
+    strategy = env.get(ENV_STRATEGY) or default_name(spec.world_size, servers)
+    rank = f"rank {spec.rank} of {spec.world_size}" if spec.rank != NO_RANK else "no replica"
     meeting = f", rendezvous at {spec.rendezvous}" if spec.rendezvous else ""
     return f"by {spec.source} this is {spec.task}, {rank}, strategy {strategy}{meeting}"
 
