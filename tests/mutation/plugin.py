@@ -1,0 +1,48 @@
+"""For pytest in the copy: runs chosen tests in a given order, or notes which one runs now."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--chosen", type=Path, help="a file of the tests to run, in this order")
+    parser.addoption("--entered", type=Path, help="the folder that the recorder writes to")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if folder := config.getoption("--entered"):
+        config.pluginmanager.register(Recording(folder))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if file := config.getoption("--chosen"):
+        order = {test: number for number, test in enumerate(file.read_text().splitlines())}
+        items[:] = sorted(
+            (item for item in items if item.nodeid in order), key=lambda item: order[item.nodeid]
+        )
+
+
+class Recording:
+    """Writes the number of the running test where the recorder reads it, and how each ended."""
+
+    def __init__(self, folder: Path) -> None:
+        self._worker = os.environ.get("PYTEST_XDIST_WORKER", "main")
+        self._current = folder / f"current-{self._worker}"
+        self._tests = (folder / f"tests-{self._worker}").open("w")
+        self._number = 0
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self._number += 1
+        with self._current.open("r+b") as file:
+            file.write(self._number.to_bytes(4, "little"))
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        line = [self._number, report.nodeid, report.duration, report.outcome != "failed"]
+        print(json.dumps(line), file=self._tests, flush=True)
