@@ -1,7 +1,7 @@
 """Change the sources in small ways, one at a time, and see whether a test notices.
 
 ``scripts/mutate --count 100 --seed 1``. A mutant that survives is a missing test, or has a reason
-in ``tests/mutants.md``; the command fails where there is neither, or too few are noticed.
+in ``tests/mutants.md``; the command fails where there is neither.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ PACKAGES = ("checkpoint", "collectives", "engine", "ps", "strategies")
 TESTS = (*(f"tests/{name}" for name in PACKAGES), "tests/training", "tests/test_public.py")
 EXPLAINED = ROOT / "tests" / "mutants.md"
 MAP = ROOT / "build" / "mutation" / "map.json"
-ENOUGH = 0.9
 
 
 def explained(text: str) -> dict[str, str]:
@@ -44,8 +43,6 @@ def verdict(
         for key, outcome in results
         if key in reasons and key not in survived
     ]
-    if len(survived) > (1 - ENOUGH) * len(results):
-        wrong.append(f"only {len(results) - len(survived)} of {len(results)} were killed")
     return wrong
 
 
