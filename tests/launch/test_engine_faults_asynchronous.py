@@ -69,7 +69,7 @@ def test_a_worker_is_paused_then_cut_and_a_server_crashes(container_job: Make) -
 
     job.crash("ps-0")
     following.until("[ps 0] spartito: ps 0 (ps-0:29500) goes on from its snapshot")
-    following.until("pieces of work are done again")
+    following.until("work items are done again")
     following.until("[worker 0] epoch")
     assert "".join(following.seen).count("is started again") == 1  # nobody else
 

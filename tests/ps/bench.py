@@ -53,7 +53,7 @@ class Bench:
             numbers, dtype=torch.float64
         )
         gradient[-64:-56].view(torch.int64)[0] = 1
-        with self.store.turn:
+        with self.store.lock:
             return self.store.push(worker, push, gradient)[0]
 
     def values(self) -> list[float]:
@@ -72,9 +72,9 @@ class Bench:
         return int(self._model.count)  # type: ignore[arg-type]
 
     def numbers(self) -> tuple[int, int, int, int]:
-        """Updates, pushes, pieces, examples."""
+        """Updates, pushes, work items, examples."""
         store = self.store
-        return store.version, store.pushes, store.pieces, store.examples
+        return store.version, store.pushes, store.work_items, store.examples
 
 
 def push(step: int, part: int = 0, /, **facts: Any) -> Push:
@@ -106,9 +106,9 @@ def waits_in(bench: Bench, worker: int) -> bool:
 
 def wait_until(bench: Bench, true: Callable[[], bool]) -> None:
     """Until a thread of the test has come as far as this; a limit instead of a hang."""
-    with bench.store.turn:
+    with bench.store.lock:
         for _ in range(int(LIMIT * 100)):
             if true():
                 return
-            bench.store.turn.wait(0.01)
+            bench.store.lock.wait(0.01)
     raise AssertionError("it did not come to this in time")

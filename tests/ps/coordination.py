@@ -15,7 +15,7 @@ from spartito.collectives.sockets import listen
 from spartito.ps.client.work_source import WorkerLink
 from spartito.ps.protocol.work import Complete, Lease, Report, Totals, WorkSource
 from spartito.ps.scheduler.coordinator import Coordinator
-from spartito.ps.scheduler.listener import Reception
+from spartito.ps.scheduler.listener import WorkerListener
 from spartito.ps.scheduler.plan import Plan
 from tests.callers import hung_up
 
@@ -41,7 +41,7 @@ def serving(workers: int, **options: Any) -> Iterator[tuple[Coordinator, int]]:
     coordinator = Coordinator(names, **({"timeout": LIMIT} | options))
     try:
         listener = listen(Endpoint("the chief", HOST, (DRAWN,)), LIMIT)
-        Reception(coordinator, listener)
+        WorkerListener(coordinator, listener)
         yield coordinator, listener.getsockname()[1]
     finally:
         coordinator.close()
@@ -52,18 +52,18 @@ def link(port: int, worker: int, timeout: float = LIMIT) -> WorkerLink:
 
 
 def report(lease: Lease, **facts: Any) -> Report:
-    """That a lease is done; the sums are its pieces, and their steps."""
+    """That a lease is done; the sums are its work items, and their steps."""
     steps = range(lease.start, lease.stop)
     return Report(lease.id, [float(len(steps)), float(sum(steps))], **facts)
 
 
-def whole(steps: int = 20, slices: int = 2) -> list[float]:
-    """The sums of an epoch of which every piece was counted once."""
-    return [float(steps * slices), float(sum(range(steps)) * slices)]
+def whole(steps: int = 20, data_shards: int = 2) -> list[float]:
+    """The sums of an epoch of which every work item was counted once."""
+    return [float(steps * data_shards), float(sum(range(steps)) * data_shards)]
 
 
 def work(source: WorkSource, epochs: int, stream: int = 0) -> list[Lease]:
-    """Do what there is to do in some epochs; answers the leases."""
+    """Do what there is to do in some epochs; returns the leases."""
     done: list[Lease] = []
     for epoch in range(epochs):
         finished: Report | None = None
@@ -122,7 +122,7 @@ def eventually(condition: Callable[[], bool], limit: float = LIMIT) -> None:
         time.sleep(0.01)
 
 
-def stranger(port: int, data: bytes) -> bytes:
+def unknown_peer(port: int, data: bytes) -> bytes:
     """What a connection that sends ``data`` hears until it is closed."""
     with socket.create_connection((HOST, port), LIMIT) as connection:
         connection.sendall(data)

@@ -53,7 +53,7 @@ from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.store import Store
-from tests.callers import answer
+from tests.callers import answer as reply
 from tests.ps.coordination import eventually
 from tests.skips import skip_if
 
@@ -220,10 +220,10 @@ def compute(models: list[nn.Module], step: int) -> None:
         model(rows).square().mean().backward()
 
 
-def assert_close(one: nn.Module, other: nn.Module, room: float = 1e-12) -> None:
+def assert_close(one: nn.Module, other: nn.Module, buffer: float = 1e-12) -> None:
     for name, tensor in one.state_dict().items():
         twin = other.state_dict()[name]
-        assert torch.allclose(tensor.double(), twin.double(), rtol=room, atol=room), name
+        assert torch.allclose(tensor.double(), twin.double(), rtol=buffer, atol=buffer), name
 
 
 # Values and gradients
@@ -260,10 +260,10 @@ def test_training_over_links_is_training(
         absent, finite = servers.fill()
         assert finite
         servers.push(push(step), absent)
-        answers = servers.replies()
+        replies = servers.replies()
         optimizer.step()
         assert_close(model, expected)
-        assert {answer.outcome for answer in answers} == {Outcome.APPLIED}
+        assert {reply.outcome for reply in replies} == {Outcome.APPLIED}
         assert servers.progress.version == step + 1
     servers.release()
     size = sum(span.size for span in run.spans)
@@ -376,7 +376,7 @@ def test_thousands_of_groups_and_passes_fit_into_a_message(job: Start, way: dict
     for step in range(9000):
         compute([model], 0) if not step else None
         absent, _ = servers.fill()
-        key = (1, step, 0, 0)  # a pass of one piece
+        key = (1, step, 0, 0)  # a pass of one work item
         exchange(servers, push(0, keys=[key], dropped=step > 0), absent)
     assert len(control.applied(0, 2)) == 9000
     assert len(control.states()) == 1
@@ -417,48 +417,48 @@ def test_a_state_that_was_given_comes_back(job: Start, way: dict[str, Any]) -> N
     for before, own, (after, found, _) in zip(values, states, control.states(), strict=True):
         assert torch.equal(before, after)
         assert found.keys() == own.keys()
-        assert all(torch.equal(found[place], value) for place, value in own.items())
+        assert all(torch.equal(found[target], value) for target, value in own.items())
 
 
 # Broken connections
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_push_whose_answer_is_lost_is_applied_once(job: Start, way: dict[str, Any]) -> None:
+def test_a_push_whose_reply_is_lost_is_applied_once(job: Start, way: dict[str, Any]) -> None:
     run = job(**way)
     run.control()
     servers, model, _ = run.worker()
     servers.pull(admit=True)
-    life = servers.links[0].life
+    incarnation = servers.links[0].incarnation
     expected = deepcopy(model)
     optimizer = make(expected)
     compute([model, expected], 0)
     absent, _ = servers.fill()
     servers.push(push(0), absent)
     store = run.servers[0].store
-    with store.turn:
+    with store.lock:
         assert wait_for_push(store)
     assert servers.links[0]._wire is not None
     servers.links[0]._wire.close()
-    (answer,) = servers.replies()
+    (reply,) = servers.replies()
     optimizer.step()
-    assert answer.outcome is Outcome.DUPLICATE
+    assert reply.outcome is Outcome.DUPLICATE
     assert (store.version, store.duplicates) == (1, 1)
-    assert servers.links[0].life == life
+    assert servers.links[0].incarnation == incarnation
     assert_close(model, expected)
 
 
 def wait_for_push(store: Store) -> bool:
-    """Whether a push was applied; `turn` is held, and given up meanwhile."""
+    """Whether a push was applied; `lock` is held, and given up meanwhile."""
     for _ in range(int(LIMIT / 0.01)):
         if store.pushes:
             return True
-        store.turn.wait(0.01)
+        store.lock.wait(0.01)
     return False
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_server_that_hangs_up_is_called_again(job: Start, way: dict[str, Any]) -> None:
+def test_a_server_that_closes_connections_is_asked_again(job: Start, way: dict[str, Any]) -> None:
     run = job(2, **way)
     control = run.control()
     servers, model, _ = run.worker()
@@ -472,9 +472,9 @@ def test_a_server_that_hangs_up_is_called_again(job: Start, way: dict[str, Any])
             for connection in list(server._connections):
                 connection.close()
         servers.push(push(step), absent)
-        answers = servers.replies()
+        replies = servers.replies()
         optimizer.step()
-        assert {answer.outcome for answer in answers} <= {Outcome.APPLIED, Outcome.DUPLICATE}
+        assert {reply.outcome for reply in replies} <= {Outcome.APPLIED, Outcome.DUPLICATE}
         assert_close(model, expected)
         assert [values.version for values in control.tell(Status())] == [step + 1] * 2
 
@@ -568,7 +568,7 @@ def test_a_server_that_does_not_come_is_named() -> None:
 def test_a_server_that_never_says_welcome_is_named() -> None:
     with socket.create_server((HOST, 0)) as silent:
         port = silent.getsockname()[1]
-        with pytest.raises(TaskLostError, match=rf"ps 2 \({HOST}:{port}\) did not answer"):
+        with pytest.raises(TaskLostError, match=rf"ps 2 \({HOST}:{port}\) did not reply"):
             unmet(Address.of(2, f"{HOST}:{port}"))
 
 
@@ -581,14 +581,14 @@ def unmet(address: Address, timeout: float = SHORT) -> Link:
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_server_that_stops_answering_is_named(job: Start, way: dict[str, Any]) -> None:
+def test_a_server_that_stops_replying_is_named(job: Start, way: dict[str, Any]) -> None:
     run = job(**way)
     run.control()
     link = run.link()
     link._timeout = link._open.timeout = SHORT  # the greeting had time
-    with run.servers[0].store.turn, pytest.raises(TaskLostError) as caught:  # it cannot serve
+    with run.servers[0].store.lock, pytest.raises(TaskLostError) as caught:  # it cannot serve
         link.ask(Status())
-    assert f"ps 0 ({HOST}:{run.ports[0]}) did not answer within {SHORT} s" in str(caught.value)
+    assert f"ps 0 ({HOST}:{run.ports[0]}) did not reply within {SHORT} s" in str(caught.value)
     assert "SPARTITO_TIMEOUT" in str(caught.value)
 
 
@@ -597,7 +597,7 @@ def test_a_server_without_a_descriptor_for_a_task_lets_it_in_later(
     job: Start, caplog: pytest.LogCaptureFixture
 ) -> None:
     run = job(1, Rules(1), shares=True)
-    gc.collect()  # what other tests left would be closed in the middle, and make room
+    gc.collect()  # what other tests left would be closed in the middle, and free descriptors
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     used = max(map(int, os.listdir("/proc/self/fd"))) + 1
     with caplog.at_level(logging.WARNING), ExitStack() as taken:
@@ -613,13 +613,13 @@ def test_a_server_without_a_descriptor_for_a_task_lets_it_in_later(
         assert meeting.result(LIMIT).shared
 
 
-def test_a_server_that_always_hangs_up_is_named() -> None:
+def test_a_server_that_always_closes_is_named() -> None:
     with socket.create_server((HOST, 0)) as listener, ThreadPoolExecutor(1) as pool:
         listener.settimeout(LIMIT)
 
         def greet_only() -> None:
             for _ in range(BREAKS + 1):
-                wire = Wire(answer(listener, PURPOSE), Hello, timeout=LIMIT)
+                wire = Wire(reply(listener, PURPOSE), Hello, timeout=LIMIT)
                 wire.receive()
                 wire.send(Welcome(True, "life"))
                 wire.close()

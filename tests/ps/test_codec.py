@@ -40,14 +40,14 @@ def filled(layout: Layout, span: Span, seed: int, scale: float = 1.0) -> Tensor:
 
 def through(layout: Layout, span: Span, memory: Tensor, name: str | None) -> tuple[Tensor, int]:
     """What arrives, and how many bytes went over the wire."""
-    near, far = make_codec(layout, span, name), make_codec(layout, span, name)
+    near, progress = make_codec(layout, span, name), make_codec(layout, span, name)
     sent = b"".join(near.encode(memory))
-    assert len(sent) == near.size == far.size
+    assert len(sent) == near.size == progress.size
     arrived = allocate(span)
-    room = far.room(arrived)
-    assert room.nbytes == len(sent)
-    room[:] = sent
-    far.decode(arrived, room)
+    buffer = progress.buffer(arrived)
+    assert buffer.nbytes == len(sent)
+    buffer[:] = sent
+    progress.decode(arrived, buffer)
     return arrived, len(sent)
 
 
@@ -73,8 +73,8 @@ def test_numbers_are_rounded_and_all_else_is_exact(
             least += old.numel() * item
             if rounded:
                 about = torch.finfo(sent_as)
-                room = old.abs() * about.eps / 2 + about.smallest_normal * about.eps / 2
-                assert bool(((new - old).abs() <= room * (1 + 1e-6)).all())
+                buffer = old.abs() * about.eps / 2 + about.smallest_normal * about.eps / 2
+                assert bool(((new - old).abs() <= buffer * (1 + 1e-6)).all())
                 assert torch.equal(new, old.to(sent_as).to(old.dtype))
             else:
                 assert torch.equal(memory[here], arrived[here])
@@ -90,17 +90,17 @@ def test_runs_can_be_left_out(servers: int, left_out: frozenset[int], name: str 
     for span in cut(MODEL, servers, 1, False):
         found = runs(MODEL, span)
         out = left_out & frozenset(range(len(found)))
-        near, far = make_codec(MODEL, span, name), make_codec(MODEL, span, name)
+        near, progress = make_codec(MODEL, span, name), make_codec(MODEL, span, name)
         old, new = filled(MODEL, span, 1), filled(MODEL, span, 2)
         whole, _ = through(MODEL, span, new, name)
         sent = b"".join(near.encode(new, out))
         assert len(sent) == near.size_without(out)
         arrived = old.clone()
         if out:
-            far.decode(arrived, memoryview(sent), out)
+            progress.decode(arrived, memoryview(sent), out)
         else:
-            far.room(arrived)[:] = sent
-            far.decode(arrived, far.room(arrived))
+            progress.buffer(arrived)[:] = sent
+            progress.decode(arrived, progress.buffer(arrived))
         for number, run in enumerate(found):
             here = slice(run.start - span.start, run.stop - span.start)
             assert torch.equal(arrived[here], (old if number in out else whole)[here])

@@ -17,8 +17,8 @@ from spartito.ps.protocol.wire import Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
     PURPOSE,
-    Beat,
     Complete,
+    Heartbeat,
     Hello,
     Lease,
     Pause,
@@ -62,10 +62,10 @@ def test_workers_and_chief_share_the_epochs(options: dict[str, Any]) -> None:
         ThreadPoolExecutor(3) as threads,
     ):
         links = [LocalLink(coordinator, 0), co.link(port, 1), co.link(port, 2)]
-        coordinator.open(0, co.plan(slices=3, epochs=3, **options))
+        coordinator.open(0, co.plan(data_shards=3, epochs=3, **options))
         running = [threads.submit(co.work, link, 3) for link in links]
         for epoch in range(3):
-            assert co.wait(coordinator, 0, epoch).sums == co.whole(slices=3)
+            assert co.wait(coordinator, 0, epoch).sums == co.whole(data_shards=3)
             coordinator.close_epoch(0, epoch)
         leases = [future.result(co.LIMIT) for future in running]
         if options == {"together": True}:
@@ -84,14 +84,14 @@ def test_timetables_and_published_values_reach_the_workers() -> None:
         early = threads.submit(link.published, 3)
         coordinator.timetable = b"0.1"
         large = b"history" * 100_000
-        coordinator.board.publish(3, large)
+        coordinator.key_values.publish(3, large)
         assert early.result(co.LIMIT) == large
         for timetable in (b"0.1", b"0.1", b"0.05", large, b""):
             coordinator.timetable = timetable
             assert isinstance(link.take(0, 0, None, wait=False), Pause)
             assert link.timetable == timetable
         with pytest.raises(ValueError, match="more than"):
-            coordinator.board.publish(4, bytes(MAX_PUBLISHED + 1))
+            coordinator.key_values.publish(4, bytes(MAX_PUBLISHED + 1))
         link.close()
         link.close()
 
@@ -104,8 +104,8 @@ def test_a_stream_that_is_stopped_early() -> None:
         assert isinstance(lease, Lease)
         coordinator.end_stream(0)
         assert link.take(0, 0, co.report(lease)) == Complete(0, stop=True)
-        assert co.wait(coordinator, 0, 8).pieces == 0
-        assert coordinator.sums(0, 0).pieces == lease.stop - lease.start
+        assert co.wait(coordinator, 0, 8).work_items == 0
+        assert coordinator.sums(0, 0).work_items == lease.stop - lease.start
         link.close()
 
 
@@ -131,17 +131,17 @@ def test_a_group_that_was_granted_before_the_stop_is_done_by_all() -> None:
 def test_a_worker_that_leaves_a_lease_in_the_middle_stays() -> None:
     with co.serving(1) as (coordinator, port):
         link = co.link(port, 0)
-        coordinator.open(0, co.plan(slices=1))
+        coordinator.open(0, co.plan(data_shards=1))
         first = link.take(0, 0, None)
         assert isinstance(first, Lease)
         given_up = co.report(first, abandoned=True)
         assert link.take(0, NO_EPOCH, given_up, wait=False) == Complete(NO_EPOCH)
         assert co.work(link, 1)
-        assert co.wait(coordinator, 0, 0).sums == co.whole(slices=1)
+        assert co.wait(coordinator, 0, 0).sums == co.whole(data_shards=1)
         link.close()
 
 
-def test_an_exception_of_a_worker_is_the_chiefs_next_answer() -> None:
+def test_an_exception_of_a_worker_is_raised_by_the_chiefs_next_call() -> None:
     with co.serving(2) as (coordinator, port):
         link = co.link(port, 1)
         coordinator.open(0, co.plan())
@@ -161,18 +161,22 @@ def test_an_abandoned_lease_is_done_again_and_counted_once() -> None:
         assert isinstance(first, Lease)
         again = link.take(0, 0, co.report(first, abandoned=True))
         assert isinstance(again, Lease)
-        assert (again.slice, again.start, again.counts) == (first.slice, first.start, True)
+        assert (again.data_shard, again.start, again.counts) == (
+            first.data_shard,
+            first.start,
+            True,
+        )
         link.take(0, 0, co.report(again), wait=False)
-        assert coordinator.sums(0, 0).pieces == again.stop - again.start
+        assert coordinator.sums(0, 0).work_items == again.stop - again.start
         assert coordinator.begun_in(0)[0] == WorkRange(0, 1, 0, 1)
         assert not coordinator.poll(0, 0, 0.0)
         link.close()
 
 
-def test_lost_pieces_are_computed_again() -> None:
+def test_lost_work_is_computed_again() -> None:
     with co.serving(2) as (coordinator, port):
         link = co.link(port, 1)
-        coordinator.open(0, co.plan(slices=1))
+        coordinator.open(0, co.plan(data_shards=1))
         first = link.take(0, 0, None)
         assert isinstance(first, Lease)
         second = link.take(0, 0, co.report(first))
@@ -218,7 +222,7 @@ def test_a_stream_without_examples_ends_the_chief() -> None:
 def test_who_comes_after_the_end_is_told() -> None:
     with co.serving(2) as (coordinator, port):
         link = co.link(port, 0)
-        coordinator.board.publish(1, b"history")
+        coordinator.key_values.publish(1, b"history")
         coordinator.end()
         assert link.take(0, 0, None) == Complete(0, stop=True)
         assert link.published(1) == b"history"
@@ -230,16 +234,16 @@ def test_who_comes_after_the_end_is_told() -> None:
 
 
 @pytest.mark.parametrize("data", [b"GET / HTTP/1.1\r\n\r\n", b"SPTO" + bytes(64), b"\xff" * 64])
-def test_strangers_are_shown_out_and_the_next_is_served(data: bytes) -> None:
+def test_unknown_peers_are_refused_and_the_next_is_served(data: bytes) -> None:
     with co.serving(2) as (coordinator, port):
-        co.stranger(port, data)
+        co.unknown_peer(port, data)
         coordinator.open(0, co.plan())
         link = co.link(port, 1)
         assert isinstance(link.take(0, 0, None), Lease)
         link.close()
 
 
-@pytest.mark.parametrize("messages", [[Beat()], [HELLO, HELLO], [Take(0, 0, None, True)]])
+@pytest.mark.parametrize("messages", [[Heartbeat()], [HELLO, HELLO], [Take(0, 0, None, True)]])
 def test_messages_out_of_turn_end_the_connection(messages: list[Any]) -> None:
     with co.serving(2) as (coordinator, port):
         wire = Wire(call(port, PURPOSE), ToWorker, timeout=co.LIMIT)
@@ -259,10 +263,10 @@ def turned_away(port: int) -> str:
     """What worker 1 is told that has another Spartito."""
     wire = Wire(call(port, PURPOSE), ToWorker, timeout=co.LIMIT)
     wire.send(Hello(1, Versions("0.0.1", Versions.own().torch)))
-    answer = wire.receive()
+    reply = wire.receive()
     wire.close()
-    assert isinstance(answer, Refused)
-    return answer.what
+    assert isinstance(reply, Refused)
+    return reply.what
 
 
 def test_a_worker_with_another_version_ends_a_job_that_has_not_begun() -> None:

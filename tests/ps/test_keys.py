@@ -1,4 +1,4 @@
-"""A set of pieces that knows each of them exactly, also after it was written and read."""
+"""A set of work items that knows each of them exactly, also after it was written and read."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from spartito.ps.protocol.keys import ROW, Key, Keys
 
 
 @st.composite
-def pieces(draw: st.DrawFn) -> tuple[int, list[list[Key]]]:
-    slices = draw(st.integers(1, 9))
+def work_items(draw: st.DrawFn) -> tuple[int, list[list[Key]]]:
+    data_shards = draw(st.integers(1, 9))
     key = st.tuples(
-        st.integers(0, 2), st.integers(0, 2), st.integers(0, 700), st.integers(0, slices - 1)
+        st.integers(0, 2), st.integers(0, 2), st.integers(0, 700), st.integers(0, data_shards - 1)
     )
-    return slices, draw(st.lists(st.lists(key, max_size=6), max_size=12))
+    return data_shards, draw(st.lists(st.lists(key, max_size=6), max_size=12))
 
 
-@given(pieces())
+@given(work_items())
 def test_they_are_a_set(given: tuple[int, list[list[Key]]]) -> None:
-    slices, pushes = given
-    keys, known = Keys(slices), set[Key]()
+    data_shards, pushes = given
+    keys, known = Keys(data_shards), set[Key]()
     for push in pushes:
         assert keys.add(push) == len(set(push) - known)
         known |= set(push)
-    for made in (keys, Keys.load(slices, keys.dump())):
+    for made in (keys, Keys.load(data_shards, keys.dump())):
         assert len(made) == len(known)
         assert set(made) == known
         assert sorted(made) == sorted(known)
@@ -35,21 +35,21 @@ def test_they_are_a_set(given: tuple[int, list[list[Key]]]) -> None:
         for stream, number, step, index in known:
             near = [(stream, number, step + 1, index), (stream, number + 1, step, index)]
             near += [
-                (stream, number, step, (index + 1) % slices),
+                (stream, number, step, (index + 1) % data_shards),
                 (stream + 1, number, step, index),
             ]
             assert [key in made for key in near] == [key in known for key in near]
 
 
-@given(pieces(), st.integers(0, 50), st.integers(0, 800))
+@given(work_items(), st.integers(0, 50), st.integers(0, 800))
 def test_what_is_missing_of_a_range(
     given: tuple[int, list[list[Key]]], start: int, length: int
 ) -> None:
-    slices, pushes = given
-    keys = Keys(slices)
+    data_shards, pushes = given
+    keys = Keys(data_shards)
     for push in pushes:
         keys.add(push)
-    for index in range(slices):
+    for index in range(data_shards):
         found = keys.missing(1, 0, index, start, start + length)
         steps = [step for first, last in found for step in range(first, last)]
         known = set(keys)
@@ -59,13 +59,13 @@ def test_what_is_missing_of_a_range(
         assert all(a[1] < b[0] for a, b in pairwise(found))
 
 
-def test_a_piece_takes_a_bit() -> None:
+def test_a_work_item_takes_a_bit() -> None:
     keys = Keys(2)
     assert keys.add((1, 0, step, 0) for step in range(100_000)) == 100_000
     assert len(keys.dump()) < 1.5 * 2 * 100_000 / 8
 
 
-def test_a_piece_far_ahead_takes_no_more() -> None:
+def test_a_work_item_far_ahead_takes_no_more() -> None:
     keys = Keys(1)
     assert keys.add((1, number, MOST - 1, 0) for number in range(1000)) == 1000
     assert len(keys.dump()) == 1000 * ROW.size

@@ -78,18 +78,18 @@ def test_spans_hold_every_element_once_in_fair_shares(
         assert all(left.stop <= right.start for left, right in pairwise(found))
         for run in found:
             item = ITEM_SIZES[run.dtype]
-            place = run.start
+            target = run.start
             assert span.start <= run.start < run.stop <= span.stop
             assert run.start % LINE == 0 or run.start == span.start
             for part in run.parts:
                 entry = layout.entries[part.entry]
                 assert (entry.name, entry.dtype, entry.group) == (part.name, run.dtype, run.group)
-                assert part.offset == place == layout.offsets[part.entry] + part.begin * item
-                place += (part.end - part.begin) * item
+                assert part.offset == target == layout.offsets[part.entry] + part.begin * item
+                target += (part.end - part.begin) * item
                 held.setdefault(part.entry, []).append((part.begin, part.end))
                 kept = (part.end - part.begin) * item
                 assert part.end - part.begin == entry.numel or (kept >= min_bytes and not whole)
-            assert place == run.stop
+            assert target == run.stop
     for number, entry in enumerate(layout.entries):
         parts = held.get(number, [])
         ends = [0, *(end for _, end in parts)]

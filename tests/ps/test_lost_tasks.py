@@ -38,7 +38,7 @@ def test_work_of_a_killed_worker_goes_to_others(group: Group, warnings: Callable
         group.signal(1, signal.SIGKILL)
         local = LocalLink(coordinator, 0)
         leases = co.work(local, 1)
-        assert {lease.slice for lease in leases} == {0, 1}
+        assert {lease.data_shard for lease in leases} == {0, 1}
         assert coordinator.sums(0, 0).sums == co.whole()
         co.eventually(lambda: [(who, bool(lease)) for who, lease in lost] == [(1, True)])
         assert "worker 1 is gone: its work goes to others" in warnings()
@@ -162,7 +162,7 @@ def test_a_worker_that_beats_and_does_nothing_loses_its_lease(
         local.close()
 
 
-def test_a_worker_whose_place_was_taken_is_told() -> None:
+def test_a_worker_that_was_replaced_gets_an_error() -> None:
     with co.serving(2) as (coordinator, port):
         local = LocalLink(coordinator, 0)
         coordinator.open(0, co.plan())
@@ -172,8 +172,8 @@ def test_a_worker_whose_place_was_taken_is_told() -> None:
         second = new.take(0, 0, None)
         assert isinstance(first, Lease)
         assert isinstance(second, Lease)
-        assert (first.slice, first.start) == (second.slice, second.start)
-        with pytest.raises(UserError, match="another process has taken the place of worker 1"):
+        assert (first.data_shard, first.start) == (second.data_shard, second.start)
+        with pytest.raises(UserError, match="another process has replaced worker 1"):
             old.take(0, 0, co.report(first))
         assert coordinator.held(0) == [(1, second)]
         for worker, why in ((0, "worker 0 is the chief itself"), (7, "worker 7 in a job of 2")):
@@ -191,7 +191,7 @@ def test_a_chief_that_is_lost_is_named(group: Group, number: signal.Signals) -> 
     assert isinstance(link.take(0, 0, None, wait=False), Pause)
     link._wire.timeout = 2.0
     group.signal(0, number)
-    why = "is gone" if number == signal.SIGKILL else "did not answer within 2 s"
+    why = "is gone" if number == signal.SIGKILL else "did not reply within 2 s"
     with pytest.raises(TaskLostError, match=f"the chief {why}"):
         link.take(0, 0, None)
     link.close()

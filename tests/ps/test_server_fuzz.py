@@ -1,4 +1,4 @@
-"""A live server hears anything at all: it answers or closes, and serves the next client."""
+"""A live server hears anything at all: it replies or closes, and serves the next client."""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ from spartito.ps.protocol.layout import cut
 from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.messages import (
     PURPOSE,
-    Answer,
     Done,
     End,
     Fence,
@@ -53,6 +52,7 @@ from spartito.ps.protocol.messages import (
     Push,
     Refused,
     Release,
+    Reply,
     Request,
     Schedule,
     Status,
@@ -99,13 +99,13 @@ class Live:
 
     def wire(self, hello: Hello) -> Wire:
         """A connection that was let in."""
-        wire = self.stranger()
+        wire = self.unknown_peer()
         wire.send(hello)
         assert isinstance(wire.receive(), Welcome)
         return wire
 
-    def stranger(self) -> Wire:
-        return Wire(call(self.port, PURPOSE), Answer, limit=1 << 24, timeout=LIMIT)
+    def unknown_peer(self) -> Wire:
+        return Wire(call(self.port, PURPOSE), Reply, limit=1 << 24, timeout=LIMIT)
 
     def serves(self, step: int) -> None:
         """A proper client's push is applied, and it hears the new values."""
@@ -116,19 +116,19 @@ class Live:
         gradient = torch.full((self.span.size // 4,), 0.5)
         push = push_of(keys=[(1, 0, step, 1)], pulled=found.version, norm=float(gradient.norm()))
         wire.send(push, gradient.numpy().data)
-        answer = wire.receive()
-        assert isinstance(answer, Values)
-        assert (answer.outcome, answer.version) == (Outcome.APPLIED, before + 1)
+        reply = wire.receive()
+        assert isinstance(reply, Values)
+        assert (reply.outcome, reply.version) == (Outcome.APPLIED, before + 1)
         assert len(wire.payload) == self.span.size
         wire.close()
 
     def deaf(self, hello: Hello, message: msgspec.Struct) -> socket.socket:
-        """A task of the job that asks and reads no answer; its system takes a few KB of it."""
+        """A task of the job that asks and reads no reply; its system takes a few KB of it."""
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         raw.connect((HOST, self.port))
         prove(raw, "ps 0", b"", PURPOSE, time.monotonic() + LIMIT)
-        wire = Wire(raw, Answer, timeout=LIMIT)
+        wire = Wire(raw, Reply, timeout=LIMIT)
         wire.send(hello)
         assert isinstance(wire.receive(), Welcome)
         wire.send(message)
@@ -148,19 +148,19 @@ LARGE = (1500, 1500)  # 9 MB: more than the buffers of a connection hold
 @pytest.mark.parametrize(
     ("chief", "message"), [(True, GetState()), (False, Pull(admit=True))], ids=["state", "values"]
 )
-def test_who_reads_no_answer_keeps_nobody_waiting(
+def test_who_reads_no_reply_keeps_nobody_waiting(
     chief: bool, message: msgspec.Struct, tmp_path: Path
 ) -> None:
     live = Live(tmp_path, Rules(2), LARGE)
     hello = replace(live.hello, task="worker 0", worker=0, chief=chief)
     with contextlib.closing(live), live.deaf(hello, message) as deaf:
-        assert select.select([deaf], [], [], LIMIT)[0]  # the answer has begun
+        assert select.select([deaf], [], [], LIMIT)[0]  # the reply has begun
         for step in range(2):
             live.serves(step)
         assert live.store.version == 2
 
 
-def test_an_answer_that_nobody_reads_ends(tmp_path: Path) -> None:
+def test_a_reply_that_nobody_reads_ends(tmp_path: Path) -> None:
     live = Live(tmp_path, Rules(2), LARGE, timeout=2.0)
     with contextlib.closing(live), live.deaf(live.hello, Pull(admit=True)) as deaf:
         end = time.monotonic() + LIMIT
@@ -191,10 +191,10 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 def steps(live: Live) -> Iterator[None]:
     """After the test the server serves a proper client."""
     yield
-    live.serves(live.store.pieces)
+    live.serves(live.store.work_items)
 
 
-def answers_or_closes(wire: Wire) -> Any:
+def reply_or_close(wire: Wire) -> Any:
     """What a connection hears next; None if it is closed. Silence until the limit fails."""
     try:
         return wire.receive()
@@ -254,7 +254,7 @@ def test_wrong_versions_and_huge_lengths(live: Live, steps: None, facts: dict[st
     in_job = live.wire(live.hello)
     in_job._sock.sendall(frame(Pull(False), **facts))
     if facts != {"sum": 7, "size": 8}:  # that one waits for the eight bytes
-        found = answers_or_closes(in_job)
+        found = reply_or_close(in_job)
         assert found is None or isinstance(found, Refused)
     in_job.close()
 
@@ -266,9 +266,9 @@ def test_wrong_versions_and_huge_lengths(live: Live, steps: None, facts: dict[st
     ids=lambda message: type(message).__name__,
 )  # fmt: skip
 def test_what_comes_before_a_hello(live: Live, steps: None, first: msgspec.Struct) -> None:
-    wire = live.stranger()
+    wire = live.unknown_peer()
     wire.send(first)
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
 
 
 @pytest.mark.parametrize(
@@ -288,11 +288,11 @@ def test_what_comes_before_a_hello(live: Live, steps: None, first: msgspec.Struc
 def test_a_hello_that_does_not_fit(
     live: Live, steps: None, facts: dict[str, Any], why: str
 ) -> None:
-    wire = live.stranger()
+    wire = live.unknown_peer()
     wire.send(replace(live.hello, **facts))
-    answer = answers_or_closes(wire)
-    assert isinstance(answer, Refused)
-    assert why in answer.why
+    reply = reply_or_close(wire)
+    assert isinstance(reply, Refused)
+    assert why in reply.why
 
 
 @pytest.mark.parametrize(
@@ -332,37 +332,37 @@ def test_what_a_worker_may_not_say(live: Live, steps: None, message: msgspec.Str
     before = live.store.values()
     wire = live.wire(live.hello)
     wire.send(message)
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
     assert live.store.values() == before
 
 
 def test_every_field_has_a_range() -> None:
     """What a number or a text may be is said where the message is, and held as it is read."""
     free = {"Report.sums", "Load.settings", "Push.settings", "State.settings", "Record.figures"}
-    for union in (Request, Answer, work.ToCoordinator, work.ToWorker):
+    for union in (Request, Reply, work.ToCoordinator, work.ToWorker):
         for kind in get_args(union):
-            for place, found in fields_of(inspect.type_info(kind), kind.__name__):
-                assert place in free or has_range(found), place
+            for target, found in fields_of(inspect.type_info(kind), kind.__name__):
+                assert target in free or has_range(found), target
 
 
-def fields_of(info: inspect.Type, place: str) -> Iterator[tuple[str, inspect.Type]]:
+def fields_of(info: inspect.Type, target: str) -> Iterator[tuple[str, inspect.Type]]:
     """Every type without parts that a message is made of, and the field where it is."""
     if isinstance(info, inspect.StructType | inspect.DataclassType):
         for field in info.fields:
             yield from fields_of(field.type, f"{info.cls.__name__}.{field.name}")
     elif isinstance(info, inspect.UnionType):
         for part in info.types:
-            yield from fields_of(part, place)
+            yield from fields_of(part, target)
     elif isinstance(info, inspect.TupleType):
         for part in info.item_types:
-            yield from fields_of(part, place)
+            yield from fields_of(part, target)
     elif isinstance(info, inspect.ListType | inspect.VarTupleType):
-        yield from fields_of(info.item_type, place)
+        yield from fields_of(info.item_type, target)
     elif isinstance(info, inspect.DictType):
-        yield from fields_of(info.key_type, place)
-        yield from fields_of(info.value_type, place)
+        yield from fields_of(info.key_type, target)
+        yield from fields_of(info.value_type, target)
     else:
-        yield place, info
+        yield target, info
 
 
 def has_range(info: inspect.Type) -> bool:
@@ -374,20 +374,20 @@ def has_range(info: inspect.Type) -> bool:
 
 
 def test_a_frame_takes_no_more_memory_than_it_is_long(live: Live, steps: None) -> None:
-    """One of 200 bytes took 786 MB: bits up to the last piece of six passes."""
-    before = live.store.pieces
+    """One of 200 bytes took 786 MB: bits up to the last work item of six passes."""
+    before = live.store.work_items
     keys = [(1, number, MOST // 2 - 1, 1) for number in range(6)]
     wire = live.wire(live.hello)
     tracemalloc.start()
     try:
         wire.send(push_of(dropped=True, keys=keys))
-        answer = wire.receive()
+        reply = wire.receive()
         _, most = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
         wire.close()
-    assert isinstance(answer, Values)
-    assert live.store.pieces == before + 6
+    assert isinstance(reply, Values)
+    assert live.store.work_items == before + 6
     assert most < 1 << 20
 
 
@@ -398,14 +398,14 @@ def test_a_state_without_an_end(live: Live, steps: None) -> None:
     with contextlib.suppress(ConnectionError):
         for number in range(40):
             wire.send(LoadState(0, f"tensor {number}", "uint8", [1 << 18]), bytes(1 << 18))
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
 
 
 def test_a_gradient_out_of_all_proportion_is_told(
     live: Live, caplog: pytest.LogCaptureFixture
 ) -> None:
     for _ in range(KNOWN):
-        live.serves(live.store.pieces)
+        live.serves(live.store.work_items)
     live.server.seldom = RareWarnings()
     wire = live.wire(live.hello)
     version = live.store.version
@@ -427,7 +427,7 @@ def test_a_gradient_that_is_not_finite(live: Live, steps: None, number: float) -
     gradient[3] = number
     push = push_of(keys=[(3, 0, 0, 1)], pulled=live.store.version, norm=number)
     wire.send(push, gradient.numpy().data)
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
     assert live.store.values() == before
 
 
@@ -436,10 +436,10 @@ def test_gradients_of_another_size(live: Live, steps: None, size: int) -> None:
     before = live.store.values()
     wire = live.wire(live.hello)
     wire.send(push_of(), bytes(size))
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
     wire = live.wire(live.hello)
     wire.send(push_of(dropped=True), bytes(size))
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
     assert live.store.values() == before
 
 
@@ -464,7 +464,7 @@ def test_a_state_that_does_not_fit(
     values = live.store.shard.values.clone()
     wire.send(Load(JOB, [{}], 1), values.numpy().data)
     wire.send(message, payload)
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
 
 
 @pytest.mark.parametrize(
@@ -474,10 +474,10 @@ def test_a_load_that_does_not_fit(live: Live, steps: None, load: Load) -> None:
     before = live.store.shard.values.clone()
     wire = live.wire(replace(live.hello, chief=True))
     wire.send(load, allocate(live.span).numpy().data)
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
     wire = live.wire(replace(live.hello, chief=True))
     wire.send(Load(JOB, [{}], 0), b"too short")
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
     assert torch.equal(live.store.shard.values, before)
 
 
@@ -502,13 +502,13 @@ def test_a_load_that_does_not_fit(live: Live, steps: None, load: Load) -> None:
 def test_a_timetable_that_does_not_fit(live: Live, steps: None, timetable: bytes) -> None:
     wire = live.wire(replace(live.hello, chief=True))
     wire.send(Schedule(), timetable)
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
 
 
 def test_a_fence_for_workers_that_are_not_there(live: Live, steps: None) -> None:
     wire = live.wire(replace(live.hello, chief=True))
     wire.send(Fence({2: 1}))
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
 
 
 def test_a_second_hello_and_a_release(live: Live, steps: None) -> None:
@@ -516,13 +516,13 @@ def test_a_second_hello_and_a_release(live: Live, steps: None) -> None:
     wire.send(Release())
     assert isinstance(wire.receive(), Done)
     wire.send(live.hello)
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
 
 
 def test_a_task_that_computes_nothing_pushes_nothing(live: Live, steps: None) -> None:
     wire = live.wire(replace(live.hello, worker=-1))
     wire.send(push_of(dropped=True))
-    assert isinstance(answers_or_closes(wire), Refused)
+    assert isinstance(reply_or_close(wire), Refused)
 
 
 class Breaking(torch.optim.SGD):
@@ -555,21 +555,21 @@ def test_an_optimizer_that_fails_ends_the_server_and_is_told(tmp_path: Path) -> 
 
     thread = threading.Thread(target=serve)
     thread.start()
-    wire = Wire(call(port, PURPOSE), Answer, timeout=LIMIT)
+    wire = Wire(call(port, PURPOSE), Reply, timeout=LIMIT)
     wire.send(Hello("worker 0", 0, True, JOB, vector.layout.digest, Versions.own(), str(rules), ""))
     assert isinstance(wire.receive(), Welcome)
     wire.send(Load(JOB, [{}], 0), allocate(span).numpy().data)
     assert isinstance(wire.receive(), Done)
     wire.send(push_of(keys=[(1, 0, 0, 0)]), allocate(span).numpy().data)
-    answer = answers_or_closes(wire)
+    reply = reply_or_close(wire)
     thread.join(LIMIT)
-    assert isinstance(answer, Refused)
-    assert "the optimizer is broken" in answer.why
+    assert isinstance(reply, Refused)
+    assert "the optimizer is broken" in reply.why
     assert [str(error) for error in raised] == ["the optimizer is broken"]
 
 
 def test_a_worker_that_dies_while_it_is_let_in(live: Live, steps: None) -> None:
-    wire = live.stranger()
+    wire = live.unknown_peer()
     wire.send(replace(live.hello, host=host_key()))
     welcome = wire.receive()
     assert isinstance(welcome, Welcome)

@@ -178,7 +178,7 @@ def test_parameters_that_have_a_gradient_only_at_times(kind: type[Optimizer], co
     servers, expected = Servers(net, make(kind, net), count), make(kind, own)
     for step in range(8):
         absent = [
-            name for place, name in enumerate(["unused", "a", "scale", "c"]) if step >> place & 1
+            name for target, name in enumerate(["unused", "a", "scale", "c"]) if step >> target & 1
         ]
         give([net, own], step, absent)
         servers.push()
@@ -255,14 +255,14 @@ def test_the_state_of_a_shard_comes_back_as_it_was(kind: type[Optimizer]) -> Non
         give([net], step)
         servers.push()
     for shard in servers.shards:
-        state = {place: value.clone() for place, value in shard.state().items()}
-        wired: State = {place: value.reshape(-1)[0] if not value.dim() else value.reshape(-1)
-                        for place, value in state.items()}  # fmt: skip
+        state = {target: value.clone() for target, value in shard.state().items()}
+        wired: State = {target: value.reshape(-1)[0] if not value.dim() else value.reshape(-1)
+                        for target, value in state.items()}  # fmt: skip
         shard.load_state(wired)
         found = shard.state()
         assert found.keys() == state.keys()
-        assert all(torch.equal(found[place], value) for place, value in state.items())
-        assert all(found[place].dtype == value.dtype for place, value in state.items())
+        assert all(torch.equal(found[target], value) for target, value in state.items())
+        assert all(found[target].dtype == value.dtype for target, value in state.items())
 
 
 class Norms(Optimizer):
@@ -314,7 +314,7 @@ def test_state_of_another_shape_than_its_parameter_is_taken_back() -> None:
         servers.push()
         expected.step()
         for shard in servers.shards:
-            shard.load_state({place: value.clone() for place, value in shard.state().items()})
+            shard.load_state({target: value.clone() for target, value in shard.state().items()})
     servers.pull()
     assert_equal(net, own)
 

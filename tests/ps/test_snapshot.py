@@ -17,7 +17,7 @@ from spartito.ps.client.link import Restarted
 from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.messages import Load, Status
 from spartito.ps.protocol.rules import Rules
-from spartito.ps.server.counter import Tally
+from spartito.ps.server.counter import Counter
 from spartito.storage.private import private_directory
 from tests.ps.test_client import LIMIT, Job
 from tests.skips import skip
@@ -105,7 +105,7 @@ def test_a_snapshot_is_on_the_disk_before_it_has_its_name(
         loaded(tmp_path, ends)
         file = (tmp_path / "ps-0").stat().st_ino
         assert synced[:2] == [(file, False), (tmp_path.stat().st_ino, False)]
-        assert {path.name for path in tmp_path.iterdir()} == {"ps-0", "ps-0.tally"}
+        assert {path.name for path in tmp_path.iterdir()} == {"ps-0", "ps-0.updates"}
 
 
 def test_a_snapshot_that_cannot_be_written_ends_chief_and_server(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ FULL = """
 import sys
 from pathlib import Path
 from spartito.errors import UserError
-from spartito.ps.server.counter import Tally
+from spartito.ps.server.counter import Counter
 
 folder = Path(sys.argv[1])
 try:
@@ -135,7 +135,7 @@ try:
 except OSError:
     pass
 try:
-    Tally(folder / "tally").value = 1
+    Counter(folder / "updates").value = 1
 except UserError as error:
     print(error)
 """
@@ -151,15 +151,17 @@ def test_a_full_disk_is_an_error_and_no_signal(tmp_path: Path) -> None:
         capture_output=True, text=True, timeout=60, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    assert "tally cannot be written: No space left on device\n  Make room there" in done.stdout
+    assert (
+        "updates cannot be written: No space left on device\n  Free some space there" in done.stdout
+    )
 
 
-def test_a_tally_follows_no_link(tmp_path: Path) -> None:
+def test_a_counter_follows_no_link(tmp_path: Path) -> None:
     mine = tmp_path / "mine"
     mine.write_text("precious")
-    (tmp_path / "tally").symlink_to(mine)
-    with pytest.raises(UserError, match="tally cannot be written"):
-        Tally(tmp_path / "tally")
+    (tmp_path / "updates").symlink_to(mine)
+    with pytest.raises(UserError, match="updates cannot be written"):
+        Counter(tmp_path / "updates")
     assert mine.read_text() == "precious"
 
 

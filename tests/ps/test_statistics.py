@@ -43,7 +43,7 @@ class Worker:
         absent = self._outgoing.store_gradients() + self._outgoing.store_changes(self._incoming)
         assert self._outgoing.norm() < float("inf")
         push = Push([(1, 0, self._step, self._index)], self._pulled, 1.0, len(rows), absent)
-        with self._store.turn:
+        with self._store.lock:
             assert self._store.push(self._index, push, self._out)[0] == Outcome.APPLIED
         self._step += 1
 
@@ -124,7 +124,7 @@ def test_a_mean_with_what_stayed_the_same(changed: tuple[bool, ...]) -> None:
         copies = Copies(vector, shard.span, memory)
         absent = copies.store_gradients() + copies.store_changes(before)
         push = Push([(1, 0, worker, 0)], 0, 1.0, 1, absent)
-        with store.turn:
+        with store.lock:
             assert store.push(worker, push, memory)[0] == Outcome.APPLIED
     Copies(vector, shard.span, shard.values).load()
     assert model["weight"].tolist() == [0.0] * 4

@@ -35,7 +35,7 @@ def test_every_push_is_an_update_and_works_once() -> None:
     assert not bench.store.applied((1, 0, 1, 1))
 
 
-def test_a_push_of_several_pieces_counts_them_all() -> None:
+def test_a_push_of_several_work_items_counts_them_all() -> None:
     bench = Bench(Rules(2))
     keys = [(1, 0, step, 1) for step in range(3)]
     assert bench.push(1, push(0, keys=keys, examples=12), 1.0) == Outcome.APPLIED
@@ -54,7 +54,7 @@ def test_a_dropped_push_counts_and_changes_nothing() -> None:
 
 def test_options_hold_from_their_global_step_on() -> None:
     bench = Bench(Rules(2))  # two pushes are a global step
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.schedule(Timetable(1, [[{"lr": 0.5}], [{"lr": 0.25}]]))
     expected = 0.0
     for step, rate in enumerate([0.5, 0.5, 0.25, 0.25]):
@@ -107,14 +107,14 @@ def test_pushes_are_put_together_by_weight(pushes: list[tuple[int, float]], size
             assert bench.push(0, push(step, weight=weight), 99.0) == Outcome.DUPLICATE
         if len(part) < size:
             assert bench.numbers()[:3] == (start // size, start, start)
-            with bench.store.turn:
+            with bench.store.lock:
                 bench.store.flush()
         expected -= sum(number * weight for number, weight in part) / sum(w for _, w in part)
         assert sum(bench.values()) == pytest.approx(expected, rel=1e-12, abs=1e-12)
     updates = -(-len(pushes) // size)
     assert bench.numbers() == (updates, len(pushes), len(pushes), 4 * len(pushes))
     assert bench.count == updates
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.flush()
     assert bench.store.version == updates
 
@@ -177,14 +177,14 @@ def test_a_restored_store_goes_on_with_the_same_bits(
 
 def test_another_job_begins_with_nothing_known() -> None:
     bench = Bench(Rules(1, 1))
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.begin("first")
         bench.store.admit(0)
     bench.push(0, push(0), 1.0)
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.begin("first")  # other values for the same job
     assert bench.numbers() == (1, 1, 1, 4)
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.admit(0)
         bench.store.begin("second")
     assert bench.numbers() == (0, 0, 0, 0)

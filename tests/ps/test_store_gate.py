@@ -40,7 +40,7 @@ class Crowd:
         store = self.bench.store
         try:
             for _ in range(self.pushes):
-                with store.turn:
+                with store.lock:
                     store.admit(worker)
                     pulled, step = store.version, next(self._steps)
                 told: list[str] = []
@@ -55,7 +55,7 @@ class Crowd:
                 if outcome is not Outcome.APPLIED:
                     self.problems.append(f"a push of worker {worker} is {outcome}")
         finally:
-            with store.turn:
+            with store.lock:
                 store.release(worker)
             self.done.put(worker)
 
@@ -91,7 +91,7 @@ def test_slow_and_dying_workers_keep_the_bound_and_nobody_waits_for_ever(
         pushed += what == "push"
         event.set()
         if what == "die":  # the chief finds out
-            with bench.store.turn:
+            with bench.store.lock:
                 bench.store.lose(worker, 0, 0)
     for thread in crowd.threads:
         thread.join(LIMIT)
@@ -120,7 +120,7 @@ def test_who_waits_is_let_in_though_it_was_given_up_meanwhile(pool: ThreadPoolEx
     store = bench.store
 
     def admit(worker: int) -> str:
-        with store.turn:
+        with store.lock:
             store.admit(worker)
         return "admitted"
 
@@ -130,20 +130,20 @@ def test_who_waits_is_let_in_though_it_was_given_up_meanwhile(pool: ThreadPoolEx
     first = store._asked[0]
     waiting = pool.submit(admit, 0)
     wait_until(bench, lambda: store._asked[0] is not first)
-    with store.turn:
+    with store.lock:
         store.lose(0, 0, 0)
     bench.push(1, push(1), 1.0)
     assert results([waiting]) == ["admitted"]
 
 
-def test_a_worker_that_comes_again_takes_the_place_of_its_old_self(
+def test_a_worker_that_comes_again_replaces_its_old_self(
     pool: ThreadPoolExecutor,
 ) -> None:
     bench = Bench(Rules(2, 1))
     store = bench.store
 
     def admit(worker: int) -> str:
-        with store.turn:
+        with store.lock:
             try:
                 store.admit(worker)
             except SpartitoError as error:
@@ -167,12 +167,12 @@ def test_a_worker_that_comes_again_takes_the_place_of_its_old_self(
 
 def test_who_was_given_up_at_the_gate_computes_again() -> None:
     bench = Bench(Rules(1, 1))
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.admit(0)
         bench.store.lose(0, 0, 0)
     assert bench.push(0, push(0), 1.0) == Outcome.STALE
     assert bench.values() == []
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.admit(0)
     assert bench.push(0, push(0), 1.0) == Outcome.APPLIED
 
@@ -181,7 +181,7 @@ def test_a_failure_ends_all_waits(pool: ThreadPoolExecutor) -> None:
     bench = Bench(Rules(2, 0))
     waiting = pool.submit(bench.push, 0, round_of(0), 4.0)
     wait_until(bench, lambda: waits_in(bench, 0))
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.fail(SpartitoError("the disk is full"))
     with pytest.raises(SpartitoError, match="the disk is full"):
         waiting.result(LIMIT)

@@ -34,7 +34,7 @@ LIMIT = 60.0  # seconds that no passing test comes near
 )
 def test_a_round_is_the_mean_of_who_came(rounds: list[list[tuple[int, float, str]]]) -> None:
     bench = Bench(Rules(3, 0))
-    live, expected, pieces = {0, 1, 2}, 0.0, 0
+    live, expected, work_items = {0, 1, 2}, 0.0, 0
     with threads() as pool:
         for index, members in enumerate(rounds):
             here = [(w, *members[w]) for w in sorted(live)]
@@ -52,19 +52,19 @@ def test_a_round_is_the_mean_of_who_came(rounds: list[list[tuple[int, float, str
             for worker, _, _, what in here:
                 if what == "die":
                     live.discard(worker)
-                    with bench.store.turn:
+                    with bench.store.lock:
                         bench.store.lose(worker, 1, len(rounds))
             assert set(results(coming)) <= {Outcome.APPLIED}
             good = [(number, weight) for _, number, weight, what in here if what[:4] == "push"]
             if good:
                 expected -= sum(n * w for n, w in good) / sum(w for _, w in good)
             assert sum(bench.values()) == pytest.approx(expected, rel=1e-12, abs=1e-12)
-            pieces += len(coming)
-            assert bench.numbers()[1:] == (pieces, pieces, 4 * pieces)
+            work_items += len(coming)
+            assert bench.numbers()[1:] == (work_items, work_items, 4 * work_items)
             for worker, _, _, what in here:
                 if what == "push and die":
                     live.discard(worker)
-                    with bench.store.turn:
+                    with bench.store.lock:
                         bench.store.lose(worker, 1, len(rounds))
             if not live:
                 break
@@ -125,10 +125,10 @@ def test_another_stream_has_groups_of_the_same_numbers(pool: ThreadPoolExecutor)
     assert bench.values() == [-6.0]
 
 
-def test_known_pieces_make_up_a_round_with_unknown_ones(pool: ThreadPoolExecutor) -> None:
+def test_known_work_items_make_up_a_round_with_unknown_ones(pool: ThreadPoolExecutor) -> None:
     """As when another server has forgotten some of them, and all is computed again."""
     bench = Bench(Rules(2, 0))
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.lose(1, 1, 1)
     assert bench.push(0, round_of(0), 4.0) == Outcome.APPLIED
     known = pool.submit(bench.push, 0, round_of(0, group=2), 99.0)
@@ -141,7 +141,7 @@ def test_known_pieces_make_up_a_round_with_unknown_ones(pool: ThreadPoolExecutor
 def test_who_was_given_up_is_told_that_the_others_went_on(pool: ThreadPoolExecutor) -> None:
     bench = Bench(Rules(2, 0))
     waiting = pool.submit(bench.push, 0, round_of(0), 4.0)
-    with bench.store.turn:
+    with bench.store.lock:
         bench.store.lose(1, 1, 3)
     assert results([waiting]) == [Outcome.APPLIED]
     assert bench.push(1, round_of(1), 2.0) == Outcome.EXPIRED
@@ -149,10 +149,10 @@ def test_who_was_given_up_is_told_that_the_others_went_on(pool: ThreadPoolExecut
     assert not bench.store.applied((1, 0, 0, 1))
 
 
-def test_who_has_no_piece_in_a_round_is_not_missed(pool: ThreadPoolExecutor) -> None:
+def test_who_has_no_work_item_in_a_round_is_not_missed(pool: ThreadPoolExecutor) -> None:
     bench = Bench(Rules(3, 0))
-    with bench.store.turn:
-        bench.store.lose(2, 1, 1)  # its lease had one piece: the second round never was its
+    with bench.store.lock:
+        bench.store.lose(2, 1, 1)  # its lease had one work item: the second round never was its
     waiting = pool.submit(bench.push, 0, round_of(0, 1), 4.0)
     wait_until(bench, lambda: waits_in(bench, 0))
     assert not waiting.done()

@@ -1,4 +1,4 @@
-"""Every element of a model finds its place on the servers, and comes back to where it was."""
+"""Every element of a model is copied to its server, and back to where it was."""
 
 from __future__ import annotations
 
@@ -185,9 +185,9 @@ def test_one_bad_element_is_found(dtype: str, value: float) -> None:
     parameter = nn.Parameter(torch.zeros(300, dtype=dtype_of(dtype)))
     model = nn.ParameterDict({"weight": parameter})
     vector = Vector(model, SGD([parameter], lr=1.0))
-    for place in (0, 150, 299):
+    for target in (0, 150, 299):
         parameter.grad = torch.ones(300, dtype=parameter.dtype)
-        parameter.grad[place] = value
+        parameter.grad[target] = value
         found = []
         for _, _, copies in sides(vector, 3):
             copies.store_gradients()

@@ -36,7 +36,7 @@ LONG = 60.0  # seconds that no passing test comes near
 
 class Push(msgspec.Struct, tag="push"):
     task: str
-    pieces: list[tuple[int, int, int]]
+    work_items: list[tuple[int, int, int]]
 
 
 class Note(msgspec.Struct, tag="note"):
@@ -67,12 +67,12 @@ def wires(
     limit: int = LIMIT,
     timeout: float | None = LONG,
 ) -> Iterator[tuple[Wire, Wire]]:
-    near, far = (Wire(sock, ACCEPTS, limit=limit, timeout=timeout) for sock in pair())
+    near, progress = (Wire(sock, ACCEPTS, limit=limit, timeout=timeout) for sock in pair())
     try:
-        yield near, far
+        yield near, progress
     finally:
         near.close()
-        far.close()
+        progress.close()
 
 
 @contextmanager
@@ -91,19 +91,19 @@ def reader(
 
 @contextmanager
 def thread(work: Callable[[], object]) -> Iterator[Future[object]]:
-    """``work`` in a thread that has ended when the block is left; its answer or its error."""
-    answer: Future[object] = Future()
+    """``work`` in a thread that has ended when the block is left; its result or its error."""
+    reply: Future[object] = Future()
 
     def run() -> None:
         try:
-            answer.set_result(work())
+            reply.set_result(work())
         except BaseException as error:
-            answer.set_exception(error)
+            reply.set_exception(error)
 
     worker = threading.Thread(target=run, daemon=True)
     worker.start()
     try:
-        yield answer
+        yield reply
     finally:
         worker.join(LONG)
         assert not worker.is_alive()
@@ -133,8 +133,8 @@ def forged(header: bytes, payload: bytes = b"", **fields: int) -> bytes:
     return prefix(zlib.crc32(prefix(0) + header)) + header + payload
 
 
-def answer_to(data: bytes, limit: int = LIMIT, accepts: object = ACCEPTS) -> object:
-    """What a wire answers to ``data`` and then the end of the connection: a message or an error."""
+def reply_to(data: bytes, limit: int = LIMIT, accepts: object = ACCEPTS) -> object:
+    """What a wire makes of ``data`` and then the end of the connection: a message or an error."""
     with reader(limit, accepts=accepts) as (bare, wire):
         bare.sendall(data)
         bare.shutdown(socket.SHUT_WR)
@@ -151,16 +151,16 @@ def test_a_message_arrives_with_its_payload(
 ) -> None:
     buffers = [random.Random(size).randbytes(size) for size in sizes]
     message = Push("worker 1", [(0, 17, 1), (0, 18, 1)])
-    with wires(pair) as (near, far):
+    with wires(pair) as (near, progress):
         for _ in range(3):
             near.send(message, *buffers)
-            assert far.receive() == message
-            assert far.payload == b"".join(buffers)
-            far.send(NOTE)
+            assert progress.receive() == message
+            assert progress.payload == b"".join(buffers)
+            progress.send(NOTE)
             assert near.receive() == NOTE
             assert len(near.payload) == 0
-        assert near.sent == far.received == 3 * len(frame(message, *buffers))
-        assert far.sent == near.received == 3 * len(frame())
+        assert near.sent == progress.received == 3 * len(frame(message, *buffers))
+        assert progress.sent == near.received == 3 * len(frame())
 
 
 def test_arrays_are_sent_as_they_lie_in_memory() -> None:
@@ -169,10 +169,10 @@ def test_arrays_are_sent_as_they_lie_in_memory() -> None:
         np.ones((), np.int64),
         np.ones((0, 4)),
     ]
-    with wires() as (near, far):
+    with wires() as (near, progress):
         near.send(NOTE, *arrays)
-        far.receive()
-        assert far.payload == b"".join(array.tobytes() for array in arrays)
+        progress.receive()
+        assert progress.payload == b"".join(array.tobytes() for array in arrays)
 
 
 def test_only_contiguous_buffers_are_sent() -> None:
@@ -181,29 +181,29 @@ def test_only_contiguous_buffers_are_sent() -> None:
 
 
 def test_the_payload_goes_where_it_is_told() -> None:
-    place = np.zeros(3, np.float32)
-    with wires(limit=0) as (near, far):
+    target = np.zeros(3, np.float32)
+    with wires(limit=0) as (near, progress):
         near.send(NOTE, np.array([1, 2, 3], np.float32))
-        assert far.receive(place.data) == NOTE
-        assert place.tolist() == [1, 2, 3]
+        assert progress.receive(target.data) == NOTE
+        assert target.tolist() == [1, 2, 3]
         near.send(NOTE)
-        far.receive(place.data)
-        assert len(far.payload) == 0
-        assert place.tolist() == [1, 2, 3]
+        progress.receive(target.data)
+        assert len(progress.payload) == 0
+        assert target.tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("size", [11, 13])
-def test_a_payload_of_another_size_than_its_place_leaves_the_place_alone(size: int) -> None:
-    place = bytearray(12)
-    with wires(limit=13) as (near, far):
+def test_a_payload_of_another_size_than_its_target_leaves_the_target_alone(size: int) -> None:
+    target = bytearray(12)
+    with wires(limit=13) as (near, progress):
         near.send(NOTE, b"x" * size)
-        assert far.receive(memoryview(place)) == NOTE
-        assert far.payload == b"x" * size
-        far.limit = size - 1
+        assert progress.receive(memoryview(target)) == NOTE
+        assert progress.payload == b"x" * size
+        progress.limit = size - 1
         near.send(NOTE, b"x" * size)
         with pytest.raises(ProtocolError, match=f"{size} bytes of payload came; {size - 1} are"):
-            far.receive(memoryview(place))
-    assert place == bytes(12)
+            progress.receive(memoryview(target))
+    assert target == bytes(12)
 
 
 @pytest.mark.parametrize("pair", [unix_pair, tcp_pair])
@@ -212,28 +212,28 @@ def test_large_payloads_cross_in_both_directions_at_once(
 ) -> None:
     size = 8 << 20  # far more than the sockets hold: both directions must move
     data = [np.random.default_rng(seed).bytes(size) for seed in (0, 1)]
-    with wires(pair, limit=size) as (near, far):
+    with wires(pair, limit=size) as (near, progress):
         with (
             thread(lambda: near.send(NOTE, data[0][:5], data[0][5:])) as first,
-            thread(lambda: far.send(NOTE, data[1])) as second,
+            thread(lambda: progress.send(NOTE, data[1])) as second,
             thread(near.receive) as third,
         ):
-            far.receive()
+            progress.receive()
             for done in (first, second, third):
                 done.result(LONG)
-        assert far.payload == data[0]
+        assert progress.payload == data[0]
         assert near.payload == data[1]
 
 
-def test_a_frame_may_come_in_pieces() -> None:
+def test_a_frame_may_come_in_parts() -> None:
     message = Push("worker 0", [(1, 2, 3)])
     data = frame(message, b"payload")
 
     with reader() as (bare, wire):
 
         def drip() -> None:
-            for place in range(len(data)):
-                bare.sendall(data[place : place + 1])
+            for target in range(len(data)):
+                bare.sendall(data[target : target + 1])
 
         with thread(drip) as dripping:
             assert wire.receive() == message
@@ -244,13 +244,13 @@ def test_a_frame_may_come_in_pieces() -> None:
 def test_a_connection_that_ends_anywhere_is_gone() -> None:
     data = frame(NOTE, b"payload")
     for length in range(len(data)):
-        assert isinstance(answer_to(data[:length]), Gone)
-    assert answer_to(data) == NOTE
+        assert isinstance(reply_to(data[:length]), Gone)
+    assert reply_to(data) == NOTE
 
 
 def test_a_sender_whose_reader_went_is_told() -> None:
-    with wires(tcp_pair) as (near, far):
-        far.close()
+    with wires(tcp_pair) as (near, progress):
+        progress.close()
 
         def send_on() -> None:
             while True:
@@ -272,7 +272,7 @@ def test_closing_wakes_the_thread_that_waits(
 
 
 @pytest.mark.parametrize("length", [0, 3, 32, 40, -1])
-def test_silence_in_any_place_is_a_timeout(length: int) -> None:
+def test_silence_anywhere_is_a_timeout(length: int) -> None:
     with reader(timeout=0.02) as (bare, wire):
         bare.sendall(frame(NOTE, b"payload")[:length])
         with pytest.raises(TimeoutError):
@@ -288,10 +288,10 @@ def test_nobody_who_reads_is_a_timeout(
 
 
 def test_the_time_limit_can_be_changed() -> None:
-    with wires(timeout=None) as (near, far):
-        far.timeout = 0.2
+    with wires(timeout=None) as (near, progress):
+        progress.timeout = 0.2
         with pytest.raises(TimeoutError, match=r"within 0\.2 s"):
-            far.receive()
+            progress.receive()
         assert near.timeout is None
 
 
@@ -333,26 +333,26 @@ def test_what_breaks_the_rules_is_named(data: bytes, error: str) -> None:
 
 def test_nesting_without_an_end_is_refused() -> None:
     header = b"\x82\xa4type\xa8anything\xa4what" + b"\x91" * 60_000 + b"\xc0"
-    assert isinstance(answer_to(forged(header), accepts=Anything), ProtocolError)
+    assert isinstance(reply_to(forged(header), accepts=Anything), ProtocolError)
 
 
 def test_a_header_above_the_limit_is_not_sent() -> None:
-    with wires() as (near, far):
+    with wires() as (near, progress):
         with pytest.raises(ProtocolError, match=r"Note has 1000\d\d bytes"):
             near.send(Note("x" * 100_000))
         near.send(NOTE)  # nothing of it was sent
-        assert far.receive() == NOTE
+        assert progress.receive() == NOTE
 
 
 def test_the_limit_can_be_changed() -> None:
-    with wires(limit=10) as (near, far):
-        far.limit = 100
+    with wires(limit=10) as (near, progress):
+        progress.limit = 100
         near.send(NOTE, bytes(100))
-        far.receive()
-        far.limit = 99
+        progress.receive()
+        progress.limit = 99
         near.send(NOTE, bytes(100))
         with pytest.raises(ProtocolError, match="100 bytes of payload came; 99 are the most"):
-            far.receive()
+            progress.receive()
 
 
 def allocated(work: Callable[[], object]) -> int:
@@ -371,33 +371,33 @@ BESIDES = MAX_HEADER + (256 << 10)  # what a wire and the test itself need
 def test_what_is_allocated_is_counted() -> None:
     header = msgspec.msgpack.encode(NOTE)
     claim = forged(header, payload_size=32 << 20)
-    assert allocated(lambda: answer_to(claim, limit=32 << 20)) >= 32 << 20
-    assert allocated(lambda: answer_to(claim, limit=(32 << 20) - 1)) < BESIDES
+    assert allocated(lambda: reply_to(claim, limit=32 << 20)) >= 32 << 20
+    assert allocated(lambda: reply_to(claim, limit=(32 << 20) - 1)) < BESIDES
 
 
 @settings(max_examples=150)
 @given(data=st.binary(max_size=200))
 def test_random_bytes_are_refused(data: bytes) -> None:
     def look() -> None:
-        assert isinstance(answer_to(data), ProtocolError | Gone)
-        assert isinstance(answer_to(MAGIC + bytes([VERSION]) + data), ProtocolError | Gone)
+        assert isinstance(reply_to(data), ProtocolError | Gone)
+        assert isinstance(reply_to(MAGIC + bytes([VERSION]) + data), ProtocolError | Gone)
 
     assert allocated(look) < LIMIT + BESIDES
 
 
 @settings(max_examples=300)
 @given(
-    place=st.integers(0, 10_000), value=st.integers(1, 255), payload=st.binary(max_size=40),
+    target=st.integers(0, 10_000), value=st.integers(1, 255), payload=st.binary(max_size=40),
     text=st.text(max_size=20),
 )  # fmt: skip
 def test_one_changed_byte_is_always_found(
-    place: int, value: int, payload: bytes, text: str
+    target: int, value: int, payload: bytes, text: str
 ) -> None:
     data = bytearray(frame(Note(text), payload))
-    data[place % len(data)] ^= value
+    data[target % len(data)] ^= value
 
     def look() -> None:
-        assert isinstance(answer_to(bytes(data)), ProtocolError | Gone)
+        assert isinstance(reply_to(bytes(data)), ProtocolError | Gone)
 
     assert allocated(look) < LIMIT + BESIDES
 
@@ -417,7 +417,7 @@ def test_a_forger_with_the_right_crc_gets_no_further(
     def look() -> None:
         for fields in (claims, {"payload_size": size}):
             assert isinstance(
-                answer_to(forged(header, payload, **fields)), ProtocolError | Gone | Note | Push
+                reply_to(forged(header, payload, **fields)), ProtocolError | Gone | Note | Push
             )
 
     assert allocated(look) < LIMIT + BESIDES

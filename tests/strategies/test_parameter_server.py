@@ -61,9 +61,9 @@ class Run:
             assert other["steps"] == self.first["steps"]
         pieces = asked.plan * self.workers
         for record in self.servers():
-            assert record["pieces"] == pieces
+            assert record["work_items"] == pieces
             assert record["duplicates"] == record["lost"] == record["dropped"] == 0
-            assert sum(record["staleness"].values()) * asked.accumulate >= record["pieces"]
+            assert sum(record["staleness"].values()) * asked.accumulate >= record["work_items"]
         workers = [self.record(f"worker {index}") for index in range(self.workers)]
         assert sum(record["batches"] for record in workers) == pieces
         assert sum(record["examples"] for record in workers) == record_examples(self)
@@ -148,7 +148,7 @@ def test_stale_pushes_are_computed_again(replicas: Replicas, tmp_path: Path) -> 
     options = {"max_staleness": 1, "on_stale": "reject"}
     run = Run(replicas, tmp_path, 3, 1, Asked(epochs=8, options=options))
     (record,) = run.servers()
-    assert record["pieces"] == run.asked.plan * 3
+    assert record["work_items"] == run.asked.plan * 3
     assert max(map(int, record["staleness"])) <= 1
     learned(run, 0.9)
 
@@ -329,7 +329,7 @@ def test_a_chief_of_its_own_gives_out_the_work(tmp_path: Path, bound: int | None
         losses = histories[0][0]["val_loss"]
         # Each of another model, where an epoch waits for the last evaluation.
         assert len(set(losses)) == 6 or bound is None
-        assert found.record("ps 0")["pieces"] == 2 * asked.plan
+        assert found.record("ps 0")["work_items"] == 2 * asked.plan
         assert found.record("chief 0")["examples"] == 0
 
 
@@ -342,7 +342,7 @@ def test_an_evaluator_looks_at_the_checkpoints(tmp_path: Path) -> None:
         lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
         assert json.loads(lines[-1])["epoch"] in (3, 4)
         assert "val_loss" not in found.answer("worker 0")["histories"][0]
-        assert found.record("ps 0")["pieces"] == 2 * asked.plan
+        assert found.record("ps 0")["work_items"] == 2 * asked.plan
 
 
 def test_the_launcher_starts_all_roles_on_real_digits(tmp_path: Path) -> None:

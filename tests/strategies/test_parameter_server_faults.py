@@ -37,7 +37,9 @@ def applied_once(found: Job, servers: int) -> None:
     examples = asked.epochs * asked.fits * asked.examples
     for number in range(servers):
         record = found.record(f"ps {number}")
-        assert (record["pieces"], record["examples"]) == (asked.plan * workers, examples), record
+        assert (record["work_items"], record["examples"]) == (asked.plan * workers, examples), (
+            record
+        )
     weights = found.answer(chief(found))["weights"]
     again = replayed(asked, found.folder / "pushes", servers)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
@@ -180,7 +182,7 @@ def test_a_killed_server_goes_on_from_its_snapshot(tmp_path: Path, bound: int | 
         assert found.record("ps 1")["lost"] == lost
         assert found.record("ps 0")["lost"] == 0
         assert found.said("ps 1", f"snapshot of update 0; updates lost so far: {lost}")
-        assert found.said("worker 0", r"ps 1 .* was started again: \d+ pieces of work are done")
+        assert found.said("worker 0", r"ps 1 .* was started again: \d+ work items are done")
 
 
 def test_a_server_that_dies_twice_counts_all_that_was_lost(tmp_path: Path) -> None:
@@ -301,7 +303,7 @@ def test_a_worker_whose_place_was_taken_pushes_nowhere(tmp_path: Path) -> None:
         os.kill(old.process.pid, signal.SIGCONT)
         old.process.join(LIMIT)
         assert old.process.exitcode == 2, found.text
-        assert found.said("worker 1", "error: another process has taken the place of worker 1")
+        assert found.said("worker 1", "error: another process has replaced worker 1")
         found.go("worker 0", "worker 1")
         found.finish()
         bounded(found)
@@ -317,8 +319,8 @@ def test_a_stopped_server_is_named_within_the_time_limit(tmp_path: Path, shared:
         found.go("worker 0", "worker 1")
         assert found.ends("worker 0", "worker 1") == [LOST, LOST], found.text
         for name in ("worker 0", "worker 1"):
-            assert found.said(name, "error: (ps 0|worker 0) .*(did not answer within 3 s|is gone)")
-        assert found.said("worker 0", "ps 0 .* did not answer within 3 s")
+            assert found.said(name, "error: (ps 0|worker 0) .*(did not reply within 3 s|is gone)")
+        assert found.said("worker 0", "ps 0 .* did not reply within 3 s")
         assert found.ends("ps 1") in ([0], [LOST]), found.text
 
 
@@ -340,7 +342,7 @@ def test_a_stopped_chief_is_named_by_all(tmp_path: Path) -> None:
         found.shorten(*found.members)
         found.signal(signal.SIGSTOP, "worker 0")
         assert found.ends("worker 1", "ps 0") == [LOST, LOST], found.text
-        assert found.said("worker 1", "error: worker 0 .* did not answer within 3 s")
+        assert found.said("worker 1", "error: worker 0 .* did not reply within 3 s")
         assert found.said("ps 0", "error: worker 0 .* was not heard of")
 
 
@@ -533,9 +535,9 @@ def test_the_launcher_starts_a_killed_server_again(tmp_path: Path) -> None:
         ended = program.end()
         assert ended.code == 0, ended.text
         assert "is started again" in ended.text
-        assert "pieces of work are done again" in ended.text
+        assert "work items are done again" in ended.text
         record = json.loads((tmp_path / "run" / "tasks" / "ps-1.json").read_text())
-        assert record["pieces"] == 4 * 128 * 2
+        assert record["work_items"] == 4 * 128 * 2
         assert record["examples"] == 4 * 1024
         assert record["lost"] > 0
 

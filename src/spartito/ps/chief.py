@@ -25,7 +25,7 @@ JOB = 0  # what is published first
 OnLost = Callable[[int, Lease | None], None]
 """Is told of a worker that is gone, and of the lease that it had."""
 OnCame = Callable[[int, int], None]
-"""Is told of a worker that comes, and which generation in its place it is."""
+"""Is called with a worker that connects, and the generation of its process."""
 
 
 class Chief:
@@ -36,27 +36,27 @@ class Chief:
         make: Callable[[OnLost, OnCame], Coordinator],
         control: Control,
         job: str,
-        slices: int,
+        data_shards: int,
     ) -> None:
-        """``make`` answers a coordinator that tells of workers that are lost or come;
-        ``control`` has links of the job ``job``; a global batch has ``slices`` pieces.
+        """``make`` builds the coordinator, which reports lost and new workers to its arguments;
+        ``control`` has links of the job ``job``; a global batch has ``data_shards`` work items.
         """
         self.control, self.job = control, job
         self.coordinator = make(self._worker_lost, control.fence)
         self.lost = 0
-        """Pieces whose updates were lost with a server, and are computed again."""
+        """Work items whose updates were lost with a server, and are computed again."""
         self.planner: Planner | None = None
         """Knows what options the servers are to have, and when."""
-        self._slices = slices
+        self._shards = data_shards
         self._streams: list[int] = []
         self._over = threading.Event()
-        self._mending = threading.Lock()
+        self._repairing = threading.Lock()
         self._published = JOB
         self._watch = threading.Thread(target=self._look_after, name="spartito-watch", daemon=True)
 
     def begin(self) -> None:
         """Let the workers come: the servers have their values."""
-        self.coordinator.board.publish(JOB, self.job.encode())
+        self.coordinator.key_values.publish(JOB, self.job.encode())
         self._watch.start()
 
     def gather(self, seconds: float) -> None:
@@ -89,10 +89,10 @@ class Chief:
         self._look_at_servers()
         return self.coordinator.poll(stream, epoch, 0.0)
 
-    def far(self) -> Values:
+    def progress(self) -> Values:
         """How far the first server is."""
-        answer: Values = self.control.tell(Status())[0]
-        return answer
+        reply: Values = self.control.tell(Status())[0]
+        return reply
 
     def staleness(self) -> dict[str, int]:
         """How many pushes came so many updates late, over all servers."""
@@ -104,12 +104,12 @@ class Chief:
     def publish(self, value: Any) -> None:
         """Plain values for all who wait for the next ones."""
         self._published += 1
-        self.coordinator.board.publish(self._published, json.dumps(value).encode())
+        self.coordinator.key_values.publish(self._published, json.dumps(value).encode())
 
     def schedule(self, step: int) -> None:
         """Tell all tasks what options hold from global step ``step`` on, if they do not know."""
         if self.planner is not None:
-            with self.planner.turn:
+            with self.planner.lock:
                 self._tell(self.planner.write(step))
 
     def close(self) -> None:
@@ -134,17 +134,17 @@ class Chief:
                 self.coordinator.fail(error)
 
     def _look_at_servers(self) -> None:
-        """Ask all how they are; returns when the losses of all that were restarted are mended."""
-        with self._mending:
+        """Ask all for their counts; returns when what restarted servers lost is leased again."""
+        with self._repairing:
             found = self.control.tell(Status())
-            self._look_ahead(min(values.pushes for values in found) // self._slices)
+            self._look_ahead(min(values.pushes for values in found) // self._shards)
             while self.control.restarted:
                 self._reopen(self.control.restarted.pop())
 
     def _look_ahead(self, step: int) -> None:
         """The servers are at ``step``, while the chief may be busy with something else."""
         if self.planner is not None:
-            with self.planner.turn:
+            with self.planner.lock:
                 self._tell(self.planner.extend(step))
 
     def _tell(self, timetable: Timetable | None) -> None:
@@ -155,16 +155,16 @@ class Chief:
     def _reopen(self, server: int) -> None:
         """Have computed again what a server that was started again has not applied.
 
-        Pieces of leases that are out count too: their workers may not notice, if all was said.
+        Work items of leases that are out count too: their workers may not notice, if all was said.
         """
-        applied, count = self.control.applied(server, self._slices), 0
+        applied, count = self.control.applied(server, self._shards), 0
         for stream in self._streams:
             missing = [
-                WorkRange(work.pass_, work.slice, *span)
+                WorkRange(work.pass_, work.data_shard, *span)
                 for work in self.coordinator.begun_in(stream)
                 for span in applied.missing(stream, *work)
             ]
             count += self.coordinator.reopen(stream, sorted(missing))
         self.lost += count
         name = self.control.links[server].address.name
-        warn("%s was started again: %d pieces of work are done again", name, count)
+        warn("%s was started again: %d work items are done again", name, count)

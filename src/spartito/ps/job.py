@@ -1,4 +1,4 @@
-"""A task's place in a job with parameter servers: who it is, and its way to all the others."""
+"""One task of a job with parameter servers: who it is, and its connections to the others."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.slots import is_elementwise, merge_state, slots, split_state
 from spartito.ps.protocol.work import WorkSource
 from spartito.ps.scheduler.coordinator import Coordinator
-from spartito.ps.scheduler.listener import Reception
+from spartito.ps.scheduler.listener import WorkerListener
 from spartito.ps.scheduler.local import LocalLink
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
@@ -99,7 +99,7 @@ class Job:
         self._index = self.workers.index(cluster.task) if cluster.task in self.workers else -1
 
     def serve(self) -> dict[str, Any]:
-        """Be a parameter server until the job ends; answers what it did."""
+        """Be a parameter server until the job ends; returns what it did."""
         cluster, options, number = self.cluster, self.options, self.cluster.task.index
         host, port = split_address(self._addresses[number])
         folder = options.snapshot_dir or os.environ.get(ENV_SNAPSHOT_DIR) or _private_folder()
@@ -135,7 +135,7 @@ class Job:
         chief = Chief(self._coordinator, Control(links), name, len(self.workers))
         self.give(chief)
         chief.begin()
-        Reception(chief.coordinator, listener, self._key)
+        WorkerListener(chief.coordinator, listener, self._key)
         for line in shares(self.vector.layout, self._spans, [link.address.name for link in links]):
             note("%s", line)
         return chief
@@ -153,7 +153,7 @@ class Job:
         return link, link.published(JOB).decode()
 
     def connect(self, name: str, work: WorkSource | None) -> Servers:
-        """Our way to all servers, in the place that the coordinator gave us."""
+        """Connections to all servers, as the generation that the coordinator gave this process."""
         generation = work.generation if work is not None else 0
         links = [
             self._link(number, name, control=False, generation=generation)
@@ -177,7 +177,7 @@ class Job:
     def fetch(self, chief: Chief) -> list[dict[str, Any]]:
         """The servers' values into the model, and the state of their optimizers into ours.
 
-        Answers the options of the first server's optimizer.
+        Returns the options of the first server's optimizer.
         """
         states = chief.control.states()
         for span, (values, state, _) in zip(self._spans, states, strict=True):

@@ -145,7 +145,7 @@ class LeasedCoordination(Coordination):
         return StepResult(
             output,
             examples=max(0, now.examples - seen.examples),
-            batches=max(0, now.pieces // shards - seen.pieces // shards),
+            batches=max(0, now.work_items // shards - seen.work_items // shards),
             updates=max(0, now.pushes // shards - seen.pushes // shards),
             loss=loss,
             weight=weight,
@@ -188,5 +188,5 @@ class LeasedCoordination(Coordination):
 
     def _newest(self) -> Values:
         if self.work is None and self.chief is not None:
-            return self.chief.far()
+            return self.chief.progress()
         return self.computing.servers.progress

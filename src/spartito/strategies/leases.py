@@ -280,7 +280,7 @@ class IndexedReader:
 
     def read(self, lease: Lease) -> Generator[Batch]:
         """As `Reader.read`."""
-        start = lease.slice, lease.pass_, lease.start
+        start = lease.data_shard, lease.pass_, lease.start
         if self._batches is None or self._next != start:
             self.close()
             self._batches = self._open(*start)
@@ -288,7 +288,7 @@ class IndexedReader:
             batch = next(self._batches, None)
             if batch is None:
                 return
-            self._next = lease.slice, lease.pass_, step + 1
+            self._next = lease.data_shard, lease.pass_, step + 1
             yield batch
 
     def close(self) -> None:
@@ -318,9 +318,9 @@ class StreamReader:
 
     def read(self, lease: Lease) -> Generator[Batch]:
         """As `Reader.read`."""
-        number, step, tasks = self._at.pop(lease.slice, (-1, 0, iter(())))
+        number, step, tasks = self._at.pop(lease.data_shard, (-1, 0, iter(())))
         if number != lease.pass_ or step > lease.start:
-            feed = make_feed(self._chain, (lease.slice, self._slices), self._seed)
+            feed = make_feed(self._chain, (lease.data_shard, self._slices), self._seed)
             tasks, step = feed.tasks(lease.pass_, lease.start), lease.start
         for _ in range(lease.start - step):
             next(tasks, None)
@@ -328,5 +328,5 @@ class StreamReader:
             task = next(tasks, None)
             if task is None:
                 return
-            self._at[lease.slice] = lease.pass_, done + 1, tasks
+            self._at[lease.data_shard] = lease.pass_, done + 1, tasks
             yield task()

@@ -208,7 +208,7 @@ class ParameterServerStrategy(ReplicaStrategy):
     def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
         """How a stream is divided into pieces."""
         return Plan(
-            slices=self._rules.workers,
+            data_shards=self._rules.workers,
             steps_per_pass=chain.steps_per_pass,
             passes_per_epoch=chain.repeats,
             epoch_steps=steps,
@@ -216,7 +216,7 @@ class ParameterServerStrategy(ReplicaStrategy):
             gated=self._rules.max_staleness is not None,
             together=self._rules.together,
             multiple=self._pairs.only.accumulate,
-            steady=self._deterministic,
+            fixed_length=self._deterministic,
         )
 
     # Inside: one step

@@ -53,7 +53,7 @@ class Place:
         """The pieces since the last push, as a push is keyed."""
         lease = self.lease
         return [
-            (self.stream, lease.pass_, step, lease.slice)
+            (self.stream, lease.pass_, step, lease.data_shard)
             for step in range(self.first, self.step + 1)
         ]
 
@@ -151,7 +151,9 @@ class Pusher:
         absent, finite = self.servers.fill()
         if not finite:
             place.bad += 1
-            place.detail = f"pass {place.lease.pass_}, step {place.step}, slice {place.lease.slice}"
+            place.detail = (
+                f"pass {place.lease.pass_}, step {place.step}, slice {place.lease.data_shard}"
+            )
             weight = loss = 0.0
         nothing = not weight and not push.group
         self.servers.push(replace(push, weight=weight, dropped=not finite or nothing), absent)

@@ -28,7 +28,7 @@ class Control:
 
     def __init__(self, links: Sequence[Link]) -> None:
         self.links = list(links)
-        self._turn = threading.Lock()
+        self._lock = threading.Lock()
         self._lost: deque[Lost] = deque(maxlen=64)
         self._generations: dict[int, int] = {}
         self.timetable = b""
@@ -36,33 +36,33 @@ class Control:
         self.restarted: set[int] = set()
 
     def tell(self, message: Message) -> list[Any]:
-        """Ask every server the same; answers in their order."""
-        with self._turn:
+        """Ask every server the same; returns in their order."""
+        with self._lock:
             return [self._ask(number, message) for number in range(len(self.links))]
 
     def lose(self, lost: Lost) -> None:
         """Tell the servers that a worker is gone, and those that are started again later too."""
-        with self._turn:
+        with self._lock:
             self._lost.append(lost)
             for number in range(len(self.links)):
                 self._ask(number, lost)
 
     def fence(self, worker: int, generation: int) -> None:
-        """Have the servers serve no process in a worker's place that is older than this one."""
-        with self._turn:
+        """Have the servers refuse every process of a worker that is older than this one."""
+        with self._lock:
             self._generations[worker] = max(generation, self._generations.get(worker, 0))
             for number in range(len(self.links)):
                 self._ask(number, Fence(self._generations))
 
-    def applied(self, number: int, slices: int) -> Keys:
-        """Which pieces a server has applied."""
-        with self._turn:
-            return self._insist(number, Link.applied, slices)
+    def applied(self, number: int, data_shards: int) -> Keys:
+        """Which work items a server has applied."""
+        with self._lock:
+            return self._insist(number, Link.applied, data_shards)
 
     def load(self, job: str, values: Sequence[Tensor], states: Sequence[OptimizerState],
              settings: list[dict[str, Any]]) -> None:  # fmt: skip
         """Give every server its values and the state of its optimizer."""
-        with self._turn:
+        with self._lock:
             self.timetable = b""
             for number, (own, state) in enumerate(zip(values, states, strict=True)):
                 load = Load(job, settings, len(state))
@@ -70,20 +70,20 @@ class Control:
 
     def schedule(self, timetable: Timetable) -> None:
         """Tell every server the optimizer's options, also one that is started again later."""
-        with self._turn:
+        with self._lock:
             self.timetable = msgspec.msgpack.encode(timetable)
             for number in range(len(self.links)):
                 self._insist(number, Link.schedule, self.timetable)
 
     def states(self) -> list[tuple[Tensor, OptimizerState, list[dict[str, Any]]]]:
         """Every server's values, the state of its optimizer, and its options."""
-        with self._turn:
+        with self._lock:
             return [self._insist(number, Link.state) for number in range(len(self.links))]
 
     def end(self) -> list[SpartitoError]:
-        """Tell every server that the job has ended; answers why some could not be told."""
+        """Tell every server that the job has ended; returns why some could not be told."""
         failed = []
-        with self._turn:
+        with self._lock:
             for number in range(len(self.links)):
                 try:
                     self._ask(number, End())
@@ -93,7 +93,7 @@ class Control:
 
     def close(self) -> None:
         """Leave all."""
-        with self._turn:
+        with self._lock:
             for link in self.links:
                 link.close()
 
@@ -101,7 +101,7 @@ class Control:
         return self._insist(number, Link.ask, message)
 
     def _insist(self, number: int, ask: Callable[..., T], *what: Any) -> T:
-        """What ``ask`` answers for a server, however often that is started again meanwhile."""
+        """The result of ``ask`` for a server, however often that is restarted meanwhile."""
         link, forgetful = self.links[number], False
         while True:
             try:

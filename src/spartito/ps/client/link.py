@@ -25,7 +25,6 @@ from spartito.ps.protocol.layout import Span, runs, unused
 from spartito.ps.protocol.memory import LOCAL, allocate, areas, dtype_of
 from spartito.ps.protocol.messages import (
     PURPOSE,
-    Answer,
     GetApplied,
     GetState,
     Hello,
@@ -34,21 +33,22 @@ from spartito.ps.protocol.messages import (
     Message,
     Push,
     Refused,
+    Reply,
     Schedule,
     State,
     Values,
     Welcome,
 )
 from spartito.ps.protocol.slots import State as OptimizerState
-from spartito.ps.protocol.transfer import room_for_state, state_message
+from spartito.ps.protocol.transfer import state_limit, state_message
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 
 BREAKS = 5
-"""So often in a row a server may break the connection, and no answer come."""
+"""So often in a row a server may break the connection, and no reply come."""
 
 
 MOST_KEYS = 64 << 20
-"""Bytes of a server's applied pieces."""
+"""Bytes of a server's applied work items."""
 
 
 class Restarted(Exception):
@@ -93,7 +93,7 @@ class Link:
         self._breaks = 0
         self._shared = False
         self.push, self.pull = torch.empty(0), torch.empty(0)
-        self.life = ""
+        self.incarnation = ""
         self.ready = False
         self._connect()
 
@@ -121,19 +121,19 @@ class Link:
                 self._recover(error)
 
     def receive(self, asked: Message) -> Any:
-        """The answer to ``asked``, with values in ``pull`` if there were any.
+        """The reply to ``asked``, with values in ``pull`` if there were any.
 
         If the connection breaks ``asked`` is said again, which changes nothing if it was heard.
         """
         while True:
             try:
-                answer = self._receive()
+                reply = self._receive()
             except (Gone, TimeoutError, ProtocolError) as error:
                 self._recover(error)
                 self.send(asked)
             else:
                 self._breaks = 0
-                return self._checked(answer)
+                return self._checked(reply)
 
     def ask(self, message: Message) -> Any:
         """Send, and receive."""
@@ -145,11 +145,11 @@ class Link:
         while True:
             try:
                 self._load(load, values, state)
-                answer = self._open.receive()
+                reply = self._open.receive()
             except (Gone, TimeoutError, ProtocolError) as error:
                 self._recover(error)
             else:
-                self._checked(answer)
+                self._checked(reply)
                 self._hello = replace(self._hello, loaded=True)
                 return
 
@@ -158,11 +158,11 @@ class Link:
         while True:
             try:
                 self._open.send(Schedule(), timetable)
-                answer = self._open.receive()
+                reply = self._open.receive()
             except (Gone, TimeoutError, ProtocolError) as error:
                 self._recover(error)
             else:
-                self._checked(answer)
+                self._checked(reply)
                 return
 
     def state(self) -> tuple[Tensor, OptimizerState, list[dict[str, Any]]]:
@@ -174,10 +174,10 @@ class Link:
             except (Gone, TimeoutError, ProtocolError) as error:
                 self._recover(error)
 
-    def applied(self, slices: int) -> Keys:
-        """Which pieces the server has applied."""
+    def applied(self, data_shards: int) -> Keys:
+        """Which work items the server has applied."""
         self.ask(GetApplied())
-        return Keys.load(slices, bytes(self._open.payload))
+        return Keys.load(data_shards, bytes(self._open.payload))
 
     def fill_model(self) -> None:
         """The values that came into the model."""
@@ -224,11 +224,11 @@ class Link:
         return values, found
 
     def _receive(self) -> Any:
-        room = None if self._shared else self._codec.room(self.pull)
-        answer = self._open.receive(room)
-        if isinstance(answer, Values) and answer.unchanged is not None:
-            self._take(frozenset(answer.unchanged))
-        return answer
+        buffer = None if self._shared else self._codec.buffer(self.pull)
+        reply = self._open.receive(buffer)
+        if isinstance(reply, Values) and reply.unchanged is not None:
+            self._take(frozenset(reply.unchanged))
+        return reply
 
     def _take(self, unchanged: frozenset[int]) -> None:
         """Values came, but for these runs."""
@@ -241,30 +241,30 @@ class Link:
             codec.decode(self.pull, payload, unchanged)
         self._changed |= set(range(len(self.runs))) - unchanged
 
-    def _checked(self, answer: Any) -> Any:
-        if isinstance(answer, Refused):
-            if answer.lost:
-                raise TaskLostError(answer.why, answer.advice)
-            raise UserError(answer.why, answer.advice)
-        return answer
+    def _checked(self, reply: Any) -> Any:
+        if isinstance(reply, Refused):
+            if reply.lost:
+                raise TaskLostError(reply.why, reply.advice)
+            raise UserError(reply.why, reply.advice)
+        return reply
 
     def _connect(self) -> None:
         end = time.monotonic() + self._timeout
         while True:
             try:
-                return self._meet(end)
+                return self._connect_once(end)
             except OSError as error:  # it died while we met: it may come again
                 if time.monotonic() + RETRY_SECONDS >= end:
                     raise self._silence() from error
                 time.sleep(RETRY_SECONDS)
 
-    def _meet(self, end: float) -> None:
+    def _connect_once(self, end: float) -> None:
         """Connect and say hello once; `Restarted` if it is another process than last time."""
         where, left = self.address, max(RETRY_SECONDS, end - time.monotonic())
         sock = dial(where.host, where.port, where.name, self._timeout, end)
         try:
             prove(sock, where.name, self._key, PURPOSE, time.monotonic() + left)
-            wire = Wire(sock, Answer, timeout=left)
+            wire = Wire(sock, Reply, timeout=left)
         except BaseException:
             sock.close()
             raise
@@ -276,7 +276,7 @@ class Link:
                 push_at, pull_at, size = areas(self.span)
                 memory = _map(Path(welcome.segment), size)
                 local = socket.socket(socket.AF_UNIX)
-                remote, wire = wire, Wire(local, Answer)
+                remote, wire = wire, Wire(local, Reply)
                 local.connect(welcome.socket)
                 prove(local, where.name, self._key, LOCAL, end)
                 remote.close()
@@ -289,7 +289,7 @@ class Link:
             raise
         wire.timeout = self._timeout
         wire.header_limit = LONG_HEADER
-        wire.limit = room_for_state(self.span) + MOST_KEYS
+        wire.limit = state_limit(self.span) + MOST_KEYS
         if self.push.numel():
             push.copy_(self.push)
             pull.copy_(self.pull)
@@ -297,8 +297,8 @@ class Link:
         self.outgoing = Copies(self._vector, self.span, push)
         self.incoming = Copies(self._vector, self.span, pull)
         self.ready = welcome.ready
-        before, self.life = self.life, welcome.life
-        if before and before != self.life:
+        before, self.incarnation = self.incarnation, welcome.incarnation
+        if before and before != self.incarnation:
             self._breaks = 0
             raise Restarted(where.name)
 
@@ -319,7 +319,7 @@ class Link:
 
     def _silence(self) -> TaskLostError:
         return TaskLostError(
-            f"{self.address.name} did not answer within {self._timeout:g} s",
+            f"{self.address.name} did not reply within {self._timeout:g} s",
             "It may be stopped: look at its last lines. "
             "SPARTITO_TIMEOUT sets the limit in seconds.",
         )

@@ -47,7 +47,7 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Location:
     """Where (a part of) an entry lies in some memory."""
 
     entry: int
@@ -63,18 +63,21 @@ class Copies:
 
     def __init__(self, vector: Vector, span: Span, memory: Tensor) -> None:
         entries, self._runs = vector.layout.entries, runs(vector.layout, span)
-        self._places = [
+        self._locations = [
             [
-                _place(vector.tensors[part.entry], part, entries[part.entry].dtype, span, memory)
+                _locate(vector.tensors[part.entry], part, entries[part.entry].dtype, span, memory)
                 for part in run.parts
             ]
             for run in self._runs
         ]
         self._tensors = vector.tensors
-        self._views = [[place.view for place in places] for places in self._places]
+        self._views = [[location.view for location in locations] for locations in self._locations]
         self._targets = [
-            [self._part(vector.tensors[place.entry].detach(), place) for place in places]
-            for places in self._places
+            [
+                self._part(vector.tensors[location.entry].detach(), location)
+                for location in locations
+            ]
+            for locations in self._locations
         ]
         self._flat = [
             memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype))
@@ -106,19 +109,21 @@ class Copies:
     def store_gradients(self) -> list[int]:
         """The gradients into the memory; returns the entries that have none, set to 0."""
         absent, views, grads = [], [], []
-        for run, places in zip(self._runs, self._places, strict=True):
-            for place in places if run.learns else ():
-                grad = self._tensors[place.entry].grad
+        for run, locations in zip(self._runs, self._locations, strict=True):
+            for location in locations if run.learns else ():
+                grad = self._tensors[location.entry].grad
                 if grad is None:
-                    absent.append(place.entry)
-                    if place.entry not in self._blank:
-                        place.view.zero_()
-                        self._blank.add(place.entry)
+                    absent.append(location.entry)
+                    if location.entry not in self._blank:
+                        location.view.zero_()
+                        self._blank.add(location.entry)
                 else:
-                    self._blank.discard(place.entry)
-                    views.append(place.view)
-                    whole = place.whole
-                    grads.append(grad if whole else self._part(self._like(grad, place), place))
+                    self._blank.discard(location.entry)
+                    views.append(location.view)
+                    whole = location.whole
+                    grads.append(
+                        grad if whole else self._part(self._like(grad, location), location)
+                    )
         if grads:
             torch._foreach_copy_(views, grads)
         return absent
@@ -135,12 +140,12 @@ class Copies:
                 continue
             pairs = list(zip(self._targets[number], before._views[number], strict=True))
             if all(torch.equal(now, old) for now, old in pairs):
-                absent += [place.entry for place in self._places[number]]
+                absent += [location.entry for location in self._locations[number]]
                 continue
-            for place, (now, old) in zip(self._places[number], pairs, strict=True):
-                place.view.copy_(now)
-                if place.summed:
-                    place.view.sub_(old)
+            for location, (now, old) in zip(self._locations[number], pairs, strict=True):
+                location.view.copy_(now)
+                if location.summed:
+                    location.view.sub_(old)
         return absent
 
     def norm(self, but: Collection[int] = ()) -> float:
@@ -162,18 +167,18 @@ class Copies:
         return min(sqrt(total), sys.float_info.max) if isfinite(total) else inf
 
     @staticmethod
-    def _part(tensor: Tensor, place: _Place) -> Tensor:
-        return tensor if place.whole else flat(tensor)[place.begin : place.end]
+    def _part(tensor: Tensor, location: _Location) -> Tensor:
+        return tensor if location.whole else flat(tensor)[location.begin : location.end]
 
-    def _like(self, grad: Tensor, place: _Place) -> Tensor:
+    def _like(self, grad: Tensor, location: _Location) -> Tensor:
         """The gradient laid out in memory as its parameter."""
-        parameter = self._tensors[place.entry]
+        parameter = self._tensors[location.entry]
         if grad.stride() == parameter.stride():
             return grad
         return torch.empty_like(parameter).copy_(grad)
 
 
-def _place(tensor: Tensor, part: Part, dtype: str, span: Span, memory: Tensor) -> _Place:
+def _locate(tensor: Tensor, part: Part, dtype: str, span: Span, memory: Tensor) -> _Location:
     start = part.offset - span.start
     kind = dtype_of(dtype)
     view = memory[start : start + (part.end - part.begin) * kind.itemsize].view(kind)
@@ -181,7 +186,7 @@ def _place(tensor: Tensor, part: Part, dtype: str, span: Span, memory: Tensor) -
     if whole:
         flat(tensor)  # refuses what is not dense
         view = view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
-    return _Place(part.entry, view, whole, part.begin, part.end, is_summed(dtype))
+    return _Location(part.entry, view, whole, part.begin, part.end, is_summed(dtype))
 
 
 def _square(view: Tensor) -> float:

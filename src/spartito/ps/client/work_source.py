@@ -15,12 +15,12 @@ from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
     PURPOSE,
-    Answer,
     Ask,
-    Beat,
-    Bye,
+    Assignment,
     Failed,
+    Heartbeat,
     Hello,
+    Leave,
     Pause,
     Refused,
     Report,
@@ -41,10 +41,9 @@ MAX_TOLD = 500
 class WorkerLink(WorkSource):
     """A worker's connection to the coordinator at ``host:port``, which is ``chief``'s.
 
-    A thread gives a sign of life as often as the coordinator wants. Calls raise `UserError`
-    if the job has ended, another process has this worker's place or the chief does not know the
-    job's ``key``, and `TaskLostError` if the chief is gone or does not answer within ``timeout``
-    seconds.
+    A thread gives a heartbeat as often as the coordinator wants. Calls raise `UserError`
+    if the job has ended, another process has replaced this one or the chief does not know the job's
+    ``key``, and `TaskLostError` if the chief is gone or does not reply within ``timeout`` seconds.
     """
 
     def __init__(
@@ -52,8 +51,8 @@ class WorkerLink(WorkSource):
     ) -> None:
         self._chief = chief
         self._timetable = b""
-        self._turn = threading.Lock()  # of asking, and of hearing the answer
-        self._pen = threading.Lock()  # of sending
+        self._ask_lock = threading.Lock()  # of asking, and of hearing the reply
+        self._send_lock = threading.Lock()  # of sending
         self._closed = threading.Event()
         sock = reach(host, port, chief, timeout, key=key, purpose=PURPOSE)
         self._wire = Wire(sock, ToWorker, limit=MAX_PUBLISHED, timeout=timeout)
@@ -64,10 +63,10 @@ class WorkerLink(WorkSource):
             raise
         self._wire.header_limit = LONG_HEADER
         self._generation = welcome.generation
-        self._beats = threading.Thread(
-            target=self._beat, args=(welcome.beat,), name="spartito-beat", daemon=True
+        self._heartbeats = threading.Thread(
+            target=self._heartbeat, args=(welcome.heartbeat,), name="spartito-beat", daemon=True
         )
-        self._beats.start()
+        self._heartbeats.start()
 
     @property
     def generation(self) -> int:
@@ -89,39 +88,45 @@ class WorkerLink(WorkSource):
 
     def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
         while True:
-            answer, payload = self._ask(Take(stream, epoch, report, wait), Answer)
-            if answer.changed:
+            reply, payload = self._ask(Take(stream, epoch, report, wait), Assignment)
+            if reply.changed:
                 self._timetable = payload
-            if not wait or not isinstance(answer.work, Pause):
-                return answer.work
-            report = None  # it was heard: an answer came
+            if not wait or not isinstance(reply.work, Pause):
+                return reply.work
+            report = None  # it was received: a reply came
 
     def published(self, key: int) -> bytes:
         while True:
-            answer, payload = self._ask(Ask(key), Value)
-            if answer.found:
+            reply, payload = self._ask(Ask(key), Value)
+            if reply.found:
                 return payload
 
     def fail(self, what: str) -> None:
-        with contextlib.suppress(Gone, TimeoutError), self._pen:  # the chief may be gone first
+        with (
+            contextlib.suppress(Gone, TimeoutError),
+            self._send_lock,
+        ):  # the chief may be gone first
             self._wire.send(Failed(what[:MAX_TOLD]))
 
     def close(self) -> None:
         if self._closed.is_set():
             return
         self._closed.set()
-        with contextlib.suppress(Gone, TimeoutError), self._pen:  # the chief may be gone first
-            self._wire.send(Bye())
+        with (
+            contextlib.suppress(Gone, TimeoutError),
+            self._send_lock,
+        ):  # the chief may be gone first
+            self._wire.send(Leave())
         self._wire.close()
-        self._beats.join()
+        self._heartbeats.join()
 
     def _ask(self, message: msgspec.Struct, kind: type[Reply]) -> tuple[Reply, bytes]:
-        """The answer to ``message`` and its payload."""
+        """The reply to ``message`` and its payload."""
         try:
-            with self._turn:
-                with self._pen:
+            with self._ask_lock:
+                with self._send_lock:
                     self._wire.send(message)
-                answer = self._wire.receive()
+                reply = self._wire.receive()
                 payload = bytes(self._wire.payload)
         except Gone as error:
             raise TaskLostError(
@@ -129,19 +134,19 @@ class WorkerLink(WorkSource):
             ) from error
         except TimeoutError as error:
             raise TaskLostError(
-                f"{self._chief} did not answer within {self._wire.timeout:g} s",
+                f"{self._chief} did not reply within {self._wire.timeout:g} s",
                 "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
             ) from error
-        if isinstance(answer, Refused):
-            raise UserError(answer.what, answer.do)
-        if not isinstance(answer, kind):
-            raise ProtocolError(f"{kind.__name__} was expected, {type(answer).__name__} came")
-        return answer, payload
+        if isinstance(reply, Refused):
+            raise UserError(reply.what, reply.do)
+        if not isinstance(reply, kind):
+            raise ProtocolError(f"{kind.__name__} was expected, {type(reply).__name__} came")
+        return reply, payload
 
-    def _beat(self, every: float) -> None:
+    def _heartbeat(self, every: float) -> None:
         while not self._closed.wait(every):
             try:
-                with self._pen:
-                    self._wire.send(Beat())
+                with self._send_lock:
+                    self._wire.send(Heartbeat())
             except (Gone, TimeoutError):
                 return  # whoever asks next is told

@@ -31,28 +31,28 @@ class Codec(ABC):
         if not left_out:
             return self.size
         there = (p for number, p in enumerate(self._travels) if number not in left_out)
-        return sum(place.stop - place.start for place in there)
+        return sum(part.stop - part.start for part in there)
 
     def encode(self, memory: Tensor, left_out: Collection[int] = ()) -> list[memoryview]:
         """What to send; valid until the next call."""
         self._narrow(memory, left_out)
-        whole = self.room(memory, sending=True)
+        whole = self.buffer(memory, sending=True)
         if not left_out:
             return [whole]
         return [whole[p] for number, p in enumerate(self._travels) if number not in left_out]
 
     def decode(self, memory: Tensor, payload: memoryview, left_out: Collection[int] = ()) -> None:
         """Bring what was received into ``memory``; what is left out stays as it is."""
-        room, at = self.room(memory), 0
-        for number, place in enumerate(self._travels if left_out else ()):
+        buffer, at = self.buffer(memory), 0
+        for number, part in enumerate(self._travels if left_out else ()):
             if number not in left_out:
-                size = place.stop - place.start
-                room[place] = payload[at : at + size]
+                size = part.stop - part.start
+                buffer[part] = payload[at : at + size]
                 at += size
         self._widen(memory, left_out)
 
     @abstractmethod
-    def room(self, memory: Tensor, sending: bool = False) -> memoryview:
+    def buffer(self, memory: Tensor, sending: bool = False) -> memoryview:
         """Where to receive it, if nothing is left out."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class PlainCodec(Codec):
             slice(run.start - span.start, run.stop - span.start) for run in runs(layout, span)
         ]
 
-    def room(self, memory: Tensor, sending: bool = False) -> memoryview:
+    def buffer(self, memory: Tensor, sending: bool = False) -> memoryview:
         """The memory itself."""
         return memory.numpy().data
 
@@ -103,7 +103,7 @@ class NarrowCodec(Codec):
         self._out = torch.zeros(end, dtype=torch.uint8)
         self._in = torch.zeros(end, dtype=torch.uint8)
 
-    def room(self, memory: Tensor, sending: bool = False) -> memoryview:
+    def buffer(self, memory: Tensor, sending: bool = False) -> memoryview:
         """A buffer of its own for each direction."""
         found: memoryview = (self._out if sending else self._in).numpy().data
         return found

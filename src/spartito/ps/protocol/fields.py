@@ -8,12 +8,12 @@ from typing import Annotated
 from msgspec import Meta
 
 MOST = 1 << 30
-"""Pieces of a pass, passes of a stream, and whatever else is numbered from 0."""
+"""Work items of a pass, passes of a stream, and whatever else is numbered from 0."""
 
 Number = Annotated[int, Meta(ge=0, lt=MOST)]
 """An index, or how many of something a task has."""
 
-Place = Annotated[int, Meta(ge=-1, lt=MOST)]
+Index = Annotated[int, Meta(ge=-1, lt=MOST)]
 """An index, or -1 for none."""
 
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]

@@ -46,5 +46,5 @@ class Histogram:
 
     @classmethod
     def from_dict(cls, counts: Mapping[str, int]) -> Histogram:
-        """What `to_dict` answered."""
+        """What `to_dict` returned."""
         return cls({int(staleness): number for staleness, number in counts.items()})

@@ -239,22 +239,22 @@ def _down(size: int) -> int:
 
 
 def _latest(tensors: Sequence[tuple[int, int]], least: int) -> Iterator[int]:
-    """Places where spans begin if each, from the last one on, is as short as it can be.
+    """Offsets at which spans begin if each, from the last one on, is as short as it can be.
 
-    The number k of them is the latest place from which on k spans can still be filled.
+    The k-th of them is the latest offset from which on k spans can still be filled.
     """
     for begin, end in reversed(tensors):
-        place = _down(end - max(least, 1))
-        while place > begin and place - begin >= least:
-            yield place
-            place = _down(place - max(least, 1))
+        point = _down(end - max(least, 1))
+        while point > begin and point - begin >= least:
+            yield point
+            point = _down(point - max(least, 1))
         yield begin
 
 
 def _points(
     tensors: Sequence[tuple[int, int]], least: int, previous: int, target: int
 ) -> Iterator[int]:
-    """Of each tensor its beginning, and the place next to ``target`` where it may be cut."""
+    """Of each tensor its beginning, and the offset next to ``target`` at which it may be cut."""
     for begin, end in tensors:
         yield begin
         first, last = _up(max(begin, previous) + max(least, 1)), _down(end - max(least, 1))

@@ -42,7 +42,7 @@ def mix(values: Tensor, others: Tensor, weight: float) -> None:
 PAGE = 4096
 STRIDE = 512
 """Bytes by which tensors that an update reads together lie apart within their pages: where all
-begin at the same place of a page, a core takes each store for one that the next load waits for
+begin at the same offset in a page, a core takes each store for one that the next load waits for
 (4K aliasing), and the update takes up to 2.7 times as long."""
 _turns = count()
 
@@ -50,15 +50,15 @@ _turns = count()
 def allocate(span: Span) -> Tensor:
     """Zeroed memory for a span, uint8 ``(bytes,)``, aligned so that all its runs are.
 
-    Each call begins at another place of its page; see `STRIDE`.
+    Each call begins at another offset in its page; see `STRIDE`.
     """
-    room = torch.zeros(span.size + 2 * PAGE, dtype=torch.uint8)
-    first = -room.data_ptr() % PAGE + next(_turns) * STRIDE % PAGE + span.phase
-    return room[first : first + span.size]
+    area = torch.zeros(span.size + 2 * PAGE, dtype=torch.uint8)
+    first = -area.data_ptr() % PAGE + next(_turns) * STRIDE % PAGE + span.phase
+    return area[first : first + span.size]
 
 
 def apart(tensor: Tensor) -> Tensor:
-    """A flat copy of ``tensor`` that begins at a place of its page where others do not."""
+    """A flat copy of ``tensor`` that begins at an offset in its page where others do not."""
     memory = allocate(Span(0, tensor.nbytes)).view(tensor.dtype)
     return memory.copy_(tensor.reshape(-1))
 
@@ -87,5 +87,5 @@ LOCAL = "ps memory"
 
 def areas(span: Span) -> tuple[int, int, int]:
     """Where a shared segment has its push area and its pull area, and its size, in bytes."""
-    room = (-(-span.size // PAGE) + 1) * PAGE  # each begins at another place of its page
-    return STRIDE + span.phase, room + PAGE + 3 * STRIDE + span.phase, 2 * (room + PAGE)
+    area = (-(-span.size // PAGE) + 1) * PAGE  # each begins at another offset in its page
+    return STRIDE + span.phase, area + PAGE + 3 * STRIDE + span.phase, 2 * (area + PAGE)

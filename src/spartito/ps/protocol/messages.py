@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from spartito.collectives.versions import Versions
-from spartito.ps.protocol.fields import Amount, Count, Name, Norm, Number, Place, Text
+from spartito.ps.protocol.fields import Amount, Count, Index, Name, Norm, Number, Text
 from spartito.ps.protocol.keys import Key
 
 PURPOSE = "ps"
@@ -24,7 +24,7 @@ class Hello(Message, frozen=True, tag="hello"):
     """A task comes: which job and schema it has, and whether it could share memory."""
 
     task: Name
-    worker: Place
+    worker: Index
     """Its number among those that compute, -1 for a chief that does not."""
     chief: bool
     job: Name
@@ -35,16 +35,16 @@ class Hello(Message, frozen=True, tag="hello"):
     host: Name
     """`host_key` of its machine, empty when it wants no shared memory."""
     generation: Count = 0
-    """Which process in the worker's place it is, as the coordinator numbers them."""
+    """Which process of the worker it is, as the coordinator numbers them."""
     loaded: bool = False
     """The chief has given this server its values: it must have them."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """The server's answer: whether it holds values of this job, and what it shares."""
+    """Reply to `Hello`: whether it holds values of this job, and what it shares."""
 
     ready: bool
-    life: Name
+    incarnation: Name
     """Another one than before: the server was started again."""
     segment: Text = ""
     """The file to map: push area, then pull area; empty means that payloads go by the wire."""
@@ -70,7 +70,7 @@ class LoadState(Message, frozen=True, tag="load_state"):
 
 
 class Push(Message, frozen=True, tag="push"):
-    """A gradient of some pieces, as payload or in shared memory, and a wish for new values.
+    """A gradient of some work items, as payload or in shared memory, and a wish for new values.
 
     ``absent`` are entries without a gradient, and buffers that did not change. Runs of the span
     that consist of such entries alone do not travel.
@@ -83,7 +83,7 @@ class Push(Message, frozen=True, tag="push"):
     examples: Number
     absent: list[Number]
     dropped: bool = False
-    """The gradient was not finite: the pieces count as applied, and change nothing."""
+    """The gradient was not finite: the work items count as applied, and change nothing."""
     norm: Norm = 0.0
     """The L2 norm of the gradient, as far as it is for this server."""
     pull: bool = True
@@ -116,7 +116,7 @@ class Values(Message, frozen=True, tag="values"):
 
     version: Count
     pushes: Count
-    pieces: Count
+    work_items: Count
     examples: Count
     unchanged: list[Number] | None = None
     """The runs of the span that do not travel, as they are what this connection brought before;
@@ -131,7 +131,7 @@ def furthest(one: Values, other: Values) -> Values:
     return Values(
         max(one.version, other.version),
         max(one.pushes, other.pushes),
-        max(one.pieces, other.pieces),
+        max(one.work_items, other.work_items),
         max(one.examples, other.examples),
     )
 
@@ -141,7 +141,7 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class Lost(Message, frozen=True, tag="lost"):
-    """The chief: a worker is gone, which had a lease of ``size`` pieces in ``group``."""
+    """The chief: a worker is gone, which had a lease of ``size`` work items in ``group``."""
 
     worker: Number
     group: Number
@@ -149,7 +149,7 @@ class Lost(Message, frozen=True, tag="lost"):
 
 
 class Fence(Message, frozen=True, tag="fence"):
-    """The chief: which process, by its generation, has each worker's place. Earlier ones are out.
+    """The chief: the generation of the process that is each worker now. Earlier ones are refused.
 
     A server knows generations from the chief alone, and keeps them in its memory alone: one that
     was started again lets no worker in before the chief has told it.
@@ -182,11 +182,11 @@ class State(Message, frozen=True, tag="state"):
 
 
 class GetApplied(Message, frozen=True, tag="get_applied"):
-    """The chief wants to know which pieces the shard has applied."""
+    """The chief wants to know which work items the shard has applied."""
 
 
 class Applied(Message, frozen=True, tag="applied"):
-    """The payload is what `Keys.dump` answers."""
+    """The payload is what `Keys.dump` returns."""
 
 
 class GetRecord(Message, frozen=True, tag="get_record"):
@@ -219,4 +219,4 @@ Request = (
     Hello | Load | LoadState | Schedule | Push | Pull | Release | Lost | Fence | Flush | Status
     | GetState | GetApplied | GetRecord | End
 )  # fmt: skip
-Answer = Welcome | Values | State | LoadState | Applied | Record | Done | Refused
+Reply = Welcome | Values | State | LoadState | Applied | Record | Done | Refused

@@ -27,7 +27,7 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
 
 
 def set_options(groups: Sequence[dict[str, Any]], options: Sequence[Mapping[str, Any]]) -> None:
-    """Give parameter groups the options that `settings` answered, as far as they have such."""
+    """Give parameter groups the options that `settings` returned, as far as they have such."""
     for group, new in zip(groups, options, strict=True):
         for name in (new.keys() & group.keys()) - KERNELS:
             group[name] = tuple(new[name]) if isinstance(group[name], tuple) else new[name]

@@ -36,7 +36,7 @@ State = dict[tuple[int, str], Tensor]
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may work on pieces of tensors; unknown ones get whole tensors."""
+    """Whether the optimizer may work on work items of tensors; unknown ones get whole tensors."""
     return type(optimizer) in ELEMENTWISE
 
 
@@ -63,13 +63,13 @@ def merge_state(found: Sequence[Run], by_entry: Sequence[Mapping[str, Any]]) -> 
             values = [by_entry[part.entry].get(key) for part in run.parts]
             known = [torch.as_tensor(value) for value in values if value is not None]
             if _is_long(key, run, known):
-                pieces = [
+                parts = [
                     known[0].new_zeros(part.end - part.begin)  # never used, so without a state
                     if value is None
                     else flat(value)[part.begin : part.end]
                     for value, part in zip(values, run.parts, strict=True)
                 ]
-                state[number, key] = torch.cat(pieces)
+                state[number, key] = torch.cat(parts)
             else:
                 at = max(run.parts, key=lambda part: float(by_entry[part.entry].get("step", -1)))
                 state[number, key] = torch.as_tensor(by_entry[at.entry].get(key, known[0])).clone()

@@ -12,12 +12,12 @@ from spartito.ps.protocol.layout import Span
 from spartito.ps.protocol.messages import LoadState, Message, State
 from spartito.ps.protocol.slots import State as OptimizerState
 
-STATE_ROOM = 8  # the optimizer's tensors are at most so many times the values
+STATE_FACTOR = 8  # the optimizer's tensors are at most so many times the values
 
 
-def room_for_state(span: Span) -> int:
+def state_limit(span: Span) -> int:
     """The most bytes of the optimizer's state that are taken for the values of ``span``."""
-    return STATE_ROOM * span.size + (1 << 20)
+    return STATE_FACTOR * span.size + (1 << 20)
 
 
 def state_message(slot: int, key: str, value: Tensor) -> tuple[LoadState, memoryview]:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 MAGIC = b"SPTO"
 VERSION = 1
-MAX_HEADER = 64 << 10  # bytes, of a stranger
+MAX_HEADER = 64 << 10  # bytes, of an unknown peer
 LONG_HEADER = 4 << 20
 """The same of a task of the job: thousands of parameter groups."""
 
@@ -86,7 +86,7 @@ class Wire:
         """Take over ``sock``, which becomes a blocking one.
 
         ``accepts`` is the tagged `msgspec.Struct`, or the union of some, that `receive` decodes;
-        ``limit`` the most bytes of a payload that it makes room for; ``timeout`` the seconds
+        ``limit`` the most bytes of a payload that it allocates memory for; ``timeout`` the seconds
         that each `send` and each `receive` may take (at most twice that if the other end is not
         silent, but slow), for ever if None.
         """
@@ -103,7 +103,7 @@ class Wire:
         self._head = bytearray(PREFIX.size)
         self._prefix = memoryview(bytearray(PREFIX.size))
         self._header = memoryview(bytearray(MAX_HEADER))
-        self._room = memoryview(b"")  # for payloads that nobody gave a place
+        self._buffer = memoryview(b"")  # for payloads without a target
         if sock.family != getattr(socket, "AF_UNIX", None):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.timeout = timeout
@@ -167,11 +167,11 @@ class Wire:
         self._fill(header, 0, end)
         if zlib.crc32(header, zlib.crc32(self._prefix)) != crc:
             raise ProtocolError("the header's CRC is wrong: it was damaged on its way")
-        place = self._place(payload_size, into)
+        target = self._target(payload_size, into)
         message = self._message(header)
-        if self._receive_payload(place, end) != total:
+        if self._receive_payload(target, end) != total:
             raise ProtocolError("the payload's sum is wrong: it was damaged on its way")
-        self.payload = place
+        self.payload = target
         self.received += PREFIX.size + header_size + payload_size
         return message
 
@@ -182,11 +182,11 @@ class Wire:
         self._sock.close()
 
     def _receive_prefix(self, end: float) -> tuple[int, int, int, int]:
-        """The sizes of header and payload, the CRC and the sum; the CRC's place is zero now."""
+        """The sizes of header and payload, the CRC and the sum; the bytes of the CRC are now 0."""
         prefix = self._prefix
         got = self._recv(prefix, 0, end)
         while got < PREFIX.size:
-            _check_start(bytes(prefix[:got]))  # a stranger may wait for us after fewer bytes
+            _check_start(bytes(prefix[:got]))  # an unknown peer may wait for us after fewer bytes
             got += self._recv(prefix, got, end)
         fields = PREFIX.unpack(prefix)
         _, _, flags, reserved, header_size, payload_size, crc, total = fields
@@ -204,16 +204,16 @@ class Wire:
         prefix[_CRC_AT : _CRC_AT + _CRC.size] = _NO_CRC
         return header_size, payload_size, crc, total
 
-    def _receive_payload(self, place: memoryview, end: float) -> int:
-        """Fill ``place``; the sum of what came, added up while it is still in the cache."""
+    def _receive_payload(self, target: memoryview, end: float) -> int:
+        """Fill ``target``; the sum of what came, added up while it is still in the cache."""
         total = 0
-        for start in range(0, len(place), _CHUNK):
-            chunk = place[start : start + _CHUNK]
+        for start in range(0, len(target), _CHUNK):
+            chunk = target[start : start + _CHUNK]
             self._fill(chunk, 0, end)
             total += checksum(chunk)
         return total & _WRAP
 
-    def _place(self, size: int, into: memoryview | None) -> memoryview:
+    def _target(self, size: int, into: memoryview | None) -> memoryview:
         """Where a payload of ``size`` bytes goes."""
         if size == 0:
             return memoryview(b"")
@@ -223,10 +223,10 @@ class Wire:
             raise ProtocolError(
                 f"{size} bytes of payload came; {self.limit} are the most that are taken here"
             )
-        if size > len(self._room):
-            room = min(self.limit, max(size, 2 * len(self._room)))
-            self._room = np.empty(room, np.uint8).data
-        return self._room[:size]
+        if size > len(self._buffer):
+            buffer = min(self.limit, max(size, 2 * len(self._buffer)))
+            self._buffer = np.empty(buffer, np.uint8).data
+        return self._buffer[:size]
 
     def _message(self, header: memoryview) -> Any:
         try:

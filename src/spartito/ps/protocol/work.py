@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from spartito.collectives.versions import Versions
-from spartito.ps.protocol.fields import Amount, Count, Number, Place, Text
+from spartito.ps.protocol.fields import Amount, Count, Index, Number, Text
 
 PURPOSE = "coordinator"
 """What a connection to the coordinator is for, in the handshake."""
@@ -19,13 +19,13 @@ class Lease(msgspec.Struct, frozen=True, tag="lease"):
     """Steps ``start`` to ``stop`` of one slice of pass ``pass_``, for one worker to compute.
 
     ``group`` numbers the leases that were granted together (0: alone) and ``sizes`` are their
-    lengths. Without ``counts`` the pieces were reported before, and their sums count no more.
+    lengths. Without ``counts`` the work items were reported before, and their sums count no more.
     """
 
     id: Count
     epoch: Count
     pass_: Number
-    slice: Number
+    data_shard: Number
     start: Number
     stop: Number
     group: Number = 0
@@ -33,12 +33,12 @@ class Lease(msgspec.Struct, frozen=True, tag="lease"):
     counts: bool = True
 
     def parties(self, index: int) -> int:
-        """How many members of the group have more than ``index`` pieces."""
+        """How many members of the group have more than ``index`` work items."""
         return sum(size > index for size in self.sizes)
 
 
 class Report(msgspec.Struct, frozen=True):
-    """All pieces of a lease are applied, or else it is ``abandoned``.
+    """All work items of a lease are applied, or else it is ``abandoned``.
 
     ``sums`` are the worker's own totals over them. ``ended`` is the number of steps of the
     pass, where the worker found its end. ``bad`` pushes were dropped because their gradients
@@ -60,7 +60,7 @@ class Pause(msgspec.Struct, frozen=True, tag="pause"):
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
     """All of ``epoch`` is done; with ``stop`` no more work comes in this stream at all."""
 
-    epoch: Place  # -1: none
+    epoch: Index  # -1: none
     stop: bool = False
 
 
@@ -72,16 +72,16 @@ class WorkSource(Protocol):
 
     @property
     def generation(self) -> int:
-        """Which process in its worker's place this one is; a later one has a larger number."""
+        """Which process of its worker this one is; a later one has a larger number."""
         ...
 
     @property
     def timetable(self) -> bytes:
-        """The chief's `Timetable`, encoded, as of the last answer; empty: it told none."""
+        """The chief's `Timetable`, encoded, as of the last reply; empty: there is none."""
         ...
 
     def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
-        """Hand in a report and get work; answers `Pause` only without ``wait``.
+        """Hand in a report and get work; returns `Pause` only without ``wait``.
 
         Raises `TaskLostError` that names the tasks which keep everybody waiting.
         """
@@ -102,59 +102,62 @@ class WorkSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """An epoch so far: the reports' ``sums``, and ``pieces`` done of ``steps`` x ``slices``."""
+    """An epoch so far: the sums of the reports, and how many work items are done.
+
+    The epoch has ``steps`` (None: not known yet) times ``data_shards`` of them.
+    """
 
     sums: list[float]
-    pieces: int
-    slices: int
+    work_items: int
+    data_shards: int
     steps: int | None
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
     """The first message of a connection: which worker it is, and what it runs."""
 
-    worker: Place
+    worker: Index
     versions: Versions
 
 
-class Beat(msgspec.Struct, frozen=True, tag="beat"):
-    """Still here. Not answered."""
+class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
+    """Still here. Has no reply."""
 
 
 class Take(msgspec.Struct, frozen=True, tag="take"):
-    """As `WorkSource.take`; answered with `Answer` in about a second at the latest."""
+    """As `WorkSource.take`; the reply is `Assignment` in about a second at the latest."""
 
     stream: Count
-    epoch: Place  # -1: none
+    epoch: Index  # -1: none
     report: Report | None
     wait: bool
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
-    """As `WorkSource.published`; answered with `Value` in about a second at the latest."""
+    """As `WorkSource.published`; the reply is `Value` in about a second at the latest."""
 
     key: Count
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The worker's script raised an exception: the job cannot go on. Not answered."""
+    """The worker's script raised an exception: the job cannot go on. Has no reply."""
 
     what: Text
 
 
-class Bye(msgspec.Struct, frozen=True, tag="bye"):
-    """The worker is done and leaves. Not answered."""
+class Leave(msgspec.Struct, frozen=True, tag="bye"):
+    """The worker is done and leaves. Has no reply."""
 
 
 class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
-    """Come in as ``generation`` of your place, and let us hear of you every ``beat`` seconds."""
+    """The worker is in as ``generation``; it sends a heartbeat every ``heartbeat`` seconds."""
 
-    beat: Amount
+    heartbeat: Amount
     generation: Count
 
 
-class Answer(msgspec.Struct, frozen=True, tag="answer"):
-    """Work; if the chief's timetable has changed since the last answer it is the payload."""
+class Assignment(msgspec.Struct, frozen=True, tag="assignment"):
+    """Work; if the chief's timetable has changed since the last reply it is the payload."""
 
     work: Work
     changed: bool = False
@@ -173,5 +176,5 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     do: Text = ""
 
 
-ToCoordinator = Hello | Beat | Take | Ask | Failed | Bye
-ToWorker = Welcome | Answer | Value | Refused
+ToCoordinator = Hello | Heartbeat | Take | Ask | Failed | Leave
+ToWorker = Welcome | Assignment | Value | Refused

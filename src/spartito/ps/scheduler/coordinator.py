@@ -14,15 +14,15 @@ from math import inf
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note, shown, warn
 from spartito.ps.protocol.work import Complete, Lease, Pause, Report, Totals, Work
-from spartito.ps.scheduler.key_values import Board
+from spartito.ps.scheduler.key_values import KeyValues
 from spartito.ps.scheduler.members import Member, absence, absent, raised
 from spartito.ps.scheduler.plan import Plan
 from spartito.ps.scheduler.queue import WorkQueue, WorkRange
 
 LOOK_SECONDS = 0.25
 """How often waiting chiefs and the watch look whether somebody is missing."""
-ANSWER_SECONDS = 1.0
-"""The longest that a worker's question stays without an answer."""
+REPLY_SECONDS = 1.0
+"""The longest that a worker's request waits for its reply."""
 PATIENCE = 3
 """So many time limits may go by while workers take work and finish none."""
 NOTE_SECONDS = 2.0
@@ -64,10 +64,10 @@ class Coordinator:
         self._queues: dict[int, WorkQueue] = {}
         self._groups = count(1)
         self._stopped: set[int] = set()
-        self.board = Board()
+        self.key_values = KeyValues()
         """What the chief leaves for all tasks."""
         self.timetable = b""
-        """What every worker is told with its next answer."""
+        """What every worker gets with its next reply."""
         self._sessions = 0
         # When a worker came or finished work, and when anybody's work last changed hands.
         self._progress = self._moved = time.monotonic()
@@ -114,11 +114,11 @@ class Coordinator:
         return session
 
     def hear(self, worker: int, session: int) -> None:
-        """A sign of life; one that was given up is back. `UserError` if it was replaced."""
+        """A heartbeat; one that was given up is back. `UserError` if it was replaced."""
         with self._changed:
             member = self._members[worker]
             if member.session != session:
-                raise UserError(f"another process has taken the place of {member.name}")
+                raise UserError(f"another process has replaced {member.name}")
             member.heard = time.monotonic()
             if not member.live:
                 member.live = True
@@ -179,7 +179,7 @@ class Coordinator:
             self._changed.notify_all()
 
     def gather(self, seconds: float, told: float = NOTE_SECONDS) -> list[str]:
-        """Wait until all workers have come, ``seconds`` at most; answers who has not.
+        """Wait until all workers have come, ``seconds`` at most; returns who has not.
 
         After ``told`` seconds it says for whom it waits. Raises what ended the job meanwhile.
         """
@@ -218,7 +218,7 @@ class Coordinator:
         self.fail(raised(self._members[worker], what))
 
     def check(self, began: float | None = None) -> None:
-        """Raise what went wrong; `TaskLostError` if a wait since ``began`` leads nowhere."""
+        """Raise what went wrong; `TaskLostError` if nothing has happened since ``began``."""
         with self._changed:
             self._check(began)
 
@@ -246,7 +246,7 @@ class Coordinator:
             return self._totals(stream, epoch)
 
     def frontier(self, stream: int) -> tuple[int, int]:
-        """(pass, step) of the first global batch with a piece that is not finished."""
+        """(pass, step) of the first global batch with a work item that is not finished."""
         with self._changed:
             return self._queues[stream].frontier()
 
@@ -261,7 +261,7 @@ class Coordinator:
             return self._queues[stream].held()
 
     def reopen(self, stream: int, lost: Iterable[WorkRange]) -> int:
-        """Have lost work done again, first of all; returns how many pieces that are."""
+        """Have lost work done again, first of all; returns how many work items that are."""
         with self._changed:
             count = self._queues[stream].reopen(lost)
             self._changed.notify_all()
@@ -286,7 +286,7 @@ class Coordinator:
         with self._changed:
             self._ended = True
             self._changed.notify_all()
-        self.board.end()
+        self.key_values.end()
 
     def close(self) -> None:
         """End, give the workers a while to leave, and close all connections."""
@@ -309,8 +309,8 @@ class Coordinator:
         queue = self._queues.get(stream)
         if self._ended or stream in self._stopped:
             # The others of its group wait for what was granted to it before the end.
-            owed = queue.granted(worker) if queue is not None and not self._ended else None
-            return owed or Complete(epoch, stop=True)
+            redo = queue.granted(worker) if queue is not None and not self._ended else None
+            return redo or Complete(epoch, stop=True)
         if queue is None or self._expect_all or self._failure is not None:
             return Pause()
         if queue.is_complete(epoch):
@@ -323,7 +323,7 @@ class Coordinator:
         return lease
 
     def _abandon(self, stream: int, lease: int) -> list[Lease | None]:
-        """Give a lease to others; answers it if it was still out."""
+        """Give a lease to others; returns it if it was still out."""
         with self._changed:
             queue = self._queues.get(stream)
             out = [held for _, held in queue.held() if held.id == lease] if queue else []
@@ -374,7 +374,7 @@ class Coordinator:
     def _totals(self, stream: int, epoch: int) -> Totals:
         queue = self._queues[stream]
         return Totals(
-            queue.sums(epoch), queue.pieces_done(epoch), queue.plan.slices, queue.steps(epoch)
+            queue.sums(epoch), queue.items_done(epoch), queue.plan.data_shards, queue.steps(epoch)
         )
 
     def _join_all(self, queue: WorkQueue) -> None:
@@ -383,7 +383,7 @@ class Coordinator:
                 queue.join(index)
 
     def _drop(self, worker: int) -> list[Lease | None]:
-        """Give back all that ``worker`` has; answers its leases, [None] if it had none."""
+        """Give back all that ``worker`` has; returns its leases, [None] if it had none."""
         self._members[worker].live = False
         self._changed.notify_all()
         return [lease for queue in self._queues.values() for lease in queue.drop(worker)] or [None]

@@ -7,7 +7,7 @@ import threading
 from spartito.ps.protocol.work import MAX_PUBLISHED
 
 
-class Board:
+class KeyValues:
     """What was published so far. Thread-safe."""
 
     def __init__(self) -> None:

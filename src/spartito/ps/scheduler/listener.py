@@ -13,35 +13,35 @@ from spartito.log import RareWarnings, shown
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     PURPOSE,
-    Answer,
     Ask,
-    Beat,
-    Bye,
+    Assignment,
     Failed,
+    Heartbeat,
     Hello,
+    Leave,
     Refused,
     Take,
     ToCoordinator,
     Value,
     Welcome,
 )
-from spartito.ps.scheduler.coordinator import ANSWER_SECONDS, Coordinator
+from spartito.ps.scheduler.coordinator import REPLY_SECONDS, Coordinator
 
-BEAT_SECONDS = 1.0
+HEARTBEAT_SECONDS = 1.0
 HELLO_SECONDS = 10.0
 """A connection that has not said who it is by then is closed."""
 
 
-class Reception:
+class WorkerListener:
     """Lets workers in at ``listener`` that know the job's ``key``, until the coordinator closes."""
 
     def __init__(self, coordinator: Coordinator, listener: socket.socket, key: bytes = b"") -> None:
         self._coordinator = coordinator
         self._seldom = RareWarnings()
         self._lock = threading.Lock()
-        self._talks: dict[Wire, threading.Thread] = {}
-        # Several signs of life in the time after which their absence is noticed.
-        self._beat = min(BEAT_SECONDS, coordinator.lease_seconds / 4)
+        self._connections: dict[Wire, threading.Thread] = {}
+        # Several heartbeat in the time after which their absence is noticed.
+        self._heartbeat = min(HEARTBEAT_SECONDS, coordinator.lease_seconds / 4)
         self._door = Acceptor(listener, self._begin, key=key, purpose=PURPOSE, name="the chief")
         coordinator.on_close(self.close)
 
@@ -49,8 +49,8 @@ class Reception:
         """End all connections and let nobody in. Calling it again changes nothing."""
         self._door.close()
         with self._lock:
-            talks = dict(self._talks)
-        for wire, thread in talks.items():
+            connections = dict(self._connections)
+        for wire, thread in connections.items():
             wire.close()
             thread.join()
 
@@ -61,10 +61,10 @@ class Reception:
             sock.close()  # it is gone already
             return
         with self._lock:
-            self._talks[wire] = threading.current_thread()
-        self._talk(wire)
+            self._connections[wire] = threading.current_thread()
+        self._serve(wire)
 
-    def _talk(self, wire: Wire) -> None:
+    def _serve(self, wire: Wire) -> None:
         try:
             hello = wire.receive()
             if not isinstance(hello, Hello):
@@ -76,10 +76,10 @@ class Reception:
         except ProtocolError as error:
             self._seldom.warn("a worker's connection was closed: %s", shown(str(error)))
         except (Gone, TimeoutError):
-            pass  # a stranger; a worker's end was told to the coordinator
+            pass  # an unknown peer; the coordinator knows of a worker's end
         finally:
             with self._lock:
-                self._talks.pop(wire)
+                self._connections.pop(wire)
             wire.close()
 
     def _fits(self, wire: Wire, hello: Hello) -> bool:
@@ -99,7 +99,7 @@ class Reception:
         session = self._coordinator.enter(worker)
         lost = True
         try:
-            wire.send(Welcome(self._beat, session))
+            wire.send(Welcome(self._heartbeat, session))
             wire.header_limit = LONG_HEADER
             # A silent worker is the watch's business, one that does not read is nobody's.
             wire.set_timeouts(send=self._coordinator.timeout, receive=None)
@@ -108,9 +108,9 @@ class Reception:
             self._coordinator.leave(worker, session, lost)
 
     def _converse(self, wire: Wire, worker: int, session: int) -> bool:
-        """Answer until the worker says goodbye: True."""
+        """Reply until the worker leaves: True."""
         known = b""
-        patience = min(ANSWER_SECONDS, self._beat)
+        patience = min(REPLY_SECONDS, self._heartbeat)
         while True:
             message = wire.receive()
             self._coordinator.hear(worker, session)
@@ -119,23 +119,23 @@ class Reception:
                     work = self._coordinator.take(worker, stream, epoch, report, wait, patience)
                     timetable = self._coordinator.timetable
                     changed = timetable != known
-                    wire.send(Answer(work, changed), timetable if changed else b"")
+                    wire.send(Assignment(work, changed), timetable if changed else b"")
                     known = timetable
                 case Ask(key):
-                    value = self._coordinator.board.published(key, patience)
+                    value = self._coordinator.key_values.published(key, patience)
                     if value is None and self._coordinator.ended:
                         raise UserError("the job has ended", "Start a new one.")
                     wire.send(Value(value is not None), value or b"")
                 case Failed(what):
                     self._coordinator.failed(worker, what)
-                case Bye():
+                case Leave():
                     return True
-                case Beat():
+                case Heartbeat():
                     pass
                 case _:
                     raise ProtocolError(f"a second {type(message).__name__} came")
 
     def _refuse(self, wire: Wire, error: UserError) -> None:
         what, _, do = str(error).partition("\n  ")
-        with contextlib.suppress(Gone, TimeoutError):  # it may not wait for the answer
+        with contextlib.suppress(Gone, TimeoutError):  # it may not wait for the reply
             wire.send(Refused(what, do))

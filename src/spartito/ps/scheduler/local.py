@@ -37,7 +37,7 @@ class LocalLink(WorkSource):
             report = None
 
     def published(self, key: int) -> bytes:
-        value = self._coordinator.board.published(key, self._coordinator.timeout)
+        value = self._coordinator.key_values.published(key, self._coordinator.timeout)
         if value is None:
             raise TaskLostError(f"the chief published nothing under {key}")
         return value

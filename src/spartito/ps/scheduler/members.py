@@ -32,7 +32,7 @@ def absence(members: Sequence[Member], all_expected: bool, seconds: float) -> Ta
     if all_expected:
         return TaskLostError(
             f"{' and '.join(absent(members))} did not come within {seconds:g} s",
-            "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
+            "Start it, or fix the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
     missing = [member.name for member in members if not member.live]
     return TaskLostError(

@@ -17,21 +17,21 @@ OPEN = 1 << 62
 class Plan:
     """What a stream of global batches is, equal on all tasks: one fit, or one custom pass.
 
-    slices            how many tasks compute: each global batch has so many pieces
+    slices            how many tasks compute: each global batch has so many work items
     steps_per_pass    global batches of a pass; None: found by reading
     passes_per_epoch  passes of an epoch; without meaning where ``epoch_steps`` is given
     epoch_steps       global batches of a virtual epoch; None: whole passes
     epochs            how many epochs; they are counted from 0 in this plan
     start             (pass, step) of the first global batch
     first_epoch_done  global batches of the first epoch that were done before
-    gated             no piece of epoch e + 1 before epoch e is closed
+    gated             no work item of epoch e + 1 before epoch e is closed
     together          leases go to all live workers as one group; implies ``gated``
     multiple          lease lengths are multiples of it, but for the end of a pass or epoch
-    steady            a lease has ``multiple`` pieces, however fast the workers are: equal in all
+    fixed_length      a lease has ``multiple`` work items, however fast the worker is: equal in all
                       runs, and so are the sums of what is reported for leases
     """
 
-    slices: int
+    data_shards: int
     steps_per_pass: int | None
     passes_per_epoch: int | None
     epoch_steps: int | None
@@ -41,12 +41,12 @@ class Plan:
     gated: bool = False
     together: bool = False
     multiple: int = 1
-    steady: bool = False
+    fixed_length: bool = False
 
     def __post_init__(self) -> None:
         if self.epoch_steps is None and self.passes_per_epoch is None:
             raise ValueError("an epoch without an end")
-        if min(self.slices, self.multiple) < 1 or min(self.epochs, self.first_epoch_done) < 0:
+        if min(self.data_shards, self.multiple) < 1 or min(self.epochs, self.first_epoch_done) < 0:
             raise ValueError(f"no such plan: {self}")
         if 0 in (self.steps_per_pass, self.passes_per_epoch, self.epoch_steps):
             raise ValueError(f"an epoch without batches: {self}")
@@ -62,7 +62,7 @@ class Pass:
     stop: int
 
 
-class Course:
+class BatchIndex:
     """Finds the pass, step and epoch of a global batch, and the batch of a pass and step."""
 
     def __init__(self, plan: Plan) -> None:
@@ -76,7 +76,7 @@ class Course:
             self._extend()
         return self._passes[bisect_right(self._passes, batch, key=lambda p: p.first) - 1]
 
-    def place(self, batch: int) -> tuple[int, int]:
+    def locate(self, batch: int) -> tuple[int, int]:
         """(pass, step) of global batch ``batch``."""
         found = self.at(batch)
         return found.number, found.step + batch - found.first
@@ -111,7 +111,7 @@ class Course:
         return OPEN if last is None else last.stop
 
     def end(self, number: int, step: int, reached: int) -> int | None:
-        """Pass ``number`` turned out to have ``step`` steps; answers the batch after its last.
+        """Pass ``number`` turned out to have ``step`` steps; returns the batch after its last.
 
         The first to find the end of a pass is believed, but batches below ``reached`` were
         there. None where the end was known before.

@@ -35,7 +35,7 @@ class Planner:
     def __init__(self, optimizer: Optimizer) -> None:
         self.schedule: LRScheduler | None = None
         """Steps once per global step; None: nobody knows what comes."""
-        self.turn = threading.RLock()
+        self.lock = threading.RLock()
         """To be held while a timetable is written and told."""
         self._optimizer = optimizer
         self._ahead = max(1, min(AHEAD, MOST // max(1, len(optimizer.param_groups))))
@@ -43,7 +43,7 @@ class Planner:
 
     def begin(self) -> None:
         """The servers have the options as they are now, and no timetable."""
-        with self.turn:
+        with self.lock:
             self._given = settings(self._optimizer)
             self._names: list[set[str]] = [set() for _ in self._given]
             self._table = Timetable()
@@ -55,7 +55,7 @@ class Planner:
 
         None: what they know holds.
         """
-        with self.turn:
+        with self.lock:
             if self._followed is self.schedule and self._is_known(step):
                 return self._extended(step, max(step - BEHIND, self._table.first))
             self._followed, self._forecast = self.schedule, self._foresee()
@@ -66,7 +66,7 @@ class Planner:
 
     def extend(self, step: int) -> Timetable | None:
         """As `write`, when the servers are at ``step`` already and the chief may be behind."""
-        with self.turn:
+        with self.lock:
             return self._extended(step, self._table.first)
 
     def _is_known(self, step: int) -> bool:

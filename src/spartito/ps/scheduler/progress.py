@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from spartito.ps.scheduler.ranges import Spans
+from spartito.ps.scheduler.ranges import Ranges
 
 LEASE_SECONDS = 1.0
 """How long a lease should take: what is lost when its worker dies."""
 
 
 @dataclass(slots=True)
-class Slice:
+class ShardProgress:
     """Where one slice is, in numbers of global batches."""
 
     cursor: int = 0  # nothing from here on was ever given out
-    back: Spans = field(default_factory=Spans)  # given out, and come back unfinished
-    lost: Spans = field(default_factory=Spans)  # reported, and to be computed again
-    done: Spans = field(default_factory=Spans)
+    back: Ranges = field(default_factory=Ranges)  # given out, and come back unfinished
+    lost: Ranges = field(default_factory=Ranges)  # reported, and to be computed again
+    done: Ranges = field(default_factory=Ranges)
 
     def next(self, limit: int, lost: bool) -> tuple[int, int] | None:
         """The first range below ``limit`` that can be given out."""
@@ -27,7 +27,7 @@ class Slice:
         return (start, min(stop, limit)) if start < limit else None
 
     def left(self, limit: int) -> int:
-        """How many pieces below ``limit`` can be given out."""
+        """How many work items below ``limit`` can be given out."""
         return self.back.within(0, limit) + max(0, limit - self.cursor)
 
     def give(self, start: int, stop: int, lost: bool) -> None:
@@ -37,14 +37,14 @@ class Slice:
 
 
 @dataclass(slots=True)
-class Pace:
-    """How many pieces a worker may have at a time, from how fast it was."""
+class RateEstimate:
+    """How many work items a worker may have at a time, from how fast it was."""
 
     target: int
     rate: float = 0.0
 
-    def measure(self, pieces: int, seconds: float) -> None:
+    def measure(self, work_items: int, seconds: float) -> None:
         """Learn from a lease: about `LEASE_SECONDS` of work, at most twice the last length."""
-        rate = pieces / max(seconds, 1e-9)
+        rate = work_items / max(seconds, 1e-9)
         self.rate = (self.rate + rate) / 2 if self.rate else rate
         self.target = max(1, int(min(self.rate * LEASE_SECONDS, 2 * self.target)))

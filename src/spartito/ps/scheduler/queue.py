@@ -1,7 +1,7 @@
-"""Who computes what: a queue that leases pieces of global batches to workers.
+"""Who computes what: a queue that leases work items of global batches to workers.
 
-A *piece* is (pass, step, slice). Pure: it starts no thread and reads no clock; times come as
-arguments, in seconds. Each piece is finished exactly once, unless it is reopened.
+A *work item* is (pass, step, slice). Pure: it starts no thread and reads no clock; times come as
+arguments, in seconds. Each work item is finished exactly once, unless it is reopened.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from spartito.errors import UserError
 from spartito.ps.protocol.work import Lease
-from spartito.ps.scheduler.plan import OPEN, Course
+from spartito.ps.scheduler.plan import OPEN, BatchIndex
 from spartito.ps.scheduler.plan import Plan as Plan
-from spartito.ps.scheduler.progress import Pace, Slice
-from spartito.ps.scheduler.ranges import Spans
+from spartito.ps.scheduler.progress import RateEstimate, ShardProgress
+from spartito.ps.scheduler.ranges import Ranges
 
-END_SHARE = 4
+END_FRACTION = 4
 """A lease is at most this part of what is left of the epoch for each worker."""
 
 
@@ -28,13 +28,13 @@ class WorkRange(NamedTuple):
     """Steps ``start`` to ``stop`` of one slice of pass ``pass_``."""
 
     pass_: int
-    slice: int
+    data_shard: int
     start: int
     stop: int
 
 
 @dataclass(slots=True)
-class Held:
+class Outstanding:
     """A lease that is out, with its range in numbers of global batches."""
 
     lease: Lease
@@ -42,22 +42,22 @@ class Held:
     since: float
     start: int
     stop: int
-    owed: Spans = field(default_factory=Spans)  # to be computed again once it is finished
+    redo: Ranges = field(default_factory=Ranges)  # to be computed again once it is finished
 
 
 class WorkQueue:
     """The work of one stream: leases are taken, and then finished or dropped.
 
-    Worker ``i`` gets slice ``i % slices``, and helps where most is left when that has nothing.
+    Worker ``i`` gets slice ``i % data_shards``, and helps where most is left when that has nothing.
     """
 
     def __init__(self, plan: Plan, groups: Iterator[int] | None = None) -> None:
         """``groups`` numbers the groups, of all queues of a job together."""
         self.plan = plan
-        self._course = Course(plan)
-        self._slices = [Slice() for _ in range(plan.slices)]
-        self._held: dict[int, Held] = {}
-        self._paces: dict[int, Pace] = {}
+        self._batches = BatchIndex(plan)
+        self._shards = [ShardProgress() for _ in range(plan.data_shards)]
+        self._held: dict[int, Outstanding] = {}
+        self._rates: dict[int, RateEstimate] = {}
         self._live: set[int] = set()
         self._waiting: set[int] = set()
         self._granted: dict[int, Lease] = {}
@@ -72,7 +72,7 @@ class WorkQueue:
         self._live.add(worker)
 
     def drop(self, worker: int) -> list[Lease]:
-        """``worker`` is gone: its leases go back; answers them."""
+        """``worker`` is gone: its leases go back; returns them."""
         self._live.discard(worker)
         self._waiting.discard(worker)
         self._granted.pop(worker, None)
@@ -94,7 +94,7 @@ class WorkQueue:
     def take(self, worker: int, epoch: int, now: float) -> Lease | None:
         """Work for ``worker``, who is in ``epoch``; None: nothing at present, or all is done.
 
-        Reopened pieces come first. Without gates there is work of the next epoch when this one
+        Reopened work items come first. Without gates there is work of the next epoch when this one
         has none to give and is not complete.
         """
         if self.is_complete(epoch):
@@ -118,44 +118,44 @@ class WorkQueue:
         return lease
 
     def finish(self, lease: int, sums: Sequence[float], ended: int | None, now: float) -> bool:
-        """The pieces of a lease are applied; ``sums`` are added to those of its epoch.
+        """The work items of a lease are applied; ``sums`` are added to those of its epoch.
 
         ``ended`` is the number of steps of its pass, where the worker found the end: no slice
-        has more. False where the lease was dropped: its pieces are, or will be, another's.
+        has more. False where the lease was dropped: its work items are, or will be, another's.
         """
         held = self._held.pop(lease, None)
         if held is None:
             return False
         if ended is not None:
             self._end(held, ended)
-        found, given = self._slices[held.lease.slice], held.lease
+        found, given = self._shards[held.lease.data_shard], held.lease
         found.done.add(held.start, held.stop)
-        for start, stop in held.owed:
+        for start, stop in held.redo:
             self._lose(found, start, min(stop, held.stop))
         if given.counts:
             self._sums[given.epoch].append(sums)
         if held.stop > held.start:
-            self._pace(held.worker).measure(held.stop - held.start, now - held.since)
+            self._rate(held.worker).measure(held.stop - held.start, now - held.since)
         return True
 
     def abandon(self, lease: int) -> bool:
-        """A lease is not finished: all its pieces go back. False if it was dropped before."""
+        """A lease is not finished: all its work items go back. False if it was dropped before."""
         held = self._held.pop(lease, None)
         if held is None:
             return False
-        found = self._slices[held.lease.slice]
+        found = self._shards[held.lease.data_shard]
         (found.back if held.lease.counts else found.lost).add(held.start, held.stop)
         return True
 
     def reopen(self, lost: Iterable[WorkRange]) -> int:
-        """Work whose updates were lost is to be done again; returns how many pieces that are.
+        """Work whose updates were lost is to be done again; returns how many work items that are.
 
         Their sums were counted and count no more. Those of a lease that is out come after it;
         those that nobody has begun are left alone, as they will be computed anyway.
         """
         reopened = 0
         for number, index, first, last in lost:
-            begin, found = self._course.find(number, first), self._slices[index]
+            begin, found = self._batches.find(number, first), self._shards[index]
             if begin is None:
                 continue
             end = begin + last - first
@@ -164,16 +164,16 @@ class WorkQueue:
                 reopened += stop - start
             for held in self._held.values():
                 start, stop = max(held.start, begin), min(held.stop, end)
-                if held.lease.slice == index and start < stop:
-                    held.owed.add(start, stop)
+                if held.lease.data_shard == index and start < stop:
+                    held.redo.add(start, stop)
                     reopened += stop - start
         return reopened
 
     # How far they are
 
     def is_complete(self, epoch: int) -> bool:
-        """Whether every piece up to the end of ``epoch`` is finished."""
-        stop = self._course.stop(epoch)
+        """Whether every work item up to the end of ``epoch`` is finished."""
+        stop = self._batches.stop(epoch)
         return stop != OPEN and self._frontier() >= stop
 
     def close(self, epoch: int) -> None:
@@ -187,27 +187,27 @@ class WorkQueue:
         """
         return list(map(fsum, zip_longest(*self._sums[epoch], fillvalue=0.0)))
 
-    def pieces_done(self, epoch: int) -> int:
-        """How many pieces of ``epoch`` are finished; ``slices`` of them are a global batch."""
-        start, stop = self._course.stop(epoch - 1), self._course.stop(epoch)
-        return sum(found.done.within(start, stop) for found in self._slices)
+    def items_done(self, epoch: int) -> int:
+        """How many work items of ``epoch`` are finished; a global batch has ``data_shards``."""
+        start, stop = self._batches.stop(epoch - 1), self._batches.stop(epoch)
+        return sum(found.done.within(start, stop) for found in self._shards)
 
     def steps(self, epoch: int) -> int | None:
         """How many global batches ``epoch`` has in this plan; None where nobody knows yet."""
-        start, stop = self._course.stop(epoch - 1), self._course.stop(epoch)
+        start, stop = self._batches.stop(epoch - 1), self._batches.stop(epoch)
         return None if stop == OPEN else stop - start
 
     def frontier(self) -> tuple[int, int]:
-        """(pass, step) of the first global batch with a piece that is not finished."""
-        return self._course.place(self._frontier())
+        """(pass, step) of the first global batch with a work item that is not finished."""
+        return self._batches.locate(self._frontier())
 
     def begun(self) -> Iterator[WorkRange]:
         """All that is finished or out, each range of one pass."""
-        for index, found in enumerate(self._slices):
-            out = [(h.start, h.stop) for h in self._held.values() if h.lease.slice == index]
+        for index, found in enumerate(self._shards):
+            out = [(h.start, h.stop) for h in self._held.values() if h.lease.data_shard == index]
             for start, stop in (*found.done, *out):
                 while start < stop:
-                    here = self._course.at(start)
+                    here = self._batches.at(start)
                     end, offset = min(stop, here.stop), here.step - here.first
                     yield WorkRange(here.number, index, start + offset, end + offset)
                     start = end
@@ -215,47 +215,47 @@ class WorkQueue:
     # Inside
 
     def _frontier(self) -> int:
-        return min(found.done.frontier() for found in self._slices)
+        return min(found.done.frontier() for found in self._shards)
 
     def _limits(self, epoch: int) -> list[int]:
         """Up to where work may be given, the nearest limit first."""
         if self.plan.gated or self.plan.together:
-            return [self._course.stop(min(epoch, self._closed))]
-        return [self._course.stop(epoch), self._course.stop(epoch + 1)]
+            return [self._batches.stop(min(epoch, self._closed))]
+        return [self._batches.stop(epoch), self._batches.stop(epoch + 1)]
 
     def _choose(self, worker: int, limit: int, lost: bool) -> int | None:
         """The slice to give from: the worker's own, else that with the most left."""
-        own = worker % len(self._slices)
-        able = [i for i, found in enumerate(self._slices) if found.next(limit, lost)]
+        own = worker % len(self._shards)
+        able = [i for i, found in enumerate(self._shards) if found.next(limit, lost)]
         if own in able or not able:
             return own if able else None
-        return max(able, key=lambda index: self._slices[index].left(limit))
+        return max(able, key=lambda index: self._shards[index].left(limit))
 
     def _range(self, index: int, limit: int, lost: bool) -> tuple[int, int]:
         """The first range of a slice that is of one pass and of one epoch."""
-        found = self._slices[index].next(limit, lost)
+        found = self._shards[index].next(limit, lost)
         if found is None:
             raise ValueError(f"slice {index} has nothing to give")
         start, stop = found
-        end = self._course.stop(self._course.epoch(start))
-        return start, min(stop, end, self._course.at(start).stop)
+        end = self._batches.stop(self._batches.epoch(start))
+        return start, min(stop, end, self._batches.at(start).stop)
 
     def _length(self, worker: int, limit: int) -> int:
-        """How many pieces to give: about a second's, and few where little is left."""
+        """How many work items to give: about a second's, and few where little is left."""
         length = self._target(worker)
-        left = sum(found.left(limit) for found in self._slices)
-        share = left // (END_SHARE * len(self._live))
+        left = sum(found.left(limit) for found in self._shards)
+        share = left // (END_FRACTION * len(self._live))
         return self._rounded(length if limit == OPEN else min(length, share))
 
     def _target(self, worker: int) -> int:
-        return self.plan.multiple if self.plan.steady else self._pace(worker).target
+        return self.plan.multiple if self.plan.fixed_length else self._rate(worker).target
 
     def _rounded(self, length: int) -> int:
         multiple = self.plan.multiple
         return max(multiple, length // multiple * multiple)
 
-    def _pace(self, worker: int) -> Pace:
-        return self._paces.setdefault(worker, Pace(self.plan.multiple))
+    def _rate(self, worker: int) -> RateEstimate:
+        return self._rates.setdefault(worker, RateEstimate(self.plan.multiple))
 
     def _lease(
         self,
@@ -268,26 +268,26 @@ class WorkQueue:
         group: int = 0,
         sizes: tuple[int, ...] = (),
     ) -> Lease:
-        number, step = self._course.place(start)
+        number, step = self._batches.locate(start)
         lease = Lease(
             id=next(self._ids),
-            epoch=self._course.epoch(start),
+            epoch=self._batches.epoch(start),
             pass_=number,
-            slice=index,
+            data_shard=index,
             start=step,
             stop=step + stop - start,
             group=group,
             sizes=sizes,
             counts=not lost,
         )
-        self._slices[index].give(start, stop, lost)
-        self._held[lease.id] = Held(lease, worker, now, start, stop)
+        self._shards[index].give(start, stop, lost)
+        self._held[lease.id] = Outstanding(lease, worker, now, start, stop)
         return lease
 
     def _take_together(self, worker: int, epoch: int, now: float) -> Lease | None:
         self._waiting.add(worker)
         if worker not in self._granted and not self._held and self._waiting >= self._live:
-            lost = any(found.lost for found in self._slices)
+            lost = any(found.lost for found in self._shards)
             self._grant(OPEN if lost else self._limits(epoch)[0], lost, now)
         return self.granted(worker)
 
@@ -295,15 +295,15 @@ class WorkQueue:
         """Lease to all live workers at once: the same steps of the slices that are behind."""
         heads = {
             index: found[0]
-            for index, one in enumerate(self._slices)
+            for index, one in enumerate(self._shards)
             if (found := one.next(limit, lost)) is not None
         }
         if not heads:
             return
-        members, slices = sorted(self._live), len(self._slices)
+        members, data_shards = sorted(self._live), len(self._shards)
         start = min(heads.values())
         behind = [index for index, head in heads.items() if head == start]
-        own = {member % slices for member in members}
+        own = {member % data_shards for member in members}
         chosen = sorted(behind, key=lambda index: (index not in own, index))[: len(members)]
         # A slice without a worker of its own is caught up by several, up to where the rest is.
         share = len(members) // len(chosen)
@@ -331,27 +331,27 @@ class WorkQueue:
         seats: dict[int, int] = {}
         for seat, (index, _) in enumerate(parts):
             for member in members:
-                if member % len(self._slices) == index and member not in seats.values():
+                if member % len(self._shards) == index and member not in seats.values():
                     seats[seat] = member
                     break
         free = iter([member for member in members if member not in seats.values()])
         return [seats[s] if s in seats else next(free) for s in range(len(parts))]
 
-    def _end(self, held: Held, step: int) -> None:
+    def _end(self, held: Outstanding, step: int) -> None:
         """A pass turned out to have ``step`` steps: nobody has or gets work beyond."""
         if step == 0:
             raise UserError("the data set has no examples")
-        reached = max(found.done.end() for found in self._slices)
-        stop = self._course.end(held.lease.pass_, step, reached)
+        reached = max(found.done.end() for found in self._shards)
+        stop = self._batches.end(held.lease.pass_, step, reached)
         if stop is None:
             return
-        for found in self._slices:
+        for found in self._shards:
             found.cursor = min(found.cursor, stop)
             found.back.remove(stop, OPEN)
         for other in (held, *self._held.values()):
             other.start, other.stop = min(other.start, stop), min(other.stop, stop)
 
-    def _lose(self, found: Slice, start: int, stop: int) -> None:
+    def _lose(self, found: ShardProgress, start: int, stop: int) -> None:
         if start < stop:
             found.done.remove(start, stop)
             found.lost.add(start, stop)

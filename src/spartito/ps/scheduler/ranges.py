@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 
-class Spans:
+class Ranges:
     """Disjoint half-open ranges ``(start, stop)`` in order; neighbours that touch are one."""
 
     __slots__ = ("_spans",)

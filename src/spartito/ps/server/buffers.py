@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 
-class Spare:
+class BufferPool:
     """Copies tensors into the memory of copies that are needed no more.
 
     Under a lock that is worth it: the first touch of fresh pages takes longer than the copy.

@@ -1,4 +1,4 @@
-"""One task's requests to a parameter server, answered one after the other in a thread."""
+"""One task's requests to a parameter server, served one after the other in a thread."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ from spartito.ps.protocol.messages import (
 )
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.timetable import Timetable
-from spartito.ps.protocol.transfer import room_for_state, state_messages
+from spartito.ps.protocol.transfer import state_limit, state_messages
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire, need
 from spartito.ps.server.host import Host
 from spartito.ps.server.loading import Loading
@@ -117,8 +117,8 @@ class Connection:
                 self._server.left(self, hello.chief)
 
     def _release(self) -> None:
-        """This process computes nothing any more, if it still has its worker's place."""
-        with self._store.turn, suppress(UserError):
+        """This process computes nothing any more, unless another has replaced it."""
+        with self._store.lock, suppress(UserError):
             if not self._chief:
                 self._store.check(self._worker, self._generation)
                 self._store.release(self._worker)
@@ -148,8 +148,8 @@ class Connection:
         self._worker, self._chief = hello.worker, hello.chief
         self._generation = hello.generation
         if not self._chief:
-            with self._store.turn:
-                self._store.meet(self._worker, self._generation, GREETING_SECONDS)
+            with self._store.lock:
+                self._store.wait_for_fence(self._worker, self._generation, GREETING_SECONDS)
         self._server.came(self, hello.chief)
         return hello
 
@@ -172,10 +172,10 @@ class Connection:
             self._share()
         else:
             self._inbox, self._outbox = allocate(self._span), allocate(self._span)
-            self._wire.send(Welcome(self._store.ready, self._server.life))
+            self._wire.send(Welcome(self._store.ready, self._server.incarnation))
         self._wire.set_timeouts(send=self._server.timeout, receive=None)
         self._wire.header_limit = LONG_HEADER
-        self._wire.limit = room_for_state(self._span) if hello.chief else self._codec.size
+        self._wire.limit = state_limit(self._span) if hello.chief else self._codec.size
 
     def _fits(self, hello: Hello) -> bool:
         """Whether the task runs what we run; else it is refused."""
@@ -199,7 +199,9 @@ class Connection:
                 local.listen(1)
                 local.settimeout(GREETING_SECONDS)
                 self._wire.send(
-                    Welcome(self._store.ready, self._server.life, str(segment.path), str(path))
+                    Welcome(
+                        self._store.ready, self._server.incarnation, str(segment.path), str(path)
+                    )
                 )
                 sock, _ = local.accept()
             self._challenge(sock)
@@ -228,17 +230,17 @@ class Connection:
         inbox, outbox, store = self._inbox, self._outbox, self._store
         assert inbox is not None
         assert outbox is not None
-        room = None if self._shared else self._codec.room(inbox)
+        buffer = None if self._shared else self._codec.buffer(inbox)
         while True:
-            message = self._wire.receive(room)
+            message = self._wire.receive(buffer)
             if self._chief:
-                self._server.hear_chief()
+                self._server.heard_from_chief()
             if isinstance(message, Push):
                 left_out = unused(store.shard.runs, message.absent)
                 self._check_push(message, left_out)
                 if not self._shared and not message.dropped:
                     self._codec.decode(inbox, self._wire.payload, left_out)
-                with store.turn:
+                with store.lock:
                     self._need_values()
                     store.check(self._worker, self._generation)
                     self._watch(message.norm)
@@ -247,16 +249,16 @@ class Connection:
                     if message.pull:
                         store.admit(self._worker)
                     unchanged = self._bring(outbox) if message.pull else None
-                    answer = store.values(outcome, staleness, unchanged)
-                self._answer(answer, outbox)
+                    reply = store.values(outcome, staleness, unchanged)
+                self._reply(reply, outbox)
             elif isinstance(message, Pull):
-                with store.turn:
+                with store.lock:
                     self._need_values()
                     store.check(self._worker, self._generation)
                     if message.admit:
                         store.admit(self._worker)
-                    answer = store.values(unchanged=self._bring(outbox))
-                self._answer(answer, outbox)
+                    reply = store.values(unchanged=self._bring(outbox))
+                self._reply(reply, outbox)
             elif isinstance(message, End) and self._chief:
                 self._wire.send(Done())
                 self._server.end()
@@ -266,8 +268,8 @@ class Connection:
 
     def _watch(self, norm: float) -> None:
         """Say so if a gradient is out of all proportion; it counts as any other."""
-        sizes, usual = self._store.sizes, self._store.sizes.usual
-        if sizes.is_absurd(norm):
+        norms, usual = self._store.norms, self._store.norms.usual
+        if norms.is_absurd(norm):
             self._server.seldom.warn(
                 "%s: worker %d pushed a gradient with a norm of %.3g; %.3g is usual",
                 self._server.name, self._worker, norm, usual,
@@ -287,11 +289,11 @@ class Connection:
                 outbox[here].copy_(store.shard.values[here])
         return sorted(unchanged)
 
-    def _answer(self, answer: Values, values: Tensor) -> None:
-        if answer.unchanged is None or self._shared:
-            self._wire.send(answer)
+    def _reply(self, reply: Values, values: Tensor) -> None:
+        if reply.unchanged is None or self._shared:
+            self._wire.send(reply)
         else:
-            self._wire.send(answer, *self._codec.encode(values, frozenset(answer.unchanged)))
+            self._wire.send(reply, *self._codec.encode(values, frozenset(reply.unchanged)))
 
     def _need_values(self) -> None:
         if not self._store.ready:
@@ -310,7 +312,7 @@ class Connection:
             len(wire.payload) == size,
             f"{size} bytes of gradients were expected, {len(wire.payload)} came",
         )
-        need(bool(push.keys) and all(map(store.keys.accepts, push.keys)), "no such pieces")
+        need(bool(push.keys) and all(map(store.keys.accepts, push.keys)), "no such work items")
         need(all(entry < entries for entry in push.absent), "no such parameters")
         need(push.pulled <= store.version, "a gradient of values that are not there yet")
         need(all(rounds) if rules.together else not push.group, "a round was not expected")
@@ -325,8 +327,8 @@ class Connection:
         if isinstance(message, GetState):
             self._send_state()
             return
-        with self._store.turn:
-            answers = self._answers(message)
+        with self._store.lock:
+            replies = self._replies(message)
         if self._loading is not None and self._loading.is_whole:
             self._loading = None
             try:
@@ -335,22 +337,22 @@ class Connection:
                 self._refuse(error)
                 self._server.fail(error)
                 return
-            answers = [(Done(),)]
-        for answer in answers:
-            self._wire.send(*answer)
+            replies = [(Done(),)]
+        for reply in replies:
+            self._wire.send(*reply)
 
     def _send_state(self) -> None:
         store = self._store
-        with store.turn:
+        with store.lock:
             self._need_values()
             copies, options = store.copy(), settings(store.shard.optimizer)
         state = {slot_of(name): value for name, value in copies.items() if name != "values"}
         for message in state_messages(copies["values"], state, options):
             self._wire.send(*message)
-        store.spare.give_back(copies)
+        store.buffers.give_back(copies)
 
-    def _answers(self, message: Any) -> Sequence[tuple[Any, ...]]:
-        """Do what is wanted, with the lock held; the messages to answer, with their payloads."""
+    def _replies(self, message: Any) -> Sequence[tuple[Any, ...]]:
+        """Do what is asked, with the lock held; the replies, each with its payload."""
         store = self._store
         match message:
             case Status():
@@ -404,4 +406,4 @@ class Connection:
 
 
 def _who(hello: Hello | None) -> str:
-    return "a stranger" if hello is None else hello.task
+    return "an unknown peer" if hello is None else hello.task

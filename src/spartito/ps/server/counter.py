@@ -12,7 +12,7 @@ from spartito.errors import UserError
 _NUMBER = struct.Struct("<Q")
 
 
-class Tally:
+class Counter:
     """A number in eight bytes that lie mapped: it costs nothing to write at every update.
 
     What a killed process wrote last is there when the next one opens the file; what the machine
@@ -31,7 +31,7 @@ class Tally:
         except OSError as error:
             raise UserError(
                 f"{path} cannot be written: {error.strerror}",
-                "Make room there, or name another folder by SPARTITO_SNAPSHOT_DIR.",
+                "Free some space there, or name another folder by SPARTITO_SNAPSHOT_DIR.",
             ) from error
 
     @property

@@ -9,7 +9,7 @@ from spartito.ps.protocol.messages import Hello, Refused
 from spartito.ps.server.store import Store
 
 
-class Talk(Protocol):
+class ServedTask(Protocol):
     """One task's connection."""
 
     @property
@@ -30,7 +30,7 @@ class Host(Protocol):
     store: Store
     name: str
     wire_dtype: str | None
-    life: str
+    incarnation: str
     shares: bool
     key: bytes
     timeout: float
@@ -40,15 +40,15 @@ class Host(Protocol):
         """Whether a task may come in."""
         ...
 
-    def came(self, connection: Talk, chief: bool) -> None:
+    def came(self, connection: ServedTask, chief: bool) -> None:
         """A task was let in."""
         ...
 
-    def left(self, connection: Talk, chief: bool) -> None:
+    def left(self, connection: ServedTask, chief: bool) -> None:
         """A task is gone."""
         ...
 
-    def hear_chief(self) -> None:
+    def heard_from_chief(self) -> None:
         """The chief said something."""
         ...
 

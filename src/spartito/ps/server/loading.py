@@ -10,7 +10,7 @@ from spartito.ps.protocol.layout import ITEM_SIZES
 from spartito.ps.protocol.memory import dtype_of
 from spartito.ps.protocol.messages import Load, LoadState
 from spartito.ps.protocol.slots import State as OptimizerState
-from spartito.ps.protocol.transfer import room_for_state
+from spartito.ps.protocol.transfer import state_limit
 from spartito.ps.protocol.wire import need
 from spartito.ps.server.shard import Shard
 
@@ -42,7 +42,7 @@ class Loading:
         need(known and min(message.shape, default=1) > 0, "no such state")
         size, most = (
             prod(message.shape) * ITEM_SIZES[message.dtype],
-            room_for_state(self._shard.span),
+            state_limit(self._shard.span),
         )
         need(len(payload) == size, f"{size} bytes of state were expected, {len(payload)} came")
         self._bytes += size

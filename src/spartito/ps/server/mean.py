@@ -17,7 +17,7 @@ from spartito.ps.server.shard import Shard
 class Mean:
     """Pushes that are to make one update: their mean by weight.
 
-    ``parties`` workers take part in a round of ``stream``; ``spare`` is memory that may be used.
+    ``parties`` workers take part in a round of ``stream``; ``memory`` is memory that may be used.
     """
 
     stream: int = 0
@@ -34,10 +34,10 @@ class Mean:
     parts: list[tuple[Push, Tensor]] = field(default_factory=list)
     done: bool = False
 
-    def add(self, shard: Shard, push: Push, gradient: Tensor, spare: Tensor | None) -> None:
-        """Mix one push in; the first uses the memory ``spare`` for the total."""
+    def add(self, shard: Shard, push: Push, gradient: Tensor, memory: Tensor | None) -> None:
+        """Mix one push in; the first uses the memory ``memory`` for the total."""
         if not self.finite:
-            self.total = allocate(shard.span) if spare is None else spare.zero_()
+            self.total = allocate(shard.span) if memory is None else memory.zero_()
         self.weight += push.weight
         self.finite += 1
         shard.mix(self.total, gradient, push.weight, self.finite, push.absent, self.absent or ())

@@ -14,7 +14,7 @@ SHARE = 0.05
 """What each gradient counts for what is usual."""
 
 
-class Sizes:
+class GradientNorms:
     """The norms of the gradients that came; the usual one is their geometric mean of late."""
 
     def __init__(self) -> None:

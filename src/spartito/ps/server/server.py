@@ -15,8 +15,8 @@ from spartito.errors import TaskLostError, UserError
 from spartito.log import RareWarnings, note, warn
 from spartito.ps.protocol.messages import PURPOSE, Hello, Refused
 from spartito.ps.server.connection import Connection
-from spartito.ps.server.counter import Tally
-from spartito.ps.server.host import Talk
+from spartito.ps.server.counter import Counter
+from spartito.ps.server.host import ServedTask
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 
@@ -30,7 +30,7 @@ class Server:
 
     ``name`` and ``chief`` are tasks' names for messages; ``timeout`` is how long the chief may
     be silent, in seconds, and half of it how long its connection may be broken. ``snapshots`` is a
-    file, written every ``seconds``; beside it lies the tally of updates. Who comes must know
+    file, written every ``seconds``; beside it lies the counter of updates. Who comes must know
     ``key``, the job's secret.
     """
 
@@ -52,18 +52,18 @@ class Server:
         self.seldom = RareWarnings()
         self.shares = shares and supported()
         self.sent = self.received = 0
-        self.life = secrets.token_hex(4)
+        self.incarnation = secrets.token_hex(4)
         self._listener, self._chief, self.timeout = listener, chief, timeout
         self._snapshot, self._seconds = Snapshot(snapshots, name), seconds
-        self._tally = snapshots.with_suffix(".tally")
-        store.tally = Tally(self._tally)
+        self._counter = snapshots.with_suffix(".updates")
+        store.counter = Counter(self._counter)
         self._ended = threading.Event()
         self._failure: BaseException | None = None
-        self._connections: set[Talk] = set()
+        self._connections: set[ServedTask] = set()
         self._began = self._chief_seen = time.monotonic()
         self._chiefs = 0
-        self._guard = threading.Lock()
-        self._pen = threading.Lock()  # of the snapshot
+        self._lock = threading.Lock()
+        self._snapshot_lock = threading.Lock()  # of the snapshot
         self._written = -1
 
     def serve(self) -> None:
@@ -87,7 +87,7 @@ class Server:
             for connection in list(self._connections):
                 connection.close()
         self._snapshot.remove()
-        self._tally.unlink(missing_ok=True)
+        self._counter.unlink(missing_ok=True)
 
     def end(self) -> None:
         """The job has ended."""
@@ -108,12 +108,12 @@ class Server:
             "examples": store.examples,
             "updates": store.version,
             "pushes": store.pushes,
-            "pieces": store.pieces,
+            "work_items": store.work_items,
             "staleness": store.staleness.to_dict(),
             "duplicates": store.duplicates,
             "dropped": store.dropped,
             "refused": store.refused,
-            "largest_gradient": store.sizes.largest,
+            "largest_gradient": store.norms.largest,
             "lost": store.lost,
         }
 
@@ -131,7 +131,7 @@ class Server:
                 )
         if not -1 <= hello.worker < store.rules.workers:
             return Refused(f"{hello.task} is worker {hello.worker} of {store.rules.workers}", "")
-        with store.turn:
+        with store.lock:
             if not store.ready:
                 self._restore(hello.job)
             if not store.ready and hello.loaded:
@@ -143,29 +143,29 @@ class Server:
                 )
         return None
 
-    def came(self, connection: Talk, chief: bool) -> None:
+    def came(self, connection: ServedTask, chief: bool) -> None:
         """A task was let in."""
-        with self._guard:
+        with self._lock:
             self._connections.add(connection)
             self._chiefs += chief
         if chief:
-            self.hear_chief()
+            self.heard_from_chief()
 
-    def hear_chief(self) -> None:
+    def heard_from_chief(self) -> None:
         """The chief is there: it said something."""
         self._chief_seen = time.monotonic()
 
-    def left(self, connection: Talk, chief: bool) -> None:
+    def left(self, connection: ServedTask, chief: bool) -> None:
         """A task is gone."""
-        with self._guard:
+        with self._lock:
             self._connections.discard(connection)
             self.sent += connection.sent
             self.received += connection.received
             self._chiefs -= chief
 
     def snapshot(self) -> None:
-        """Write what a restarted server goes on from; `UserError` where there is no room."""
-        with self._pen:
+        """Write what a restarted server goes on from; `UserError` where there is no space."""
+        with self._snapshot_lock:
             self._written = self._snapshot.write(self.store)
 
     def _restore(self, job: str) -> None:
@@ -183,7 +183,7 @@ class Server:
             if self.store.ready and self.store.version != self._written:
                 try:
                     self.snapshot()
-                except UserError as error:  # the next one may find room again
+                except UserError as error:  # the next one may find space again
                     warn("%s", error)
 
     def _look_for_chief(self) -> None:
@@ -196,7 +196,7 @@ class Server:
             f"{self.name} waited {away:.0f} s for it",
             "Look at its last lines. A parameter server cannot go on without the chief.",
         )
-        with self.store.turn:
+        with self.store.lock:
             self.store.fail(lost)
         self._linger()  # those who wait here hear of it
         raise lost

@@ -138,7 +138,7 @@ class Shard:
         )
 
     def set(self, options: Sequence[Mapping[str, Any]]) -> None:
-        """Take over the options of the parameter groups, as `settings` answers them.
+        """Take over the options of the parameter groups, as `settings` returns them.
 
         What the groups here do not have, such as a schedule's ``initial_lr``, is left out.
         """
@@ -160,7 +160,7 @@ class Shard:
         return found
 
     def load_state(self, state: State) -> None:
-        """Take back what `state` answered."""
+        """Take back what `state` returned."""
         self.optimizer.state.clear()
         self._close = True
         for (number, key), value in state.items():
@@ -212,8 +212,8 @@ class Shard:
             for part in run.parts if number not in idle else ():
                 if part.entry in missing:
                     for tensor in (self._parameters[number].data, *self._long(number).values()):
-                        piece = flat(tensor)[within(run, part)]
-                        kept.append((piece, piece.clone()))
+                        section = flat(tensor)[within(run, part)]
+                        kept.append((section, section.clone()))
         return kept
 
     def _forget(self, numbers: Sequence[int], absent: Sequence[int]) -> None:

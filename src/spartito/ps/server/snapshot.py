@@ -27,11 +27,11 @@ class Snapshot:
         self._path, self._name = path, name
 
     def write(self, store: Store) -> int:
-        """Write what ``store`` holds; answers its version. It survives a crash of the machine.
+        """Write what ``store`` holds; returns its version. It survives a crash of the machine.
 
-        Raises `UserError` where there is no room for it; the one before stays then.
+        Raises `UserError` where there is no space for it; the one before stays then.
         """
-        with store.turn:
+        with store.lock:
             tensors, about = store.dump()
         tensors["about"] = torch.frombuffer(
             bytearray(json.dumps(about).encode()), dtype=torch.uint8
@@ -47,15 +47,15 @@ class Snapshot:
             why = error if isinstance(error, UserError) else error.strerror
             raise UserError(
                 f"{self._name} cannot write its snapshot {self._path}: {why}",
-                "Make room there, or name another folder by SPARTITO_SNAPSHOT_DIR.",
+                "Free some space there, or name another folder by SPARTITO_SNAPSHOT_DIR.",
             ) from error
         finally:
-            store.spare.give_back(tensors)
+            store.buffers.give_back(tensors)
         version: int = about["counts"][0]
         return version
 
     def restore(self, store: Store, job: str) -> bool:
-        """Have ``store`` go on from it, if it is of ``job``; answers whether it was.
+        """Have ``store`` go on from it, if it is of ``job``; returns whether it was.
 
         Raises `TaskLostError` for a file that is not whole.
         """

@@ -28,10 +28,10 @@ class Gate:
     def grantable(self) -> list[int]:
         """Who may be granted now, all of them, in the order of asking."""
         out = len(self._outstanding)
-        room = self._limit + 1 - out
+        free = self._limit + 1 - out
         for since in self._outstanding.values():
-            room = min(room, self._limit - (self._updates - since) - (out - 1))
-        return list(self._waiting)[: max(0, room)]
+            free = min(free, self._limit - (self._updates - since) - (out - 1))
+        return list(self._waiting)[: max(0, free)]
 
     def grant(self, worker: int, version: int) -> None:
         """``worker`` pulls now, after ``version`` updates of the parameters."""
@@ -46,7 +46,7 @@ class Gate:
         return worker in self._outstanding
 
     def push(self, worker: int) -> int:
-        """``worker`` pushes what it pulled, which is an update; answers how stale it is.
+        """``worker`` pushes what it pulled, which is an update; returns how stale it is.
 
         A push that updates nothing (known before, not finite) is a `release`.
         """

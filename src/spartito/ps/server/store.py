@@ -1,6 +1,6 @@
 """What one server holds, and how pushes of many workers become updates of it.
 
-All of it happens under one lock, `Store.turn`; whoever has to wait for others waits on it.
+All of it happens under one lock, `Store.lock`; whoever has to wait for others waits on it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from spartito.ps.protocol.messages import Outcome, Push, Values
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.timetable import Row, Timetable
-from spartito.ps.server.buffers import Spare
-from spartito.ps.server.counter import Tally
+from spartito.ps.server.buffers import BufferPool
+from spartito.ps.server.counter import Counter
 from spartito.ps.server.mean import Mean
-from spartito.ps.server.norms import Sizes
+from spartito.ps.server.norms import GradientNorms
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.staleness import Gate
 from spartito.ps.server.update_log import PushLog
@@ -35,7 +35,7 @@ TICK = 1.0  # seconds after which a waiter looks around even if nobody woke it
 class Store:
     """A shard, what it has applied, and who may pull. ``gates`` is set on the first server.
 
-    ``tally`` keeps how many updates were made, those among them that a restart has lost.
+    ``counter`` keeps how many updates were made, those among them that a restart has lost.
     """
 
     def __init__(
@@ -45,30 +45,30 @@ class Store:
         *,
         gates: bool,
         log: PushLog | None,
-        tally: Tally | None = None,
+        counter: Counter | None = None,
     ) -> None:
-        self.shard, self.rules, self.log, self.tally = shard, rules, log, tally
+        self.shard, self.rules, self.log, self.counter = shard, rules, log, counter
         self.failure: SpartitoError | None = None
-        self.turn = threading.Condition()
+        self.lock = threading.Condition()
         self.ready = False
         self.job = ""
-        self.version = self.pushes = self.pieces = self.examples = 0
+        self.version = self.pushes = self.work_items = self.examples = 0
         self.duplicates = self.dropped = self.refused = self.lost = 0
         self.keys = Keys(rules.workers)
         self.staleness = Histogram()
-        self.sizes = Sizes()
+        self.norms = GradientNorms()
         self._gate = Gate(rules.max_staleness or 0) if gates and rules.waits else None
         self._waiting = Mean()  # pushes that `aggregate` puts together
         self._rounds: dict[tuple[int, int], Mean] = {}
         self._ended: dict[int, tuple[int, int, int]] = {}  # each worker's last round that is over
         self._absent: dict[int, dict[int, int]] = {}
         self._asked: dict[int, object] = {}  # who waits for a pull in each worker's name
-        self._generations: dict[int, int] = {}  # of the process that has each worker's place
-        self._spare: Tensor | None = None
-        self.spare = Spare()
+        self._generations: dict[int, int] = {}  # of the process that is each worker now
+        self._free_total: Tensor | None = None
+        self.buffers = BufferPool()
         """What copies are made in."""
         self._timetable = Timetable()
-        self._obeyed: Row | None = None
+        self._current: Row | None = None
         self.edition = 0
         """Grows whenever values change, by whatever cause."""
         self._changed = [0] * len(shard.runs)  # the edition of each run's values
@@ -76,7 +76,7 @@ class Store:
     def begin(self, job: str) -> None:
         """The values are there, and are this job's; of another one nothing else is kept."""
         if job != self.job:
-            self.version = self.pushes = self.pieces = self.examples = 0
+            self.version = self.pushes = self.work_items = self.examples = 0
             self.duplicates = self.dropped = self.refused = self.lost = 0
             self.keys, self.staleness = Keys(self.rules.workers), Histogram()
             self._waiting = Mean()
@@ -90,19 +90,19 @@ class Store:
                 self.log.cut(0)
         self.job, self.ready = job, True
         self._note_change()
-        if self.tally is not None:
-            self.tally.value = self.version + self.lost
-        self.turn.notify_all()
+        if self.counter is not None:
+            self.counter.value = self.version + self.lost
+        self.lock.notify_all()
 
     def fail(self, failure: SpartitoError) -> None:
-        """Nothing more can be done: all who wait are told so. Called with `turn` held."""
+        """Nothing more can be done: all who wait are told so. Called with `lock` held."""
         self.failure = self.failure or failure
-        self.turn.notify_all()
+        self.lock.notify_all()
 
-    def meet(self, worker: int, generation: int, seconds: float) -> None:
-        """Wait until the chief has told of this process in ``worker``'s place.
+    def wait_for_fence(self, worker: int, generation: int, seconds: float) -> None:
+        """Wait until the chief has sent the generation of this process of ``worker``.
 
-        Called with `turn` held. Raises as `check`, and `TimeoutError` after ``seconds``.
+        Called with `lock` held. Raises as `check`, and `TimeoutError` after ``seconds``.
         """
         end = time.monotonic() + seconds
         while self._generations.get(worker, 0) < generation:
@@ -112,30 +112,30 @@ class Store:
         self.check(worker, generation)
 
     def check(self, worker: int, generation: int) -> None:
-        """Raise `UserError` if a later process has taken ``worker``'s place."""
+        """Raise `UserError` if a later process has replaced this one of ``worker``."""
         if generation < self._generations.get(worker, 0):
             raise UserError(
-                f"another process has taken the place of worker {worker}",
+                f"another process has replaced worker {worker}",
                 "It was given up, or two tasks have the same index.",
             )
 
     def fence(self, generations: Mapping[int, int]) -> None:
-        """Serve no process older than these any more. Called with `turn` held."""
+        """Serve no process older than these any more. Called with `lock` held."""
         for worker, generation in generations.items():
             if generation > self._generations.get(worker, 0):
                 self._generations[worker] = generation
                 self._asked.pop(worker, None)
                 self.release(worker)
-        self.turn.notify_all()
+        self.lock.notify_all()
 
     def schedule(self, timetable: Timetable) -> None:
-        """From now on these options hold. Called with `turn` held."""
-        self._timetable, self._obeyed = timetable, None
+        """From now on these options hold. Called with `lock` held."""
+        self._timetable, self._current = timetable, None
 
     def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[Outcome, int]:
-        """Apply ``gradient``, uint8 ``(bytes,)``; answers the outcome and how stale it was.
+        """Apply ``gradient``, uint8 ``(bytes,)``; returns the outcome and how stale it was.
 
-        Called with `turn` held. With ``max_staleness=0`` it returns when all of the group came.
+        Called with `lock` held. With ``max_staleness=0`` it returns when all of the group came.
         """
         if push.group:
             return self._push_together(worker, push, gradient), 0
@@ -149,11 +149,11 @@ class Store:
                 self._gate.push(worker)
             else:
                 self._gate.release(worker)
-            self.turn.notify_all()
+            self.lock.notify_all()
         return outcome, staleness
 
     def admit(self, worker: int) -> None:
-        """Wait until ``worker`` may pull. Called with `turn` held.
+        """Wait until ``worker`` may pull. Called with `lock` held.
 
         Raises `SpartitoError` if the worker has asked once more, by another connection.
         """
@@ -167,16 +167,16 @@ class Store:
                 raise SpartitoError(f"worker {worker} has come again by another connection")
             self._gate.ask(worker)  # it may have been given up meanwhile, though it is here
         self._gate.grant(worker, self.version)
-        self.turn.notify_all()
+        self.lock.notify_all()
 
     def release(self, worker: int) -> None:
         """``worker`` neither waits nor pushes: it is idle, or gone."""
         if self._gate is not None:
             self._gate.release(worker)
-            self.turn.notify_all()
+            self.lock.notify_all()
 
     def lose(self, worker: int, group: int, size: int) -> None:
-        """``worker`` is gone, which had ``size`` pieces of a group: its rounds go on without."""
+        """``worker`` is lost; its lease in ``group`` had ``size`` work items; none waits for it."""
         self.release(worker)
         if group:
             self._absent.setdefault(group, {})[worker] = size
@@ -184,7 +184,7 @@ class Store:
                 self._finish_round(key)
 
     def flush(self) -> None:
-        """Apply what waits for more pushes to come. Called with `turn` held."""
+        """Apply what waits for more pushes to come. Called with `lock` held."""
         if self._waiting.keys:
             self._finish(self._waiting)
             self._waiting = Mean()
@@ -196,15 +196,15 @@ class Store:
         unchanged: list[int] | None = None,
     ) -> Values:
         """How far it is, and which runs of the values do not travel along; None: none do."""
-        counts = self.version, self.pushes, self.pieces, self.examples
+        counts = self.version, self.pushes, self.work_items, self.examples
         return Values(*counts, unchanged, outcome, staleness)
 
     def applied(self, key: Key) -> bool:
-        """Whether a piece was applied, or waits to be."""
+        """Whether a work item was applied, or waits to be."""
         return key in self.keys or key in self._waiting.keys
 
     def _wait(self) -> None:
-        self.turn.wait(TICK)
+        self.lock.wait(TICK)
         if self.failure is not None:
             raise self.failure
 
@@ -255,7 +255,7 @@ class Store:
         stream = push.keys[0][0]  # each numbers its groups from 1
         if self._ended.get(worker) == (stream, *index):
             self.duplicates += 1
-            return Outcome.DUPLICATE  # said again, because the answer got lost
+            return Outcome.DUPLICATE  # said again, because the reply got lost
         mean = self._rounds.setdefault(index, Mean(stream, push.parties))
         known = worker in mean.workers or all(map(self.applied, push.keys))
         self.duplicates += known
@@ -290,20 +290,20 @@ class Store:
             self._mix(mean, push, gradient)  # in the order of slices: the same bits in every run
         self._finish(mean)
         mean.done = True
-        self.turn.notify_all()
+        self.lock.notify_all()
 
     def _mix(self, mean: Mean, push: Push, gradient: Tensor) -> None:
-        spare = None
+        buffers = None
         if not mean.finite:
-            spare, self._spare = self._spare, None
-        mean.add(self.shard, push, gradient, spare)
+            buffers, self._free_total = self._free_total, None
+        mean.add(self.shard, push, gradient, buffers)
 
     def _finish(self, mean: Mean) -> None:
         if mean.weight:
             mean.finish(self.shard, self.rules.clip_norm)
             self._update(mean.total, sorted(mean.absent or ()), 1.0, mean.fresh)
         self._count(mean.keys, mean.examples, mean.pushes)
-        self._spare = mean.total if mean.finite else None
+        self._free_total = mean.total if mean.finite else None
 
     def _update(self, gradient: Tensor, absent: Sequence[int], rate: float, fresh: float) -> None:
         """``fresh`` is what a push of n updates ago says of statistics: 1 / (n + 1) of them.
@@ -311,16 +311,16 @@ class Store:
         So W workers together move them as far as one that has the momentum of its BatchNorm.
         """
         options = self._timetable.at(self.pushes // self.rules.workers)
-        if options is not None and options is not self._obeyed:
+        if options is not None and options is not self._current:
             self.shard.set(options)
-            self._obeyed = options
+            self._current = options
         if self.log is not None:
             self.log.append(self.shard, gradient, absent, rate, fresh)
         self.shard.update(gradient, absent, rate, fresh)
         self.version += 1
         self._note_change(unused(self.shard.runs, absent))
-        if self.tally is not None:
-            self.tally.value = self.version + self.lost
+        if self.counter is not None:
+            self.counter.value = self.version + self.lost
 
     def unchanged(self, since: int) -> frozenset[int]:
         """The runs, by index, whose values are those that they had at `edition` ``since``."""
@@ -334,19 +334,19 @@ class Store:
                 self._changed[number] = self.edition
 
     def _count(self, keys: Iterable[Key], examples: int, pushes: int) -> None:
-        self.pieces += self.keys.add(keys)
+        self.work_items += self.keys.add(keys)
         self.pushes += pushes
         self.examples += examples
 
     def copy(self) -> dict[str, Tensor]:
         """The values and the optimizer's state, by ``slot/key``; as `dump`."""
         state = {f"{slot}/{key}": value for (slot, key), value in self.shard.state().items()}
-        return self.spare.copy({"values": self.shard.values, **state})
+        return self.buffers.copy({"values": self.shard.values, **state})
 
     def dump(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """A copy of everything that a restarted server needs: tensors, and plain values.
 
-        Called with `turn` held. Give the tensors back to `spare` when they are of no more use.
+        Called with `lock` held. Give the tensors back to `buffers` when they are of no more use.
         """
         tensors = self.copy()
         if bits := self.keys.dump():
@@ -354,7 +354,7 @@ class Store:
         about = {
             "job": self.job,
             "digest": self.shard.layout.digest,
-            "counts": [self.version, self.pushes, self.pieces, self.examples],
+            "counts": [self.version, self.pushes, self.work_items, self.examples],
             "others": [self.duplicates, self.dropped, self.refused, self.lost],
             "staleness": self.staleness.to_dict(),
             "settings": settings(self.shard.optimizer),
@@ -363,16 +363,16 @@ class Store:
         return tensors, about
 
     def restore(self, tensors: dict[str, Tensor], about: dict[str, Any]) -> None:
-        """Take back what `dump` answered."""
+        """Take back what `dump` returned."""
         self.shard.values.copy_(tensors.pop("values"))
         bits = tensors.pop("keys", torch.empty(0, dtype=torch.uint8))
         self.keys = Keys.load(self.rules.workers, bits.numpy().tobytes())
         self.shard.set(about["settings"])
         self.shard.load_state({slot_of(name): value for name, value in tensors.items()})
-        self.version, self.pushes, self.pieces, self.examples = about["counts"]
+        self.version, self.pushes, self.work_items, self.examples = about["counts"]
         self.duplicates, self.dropped, self.refused, self.lost = about["others"]
-        if self.tally is not None:
-            self.lost = max(self.lost, self.tally.value - self.version)
+        if self.counter is not None:
+            self.lost = max(self.lost, self.counter.value - self.version)
         self.staleness = Histogram.from_dict(about["staleness"])
         self.job, self.ready = about["job"], True
         self._note_change()

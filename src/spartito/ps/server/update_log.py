@@ -58,7 +58,7 @@ class PushLog:
 
 
 def replay(path: Path, shard: Shard) -> int:
-    """Make the updates that were recorded on ``shard``; answers how many."""
+    """Make the updates that were recorded on ``shard``; returns how many."""
     count = 0
     for entry in entries(path):
         shard.set(entry.settings)

@@ -66,7 +66,7 @@ def gradient(vector: Vector, span: Span, seed: int) -> tuple[torch.Tensor, list[
 
 def same_state(one: Shard, other: Shard) -> bool:
     a, b = one.state(), other.state()
-    return a.keys() == b.keys() and all(torch.equal(a[place], b[place]) for place in a)
+    return a.keys() == b.keys() and all(torch.equal(a[target], b[target]) for target in a)
 
 
 @KINDS
@@ -83,9 +83,9 @@ def test_a_replay_gives_the_same_bits(
             keys=[(1, 0, step, 0)], pulled=max(0, store.version - step % 4), weight=1.0 + step,
             examples=4, absent=absent, dropped=step == 5,
         )  # fmt: skip
-        with store.turn:
+        with store.lock:
             store.push(0, push, memory)
-    with store.turn:
+    with store.lock:
         store.flush()
     assert store.version == 8 // rules.aggregate
     assert not torch.equal(shard.values, again.values)
@@ -104,12 +104,12 @@ def test_what_a_snapshot_lacks_is_cut_off(
 
     def push(to: Store, step: int) -> None:
         memory, absent = gradient(vector, shard.span, step)
-        with to.turn:
+        with to.lock:
             to.push(0, Push([(1, 0, step, 0)], to.version, 1.0, 1, absent), memory)
 
     for step in range(3):
         push(store, step)
-    with store.turn:
+    with store.lock:
         saved = store.dump()
     for step in range(3, 6):
         push(store, step)

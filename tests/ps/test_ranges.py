@@ -7,14 +7,14 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.ps.scheduler.ranges import Spans
+from spartito.ps.scheduler.ranges import Ranges
 
 RANGES = st.lists(st.tuples(st.booleans(), st.integers(0, 30), st.integers(0, 30)))
 
 
 @given(RANGES)
 def test_spans_are_a_set_of_numbers(changes: list[tuple[bool, int, int]]) -> None:
-    spans, numbers = Spans(), set[int]()
+    spans, numbers = Ranges(), set[int]()
     for adds, start, stop in changes:
         if adds:
             spans.add(start, stop)

@@ -1,4 +1,4 @@
-"""Every piece of every epoch is finished once and counted once, whatever the workers do."""
+"""Every work item of every epoch is finished once and counted once, whatever the workers do."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 from spartito.errors import UserError
 from spartito.ps.protocol.work import Lease
-from spartito.ps.scheduler.plan import Course, Plan
+from spartito.ps.scheduler.plan import BatchIndex, Plan
 from spartito.ps.scheduler.queue import WorkQueue, WorkRange
 from tests.ps.coordination import plan
 
-Piece = tuple[int, int, int]
+Item = tuple[int, int, int]
 """(pass, step, slice)"""
 
 
@@ -51,7 +51,7 @@ class Worker:
     """One that computes a lease in some ticks, or dies in the middle of it."""
 
     index: int
-    ticks_per_piece: float
+    ticks_per_item: float
     epoch: int = 0
     lease: Lease | None = None
     left: float = 0.0
@@ -66,26 +66,26 @@ class World:
     lengths: list[int]
     random: random.Random
     faults: float
-    finished: Counter[Piece] = field(default_factory=Counter)
-    reopened: Counter[Piece] = field(default_factory=Counter)
+    finished: Counter[Item] = field(default_factory=Counter)
+    reopened: Counter[Item] = field(default_factory=Counter)
     groups: defaultdict[int, list[Lease]] = field(default_factory=lambda: defaultdict(list))
     now: float = 0.0
 
     def __post_init__(self) -> None:
         self.queue = WorkQueue(self.plan)
-        speeds = [self.random.choice([0.01, 0.1, 0.3, 2.0]) for _ in range(self.plan.slices)]
+        speeds = [self.random.choice([0.01, 0.1, 0.3, 2.0]) for _ in range(self.plan.data_shards)]
         self.workers = [Worker(i, speed) for i, speed in enumerate(speeds)]
         self.closed = 0
         for worker in self.workers:
             self.queue.join(worker.index)
 
-    def pieces(self, lease: Lease) -> tuple[list[Piece], int | None]:
+    def work_items(self, lease: Lease) -> tuple[list[Item], int | None]:
         """Those that exist, and the end of the pass if the worker ran into it."""
         length = self.lengths[lease.pass_ % len(self.lengths)]
         steps = range(lease.start, min(lease.stop, length))
         known = self.plan.steps_per_pass is not None
         ended = None if known or lease.stop <= length else length
-        return [(lease.pass_, step, lease.slice) for step in steps], ended
+        return [(lease.pass_, step, lease.data_shard) for step in steps], ended
 
     def run(self) -> None:
         for _ in range(20_000):
@@ -96,7 +96,7 @@ class World:
                 self.queue.close(self.closed)
                 self.closed += 1
             idle = all(worker.lease is None for worker in self.workers)
-            # Pieces of the last epoch may be lost after it was complete.
+            # Work items of the last epoch may be lost after it was complete.
             if self.queue.is_complete(self.plan.epochs) and idle:
                 return
         raise AssertionError("the last epoch does not end")
@@ -123,7 +123,7 @@ class World:
             return
         self.check(worker, lease)
         worker.lease = lease
-        worker.left = (lease.stop - lease.start) * worker.ticks_per_piece
+        worker.left = (lease.stop - lease.start) * worker.ticks_per_item
         self.groups[lease.group].append(lease)
 
     def check(self, worker: Worker, lease: Lease) -> None:
@@ -136,12 +136,12 @@ class World:
 
     def finish(self, worker: Worker) -> None:
         assert worker.lease is not None
-        pieces, ended = self.pieces(worker.lease)
-        sums = [float(len(pieces)), float(sum(step for _, step, _ in pieces))]
+        work_items, ended = self.work_items(worker.lease)
+        sums = [float(len(work_items)), float(sum(step for _, step, _ in work_items))]
         if self.now < FAULTY_SECONDS and self.random.random() < self.faults:
             assert self.queue.abandon(worker.lease.id)
         elif self.queue.finish(worker.lease.id, sums, ended, self.now):
-            self.finished.update(pieces)
+            self.finished.update(work_items)
         worker.lease = None
 
     def fault(self, worker: Worker) -> None:
@@ -153,7 +153,9 @@ class World:
                 assert not self.queue.finish(lease.id, [1e9, 1e9], None, self.now)
             worker.lease, worker.away = None, self.random.randrange(30)
         elif self.finished:
-            done = [piece for piece, n in self.finished.items() if n > self.reopened[piece]]
+            done = [
+                work_item for work_item, n in self.finished.items() if n > self.reopened[work_item]
+            ]
             lost = self.random.sample(done, min(len(done), self.random.randrange(1, 5)))
             ranges = [WorkRange(number, index, step, step + 1) for number, step, index in lost]
             assert self.queue.reopen(ranges) == len(lost)
@@ -171,7 +173,7 @@ def worlds(draw: st.DrawFn, faults: float = 0.02, together: bool | None = None) 
     virtual = draw(st.none() | st.integers(1, 30))
     first = draw(st.integers(0, 3))
     made = Plan(
-        slices=draw(st.integers(1, 4)),
+        data_shards=draw(st.integers(1, 4)),
         steps_per_pass=lengths[0] if known else None,
         passes_per_epoch=draw(st.integers(1, 3)),
         epoch_steps=virtual,
@@ -185,28 +187,31 @@ def worlds(draw: st.DrawFn, faults: float = 0.02, together: bool | None = None) 
     return World(made, lengths, random.Random(draw(st.integers())), faults)
 
 
-def pieces_in(queue: WorkQueue) -> list[Piece]:
+def items_in(queue: WorkQueue) -> list[Item]:
     """All that was begun, one by one."""
-    return [(w.pass_, step, w.slice) for w in queue.begun() for step in range(w.start, w.stop)]
+    return [(w.pass_, step, w.data_shard) for w in queue.begun() for step in range(w.start, w.stop)]
 
 
 @given(worlds())
 @settings(max_examples=150)
-def test_each_piece_is_finished_and_counted_once(world: World) -> None:
+def test_each_work_item_is_finished_and_counted_once(world: World) -> None:
     world.run()
     expected = batches(world.plan, world.lengths)
-    for epoch, places in enumerate(expected):
-        pieces = [(*place, r) for place in places for r in range(world.plan.slices)]
-        for piece in pieces:
-            assert world.finished.pop(piece) == 1 + world.reopened[piece]
-        if pieces:
-            sums = [float(len(pieces)), float(sum(step for _, step, _ in pieces))]
+    for epoch, targets in enumerate(expected):
+        work_items = [(*step, r) for step in targets for r in range(world.plan.data_shards)]
+        for work_item in work_items:
+            assert world.finished.pop(work_item) == 1 + world.reopened[work_item]
+        if work_items:
+            sums = [float(len(work_items)), float(sum(step for _, step, _ in work_items))]
             assert world.queue.sums(epoch) == sums
-        assert world.queue.pieces_done(epoch) == len(pieces)
-        assert world.queue.steps(epoch) == len(places)
+        assert world.queue.items_done(epoch) == len(work_items)
+        assert world.queue.steps(epoch) == len(targets)
     assert not world.finished
-    assert sorted(pieces_in(world.queue)) == sorted(
-        (*place, r) for places in expected for place in places for r in range(world.plan.slices)
+    assert sorted(items_in(world.queue)) == sorted(
+        (*step, r)
+        for targets in expected
+        for step in targets
+        for r in range(world.plan.data_shards)
     )
 
 
@@ -214,14 +219,18 @@ def test_each_piece_is_finished_and_counted_once(world: World) -> None:
 @settings(max_examples=60)
 def test_a_group_covers_the_same_steps_of_all_slices(world: World) -> None:
     world.run()
-    slices = world.plan.slices
+    data_shards = world.plan.data_shards
     for group, leases in world.groups.items():
         assert group > 0
-        assert sorted(lease.slice for lease in leases) == list(range(slices))
+        assert sorted(lease.data_shard for lease in leases) == list(range(data_shards))
         assert len({(lease.pass_, lease.start, lease.stop) for lease in leases}) == 1
         length = leases[0].stop - leases[0].start
-        assert leases[0].sizes == (length,) * slices
-        assert [leases[0].parties(i) for i in (0, length - 1, length)] == [slices, slices, 0]
+        assert leases[0].sizes == (length,) * data_shards
+        assert [leases[0].parties(i) for i in (0, length - 1, length)] == [
+            data_shards,
+            data_shards,
+            0,
+        ]
 
 
 @given(worlds(together=True))
@@ -243,30 +252,30 @@ def test_a_group_knows_its_sizes_when_workers_die(world: World) -> None:
 
 
 def test_a_worker_prefers_its_own_slice_and_helps_with_another() -> None:
-    queue = WorkQueue(plan(slices=2, steps_per_pass=2))
+    queue = WorkQueue(plan(data_shards=2, steps_per_pass=2))
     taken = []
     for _ in range(4):
         lease = queue.take(1, 0, 0.0)
         assert lease is not None
-        taken.append(lease.slice)
+        taken.append(lease.data_shard)
         queue.finish(lease.id, [], None, 1.0)
     assert taken == [1, 1, 0, 0]
     assert queue.is_complete(0)
     assert queue.take(1, 0, 2.0) is None
 
 
-def lengths(queue: WorkQueue, seconds_per_piece: float, worker: int = 0) -> list[int]:
+def lengths(queue: WorkQueue, seconds_per_item: float, worker: int = 0) -> list[int]:
     """The lengths of the leases that one worker gets until there are no more."""
     found, now = [], 0.0
     while (lease := queue.take(worker, 0, now)) is not None:
         found.append(lease.stop - lease.start)
-        now += found[-1] * seconds_per_piece
+        now += found[-1] * seconds_per_item
         queue.finish(lease.id, [], None, now)
     return found
 
 
 def test_leases_grow_to_a_second_and_shrink_at_the_end() -> None:
-    found = lengths(WorkQueue(plan(slices=1, steps_per_pass=1000)), 0.02)
+    found = lengths(WorkQueue(plan(data_shards=1, steps_per_pass=1000)), 0.02)
     assert found[:6] == [1, 2, 4, 8, 16, 32]
     assert max(found) in (49, 50)
     left = 1000
@@ -277,14 +286,14 @@ def test_leases_grow_to_a_second_and_shrink_at_the_end() -> None:
 
 
 def test_lengths_are_multiples_but_for_the_end() -> None:
-    found = lengths(WorkQueue(plan(slices=1, steps_per_pass=50, multiple=4)), 0.02)
+    found = lengths(WorkQueue(plan(data_shards=1, steps_per_pass=50, multiple=4)), 0.02)
     assert found[0] == 4
     assert all(length % 4 == 0 for length in found[:-1])
     assert found[-1] == 2
 
 
 def test_ungated_work_of_the_next_epoch_begins_but_no_further() -> None:
-    queue = WorkQueue(plan(slices=1, steps_per_pass=1, epochs=3))
+    queue = WorkQueue(plan(data_shards=1, steps_per_pass=1, epochs=3))
     first = queue.take(0, 0, 0.0)
     second = queue.take(1, 0, 0.0)
     assert first is not None
@@ -294,7 +303,7 @@ def test_ungated_work_of_the_next_epoch_begins_but_no_further() -> None:
 
 
 def test_gated_work_waits_for_the_close() -> None:
-    queue = WorkQueue(plan(slices=1, steps_per_pass=1, epochs=2, gated=True))
+    queue = WorkQueue(plan(data_shards=1, steps_per_pass=1, epochs=2, gated=True))
     first = queue.take(0, 0, 0.0)
     assert first is not None
     assert queue.take(1, 0, 0.0) is None
@@ -308,8 +317,8 @@ def test_gated_work_waits_for_the_close() -> None:
     assert second.epoch == 1
 
 
-def test_lost_pieces_of_a_closed_epoch_come_first_and_count_no_more() -> None:
-    queue = WorkQueue(plan(slices=1, steps_per_pass=2, epochs=2, gated=True))
+def test_lost_work_of_a_closed_epoch_come_first_and_count_no_more() -> None:
+    queue = WorkQueue(plan(data_shards=1, steps_per_pass=2, epochs=2, gated=True))
     for _ in range(2):
         lease = queue.take(0, 0, 0.0)
         assert lease is not None
@@ -326,8 +335,8 @@ def test_lost_pieces_of_a_closed_epoch_come_first_and_count_no_more() -> None:
     assert queue.frontier() == (1, 0)
 
 
-def test_pieces_lost_while_their_lease_is_out_come_after_it() -> None:
-    queue = WorkQueue(plan(slices=1, steps_per_pass=8, multiple=4))
+def test_work_lost_while_their_lease_is_out_come_after_it() -> None:
+    queue = WorkQueue(plan(data_shards=1, steps_per_pass=8, multiple=4))
     out = queue.take(0, 0, 0.0)
     assert out is not None
     lost = [WorkRange(0, 0, 2, 3), WorkRange(0, 0, 6, 8), WorkRange(5, 0, 0, 4)]
@@ -337,11 +346,11 @@ def test_pieces_lost_while_their_lease_is_out_come_after_it() -> None:
     assert again is not None
     assert (again.start, again.stop, again.counts) == (2, 3, False)
     assert queue.frontier() == (0, 2)
-    assert (0, 3, 0) in pieces_in(queue)
+    assert (0, 3, 0) in items_in(queue)
 
 
 def test_a_dropped_lease_is_the_next_one_given() -> None:
-    queue = WorkQueue(plan(slices=1, multiple=3))
+    queue = WorkQueue(plan(data_shards=1, multiple=3))
     out = queue.take(4, 0, 0.0)
     assert out is not None
     assert queue.held() == [(4, out)]
@@ -361,7 +370,7 @@ def test_batches_that_are_done_were_there_whatever_end_is_found() -> None:
     for worker, ended in ((0, None), (1, None), (0, None), (1, 2)):
         lease = queue.take(worker, 0, 0.0)
         assert lease is not None
-        assert lease.slice == worker
+        assert lease.data_shard == worker
         queue.finish(lease.id, [], ended, 0.0)
     assert queue.steps(0) == 3
     assert queue.is_complete(0)
@@ -395,11 +404,11 @@ def test_the_course_reads_the_passes_in_order(
         epochs=3,
         start=(start, 0),
     )
-    course, batch = Course(made), 0
-    for epoch, places in enumerate(batches(made, lengths[:1])):
-        for place in places:
-            assert course.place(batch) == place
-            assert course.find(*place) == batch
+    course, batch = BatchIndex(made), 0
+    for epoch, targets in enumerate(batches(made, lengths[:1])):
+        for target in targets:
+            assert course.locate(batch) == target
+            assert course.find(*target) == batch
             assert course.epoch(batch) == epoch
             batch += 1
         assert course.stop(epoch) == batch
