@@ -46,6 +46,7 @@ from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
+from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 
 TIMEOUT = 120.0
@@ -125,7 +126,7 @@ class Serving:
             chief="worker 0",
             wire_dtype=None,
             timeout=TIMEOUT,
-            snapshots=Path(self._folder.name, f"{way}.safetensors"),
+            snapshot=Snapshot(Path(self._folder.name, f"{way}.safetensors"), "ps 0"),
             seconds=10 * TIMEOUT,
             shares=way == "shared memory",
         )

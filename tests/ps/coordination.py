@@ -25,7 +25,7 @@ LIMIT = 30.0
 
 def plan(**changes: Any) -> Plan:
     facts: dict[str, Any] = {
-        "slices": 2,
+        "data_shards": 2,
         "steps_per_pass": 20,
         "passes_per_epoch": 1,
         "epoch_steps": None,
@@ -41,14 +41,14 @@ def serving(workers: int, **options: Any) -> Iterator[tuple[Coordinator, int]]:
     coordinator = Coordinator(names, **({"timeout": LIMIT} | options))
     try:
         listener = listen(Endpoint("the chief", HOST, (DRAWN,)), LIMIT)
-        WorkerListener(coordinator, listener)
+        WorkerListener(coordinator).listen(listener)
         yield coordinator, listener.getsockname()[1]
     finally:
         coordinator.close()
 
 
 def link(port: int, worker: int, timeout: float = LIMIT) -> WorkerLink:
-    return WorkerLink(HOST, port, "the chief", worker, timeout=timeout)
+    return WorkerLink.connect(HOST, port, "the chief", worker, timeout=timeout)
 
 
 def report(lease: Lease, **facts: Any) -> Report:

@@ -52,6 +52,7 @@ from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
+from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 from tests.callers import answer as reply
 from tests.ps.coordination import eventually
@@ -118,7 +119,7 @@ class Job:
             chief="chief 0",
             wire_dtype=self.wire_dtype,
             timeout=LIMIT,
-            snapshots=self.folder / f"ps-{number}",
+            snapshot=Snapshot(self.folder / f"ps-{number}", f"ps {number}"),
             seconds=1000.0,
             shares=self.shares,
         )
@@ -621,7 +622,7 @@ def test_a_server_that_always_closes_is_named() -> None:
             for _ in range(BREAKS + 1):
                 wire = Wire(reply(listener, PURPOSE), Hello, timeout=LIMIT)
                 wire.receive()
-                wire.send(Welcome(True, "life"))
+                wire.send(Welcome(True, "first"))
                 wire.close()
 
         greeting = pool.submit(greet_only)

@@ -386,7 +386,7 @@ def test_a_stream_that_is_empty_says_so() -> None:
 
 @pytest.mark.parametrize(
     "changes",
-    [{"passes_per_epoch": None}, {"slices": 0}, {"epochs": -1}, {"epoch_steps": 0}],
+    [{"passes_per_epoch": None}, {"data_shards": 0}, {"epochs": -1}, {"epoch_steps": 0}],
 )
 def test_a_plan_that_cannot_be(changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"epoch without|no such plan"):

@@ -64,6 +64,7 @@ from spartito.ps.protocol.wire import PREFIX, Gone, Wire
 from spartito.ps.server.norms import KNOWN
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
+from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 from tests.callers import call, hung_up
 
@@ -86,7 +87,7 @@ class Live:
         self.port: int = listener.getsockname()[1]
         self.server = Server(
             self.store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=timeout,
-            snapshots=folder / "ps-0.safetensors", seconds=1000,
+            snapshot=Snapshot(folder / "ps-0.safetensors", "ps 0"), seconds=1000,
         )  # fmt: skip
         self.hello = Hello(
             "worker 1", 1, False, JOB, vector.layout.digest, Versions.own(), str(rules), ""
@@ -543,7 +544,7 @@ def test_an_optimizer_that_fails_ends_the_server_and_is_told(tmp_path: Path) -> 
     port = listener.getsockname()[1]
     server = Server(
         store, listener, name="ps 0", chief="worker 0", wire_dtype=None, timeout=60,
-        snapshots=tmp_path / "ps-0.safetensors", seconds=1000,
+        snapshot=Snapshot(tmp_path / "ps-0.safetensors", "ps 0"), seconds=1000,
     )  # fmt: skip
     raised: list[BaseException] = []
 

@@ -115,7 +115,7 @@ def test_a_snapshot_that_cannot_be_written_ends_chief_and_server(tmp_path: Path)
         shutil.rmtree(tmp_path / "there")
         (tmp_path / "there").touch()
         chief = job.link(hello=job.hello(chief=True))
-        with pytest.raises(UserError, match=r"ps 0 cannot write its snapshot .*there.*\n  Make"):
+        with pytest.raises(UserError, match=r"ps 0 cannot write its snapshot .*there.*\n  Free"):
             chief.load(Load("job", [{}], 0), allocate(job.spans[0]), {})
         with pytest.raises(UserError, match="ps 0 cannot write its snapshot"):
             job.serving[0].result(LIMIT)

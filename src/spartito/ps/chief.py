@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from spartito.log import warn
 from spartito.ps.client.control import Control
 from spartito.ps.protocol.histogram import Histogram
 from spartito.ps.protocol.messages import Flush, GetRecord, Lost, Status, Values
+from spartito.ps.protocol.runtime import Joinable
 from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.work import Lease
 from spartito.ps.scheduler.coordinator import Coordinator
@@ -49,15 +49,15 @@ class Chief:
         """Knows what options the servers are to have, and when."""
         self._shards = data_shards
         self._streams: list[int] = []
-        self._over = threading.Event()
-        self._repairing = threading.Lock()
+        self._over = self.coordinator.runtime.event()
+        self._repairing = self.coordinator.runtime.lock()
         self._published = JOB
-        self._watch = threading.Thread(target=self._look_after, name="spartito-watch", daemon=True)
+        self._watch: Joinable | None = None
 
     def begin(self) -> None:
         """Let the workers come: the servers have their values."""
         self.coordinator.key_values.publish(JOB, self.job.encode())
-        self._watch.start()
+        self._watch = self.coordinator.runtime.start(self._look_after, "spartito-watch")
 
     def gather(self, seconds: float) -> None:
         """Wait for all workers; after ``seconds`` the job begins with those who came."""
@@ -116,7 +116,8 @@ class Chief:
         """End the job: the workers leave, then the servers end."""
         self.coordinator.close()
         self._over.set()
-        self._watch.join()
+        if self._watch is not None:
+            self._watch.join()
         for error in self.control.end():
             warn("%s", error)
         self.control.close()

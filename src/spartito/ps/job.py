@@ -41,6 +41,7 @@ from spartito.ps.scheduler.listener import WorkerListener
 from spartito.ps.scheduler.local import LocalLink
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
+from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 from spartito.ps.server.update_log import PushLog
 from spartito.storage.private import private_directory
@@ -106,14 +107,15 @@ class Job:
         log = PushLog(Path(options.push_log) / f"ps-{number}.log") if options.push_log else None
         span, layout = self._spans[number], self.vector.layout
         shard = Shard(layout, span, self._optimizer, self.vector.tensors)
+        name = f"{cluster.task} ({host}:{port})"
         server = Server(
             Store(shard, self.rules, gates=number == 0, log=log),
             listen(server_endpoint(cluster), options.timeout),
-            name=f"{cluster.task} ({host}:{port})",
+            name=name,
             chief=cluster.name_of(0),
             wire_dtype=options.wire_dtype,
             timeout=options.timeout,
-            snapshots=Path(folder) / f"ps-{number}-{port}.safetensors",
+            snapshot=Snapshot(Path(folder) / f"ps-{number}-{port}.safetensors", name),
             seconds=options.snapshot_seconds,
             shares=options.shared_memory,
             key=self._key,
@@ -135,7 +137,7 @@ class Job:
         chief = Chief(self._coordinator, Control(links), name, len(self.workers))
         self.give(chief)
         chief.begin()
-        WorkerListener(chief.coordinator, listener, self._key)
+        WorkerListener(chief.coordinator).listen(listener, self._key)
         for line in shares(self.vector.layout, self._spans, [link.address.name for link in links]):
             note("%s", line)
         return chief
@@ -147,7 +149,7 @@ class Job:
             return local, chief.job
         host, port = split_address(self.cluster.rendezvous or "")
         name = self.cluster.name_of(0)
-        link = WorkerLink(
+        link = WorkerLink.connect(
             host, port, name, self._index, timeout=self.options.timeout, key=self._key
         )
         return link, link.published(JOB).decode()

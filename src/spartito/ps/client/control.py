@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from spartito.errors import SpartitoError
 from spartito.ps.client.link import Link, Restarted
 from spartito.ps.protocol.keys import Keys
 from spartito.ps.protocol.messages import End, Fence, Load, Lost, Message
+from spartito.ps.protocol.runtime import SYSTEM, Runtime
 from spartito.ps.protocol.slots import State as OptimizerState
 from spartito.ps.protocol.timetable import Timetable
 
@@ -26,9 +26,9 @@ class Control:
     ``on_restart`` is called with the number of a server that was started again.
     """
 
-    def __init__(self, links: Sequence[Link]) -> None:
+    def __init__(self, links: Sequence[Link], runtime: Runtime = SYSTEM) -> None:
         self.links = list(links)
-        self._lock = threading.Lock()
+        self._lock = runtime.lock()
         self._lost: deque[Lost] = deque(maxlen=64)
         self._generations: dict[int, int] = {}
         self.timetable = b""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import mmap
 import os
 import socket
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +38,7 @@ from spartito.ps.protocol.messages import (
     Values,
     Welcome,
 )
+from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.slots import State as OptimizerState
 from spartito.ps.protocol.transfer import state_limit, state_message
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
@@ -79,17 +79,17 @@ class Link:
 
     def __init__(
         self, address: Address, hello: Hello, span: Span, vector: Vector, wire_dtype: str | None,
-        timeout: float, key: bytes = b"",
+        timeout: float, key: bytes = b"", runtime: Runtime = SYSTEM,
     ) -> None:  # fmt: skip
         self.address, self.span, self._key = address, span, key
-        self._hello, self._timeout = hello, timeout
+        self._hello, self._timeout, self._runtime = hello, timeout, runtime
         self._vector = vector
         self._codec = make_codec(vector.layout, span, wire_dtype)
         self._plain = PlainCodec(vector.layout, span)  # how much goes by shared memory
         self.runs = runs(vector.layout, span)
         self._changed: set[int] = set()  # runs whose values came since `fill_model`
         self._sent = self._received = 0
-        self._wire: Wire | None = None
+        self._wire: Channel | None = None
         self._breaks = 0
         self._shared = False
         self.push, self.pull = torch.empty(0), torch.empty(0)
@@ -192,7 +192,7 @@ class Link:
             self._wire = None
 
     @property
-    def _open(self) -> Wire:
+    def _open(self) -> Channel:
         if self._wire is None:
             raise TaskLostError(f"{self.address.name} was left already")
         return self._wire
@@ -249,25 +249,18 @@ class Link:
         return reply
 
     def _connect(self) -> None:
-        end = time.monotonic() + self._timeout
+        end = self._runtime.now() + self._timeout
         while True:
             try:
                 return self._connect_once(end)
             except OSError as error:  # it died while we met: it may come again
-                if time.monotonic() + RETRY_SECONDS >= end:
+                if self._runtime.now() + RETRY_SECONDS >= end:
                     raise self._silence() from error
-                time.sleep(RETRY_SECONDS)
+                self._runtime.sleep(RETRY_SECONDS)
 
     def _connect_once(self, end: float) -> None:
         """Connect and say hello once; `Restarted` if it is another process than last time."""
-        where, left = self.address, max(RETRY_SECONDS, end - time.monotonic())
-        sock = dial(where.host, where.port, where.name, self._timeout, end)
-        try:
-            prove(sock, where.name, self._key, PURPOSE, time.monotonic() + left)
-            wire = Wire(sock, Reply, timeout=left)
-        except BaseException:
-            sock.close()
-            raise
+        where, wire = self.address, self._dial(end)
         try:
             wire.send(self._hello)
             welcome: Welcome = self._checked(wire.receive())
@@ -301,6 +294,17 @@ class Link:
         if before and before != self.incarnation:
             self._breaks = 0
             raise Restarted(where.name)
+
+    def _dial(self, end: float) -> Channel:
+        """A connection to the server, both ends of which know the secret."""
+        where, left = self.address, max(RETRY_SECONDS, end - self._runtime.now())
+        sock = dial(where.host, where.port, where.name, self._timeout, end)
+        try:
+            prove(sock, where.name, self._key, PURPOSE, self._runtime.now() + left)
+            return Wire(sock, Reply, timeout=left)
+        except BaseException:
+            sock.close()
+            raise
 
     def _recover(self, error: Exception) -> None:
         """Connect again after ``error``, if that may help."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from typing import TypeVar
 
 import msgspec
@@ -11,6 +10,7 @@ import msgspec
 from spartito.collectives.handshake import reach
 from spartito.collectives.versions import Versions
 from spartito.errors import TaskLostError, UserError
+from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
@@ -46,16 +46,12 @@ class WorkerLink(WorkSource):
     ``key``, and `TaskLostError` if the chief is gone or does not reply within ``timeout`` seconds.
     """
 
-    def __init__(
-        self, host: str, port: int, chief: str, worker: int, *, timeout: float, key: bytes = b""
-    ) -> None:
-        self._chief = chief
+    def __init__(self, wire: Channel, chief: str, worker: int, runtime: Runtime = SYSTEM) -> None:
+        self._wire, self._chief = wire, chief
         self._timetable = b""
-        self._ask_lock = threading.Lock()  # of asking, and of hearing the reply
-        self._send_lock = threading.Lock()  # of sending
-        self._closed = threading.Event()
-        sock = reach(host, port, chief, timeout, key=key, purpose=PURPOSE)
-        self._wire = Wire(sock, ToWorker, limit=MAX_PUBLISHED, timeout=timeout)
+        self._ask_lock = runtime.lock()  # of asking, and of hearing the reply
+        self._send_lock = runtime.lock()  # of sending
+        self._closed = runtime.event()
         try:
             welcome = self._ask(Hello(worker, Versions.own()), Welcome)[0]
         except BaseException:
@@ -63,10 +59,16 @@ class WorkerLink(WorkSource):
             raise
         self._wire.header_limit = LONG_HEADER
         self._generation = welcome.generation
-        self._heartbeats = threading.Thread(
-            target=self._heartbeat, args=(welcome.heartbeat,), name="spartito-beat", daemon=True
-        )
-        self._heartbeats.start()
+        every = welcome.heartbeat
+        self._heartbeats = runtime.start(lambda: self._beat(every), "spartito-heartbeat")
+
+    @classmethod
+    def connect(
+        cls, host: str, port: int, chief: str, worker: int, *, timeout: float, key: bytes = b""
+    ) -> WorkerLink:
+        """Connect to the coordinator at ``host:port``, which is ``chief``'s."""
+        sock = reach(host, port, chief, timeout, key=key, purpose=PURPOSE)
+        return cls(Wire(sock, ToWorker, limit=MAX_PUBLISHED, timeout=timeout), chief, worker)
 
     @property
     def generation(self) -> int:
@@ -143,7 +145,7 @@ class WorkerLink(WorkSource):
             raise ProtocolError(f"{kind.__name__} was expected, {type(reply).__name__} came")
         return reply, payload
 
-    def _heartbeat(self, every: float) -> None:
+    def _beat(self, every: float) -> None:
         while not self._closed.wait(every):
             try:
                 with self._send_lock:

@@ -5,14 +5,13 @@ Thread-safe: the chief calls it, and so does the thread of every worker's connec
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Callable, Iterable, Sequence
 from itertools import count
 from math import inf
 
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note, shown, warn
+from spartito.ps.protocol.runtime import SYSTEM, Runtime
 from spartito.ps.protocol.work import Complete, Lease, Pause, Report, Totals, Work
 from spartito.ps.scheduler.key_values import KeyValues
 from spartito.ps.scheduler.members import Member, absence, absent, raised
@@ -53,31 +52,32 @@ class Coordinator:
         on_came: Callable[[int, int], None] = lambda worker, session: None,
         expect_all: bool = False,
         bad_limit: int = 100,
+        runtime: Runtime = SYSTEM,
     ) -> None:
+        self.runtime = runtime
         self.lease_seconds = lease_seconds
         self.timeout = timeout
         self._members = [Member(name) for name in names]
         self._on_lost, self._on_came = on_lost, on_came
         self._expect_all = expect_all
         self._bad_limit = bad_limit
-        self._changed = threading.Condition()
+        self._changed = runtime.condition()
         self._queues: dict[int, WorkQueue] = {}
         self._groups = count(1)
         self._stopped: set[int] = set()
-        self.key_values = KeyValues()
+        self.key_values = KeyValues(runtime)
         """What the chief leaves for all tasks."""
         self.timetable = b""
         """What every worker gets with its next reply."""
         self._sessions = 0
         # When a worker came or finished work, and when anybody's work last changed hands.
-        self._progress = self._moved = time.monotonic()
+        self._progress = self._moved = self.runtime.now()
         self._polled = (-1, -1, 0.0)  # stream, epoch, and since when the chief polls them
         self._failure: SpartitoError | None = None
         self._ended = False
-        self._over = threading.Event()
+        self._over = runtime.event()
         self._closing: list[Callable[[], None]] = []
-        self._watch = threading.Thread(target=self._look_after, name="spartito-watch", daemon=True)
-        self._watch.start()
+        self._watch = runtime.start(self._look_after, "spartito-watch")
 
     # Workers
 
@@ -99,7 +99,7 @@ class Coordinator:
             self._sessions += 1
             member.session, member.local = self._sessions, local
             member.live = member.came = True
-            member.heard = self._progress = self._moved = time.monotonic()
+            member.heard = self._progress = self._moved = self.runtime.now()
             if self._expect_all and all(other.came for other in self._members):
                 self._expect_all = False
                 for queue in self._queues.values():
@@ -119,7 +119,7 @@ class Coordinator:
             member = self._members[worker]
             if member.session != session:
                 raise UserError(f"another process has replaced {member.name}")
-            member.heard = time.monotonic()
+            member.heard = self.runtime.now()
             if not member.live:
                 member.live = True
                 note("%s is back", member.name)
@@ -152,7 +152,7 @@ class Coordinator:
         patience: float = inf,
     ) -> Work:
         """As `WorkSource.take`, but `Pause` after ``patience`` seconds too."""
-        end = time.monotonic() + (patience if wait else 0.0)
+        end = self.runtime.now() + (patience if wait else 0.0)
         if report is not None and report.abandoned:
             self._tell_lost(worker, self._abandon(stream, report.lease))
         with self._changed:
@@ -160,7 +160,7 @@ class Coordinator:
                 self._hand_in(worker, stream, report)
             while True:
                 work = self._look(worker, stream, epoch)
-                left = end - time.monotonic()
+                left = end - self.runtime.now()
                 if not isinstance(work, Pause) or left <= 0:
                     return work
                 self._changed.wait(min(left, LOOK_SECONDS))
@@ -175,7 +175,7 @@ class Coordinator:
                 raise ValueError(f"stream {stream} was opened before")
             queue = self._queues[stream] = WorkQueue(plan, self._groups)
             self._join_all(queue)
-            self._progress = self._moved = time.monotonic()
+            self._progress = self._moved = self.runtime.now()
             self._changed.notify_all()
 
     def gather(self, seconds: float, told: float = NOTE_SECONDS) -> list[str]:
@@ -199,7 +199,7 @@ class Coordinator:
         """
         with self._changed:
             if self._polled[:2] != (stream, epoch):
-                self._polled = (stream, epoch, time.monotonic())
+                self._polled = (stream, epoch, self.runtime.now())
             self._changed.wait_for(
                 lambda: self._failure is not None or self._is_over(stream, epoch), seconds
             )
@@ -315,7 +315,7 @@ class Coordinator:
             return Pause()
         if queue.is_complete(epoch):
             return Complete(epoch)
-        lease = queue.take(worker, epoch, time.monotonic())
+        lease = queue.take(worker, epoch, self.runtime.now())
         if lease is None:
             return Pause()
         if lease.group:
@@ -332,7 +332,7 @@ class Coordinator:
             return list(out)
 
     def _hand_in(self, worker: int, stream: int, report: Report) -> None:
-        member, now = self._members[worker], time.monotonic()
+        member, now = self._members[worker], self.runtime.now()
         queue = self._queues.get(stream)
         if queue is not None and not report.abandoned:
             try:
@@ -360,7 +360,7 @@ class Coordinator:
             raise self._failure
         if began is None:
             return
-        now = time.monotonic()
+        now = self.runtime.now()
         hopeless = now - max(began, self._progress) > PATIENCE * self.timeout
         if not hopeless and now - max(began, self._moved) > self.timeout:
             # Work that is out comes back in time, one way or the other.
@@ -390,7 +390,7 @@ class Coordinator:
 
     def _find_silent(self) -> list[tuple[int, str, list[Lease | None]]]:
         """Give up who is silent or does not finish: (worker, why, its leases)."""
-        now, found = time.monotonic(), []
+        now, found = self.runtime.now(), []
         for index, member in enumerate(self._members):
             if member.live and not member.local and now - member.heard > self.lease_seconds:
                 why = f"{member.name} has not been heard of for {self.lease_seconds:g} s"

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import threading
-
+from spartito.ps.protocol.runtime import SYSTEM, Runtime
 from spartito.ps.protocol.work import MAX_PUBLISHED
 
 
 class KeyValues:
     """What was published so far. Thread-safe."""
 
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
+    def __init__(self, runtime: Runtime = SYSTEM) -> None:
+        self._changed = runtime.condition()
         self._values: dict[int, bytes] = {}
         self._ended = False
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import socket
-import threading
 
 from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
 from spartito.log import RareWarnings, shown
+from spartito.ps.protocol.runtime import Channel, Joinable
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     PURPOSE,
@@ -33,21 +33,26 @@ HELLO_SECONDS = 10.0
 
 
 class WorkerListener:
-    """Lets workers in at ``listener`` that know the job's ``key``, until the coordinator closes."""
+    """Serves the connections of workers until the coordinator closes."""
 
-    def __init__(self, coordinator: Coordinator, listener: socket.socket, key: bytes = b"") -> None:
+    def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self._seldom = RareWarnings()
-        self._lock = threading.Lock()
-        self._connections: dict[Wire, threading.Thread] = {}
+        self._lock = coordinator.runtime.lock()
+        self._connections: dict[Channel, Joinable] = {}
         # Several heartbeat in the time after which their absence is noticed.
         self._heartbeat = min(HEARTBEAT_SECONDS, coordinator.lease_seconds / 4)
-        self._door = Acceptor(listener, self._begin, key=key, purpose=PURPOSE, name="the chief")
+        self._acceptor: Acceptor | None = None
         coordinator.on_close(self.close)
+
+    def listen(self, listener: socket.socket, key: bytes = b"") -> None:
+        """Let workers in at ``listener`` that know the job's ``key``."""
+        self._acceptor = Acceptor(listener, self._begin, key=key, purpose=PURPOSE, name="the chief")
 
     def close(self) -> None:
         """End all connections and let nobody in. Calling it again changes nothing."""
-        self._door.close()
+        if self._acceptor is not None:
+            self._acceptor.close()
         with self._lock:
             connections = dict(self._connections)
         for wire, thread in connections.items():
@@ -60,11 +65,12 @@ class WorkerListener:
         except OSError:
             sock.close()  # it is gone already
             return
-        with self._lock:
-            self._connections[wire] = threading.current_thread()
-        self._serve(wire)
+        self.serve(wire)
 
-    def _serve(self, wire: Wire) -> None:
+    def serve(self, wire: Channel) -> None:
+        """Serve one connection until it ends."""
+        with self._lock:
+            self._connections[wire] = self._coordinator.runtime.current()
         try:
             hello = wire.receive()
             if not isinstance(hello, Hello):
@@ -82,7 +88,7 @@ class WorkerListener:
                 self._connections.pop(wire)
             wire.close()
 
-    def _fits(self, wire: Wire, hello: Hello) -> bool:
+    def _fits(self, wire: Channel, hello: Hello) -> bool:
         """Whether the worker runs what we run; else it is refused, and a new job ends."""
         try:
             check_versions({"the chief": Versions.own(), f"worker {hello.worker}": hello.versions})
@@ -95,7 +101,7 @@ class WorkerListener:
             return False
         return True
 
-    def _admit(self, wire: Wire, worker: int) -> None:
+    def _admit(self, wire: Channel, worker: int) -> None:
         session = self._coordinator.enter(worker)
         lost = True
         try:
@@ -107,7 +113,7 @@ class WorkerListener:
         finally:
             self._coordinator.leave(worker, session, lost)
 
-    def _converse(self, wire: Wire, worker: int, session: int) -> bool:
+    def _converse(self, wire: Channel, worker: int, session: int) -> bool:
         """Reply until the worker leaves: True."""
         known = b""
         patience = min(REPLY_SECONDS, self._heartbeat)
@@ -135,7 +141,7 @@ class WorkerListener:
                 case _:
                     raise ProtocolError(f"a second {type(message).__name__} came")
 
-    def _refuse(self, wire: Wire, error: UserError) -> None:
+    def _refuse(self, wire: Channel, error: UserError) -> None:
         what, _, do = str(error).partition("\n  ")
         with contextlib.suppress(Gone, TimeoutError):  # it may not wait for the reply
             wire.send(Refused(what, do))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 from spartito.errors import TaskLostError
 from spartito.ps.protocol.work import Pause, Report, Work, WorkSource
 from spartito.ps.scheduler.coordinator import LOOK_SECONDS, Coordinator
@@ -26,7 +24,7 @@ class LocalLink(WorkSource):
 
     def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
         """As `WorkSource.take`; raises too what the coordinator found to be wrong."""
-        began = time.monotonic()
+        began = self._coordinator.runtime.now()
         while True:
             work = self._coordinator.take(
                 self._worker, stream, epoch, report, wait, patience=LOOK_SECONDS

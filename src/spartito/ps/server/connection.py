@@ -48,6 +48,7 @@ from spartito.ps.protocol.messages import (
     Welcome,
 )
 from spartito.ps.protocol.options import settings
+from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.transfer import state_limit, state_messages
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire, need
@@ -61,9 +62,9 @@ SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 class Connection:
     """One task's requests, one after the other; the task knows the job's key."""
 
-    def __init__(self, server: Host, sock: socket.socket) -> None:
+    def __init__(self, server: Host, wire: Channel) -> None:
         self._server, self._store = server, server.store
-        self._wire = Wire(sock, Request, timeout=GREETING_SECONDS)
+        self._wire = wire
         self._worker, self._generation, self._chief = -1, 0, False
         self._edition = -1  # of the values that the task has
         self._loading: Loading | None = None

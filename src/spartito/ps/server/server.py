@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import secrets
 import socket
-import threading
-import time
-from pathlib import Path
 from typing import Any
 
 from spartito.collectives.acceptor import Acceptor
+from spartito.collectives.handshake import GREETING_SECONDS
 from spartito.collectives.shared_memory import supported
 from spartito.errors import TaskLostError, UserError
 from spartito.log import RareWarnings, note, warn
-from spartito.ps.protocol.messages import PURPOSE, Hello, Refused
+from spartito.ps.protocol.messages import PURPOSE, Hello, Refused, Request
+from spartito.ps.protocol.runtime import Channel
+from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.connection import Connection
-from spartito.ps.server.counter import Counter
 from spartito.ps.server.host import ServedTask
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
@@ -29,21 +28,20 @@ class Server:
     """Serves a `Store` until the chief says that the job has ended.
 
     ``name`` and ``chief`` are tasks' names for messages; ``timeout`` is how long the chief may
-    be silent, in seconds, and half of it how long its connection may be broken. ``snapshots`` is a
-    file, written every ``seconds``; beside it lies the counter of updates. Who comes must know
-    ``key``, the job's secret.
+    be silent, in seconds, and half of it how long its connection may be broken. A ``snapshot`` is
+    written every ``seconds``. Who connects at ``listener`` must know ``key``, the job's secret.
     """
 
     def __init__(
         self,
         store: Store,
-        listener: socket.socket,
+        listener: socket.socket | None,
         *,
         name: str,
         chief: str,
         wire_dtype: str | None,
         timeout: float,
-        snapshots: Path,
+        snapshot: Snapshot,
         seconds: float,
         shares: bool = True,
         key: bytes = b"",
@@ -54,16 +52,16 @@ class Server:
         self.sent = self.received = 0
         self.incarnation = secrets.token_hex(4)
         self._listener, self._chief, self.timeout = listener, chief, timeout
-        self._snapshot, self._seconds = Snapshot(snapshots, name), seconds
-        self._counter = snapshots.with_suffix(".updates")
-        store.counter = Counter(self._counter)
-        self._ended = threading.Event()
+        self._snapshot, self._seconds = snapshot, seconds
+        store.counter = snapshot.counter()
+        self._runtime = store.runtime
+        self._ended = self._runtime.event()
         self._failure: BaseException | None = None
         self._connections: set[ServedTask] = set()
-        self._began = self._chief_seen = time.monotonic()
+        self._began = self._chief_seen = self._runtime.now()
         self._chiefs = 0
-        self._lock = threading.Lock()
-        self._snapshot_lock = threading.Lock()  # of the snapshot
+        self._lock = self._runtime.lock()
+        self._snapshot_lock = self._runtime.lock()  # of the snapshot
         self._written = -1
 
     def serve(self) -> None:
@@ -71,9 +69,8 @@ class Server:
 
         Raises too what went wrong in serving a task.
         """
-        keeper = threading.Thread(target=self._keep_snapshots, name="spartito-snapshot")
-        keeper.start()
-        door = Acceptor(self._listener, self._enter, key=self.key, purpose=PURPOSE, name=self.name)
+        keeper = self._runtime.start(self._keep_snapshots, "spartito-snapshot", daemon=False)
+        acceptor = self._accept()
         try:
             while not self._ended.wait(LOOK_SECONDS):
                 self._look_for_chief()
@@ -83,11 +80,11 @@ class Server:
         finally:
             self._ended.set()
             keeper.join()
-            door.close()
+            if acceptor is not None:
+                acceptor.close()
             for connection in list(self._connections):
                 connection.close()
         self._snapshot.remove()
-        self._counter.unlink(missing_ok=True)
 
     def end(self) -> None:
         """The job has ended."""
@@ -102,7 +99,7 @@ class Server:
         """What it did, for the run's records."""
         store = self.store
         return {
-            "seconds": time.monotonic() - self._began,
+            "seconds": self._runtime.now() - self._began,
             "bytes_sent": self.sent,
             "bytes_received": self.received,
             "examples": store.examples,
@@ -153,7 +150,7 @@ class Server:
 
     def heard_from_chief(self) -> None:
         """The chief is there: it said something."""
-        self._chief_seen = time.monotonic()
+        self._chief_seen = self._runtime.now()
 
     def left(self, connection: ServedTask, chief: bool) -> None:
         """A task is gone."""
@@ -187,7 +184,7 @@ class Server:
                     warn("%s", error)
 
     def _look_for_chief(self) -> None:
-        away = time.monotonic() - self._chief_seen
+        away = self._runtime.now() - self._chief_seen
         left = self.store.ready and not self._chiefs
         if away <= self.timeout * (AWAY if left else 1) or self._ended.is_set():
             return
@@ -201,15 +198,24 @@ class Server:
         self._linger()  # those who wait here hear of it
         raise lost
 
+    def serve_task(self, wire: Channel) -> None:
+        """Serve the task at the other end of ``wire`` until it leaves."""
+        Connection(self, wire).run()
+
+    def _accept(self) -> Acceptor | None:
+        if self._listener is None:  # a simulation's
+            return None
+        return Acceptor(self._listener, self._enter, key=self.key, purpose=PURPOSE, name=self.name)
+
     def _enter(self, sock: socket.socket) -> None:
         try:
-            connection = Connection(self, sock)
+            wire = Wire(sock, Request, timeout=GREETING_SECONDS)
         except OSError:
             sock.close()  # it is gone already
         else:
-            connection.run()
+            self.serve_task(wire)
 
     def _linger(self) -> None:
-        limit = time.monotonic() + min(LINGER_SECONDS, self.timeout)
-        while self._connections and time.monotonic() < limit:
-            time.sleep(0.02)
+        limit = self._runtime.now() + min(LINGER_SECONDS, self.timeout)
+        while self._connections and self._runtime.now() < limit:
+            self._runtime.sleep(0.02)

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spartito.errors import TaskLostError, UserError
+from spartito.ps.server.counter import Counter
 from spartito.ps.server.store import Store
 from spartito.storage import load_tensors, replace_durably, save_tensors
 
@@ -25,6 +26,10 @@ class Snapshot:
 
     def __init__(self, path: Path, name: str) -> None:
         self._path, self._name = path, name
+
+    def counter(self) -> Counter:
+        """The counter of updates, in a file beside the snapshot."""
+        return Counter(self._path.with_suffix(".updates"))
 
     def write(self, store: Store) -> int:
         """Write what ``store`` holds; returns its version. It survives a crash of the machine.
@@ -83,3 +88,4 @@ class Snapshot:
     def remove(self) -> None:
         """The job has ended."""
         self._path.unlink(missing_ok=True)
+        self._path.with_suffix(".updates").unlink(missing_ok=True)

@@ -5,8 +5,6 @@ All of it happens under one lock, `Store.lock`; whoever has to wait for others w
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,6 +18,7 @@ from spartito.ps.protocol.layout import unused
 from spartito.ps.protocol.messages import Outcome, Push, Values
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.runtime import SYSTEM, Runtime
 from spartito.ps.protocol.timetable import Row, Timetable
 from spartito.ps.server.buffers import BufferPool
 from spartito.ps.server.counter import Counter
@@ -46,10 +45,12 @@ class Store:
         gates: bool,
         log: PushLog | None,
         counter: Counter | None = None,
+        runtime: Runtime = SYSTEM,
     ) -> None:
+        self.runtime = runtime
         self.shard, self.rules, self.log, self.counter = shard, rules, log, counter
         self.failure: SpartitoError | None = None
-        self.lock = threading.Condition()
+        self.lock = runtime.condition()
         self.ready = False
         self.job = ""
         self.version = self.pushes = self.work_items = self.examples = 0
@@ -104,9 +105,9 @@ class Store:
 
         Called with `lock` held. Raises as `check`, and `TimeoutError` after ``seconds``.
         """
-        end = time.monotonic() + seconds
+        end = self.runtime.now() + seconds
         while self._generations.get(worker, 0) < generation:
-            if time.monotonic() > end:
+            if self.runtime.now() > end:
                 raise TimeoutError(f"the chief did not tell of worker {worker} in {seconds:g} s")
             self._wait()
         self.check(worker, generation)
