@@ -23,7 +23,8 @@ from spartito.comparison.containers import job_name
 from spartito.errors import EXIT_INTERRUPTED, SpartitoError, UserError, show
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.job import up
-from spartito.launch.containers.plan import IMAGE, Containers, plan_containers
+from spartito.launch.containers.plan import IMAGE, Compose, Containers
+from spartito.launch.job import JobSpec, Program
 from spartito.names import ENV_EPOCHS
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples" / "containers"
@@ -52,18 +53,20 @@ class Study:
         """Whether it reads a folder of the user's; the digits come with the package."""
         return self.model == "cats_vs_dogs"
 
-    def job(self, data: Path | None, **more: Any) -> Containers:
-        """Its job; ``more`` goes to `plan_containers`, whose errors are raised here too."""
-        return plan_containers(
-            str(EXAMPLES / self.name / "train.py"),
-            ["/data"] if self.needs_photos else [],
+    def job(self, data: Path | None, name: str, out: Path | None = None, **more: Any) -> Containers:
+        """Its job; ``more`` goes to `Compose`, whose errors are raised here too."""
+        script = str(EXAMPLES / self.name / "train.py")
+        job = JobSpec(
+            program=Program.find(script, ("/data",) if self.needs_photos else ()),
             strategy="parameter_server" if self.ps else "multi_worker_mirrored",
             workers=2,
             ps=self.ps,
             chief=bool(self.ps),
             data=data if self.needs_photos else None,
-            **more,
+            out=out,
+            name=name,
         )
+        return Compose(**more).plan(job)
 
 
 STUDIES = (

@@ -14,20 +14,20 @@ import yaml
 
 from spartito.cli import main
 from spartito.comparison.containers import job_for
-from spartito.comparison.plan import ContainerOptions, Plan, containers_for, make_plan
+from spartito.comparison.plan import Plan, containers_for, make_plan
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
-from spartito.launch.containers.plan import Containers
+from spartito.launch.containers.plan import Compose, Containers
 from spartito.registry import strategy_names
 from tests.commands import SPARTITO, Commands, commands_in
 from tests.launch.containers import docker
 
-HOST = ContainerOptions(host_network=True)
-ONE_MACHINE = ContainerOptions(host_network=True, share_ipc=True)
+HOST = Compose(host_network=True)
+ONE_MACHINE = Compose(host_network=True, share_ipc=True)
 
 
 def plan(target: str = "mnist", *arguments: str, **given: Any) -> Plan:
-    return make_plan(target, arguments, **{"containers": ContainerOptions(), **given})
+    return make_plan(target, arguments, **{"containers": Compose(), **given})
 
 
 def jobs(found: Plan) -> dict[str, Containers]:
@@ -38,14 +38,14 @@ def jobs(found: Plan) -> dict[str, Containers]:
 @pytest.mark.parametrize(
     ("options", "workers", "left_out"),
     [
-        (ContainerOptions(), 2, ["mirrored", "central_storage"]),
+        (Compose(), 2, ["mirrored", "central_storage"]),
         (HOST, 2, ["central_storage"]),
         (ONE_MACHINE, 2, []),
-        (ContainerOptions(), 1, []),
+        (Compose(), 1, []),
     ],
 )
 def test_all_are_those_that_containers_allow(
-    options: ContainerOptions, workers: int, left_out: list[str]
+    options: Compose, workers: int, left_out: list[str]
 ) -> None:
     found = plan(containers=options, workers=workers)
     assert {run.strategy for run in found.runs} == set(strategy_names()) - set(left_out)
@@ -61,7 +61,7 @@ def test_a_strategy_asked_for_by_name_is_refused_with_a_way_out() -> None:
 
 
 def test_what_a_recipe_is_told(tmp_path: Path) -> None:
-    options = ContainerOptions(cpus="1,0.25", memory="2g", image="mine")
+    options = Compose(cpus="1,0.25", memory="2g", image="mine")
     found = plan(
         containers=options,
         ps=2,
@@ -101,7 +101,7 @@ def test_paths_lead_from_the_file_to_where_the_user_meant(
 
 
 def test_a_smaller_run_of_a_sweep_has_the_first_workers_cpus() -> None:
-    options = ContainerOptions(cpus="1,0.5,0.25")
+    options = Compose(cpus="1,0.5,0.25")
     found = plan(strategies="multi_worker_mirrored", workers=3, sweeps=["workers=2"])
     found = replace(found, containers=options)
     assert [job.limits.cpus for job in jobs(found).values()] == [(1.0, 0.5, 0.25), (1.0, 0.5)]
@@ -141,8 +141,8 @@ def test_without_an_engine_nothing_starts(
 
 
 def test_processes_need_no_containers() -> None:
-    assert containers_for("processes") is None
-    assert containers_for("compose") == ContainerOptions()
+    assert containers_for("processes", Compose()) is None
+    assert containers_for("compose", Compose()) == Compose()
 
 
 SCRIPT = """

@@ -14,8 +14,8 @@ import yaml
 from spartito.doctor.launch.containers import doctor_document, doctor_job
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.file import read_job
-from spartito.launch.containers.plan import plan_containers
 from tests.launch.containers import LIMIT, SPARTITO, Job, docker
+from tests.launch.jobs import plan_containers
 
 Make = Callable[..., Job]
 OPTIONS: list[dict[str, Any]] = [

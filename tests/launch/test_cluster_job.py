@@ -18,10 +18,11 @@ from spartito.launch.containers.compose import compose_file, machine_files
 from spartito.launch.containers.engine import TaskState, call, complaint, state_of
 from spartito.launch.containers.file import Folder, JobFile, read_job
 from spartito.launch.containers.job import check_folders, check_ports, make_folders
-from spartito.launch.containers.plan import Containers, Network, plan_containers
+from spartito.launch.containers.plan import Containers, Network
 from spartito.launch.containers.secret import make_secret, write_secret
 from spartito.launch.containers.watch import verdict
 from spartito.launch.roles import Roles
+from tests.launch.jobs import plan_containers
 
 
 @pytest.fixture

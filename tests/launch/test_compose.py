@@ -21,10 +21,10 @@ from spartito.launch.containers.plan import (
     Limits,
     Network,
     memory_bytes,
-    plan_containers,
     service,
 )
 from spartito.launch.roles import RESTARTS, Roles
+from tests.launch.jobs import plan_containers
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "containers.md"
 CASTS = st.builds(Roles, st.integers(1, 4), st.integers(0, 3), st.booleans(), st.booleans())
@@ -318,7 +318,7 @@ def test_a_script_is_mounted_from_its_folder(tmp_path: Path) -> None:
         ({"strategy": "mirrored", "workers": 2}, "each container is a machine of its own"),
         (
             {"strategy": "central_storage", "workers": 2, "host_network": True},
-            "--host-network --share-ipc",
+            "on a single machine --share-ipc",
         ),
         (
             {"strategy": "mirrored", "workers": 2, "host_network": True, "hosts": "a,b"},
@@ -354,7 +354,7 @@ def test_what_cannot_run_is_refused_at_once(options: dict[str, Any], message: st
 
 @pytest.mark.parametrize("words", [["--out=/x"], ["--data", "/x"]])
 def test_a_recipes_folders_are_options_of_the_command(words: list[str]) -> None:
-    with pytest.raises(UserError, match="is a path of the container"):
+    with pytest.raises(UserError, match="is what 'spartito cluster compose' itself wants"):
         plan_containers("mnist", words)
 
 

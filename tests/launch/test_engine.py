@@ -10,8 +10,8 @@ from spartito.errors import SpartitoError
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.engine import Engine
 from spartito.launch.containers.file import JobFile, read_job
-from spartito.launch.containers.plan import plan_containers
 from tests.launch.containers import Job, docker
+from tests.launch.jobs import plan_containers
 
 pytestmark = pytest.mark.timeout(300)
 

@@ -18,8 +18,8 @@ from spartito.cluster.ports import free_port
 from spartito.comparison.plan import make_plan
 from spartito.comparison.run import compare_strategies
 from spartito.errors import UserError
-from spartito.launch.hosts.job import Reach, launch_on_hosts
-from spartito.launch.local import RUNTIME, Place, environments, launch
+from spartito.launch.hosts.job import Hosts
+from spartito.launch.local import RUNTIME, Local, Place, environments
 from tests.cluster.environments import (
     TORCHRUN,
     hydra_alone,
@@ -28,6 +28,7 @@ from tests.cluster.environments import (
     pytorch_job,
     srun,
 )
+from tests.launch.jobs import start
 from tests.launch.supervised import vanished, wait_until
 from tests.skips import skip_if
 
@@ -314,7 +315,7 @@ def test_a_log_that_cannot_be_written(tmp_path: Path) -> None:
     script.write_text("print('x' * 100)")
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match=r"--log-dir: .*file"):
-        launch([str(script)], workers=1, env={}, log_dir=tmp_path / "file" / "logs")
+        start(Local, [str(script)], workers=1, environment={}, log_dir=tmp_path / "file" / "logs")
     (tmp_path / "logs").mkdir()
     (tmp_path / "logs" / "worker-0.log").symlink_to("/dev/full")
     command = [sys.executable, "-m", "spartito", "run", "--workers=1"]
@@ -389,14 +390,23 @@ def test_ranks_of_all_nodes_are_all_ranks(nodes: int, workers: int, cores: int) 
         ({"strategy": "parameter_server"}, ["without a parameter server", "--ps 1"]),
         ({"ps": 1, "nnodes": 2}, ["--ps 1 starts on one machine only", "TF_CONFIG"]),
         ({"evaluator": True, "master_addr": "a:1"}, ["--evaluator starts on one", "TF_CONFIG"]),
-        ({"ps": 1, "env": {"TF_CONFIG": tf_config("worker", 0)}}, ["--ps 1, but TF_CONFIG"]),
+        (
+            {"ps": 1, "env": {"TF_CONFIG": tf_config("worker", 0)}},
+            ["--ps 1, but TF_CONFIG"],
+        ),
         ({"ps": 1, "env": srun(1)}, ["--ps 1, but Slurm says already", "--nnodes 1"]),
-        ({"workers": 2, "env": srun(1, SPARTITO_PS="1")}, ["--workers 2", "Slurm is one process"]),
-        ({"master_addr": "a:1", "env": srun(1)}, ["--master-addr a:1", "worker 1", "--nnodes"]),
+        (
+            {"workers": 2, "env": srun(1, SPARTITO_PS="1")},
+            ["--workers 2", "Slurm is one process"],
+        ),
+        (
+            {"master_addr": "a:1", "env": srun(1)},
+            ["--master-addr a:1", "worker 1", "--nnodes"],
+        ),
         ({"strategy": "one_device", "env": srun(1)}, ["one_device", "4"]),
         ({"env": hydra_alone(1)}, ["PMI_SIZE=2", "LOCAL_WORLD_SIZE"]),
-        ({"slow": {"worker:1": 0.5}}, ["'worker:1'", "Known: worker:0"]),
-        ({"slow": {"worker:0": 0}}, ["share 0"]),
+        ({"slow": ("worker:1=0.5",)}, ["'worker:1'", "Known: worker:0"]),
+        ({"slow": ("worker:0=0",)}, ["share 0"]),
         ({"strategy_options": "{"}, ["'{'", "not JSON"]),
         ({"strategy_options": "[1]"}, ["'[1]'", "JSON object"]),
         ({"workers": 0}, ["--workers 0"]),
@@ -413,9 +423,10 @@ def test_each_mistake_names_the_value_and_the_rule(
 ) -> None:
     script = tmp_path / "train.py"
     script.write_text("raise AssertionError('must not start')")
-    chosen: dict[str, Any] = {"workers": 1, "env": {}, **arguments}
+    chosen: dict[str, Any] = {"workers": 1, **arguments}
+    chosen["environment"] = chosen.pop("env", {})
     with pytest.raises(UserError) as error:
-        launch([str(script)], **chosen)
+        start(Local, [str(script)], **chosen)
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
@@ -423,7 +434,7 @@ def test_what_starts_all_tasks_is_not_for_one_of_them(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.touch()
     with pytest.raises(UserError, match="--hosts, but Slurm says already that this is worker 1"):
-        launch_on_hosts([str(script)], Reach("a,b"), env=srun(1))
+        start(Hosts, [str(script)], hosts="a,b", environment=srun(1))
     plan = make_plan(str(script), [], out=tmp_path / "compared")
     with pytest.raises(UserError, match="spartito compare, but Open MPI says already"):
         compare_strategies(plan, env=open_mpi(0))
@@ -433,11 +444,11 @@ def test_what_starts_all_tasks_is_not_for_one_of_them(tmp_path: Path) -> None:
 def test_a_script_that_is_not_there_is_named(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     with pytest.raises(UserError, match=r"Did you mean .*train\.py"):
-        launch([str(tmp_path / "trian.py")], env={})
+        start(Local, [str(tmp_path / "trian.py")], environment={})
     with pytest.raises(UserError, match="spartito train mnist"):
-        launch(["mnist"], env={})
+        start(Local, ["mnist"], environment={})
     with pytest.raises(UserError, match="no_such_module"):
-        launch(["no_such_module.part"], module=True, env={})
+        start(Local, ["no_such_module.part"], module=True, environment={})
 
 
 def test_a_range_of_ports_is_kept_to(tmp_path: Path) -> None:
@@ -466,7 +477,7 @@ for port in ports or [int(os.environ["MASTER_PORT"])]:
 @pytest.mark.parametrize("ps", [0, 1])
 def test_a_jobs_ports_are_taken_before_its_tasks_listen(tmp_path: Path, ps: int) -> None:
     (tmp_path / "held.py").write_text(HELD)
-    assert launch([str(tmp_path / "held.py")], workers=2, ps=ps) == 0
+    assert start(Local, [str(tmp_path / "held.py")], workers=2, ps=ps) == 0
 
 
 def test_only_the_first_process_has_the_tasks_address(tmp_path: Path) -> None:

@@ -15,8 +15,9 @@ from spartito.cli import main
 from spartito.cluster.slurm import from_slurm
 from spartito.errors import UserError
 from spartito.launch.roles import Roles
-from spartito.launch.slurm import BatchJob, batch_file, plan_batch
+from spartito.launch.slurm import BatchJob, Slurm, batch_file
 from spartito.launch.slurm_values import time_seconds
+from tests.launch.jobs import plan_batch
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "clusters.md"
 CASTS = st.builds(Roles, st.integers(1, 6), st.integers(0, 3), st.booleans())
@@ -54,7 +55,7 @@ def played(text: str, code: int = 0) -> tuple[list[str], dict[str, str], int]:
 @given(CASTS, st.data())
 def test_slurms_tasks_have_the_roles_that_were_asked_for(roles: Roles, data: st.DataObject) -> None:
     nodes = data.draw(st.integers(1, len(roles.tasks)))
-    job = BatchJob("digits", "mnist", ("python",), "parameter_server", roles, nodes)
+    job = BatchJob("digits", "mnist", ("python",), "parameter_server", roles, Slurm(nodes=nodes))
     asked, (_, told, _) = options(batch_file(job)), played(batch_file(job))
     tasks = int(asked["ntasks"])
     here, more = divmod(tasks, nodes)
@@ -172,7 +173,7 @@ def test_what_clusters_want_of_their_users() -> None:
         constraint="[rack1*2]&a100|h100",
         gpus_per_node="a100:2",
         exclusive=True,
-        lines=["--mail-type=END", "--reservation 'my own'"],
+        sbatch=["--mail-type=END", "--reservation 'my own'"],
         setup=["module load cuda", 'export GREETING="a  b"'],
     )
     text = batch_file(plan)
@@ -217,10 +218,10 @@ def test_workers_spread_over_the_nodes_and_servers_beside_them() -> None:
         ({"gpus_per_node": "2", "gres": "gpu:2"}, "say both how many GPUs"),
         ({"constraint": "a b"}, "--constraint 'a b'"),
         ({"qos": ""}, "--qos ''"),
-        ({"lines": ["mail-type=END"]}, "is no option of sbatch"),
-        ({"lines": ["--x\n#SBATCH --nodes=9"]}, "is no option of sbatch"),
-        ({"lines": ["--nodes=9"]}, "the file says --nodes already"),
-        ({"lines": ["-n9"]}, "the file says --ntasks already"),
+        ({"sbatch": ["mail-type=END"]}, "is no option of sbatch"),
+        ({"sbatch": ["--x\n#SBATCH --nodes=9"]}, "is no option of sbatch"),
+        ({"sbatch": ["--nodes=9"]}, "the file says --nodes already"),
+        ({"sbatch": ["-n9"]}, "the file says --ntasks already"),
         ({"setup": ["a\nb"]}, "is not one line"),
         ({"setup": ["#SBATCH --x"]}, "too late for Slurm"),
         ({"time": "soon"}, "--time 'soon' is no time limit"),

@@ -154,10 +154,11 @@ def test_what_left_its_process_group_ends_with_the_job(start: Start, kill: bool)
 
 NOTEBOOK = """
 import io, sys
-from spartito.launch.local import launch
+from spartito.launch.job import JobSpec, Program
+from spartito.launch.local import Local
 real, sys.stdout = sys.stdout, io.StringIO()
 sys.stderr = io.StringIO()
-code = launch(["task.py"], workers=int(sys.argv[1]))
+code = Local().start(JobSpec(program=Program("task.py"), workers=int(sys.argv[1])))
 print(code, sys.stdout.getvalue().splitlines(), sys.stderr.getvalue().splitlines(), file=real)
 """
 

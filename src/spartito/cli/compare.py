@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from spartito.cli.options import whole
+from spartito.cli.options import taken_from, whole, with_options
+from spartito.launch.containers.plan import Compose
 from spartito.names import RECIPES
 
 
+@with_options(Compose, without=("gpus", "hosts", "into", "timeout"))
 def compare(
     target: Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")],
     arguments: Annotated[
@@ -87,26 +89,7 @@ def compare(
         str,
         typer.Option(help="Where the tasks run: processes, or compose for containers."),
     ] = "processes",
-    cpus: Annotated[
-        str | None,
-        typer.Option(
-            help="Containers: CPUs of each worker, 0.5, or 1,0.25 one by one.", metavar="LIST"
-        ),
-    ] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Containers: memory of each task, as 2g.", metavar="SIZE")
-    ] = None,
-    image: Annotated[
-        str | None,
-        typer.Option(help="Containers: the image that all run; spartito.", metavar="NAME"),
-    ] = None,
-    host_network: Annotated[
-        bool,
-        typer.Option("--host-network", help="Containers: the machine's network, not a bridge."),
-    ] = False,
-    share_ipc: Annotated[
-        bool, typer.Option("--share-ipc", help="Containers: one /dev/shm for all.")
-    ] = False,
+    **given: Any,
 ) -> None:
     """Train under several strategies, and lay them side by side on one page.
 
@@ -130,13 +113,6 @@ def compare(
         batch_size=batch_size,
         seed=seed,
         out=out,
-        containers=containers_for(
-            on,
-            cpus=cpus,
-            memory=memory,
-            image=image,
-            host_network=host_network,
-            share_ipc=share_ipc,
-        ),
+        containers=containers_for(on, Compose(**taken_from(Compose, given))),
     )
     raise typer.Exit(compare_strategies(plan))

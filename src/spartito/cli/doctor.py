@@ -2,71 +2,52 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from spartito.cli.options import Interface, Ports, Strategy, StrategyOptions, network, whole
-from spartito.cli.run import Hosts, Port, RemoteDir, RemotePython, SshWords, reach_of
+from spartito.cli.options import job_of, taken_from, typed, with_options
 from spartito.errors import UserError
-from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.launch.hosts.job import Hosts
+from spartito.launch.job import JobSpec, Program
+
+NOT_EXAMINED = ("evaluator", "chief", "name", "out", "data", "env", "log_dir", "yes")
 
 
+@with_options(JobSpec, Hosts, without=NOT_EXAMINED)
 def doctor(
-    workers: Annotated[
-        int | None,
-        typer.Option(
-            help="Examine so many processes started here, not the cluster we are in; with --hosts "
-            "so many on each machine.",
-            parser=whole("--workers"),
-            metavar="N",
-        ),
-    ] = None,
     compose: Annotated[
         Path | None,
         typer.Option(help="Examine the tasks of this compose file, in containers.", metavar="FILE"),
     ] = None,
-    hosts: Hosts = None,
-    ps: Annotated[
-        int | None,
-        typer.Option(
-            "--ps", help="With --hosts: parameter servers.", parser=whole("--ps", 1), metavar="N"
-        ),
-    ] = None,
-    port: Port = None,
-    ssh: SshWords = None,
-    remote_dir: RemoteDir = None,
-    remote_python: RemotePython = None,
     timeout: Annotated[
         float, typer.Option(help="Seconds until it ends, whoever is there.", metavar="SECONDS")
     ] = 10.0,
-    ports: Ports = None,
-    interface: Interface = None,
-    strategy: Strategy = None,
-    strategy_options: StrategyOptions = None,
     json: Annotated[
         bool, typer.Option("--json", help="Print the report as one line of JSON instead.")
     ] = False,
+    **given: Any,
 ) -> None:
     """Say whether the tasks of a cluster reach each other; run it on every one of them.
 
+    With --workers it examines so many processes started here, not the cluster we are in.
+
     Example: spartito doctor --hosts a,b
     """
-    others = {"--workers": workers is not None, "--hosts": hosts is not None}
-    if compose is not None and (typed := [name for name, given in others.items() if given]):
-        raise UserError(f"{' '.join(typed)} and --compose exclude each other", "Give one of them.")
-    env = network(ports, interface)
-    chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
-    env |= {name: value for name, value in chosen.items() if value is not None}
-    reach = reach_of(hosts, port, ssh, remote_dir, remote_python)
-    if reach is not None:
+    others = {"--workers": given["workers"], "--hosts": given["hosts"]}
+    wrong = [name for name, value in others.items() if value is not None]
+    if compose is not None and wrong:
+        raise UserError(f"{' '.join(wrong)} and --compose exclude each other", "Give one of them.")
+    job = job_of(Program("doctor"), given)
+    if given["hosts"] is not None:
         from spartito.doctor.launch.processes import examine_hosts
 
-        code = examine_hosts(reach, timeout, workers=workers, ps=ps or 0, as_json=json, env=env)
-        raise typer.Exit(code)
-    if ps is not None:
-        raise UserError(f"--ps {ps} without --hosts", "Name the machines: --hosts a,b,c")
+        hosts = Hosts(**taken_from(Hosts, given))
+        raise typer.Exit(examine_hosts(hosts, job, timeout, as_json=json))
+    if wrong := [*(["--ps"] if job.ps else []), *typed(Hosts, given)]:
+        raise UserError(f"{' '.join(wrong)} without --hosts", "Name the machines: --hosts a,b,c")
     if compose is not None:
         from spartito.doctor.launch.containers import examine_containers
 
@@ -74,6 +55,7 @@ def doctor(
     from spartito.doctor.examination import examine
     from spartito.doctor.launch.processes import examine_here
 
-    if workers is None:
+    env = job.environment(os.environ)
+    if job.workers is None:
         raise typer.Exit(examine(timeout, as_json=json, env=env))
-    raise typer.Exit(examine_here(workers, timeout, as_json=json, env=env))
+    raise typer.Exit(examine_here(job.workers, timeout, as_json=json, env=env))

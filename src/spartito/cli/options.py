@@ -1,17 +1,27 @@
-"""How the commands read what is typed, and the options that several of them have."""
+"""The options of the commands, made from the fields of a job and of its launchers."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import MISSING, Field, fields
+from types import NoneType, UnionType
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import typer
 
-from spartito.cluster.endpoints import parse_range
 from spartito.errors import UserError
-from spartito.names import ENV_INTERFACE, ENV_PORTS, RECIPES
-from spartito.registry import strategy_names
+from spartito.launch.job import JobSpec, Option
+from spartito.names import RECIPES
+
+F = TypeVar("F", bound=Callable[..., None])
+
+Target = Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")]
+Arguments = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe."),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one last line of JSON.")]
 
 
 def whole(option: str, least: int | None = None) -> Callable[[str], int]:
@@ -29,49 +39,82 @@ def whole(option: str, least: int | None = None) -> Callable[[str], int]:
     return read
 
 
-def network(ports: str | None, interface: str | None) -> dict[str, str]:
-    """This process's environment, and there what the options `Ports` and `Interface` say."""
-    if ports is not None:
-        parse_range(ports, "--ports")
-    told = {ENV_PORTS: ports, ENV_INTERFACE: interface}
-    return {**os.environ, **{name: value for name, value in told.items() if value is not None}}
+def number(option: str, help: str, least: int | None = None) -> Any:
+    """What the command line says of an option that is a whole number."""
+    return typer.Option(option, help=help, parser=whole(option, least), metavar="N")
 
 
-Ports = Annotated[
-    str | None,
-    typer.Option(
-        help="The ports at which tasks may listen, as 29500-29510; by default those of the "
-        "cluster, else what the system draws.",
-        metavar="A-B",
-    ),
-]
-Interface = Annotated[
-    str | None,
-    typer.Option(
-        help="The network interface at which tasks listen, as eth1, or its address.",
-        metavar="NAME",
-    ),
-]
-Target = Annotated[str, typer.Argument(help=f"Your script, or one of {', '.join(RECIPES)}.")]
-Arguments = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="-- ARGS...", help="Options of the script or recipe."),
-]
-Strategy = Annotated[
-    str | None, typer.Option(help=f"One of {', '.join(strategy_names())}.", metavar="NAME")
-]
-StrategyOptions = Annotated[
-    str | None,
-    typer.Option(help="The strategy's keyword arguments, a JSON object.", metavar="JSON"),
-]
-Chief = Annotated[
-    bool,
-    typer.Option(
-        "--chief",
-        help="With --ps: a task of its own that hands out the work, not worker 0.",
-    ),
-]
-Evaluator = Annotated[
-    bool,
-    typer.Option("--evaluator", help="A task of its own that evaluates each checkpoint."),
-]
+def with_options(*kinds: type, without: Collection[str] = ()) -> Callable[[F], F]:
+    """Give a command the options that the fields of ``kinds`` are, but those ``without``.
+
+    The command takes them as ``**given``, its last parameter.
+    """
+
+    def decorate(command: F) -> F:
+        own = inspect.signature(command, eval_str=True).parameters.values()
+        named = [one for one in own if one.kind is not inspect.Parameter.VAR_KEYWORD]
+        taken = {*without, *(one.name for one in named)}
+        more: dict[str, inspect.Parameter] = {}
+        for kind in kinds:
+            hints = get_type_hints(kind)
+            for one in _options(kind):
+                if one.name not in taken:
+                    more.setdefault(one.name, _parameter(one, hints[one.name]))
+        keyword = [one.replace(kind=inspect.Parameter.KEYWORD_ONLY) for one in named]
+        signature = inspect.Signature([*keyword, *more.values()])
+        command.__signature__ = signature  # type: ignore[attr-defined]
+        return command
+
+    return decorate
+
+
+def taken_from(kind: type, given: Mapping[str, Any]) -> dict[str, Any]:
+    """What of ``given`` belongs to the fields of ``kind``, as its constructor takes it."""
+    found = {one.name: given.get(one.name) for one in _options(kind)}
+    return {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in found.items()
+        if value is not None
+    }
+
+
+def typed(kind: type, given: Mapping[str, Any], beside: type | None = None) -> list[str]:
+    """The options of ``kind`` that are given, without those that ``beside`` has too."""
+    shared = {one.name for one in _options(beside)} if beside else set()
+    return [
+        flag_of(one)
+        for one in _options(kind)
+        if one.name not in shared and given.get(one.name) not in (one.default, [], None)
+    ]
+
+
+def job_of(program: Any, given: Mapping[str, Any]) -> JobSpec:
+    """The job that the options ``given`` ask for."""
+    return JobSpec(program=program, **taken_from(JobSpec, given))
+
+
+def flag_of(one: Field[Any]) -> str:
+    """The option that a field is."""
+    said: Option = one.metadata["option"]
+    return said.flag or f"--{one.name.replace('_', '-')}"
+
+
+def _options(kind: type) -> Iterator[Field[Any]]:
+    return (one for one in fields(kind) if "option" in one.metadata)
+
+
+def _parameter(one: Field[Any], hint: Any) -> inspect.Parameter:
+    said: Option = one.metadata["option"]
+    flag = flag_of(one)
+    how: dict[str, Any] = {"help": said.help, "metavar": said.metavar}
+    plain = next((arg for arg in get_args(hint) if arg is not NoneType), hint)
+    if plain is int:
+        how |= {"parser": whole(flag, said.least), "metavar": "N"}
+    default = None if one.default is MISSING else one.default
+    if get_origin(hint) is tuple:
+        hint, default = list[str] | None, None
+    elif default is None and not isinstance(hint, UnionType):
+        hint = hint | None
+    annotation = Annotated[hint, typer.Option(flag, **how)]
+    kind = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(one.name, kind, default=default, annotation=annotation)

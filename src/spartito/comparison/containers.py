@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spartito.comparison.plan import ContainerOptions, Launch, Plan, Planned
+from spartito.comparison.plan import Launch, Plan, Planned
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.engine import VERSION_LABEL, Engine
-from spartito.launch.containers.plan import Containers, plan_containers
+from spartito.launch.containers.plan import Compose, Containers
+from spartito.launch.job import JobSpec, Program
 from spartito.names import ENV_EPOCHS
 
 
@@ -21,11 +22,11 @@ class InContainers:
     """Starts runs as jobs in containers; ``jobs`` are by run folder."""
 
     out: Path
-    options: ContainerOptions
+    options: Compose
     jobs: Mapping[str, Containers]
 
     @classmethod
-    def of(cls, plan: Plan, options: ContainerOptions) -> InContainers:
+    def of(cls, plan: Plan, options: Compose) -> InContainers:
         """The jobs of ``plan``; `UserError` for one that cannot be, and where no engine answers.
 
         All of it is checked here, before the first run starts.
@@ -57,7 +58,7 @@ class InContainers:
         return Launch(words, mixed=True)
 
 
-def job_for(plan: Plan, options: ContainerOptions, planned: Planned) -> Containers:
+def job_for(plan: Plan, options: Compose, planned: Planned) -> Containers:
     """The job that the run ``planned`` is; `UserError` for what cannot run in containers."""
     target, out = plan.target, plan.out.resolve()
     most = max(run.workers for run in plan.runs)
@@ -67,21 +68,17 @@ def job_for(plan: Plan, options: ContainerOptions, planned: Planned) -> Containe
         "--seed": plan.seed_of(planned),
     }
     recipe = [f"{name}={value}" for name, value in given.items() if value is not None]
-    job = plan_containers(
-        target.name,
-        recipe if target.is_recipe else target.arguments,
+    arguments = tuple(recipe) if target.is_recipe else target.arguments
+    asked = JobSpec(
+        program=Program.find(target.name, arguments),
         strategy=planned.strategy,
         workers=planned.workers,
         ps=planned.ps,
         data=plan.data,
         out=out / planned.folder,
-        cpus=_first(options.cpus, planned.workers, most),
-        memory=options.memory,
-        image=options.image,
         name=job_name(f"{out.name}-{planned.folder}"),
-        host_network=options.host_network,
-        share_ipc=options.share_ipc,
     )
+    job = replace(options, cpus=_first(options.cpus, planned.workers, most)).plan(asked)
     command = job.command
     if plan.epochs is not None and not target.is_recipe:
         command = ("env", f"{ENV_EPOCHS}={plan.epochs}", *command)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
-from spartito.launch.containers.plan import IMAGE, one_machine_options
+from spartito.launch.containers.plan import Compose
 from spartito.launch.target import check_program
 from spartito.launch.throttle import FULL, slow_tasks
 from spartito.names import RECIPE_SEED, RECIPES, nearest
@@ -75,28 +75,6 @@ class Planned:
 
 
 @dataclass(frozen=True, slots=True)
-class ContainerOptions:
-    """What the containers of every run get, in the user's words: see `plan_containers`."""
-
-    cpus: str | None = None
-    memory: str | None = None
-    image: str = IMAGE
-    host_network: bool = False
-    share_ipc: bool = False
-
-    def reason_against(self, strategy: str) -> str | None:
-        """Why ``strategy`` cannot have several workers here; None where it can."""
-        given = {"--host-network": self.host_network, "--share-ipc": self.share_ipc}
-        lacking = [option for option in one_machine_options(strategy) if not given[option]]
-        if not lacking:
-            return None
-        return (
-            f"{strategy} is left out: it is for one machine, and each container is a machine of "
-            f"its own; {' '.join(lacking)} would make them one"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Plan:
     """A whole comparison: what is trained, how, and in which runs.
 
@@ -112,7 +90,7 @@ class Plan:
     epochs: int | None = None
     data: Path | None = None
     seed: int | None = None
-    containers: ContainerOptions | None = None
+    containers: Compose | None = None
     left_out: Sequence[str] = ()
 
     def seed_of(self, planned: Planned) -> int | None:
@@ -134,34 +112,31 @@ class Launch:
     mixed: bool = False
 
 
-def containers_for(
-    on: str,
-    *,
-    cpus: str | None = None,
-    memory: str | None = None,
-    image: str | None = None,
-    host_network: bool = False,
-    share_ipc: bool = False,
-) -> ContainerOptions | None:
-    """What ``--on`` and its options mean: containers, or None for processes.
+def containers_for(on: str, options: Compose) -> Compose | None:
+    """What ``--on`` and the ``options`` of containers mean: these, or None for processes.
 
     Raises `UserError` for another place, and for options of containers without containers.
     """
     if on not in PLACES:
         raise UserError(f"--on {on} is no place for a job", nearest(on, PLACES))
     if on == COMPOSE:
-        return ContainerOptions(cpus, memory, image or IMAGE, host_network, share_ipc)
-    given = {
-        "--cpus": cpus,
-        "--memory": memory,
-        "--image": image,
-        "--host-network": host_network,
-        "--share-ipc": share_ipc,
-    }
-    for option, value in given.items():
-        if value:
-            raise UserError(f"{option} is for containers", f"Add --on {COMPOSE}, or leave it out.")
+        return options
+    for one in fields(options):
+        if getattr(options, one.name) != one.default:
+            flag = f"--{one.name.replace('_', '-')}"
+            raise UserError(f"{flag} is for containers", f"Add --on {COMPOSE}, or leave it out.")
     return None
+
+
+def _against(options: Compose, strategy: str) -> str | None:
+    """Why ``strategy`` cannot have several workers in such containers; None where it can."""
+    lacking = options.lacks(strategy)
+    if not lacking:
+        return None
+    return (
+        f"{strategy} is left out: it is for one machine, and each container is a machine of "
+        f"its own; {' '.join(lacking)} would make them one"
+    )
 
 
 def make_plan(
@@ -180,7 +155,7 @@ def make_plan(
     batch_size: int | None = None,
     seed: int | None = None,
     out: Path | None = None,
-    containers: ContainerOptions | None = None,
+    containers: Compose | None = None,
     known: Sequence[str] | None = None,
 ) -> Plan:
     """The runs for what the user typed; raises `UserError` for what cannot be.
@@ -193,7 +168,7 @@ def make_plan(
     what = _target(target, arguments)
     chosen = _strategies(strategies, strategy_names() if known is None else known)
     apart = containers if workers > 1 else None
-    against = {name: apart and apart.reason_against(name) for name in chosen}
+    against = {name: apart and _against(apart, name) for name in chosen}
     left_out = [why for why in against.values() if why] if strategies == ALL else []
     chosen = [name for name in chosen if not (left_out and against[name])]
     if ps is not None and ps < 1:

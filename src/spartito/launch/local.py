@@ -20,18 +20,15 @@ from spartito.cluster.spec import NO_RANK, REPLICA_ROLES, is_loopback, split_add
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
+from spartito.launch.job import JobSpec, option
 from spartito.launch.process import Process, with_logs
 from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
 from spartito.launch.supervisor import Patience, supervise
-from spartito.launch.target import check_options, check_program
-from spartito.launch.throttle import shares_of
+from spartito.launch.throttle import shares_of, slow_tasks
 from spartito.log import TORCH_LEVEL
 from spartito.names import (
     ENV_SNAPSHOT_DIR,
-    ENV_STRATEGY,
-    ENV_STRATEGY_OPTIONS,
 )
-from spartito.registry import strategy_info
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 """glibc's settings: keep what tensors free, so that the next step finds its pages in place.
@@ -54,82 +51,100 @@ WORD = 5.0
 """Seconds in which tasks may tell those on other machines whom they lost."""
 
 
-def launch(
-    argv: Sequence[str],
-    *,
-    module: bool = False,
-    workers: int | None = None,
-    ps: int = 0,
-    evaluator: bool = False,
-    chief: bool = False,
-    strategy: str | None = None,
-    strategy_options: str | None = None,
-    nnodes: int | None = None,
-    node_rank: int = 0,
-    master_addr: str | None = None,
-    result: bool = False,
-    slow: Mapping[str, float] | None = None,
-    log_dir: Path | None = None,
-    yes: bool = False,
-    env: Mapping[str, str] | None = None,
-) -> int:
-    """Run ``argv`` (a script, or with ``module`` a module's name, and its arguments).
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Processes:
+    """What the launchers that start processes themselves have in common.
 
-    ``workers`` processes start here: one per GPU, or one, when nothing is said. Of ``nnodes``
-    machines this is number ``node_rank``, and all meet at ``master_addr`` (host:port). Without
-    ``nnodes``, where ``env`` makes this process one of several tasks (by ``TF_CONFIG``, Slurm,
-    ``mpirun``, ...), it joins their job: each of the tasks becomes ``workers`` processes.
-    ``strategy_options`` is a JSON object. With ``result`` the last line that the
-    first process prints to stdout is printed last, without the task's name.
-
-    ``ps`` parameter servers, an ``evaluator`` and a ``chief`` that does nothing but hand out the
-    work start beside the workers, on this machine only; each task then reads in its own
-    ``TF_CONFIG`` who is in the job. ``slow`` names tasks that run only a share of the time, as
-    ``{"worker:1": 0.25}``. What each task prints goes into a file of ``log_dir`` as well.
-
-    Far more processes than cores are started with ``yes``; without it a terminal is asked.
-
-    Answers the job's exit code; raises `UserError` before anything starts.
+    Args:
+        log_dir: a folder where what each task prints goes into a file as well.
+        yes: whether to start far more processes than cores; without it a terminal is asked.
+        result: whether the last line that the first process prints to stdout is the result of the
+            job: it is printed last, without the task's name.
+        environment: what the tasks inherit; this process's own environment by default.
     """
-    variables = dict(os.environ if env is None else env)
-    check_program(argv, module)
-    allowed = port_range(variables)
-    job = joined(variables) if nnodes is None else None
-    machines = 1 if nnodes is None else nnodes
-    roles = Roles(_count_workers(workers, variables, job), ps, evaluator, chief)
-    check_number(len(roles.tasks), available_cores(), yes)
-    if roles.asked and (machines > 1 or master_addr is not None):
-        raise UserError(f"{roles.asked} starts on one machine only", SEVERAL_MACHINES)
-    with ExitStack() as held:  # the job's ports
-        if job is None:
-            place = _place(machines, node_rank, master_addr, allowed, None if roles.asked else held)
-        elif master_addr is None:
-            place = _place_in(job, roles.workers, allowed, held)
-        else:
-            raise UserError(
-                f"--master-addr {master_addr}, but {job.source} says already that this is "
-                f"{job.task}",
-                "Leave it out; or give --nnodes and --node-rank as well.",
-            )
-        roles.check(None if job is None else job.source)
-        servers = len(job.spec.addresses.get("ps", ())) if job and job.spec else roles.ps
-        named = strategy or variables.get(ENV_STRATEGY)
-        check_strategy(named, strategy_options, place, roles.workers, servers)
-        for note in _notes(place, roles.workers):
-            print(f"spartito: note: {note}", file=sys.stderr, flush=True)
-        chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
-        variables |= {name: value for name, value in chosen.items() if value is not None}
-        if place.task is None and place.nodes == 1:  # else others start the rest of the job
-            variables = with_secret(variables)
-        command = [sys.executable, *(["-m"] if module else []), *argv]
-        with snapshots(roles, variables) as (folder, variables):
-            started = _processes(command, variables, place, roles, slow or {}, held)
-            processes = with_logs(started, log_dir)
-            # Elsewhere nobody sees what fails here unless one of our tasks says it.
-            patience = Patience(word=WORD) if place.nodes > place.locals else Patience()
-            return supervise(
-                processes, patience=patience, result_of=0 if result else None, private=folder
-            )
+
+    log_dir: Path | None = option(
+        "A folder for what each task prints: worker-0.log and so on, written anew.", metavar="DIR"
+    )
+    yes: bool = option("Start far more processes than cores without a question.", False)
+    result: bool = False
+    environment: Mapping[str, str] | None = None
+
+    def variables(self, job: JobSpec) -> dict[str, str]:
+        """What the tasks inherit, and what ``job`` says to them."""
+        return job.environment(os.environ if self.environment is None else self.environment)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Local(Processes):
+    """Start the processes of a job on this machine, and watch over them.
+
+    ``workers`` of the job count those of this machine: one per GPU, or one, by default. Where the
+    environment makes this process one of several tasks (by ``TF_CONFIG``, Slurm, ``mpirun``, ...)
+    and ``nnodes`` is not given, it joins their job: each task becomes so many processes. Servers,
+    an evaluator and a chief start on this machine only; each task then reads in its own
+    ``TF_CONFIG`` who is in the job.
+
+    Args:
+        nnodes: the machines in the job.
+        node_rank: which of them this is.
+        master_addr: where they meet, as ``host:port``.
+        slow: tasks that run only a fraction of the time, as ``worker:1=0.25``.
+    """
+
+    nnodes: int | None = option(
+        "Machines in the job; 1 for a job of its own inside a scheduler's task.", least=1
+    )
+    node_rank: int = option("Which of them this is, from 0.", 0, least=0)
+    master_addr: str | None = option("Where they meet: the first machine.", metavar="HOST:PORT")
+    slow: tuple[str, ...] = option(
+        "Let a task run a fraction of the time only, as worker:1=0.25; for trials.",
+        (),
+        metavar="TASK=FRACTION",
+    )
+
+    def start(self, job: JobSpec) -> int:
+        """See `Launcher.start`."""
+        variables, slow = self.variables(job), slow_tasks(self.slow)
+        job.program.check()
+        allowed = port_range(variables)
+        joins = joined(variables) if self.nnodes is None else None
+        source = None if joins is None else joins.source
+        machines = 1 if self.nnodes is None else self.nnodes
+        roles = job.roles(_count_workers(job.workers, variables, joins))
+        check_number(len(roles.tasks), available_cores(), self.yes)
+        if roles.asked and (machines > 1 or self.master_addr is not None):
+            raise UserError(f"{roles.asked} starts on one machine only", SEVERAL_MACHINES)
+        with ExitStack() as held:  # the job's ports
+            if joins is None:
+                at = None if roles.asked else held
+                place = _place(machines, self.node_rank, self.master_addr, allowed, at)
+            elif self.master_addr is None:
+                place = _place_in(joins, roles.workers, allowed, held)
+            else:
+                raise UserError(
+                    f"--master-addr {self.master_addr}, but {source} says already that this is "
+                    f"{joins.task}",
+                    "Leave it out; or give --nnodes and --node-rank as well.",
+                )
+            servers = len(joins.spec.addresses.get("ps", ())) if joins and joins.spec else None
+            count, here = place.nodes * roles.workers, place.locals * roles.workers
+            job.choose(roles, count, here, servers=servers, env=variables, source=source)
+            for note in _notes(place, roles.workers):
+                print(f"spartito: note: {note}", file=sys.stderr, flush=True)
+            if place.task is None and place.nodes == 1:  # else others start the rest of the job
+                variables = with_secret(variables)
+            command = [sys.executable, *job.argv()]
+            with snapshots(roles, variables) as (folder, variables):
+                started = _processes(command, variables, place, roles, slow, held)
+                # Elsewhere nobody sees what fails here unless one of our tasks says it.
+                others = place.nodes > place.locals
+                return supervise(
+                    with_logs(started, self.log_dir),
+                    patience=Patience(word=WORD) if others else Patience(),
+                    result_of=0 if self.result else None,
+                    private=folder,
+                )
 
 
 @contextmanager
@@ -317,8 +332,6 @@ def _place_in(job: Joined, workers: int, allowed: range | None, held: ExitStack)
 
 def _count_workers(workers: int | None, env: Mapping[str, str], job: Joined | None) -> int:
     """As asked, else one per GPU; one in tasks that share a machine or have servers."""
-    if workers is not None and workers < 1:
-        raise UserError(f"--workers {workers} is less than 1")
     if job is not None and not job.divisible and (workers or 1) > 1:
         raise UserError(
             f"--workers {workers}, but each task of {job.source} is one process",
@@ -343,19 +356,6 @@ def check_number(processes: int, cores: int, yes: bool, where: str = "this machi
     print(f"spartito: {what}: start them all? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UserError(f"{what}: nothing was started", "Give --workers a smaller number.")
-
-
-def check_strategy(
-    strategy: str | None, options: str | None, place: Place, workers: int, servers: int
-) -> None:
-    """Raise `UserError` for a strategy that cannot be, or options that are no JSON object.
-
-    ``workers`` are those of each launcher.
-    """
-    if strategy:
-        strategy_info(strategy).check(place.nodes * workers, place.locals * workers, servers)
-    if options is not None:
-        check_options(options)
 
 
 def _notes(place: Place, workers: int) -> list[str]:

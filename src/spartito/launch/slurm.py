@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 import shlex
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.cluster.endpoints import parse_range
 from spartito.cluster.listed import ENV_EVALUATOR, ENV_PS
 from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.containers.plan import LEAST_MEMORY, memory_bytes
+from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.local import RUNTIME
 from spartito.launch.roles import Roles
 from spartito.launch.slurm_values import (
@@ -23,7 +24,7 @@ from spartito.launch.slurm_values import (
     check_values,
     time_seconds,
 )
-from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here, quoted
+from spartito.launch.target import check_folder, inside_here, quoted
 from spartito.names import ENV_PORTS, ENV_RUN_DIR, ENV_SECRET, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
 from spartito.registry import default_name, strategy_info
 
@@ -40,14 +41,124 @@ KILLED = (129, 137, 143)
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Slurm:
+    """Write the batch file of a Slurm job; redirect it into a file.
+
+    Example: spartito cluster slurm mnist --nodes 2 --workers 4 -- --epochs 3 > job.sbatch
+
+    ``workers`` of the job are those of all nodes.
+
+    Args:
+        nodes: the machines that Slurm gives.
+        partition, account, time, qos, constraint, exclusive, gres, gpus_per_node, signal: as
+            ``sbatch`` has them.
+        sbatch: further options of ``sbatch``.
+        setup: lines of the shell before the tasks start.
+        cpus_per_task: the CPUs of each task.
+        memory: the memory of each node, as ``8g``.
+        python: the nodes' Python; this one by default.
+    """
+
+    nodes: int = option("Machines that Slurm gives.", 1, least=1)
+    partition: str | None = option("The partition of the nodes.", metavar="NAME")
+    account: str | None = option("The account that pays.", metavar="NAME")
+    time: str | None = option("The time limit, as 01:00:00.", metavar="TIME")
+    qos: str | None = option("The quality of service.", metavar="NAME")
+    constraint: str | None = option("Features of the nodes, as a100&nvlink.", metavar="LIST")
+    exclusive: bool = option("Nodes that no other job shares.", False)
+    gres: str | None = option("What each node must have, as gpu:1.", metavar="LIST")
+    gpus_per_node: str | None = option("GPUs of each node, as 2 or a100:2.", metavar="N")
+    sbatch: tuple[str, ...] = option(
+        "A further option of sbatch, as --mail-type=END.", (), metavar="OPTION"
+    )
+    setup: tuple[str, ...] = option(
+        "A line of the shell before it starts, as 'module load cuda'.", ()
+    )
+    signal: str | None = option(
+        "A signal for each task before the time is over, as USR1@120.", metavar="SIGNAL"
+    )
+    cpus_per_task: int = option("CPUs of each task.", 1, least=1)
+    memory: str | None = option("Memory of each node, as 8g.", metavar="SIZE")
+    python: str | None = option("The nodes' Python; this one by default.", metavar="PATH")
+
+    def start(self, job: JobSpec) -> int:
+        """See `Launcher.start`: prints the file."""
+        sys.stdout.write(batch_file(self.plan(job)))
+        return 0
+
+    def plan(self, job: JobSpec) -> BatchJob:
+        """The checked job; raises `UserError` for what cannot run, before it is in a queue."""
+        roles = job.roles()
+        if roles.chief:
+            raise UserError(
+                "--chief under Slurm, where worker 0 hands out the work", "Leave --chief out."
+            )
+        strategy = job.choose(roles)
+        self._check_nodes(strategy, roles)
+        check_gpus(strategy, self.gres, self.gpus_per_node, self.nodes, roles)
+        limit = None if self.time is None else time_seconds(self.time)
+        if self.signal is not None:
+            check_signal(self.signal, limit)
+        check_folder("--data", job.data)
+        about, command = self._command(job)
+        name = job.name or re.sub(r"[^A-Za-z0-9_-]+", "-", about.removesuffix(".py")).strip("-_")
+        if not NAMES.fullmatch(name):
+            raise UserError(
+                f"--name {name!r} cannot name a job",
+                "Use letters, digits, ., - and _, with a letter or a digit first.",
+            )
+        texts = ("partition", "account", "qos", "constraint", "gres", "gpus_per_node")
+        check_values({text.replace("_", "-"): getattr(self, text) for text in texts})
+        check_setup(self.setup)
+        planned = BatchJob(
+            name=name,
+            about=about,
+            command=command,
+            strategy=strategy,
+            roles=roles,
+            asked=self,
+            strategy_options=job.strategy_options,
+            out=None if job.out is None else _named(job.out),
+            memory=None if self.memory is None else _memory(self.memory, self.nodes, roles),
+            ports=None if job.ports is None else parse_range(job.ports, "--ports"),
+        )
+        check_lines(self.sbatch, [*(name for name, _ in _options(planned)), "ntasks-per-node"])
+        return planned
+
+    def _command(self, job: JobSpec) -> tuple[str, tuple[str, ...]]:
+        """What the job is called, and what a task runs in the shell's words."""
+        program = replace(job.program, arguments=tuple(map(shlex.quote, job.program.arguments)))
+        if program.script is not None and job.data is not None:
+            raise UserError(
+                f"--data {job.data} is for recipes, and {program.name} is a script",
+                "Give it to the script, by an option of its own after --.",
+            )
+        check_folders_of_recipe(job.program, "slurm")
+        script = None if program.script is None else shlex.quote(_named(program.script))
+        data = None if job.data is None else shlex.quote(_named(job.data))
+        python = quoted(self.python or sys.executable)
+        return program.title, (python, *program.argv(script, out=RUN_DIR, data=data))
+
+    def _check_nodes(self, strategy: str, roles: Roles) -> None:
+        if self.nodes > 1 and strategy_info(strategy).one_machine:
+            raise UserError(
+                f"{strategy} is for one machine, but --nodes {self.nodes} are several",
+                f"Use --strategy {default_name(2, 0)}, or --nodes 1.",
+            )
+        if self.nodes > len(roles.tasks):
+            raise UserError(
+                f"--nodes {self.nodes} are more than the job's {_plural(len(roles.tasks), 'task')}",
+                f"Add workers: --workers {self.nodes}; they count over all nodes.",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class BatchJob:
-    """A job for Slurm, checked: see `plan_batch`.
+    """A job for Slurm, checked: see `Slurm.plan`.
 
     ``command`` is what every task runs, in the shell's words. ``out`` is the run folder; None
-    means one by the job's number. ``time``, ``gres``, ``signal`` and the others are as Slurm
-    writes them, ``memory`` is in MiB for each node. ``lines`` are further options of ``sbatch``,
-    ``setup`` lines of the shell.
+    means one by the job's number. ``memory`` is in MiB for each node. ``asked`` has the rest.
     """
 
     name: str
@@ -55,22 +166,10 @@ class BatchJob:
     command: tuple[str, ...]
     strategy: str
     roles: Roles
-    nodes: int = 1
+    asked: Slurm = Slurm()
     strategy_options: str | None = None
     out: str | None = None
-    partition: str | None = None
-    account: str | None = None
-    time: str | None = None
-    gres: str | None = None
-    signal: str | None = None
-    cpus_per_task: int = 1
     memory: int | None = None
-    qos: str | None = None
-    constraint: str | None = None
-    gpus_per_node: str | None = None
-    exclusive: bool = False
-    lines: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()
     ports: range | None = None
 
     @property
@@ -86,95 +185,6 @@ class BatchJob:
         return f'"runs/{self.name}-{NUMBER}"'
 
 
-def plan_batch(
-    target: str,
-    arguments: Sequence[str] = (),
-    *,
-    strategy: str | None = None,
-    strategy_options: str | None = None,
-    nodes: int = 1,
-    workers: int = 1,
-    ps: int = 0,
-    evaluator: bool = False,
-    partition: str | None = None,
-    account: str | None = None,
-    time: str | None = None,
-    gres: str | None = None,
-    signal: str | None = None,
-    cpus_per_task: int = 1,
-    memory: str | None = None,
-    qos: str | None = None,
-    constraint: str | None = None,
-    gpus_per_node: str | None = None,
-    exclusive: bool = False,
-    lines: Sequence[str] = (),
-    setup: Sequence[str] = (),
-    ports: str | None = None,
-    name: str | None = None,
-    out: Path | None = None,
-    data: Path | None = None,
-    python: str | None = None,
-) -> BatchJob:
-    """The job that these words ask for, ``target`` being a script or a recipe.
-
-    ``workers`` are those of all nodes; ``memory`` is that of each node, as ``8g``. ``lines`` are
-    further options of ``sbatch``, ``setup`` lines of the shell before the tasks start. ``python``
-    is this one unless it is named. Raises `UserError` for what cannot run, before it is in a queue.
-    """
-    roles = Roles(workers, ps, evaluator)
-    chosen = choose_strategy(strategy, strategy_options, roles)
-    _check_nodes(chosen, nodes, roles)
-    check_gpus(chosen, gres, gpus_per_node, nodes, roles)
-    limit = None if time is None else time_seconds(time)
-    if signal is not None:
-        check_signal(signal, limit)
-    check_folder("--data", data)
-    about, command = _program(target, arguments, data, python or sys.executable)
-    job = name or re.sub(r"[^A-Za-z0-9_-]+", "-", about.removesuffix(".py")).strip("-_")
-    if not NAMES.fullmatch(job):
-        raise UserError(
-            f"--name {job!r} cannot name a job",
-            "Use letters, digits, ., - and _, with a letter or a digit first.",
-        )
-    check_values(
-        {
-            "partition": partition,
-            "account": account,
-            "qos": qos,
-            "constraint": constraint,
-            "gres": gres,
-            "gpus-per-node": gpus_per_node,
-        }
-    )
-    check_setup(setup)
-    planned = BatchJob(
-        name=job,
-        about=about,
-        command=command,
-        strategy=chosen,
-        roles=roles,
-        nodes=nodes,
-        strategy_options=strategy_options,
-        out=None if out is None else _named(out),
-        partition=partition,
-        account=account,
-        time=time,
-        gres=gres,
-        signal=signal,
-        cpus_per_task=cpus_per_task,
-        memory=None if memory is None else _memory(memory, nodes, roles),
-        qos=qos,
-        constraint=constraint,
-        gpus_per_node=gpus_per_node,
-        exclusive=exclusive,
-        lines=tuple(lines),
-        setup=tuple(setup),
-        ports=None if ports is None else parse_range(ports, "--ports"),
-    )
-    check_lines(lines, [*(name for name, _ in _options(planned)), "ntasks-per-node"])
-    return planned
-
-
 def batch_file(job: BatchJob) -> str:
     """The file that ``sbatch`` takes."""
     return "\n".join(
@@ -182,10 +192,10 @@ def batch_file(job: BatchJob) -> str:
             "#!/bin/bash",
             *_heading(job),
             *(f"#SBATCH --{option}={value}" for option, value in _options(job)),
-            *(["#SBATCH --exclusive"] if job.exclusive else []),
-            *(f"#SBATCH {line}" for line in job.lines),
+            *(["#SBATCH --exclusive"] if job.asked.exclusive else []),
+            *(f"#SBATCH {line}" for line in job.asked.sbatch),
             "",
-            *([*job.setup, ""] if job.setup else []),
+            *([*job.asked.setup, ""] if job.asked.setup else []),
             *(f"export {name}={value}" for name, value in _told(job)),
             "",
             *_step(job),
@@ -206,7 +216,7 @@ def _heading(job: BatchJob) -> Iterator[str]:
         "scancel NUMBER": "end it",
     }
     width = max(map(len, commands))
-    yield f"# {job.about} under {job.strategy}: {who} on {_plural(job.nodes, 'node')}."
+    yield f"# {job.about} under {job.strategy}: {who} on {_plural(job.asked.nodes, 'node')}."
     yield "#"
     for command, what in commands.items():
         yield f"#   {command:<{width}}   # {what}"
@@ -218,34 +228,28 @@ def _heading(job: BatchJob) -> Iterator[str]:
 
 def _options(job: BatchJob) -> Iterator[tuple[str, str | int]]:
     """The options of ``sbatch``, in the order in which people write them."""
-    yield "job-name", job.name
-    if job.partition is not None:
-        yield "partition", job.partition
-    if job.account is not None:
-        yield "account", job.account
-    if job.qos is not None:
-        yield "qos", job.qos
-    if job.constraint is not None:
-        yield "constraint", job.constraint
-    yield "nodes", job.nodes
-    yield "ntasks", job.tasks
-    if job.tasks % job.nodes == 0:
-        yield "ntasks-per-node", job.tasks // job.nodes
-    if job.nodes > 1 and job.tasks > job.roles.workers:
-        # Servers and the evaluator come last: in blocks they would have nodes of their own.
-        yield "distribution", "cyclic"
-    yield "cpus-per-task", job.cpus_per_task
-    if job.memory is not None:
-        yield "mem", f"{job.memory}M"
-    if job.gres is not None:
-        yield "gres", job.gres
-    if job.gpus_per_node is not None:
-        yield "gpus-per-node", job.gpus_per_node
-    if job.time is not None:
-        yield "time", job.time
-    if job.signal is not None:
-        yield "signal", job.signal
-    yield "output", "%x-%j.out"
+    asked, roles = job.asked, job.roles
+    # Servers and the evaluator come last: in blocks they would have nodes of their own.
+    mixed = asked.nodes > 1 and job.tasks > roles.workers
+    found: dict[str, str | int | None] = {
+        "job-name": job.name,
+        "partition": asked.partition,
+        "account": asked.account,
+        "qos": asked.qos,
+        "constraint": asked.constraint,
+        "nodes": asked.nodes,
+        "ntasks": job.tasks,
+        "ntasks-per-node": None if job.tasks % asked.nodes else job.tasks // asked.nodes,
+        "distribution": "cyclic" if mixed else None,
+        "cpus-per-task": asked.cpus_per_task,
+        "mem": None if job.memory is None else f"{job.memory}M",
+        "gres": asked.gres,
+        "gpus-per-node": asked.gpus_per_node,
+        "time": asked.time,
+        "signal": asked.signal,
+        "output": "%x-%j.out",
+    }
+    return ((name, value) for name, value in found.items() if value is not None)
 
 
 def _told(job: BatchJob) -> Iterator[tuple[str, str | int]]:
@@ -262,7 +266,7 @@ def _told(job: BatchJob) -> Iterator[tuple[str, str | int]]:
     if job.ports is not None:
         yield ENV_PORTS, f"{job.ports[0]}-{job.ports[-1]}"
     yield ENV_RUN_DIR, job.run_dir
-    yield "OMP_NUM_THREADS", job.cpus_per_task
+    yield "OMP_NUM_THREADS", job.asked.cpus_per_task
     yield "PYTHONUNBUFFERED", 1
     for name, value in RUNTIME.items():
         yield name, f"${{{name}:-{value}}}"  # sbatch carries the user's own along
@@ -270,11 +274,11 @@ def _told(job: BatchJob) -> Iterator[tuple[str, str | int]]:
 
 def _step(job: BatchJob) -> Iterator[str]:
     """The one line that starts the tasks, and what is made of its exit code."""
-    if job.signal is not None:
+    if job.asked.signal is not None:
         yield "# The signal goes to each task. One that has no handler for it ends there and then,"
         yield "# as Python does by default; checkpoints that are written stay."
     # Those who lose a task end by themselves and name it: Slurm is not to kill them before.
-    options = [f"--cpus-per-task={job.cpus_per_task}", "--kill-on-bad-exit=0"]
+    options = [f"--cpus-per-task={job.asked.cpus_per_task}", "--kill-on-bad-exit=0"]
     if job.tasks > 1:
         options.append("--label")
     yield " ".join(["srun", *options, *job.command])
@@ -289,50 +293,10 @@ def _plural(count: int, what: str) -> str:
     return f"{count} {what}{'s' if count > 1 else ''}"
 
 
-def _program(
-    target: str, arguments: Sequence[str], data: Path | None, python: str
-) -> tuple[str, tuple[str, ...]]:
-    """What the job is called, and what a task runs in the shell's words."""
-    script = find_script(target)
-    own = tuple(shlex.quote(word) for word in arguments)
-    if script is not None:
-        if data is not None:
-            raise UserError(
-                f"--data {data} is for recipes, and {target} is a script",
-                "Give it to the script, by an option of its own after --.",
-            )
-        return script.name, (quoted(python), shlex.quote(_named(script)), *own)
-    for word in arguments:
-        option = word.partition("=")[0]
-        if option in ("--out", "--data"):
-            raise UserError(
-                f"{option} after -- is what 'spartito cluster slurm' itself wants to know",
-                f"Write {option} before the --.",
-            )
-    folders = [f"--out={RUN_DIR}"]
-    if data is not None:
-        folders.append(f"--data={shlex.quote(_named(data))}")
-    module = f"spartito.recipes.{target}"
-    return target, (quoted(python), "-m", module, *folders, *own)
-
-
 def _named(path: Path) -> str:
     """``path`` as seen from the present folder, whole where it is outside."""
     inside = inside_here(path)
     return str(path.resolve() if inside is None else inside)
-
-
-def _check_nodes(strategy: str, nodes: int, roles: Roles) -> None:
-    if nodes > 1 and strategy_info(strategy).one_machine:
-        raise UserError(
-            f"{strategy} is for one machine, but --nodes {nodes} are several",
-            f"Use --strategy {default_name(2, 0)}, or --nodes 1.",
-        )
-    if nodes > len(roles.tasks):
-        raise UserError(
-            f"--nodes {nodes} are more than the job's {_plural(len(roles.tasks), 'task')}",
-            f"Add workers: --workers {nodes}; they count over all nodes.",
-        )
 
 
 def _memory(text: str, nodes: int, roles: Roles) -> int:

@@ -1,8 +1,7 @@
-"""Checks that all who write a job's file share: its strategy, its script, and its paths."""
+"""The program of a job and the paths in its file, checked before anything starts."""
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import sys
@@ -13,9 +12,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from spartito.errors import UserError
-from spartito.launch.roles import Roles
-from spartito.names import RECIPES, nearest
-from spartito.registry import default_name, strategy_info
+from spartito.names import RECIPES
 
 HOME = re.compile(r"~[A-Za-z0-9_.-]*")
 """Somebody's home, as a shell knows it."""
@@ -29,29 +26,6 @@ def quoted(path: str) -> str:
     return shlex.quote(path)
 
 
-def choose_strategy(strategy: str | None, options: str | None, roles: Roles) -> str:
-    """The strategy's name, chosen by ``roles`` where None is given.
-
-    ``options`` are its keyword arguments as JSON. Raises `UserError` for what cannot be.
-    """
-    roles.check(source=None)
-    chosen = strategy or default_name(roles.workers, roles.ps)
-    strategy_info(chosen).check(roles.workers, here=roles.workers, servers=roles.ps)
-    if options is not None:
-        check_options(options)
-    return chosen
-
-
-def find_script(target: str) -> Path | None:
-    """The script that ``target`` names, None for a recipe; `UserError` where it is neither."""
-    if target in RECIPES:
-        return None
-    script = Path(target)
-    if not script.is_file():
-        raise UserError(f"{target!r} is neither a script nor a recipe", nearest(target, RECIPES))
-    return script
-
-
 def check_folder(option: str, folder: Path | None) -> None:
     """Raise `UserError` where ``folder``, the value of ``option``, is given but not there."""
     if folder is not None and not folder.is_dir():
@@ -63,19 +37,6 @@ def inside_here(path: Path) -> Path | None:
     found = path.resolve()
     here = Path.cwd()
     return found.relative_to(here) if found.is_relative_to(here) else None
-
-
-def check_options(options: str) -> None:
-    """Raise `UserError` unless ``options`` are keyword arguments as JSON."""
-    try:
-        value = json.loads(options)
-    except json.JSONDecodeError as error:
-        raise UserError(f"--strategy-options {options!r} is not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise UserError(
-            f"--strategy-options {options!r} is not a JSON object",
-            "Write the keyword arguments as '{\"name\": value}'.",
-        )
 
 
 def check_program(argv: Sequence[str], module: bool) -> None:

@@ -18,7 +18,8 @@ from spartito.doctor.examination import TIMEOUT, checked
 from spartito.doctor.findings import Findings
 from spartito.doctor.report import show
 from spartito.errors import EXIT_TASK_LOST, UserError
-from spartito.launch.hosts.job import Reach, plan_on_hosts
+from spartito.launch.hosts.job import Hosts
+from spartito.launch.job import JobSpec, Program
 from spartito.launch.local import Place, environments
 from spartito.launch.process import Process
 from spartito.launch.supervisor import Patience, supervise
@@ -53,23 +54,16 @@ def examine_here(
 
 
 def examine_hosts(
-    reach: Reach,
-    seconds: float = TIMEOUT,
-    *,
-    workers: int | None = None,
-    ps: int = 0,
-    as_json: bool = False,
-    env: Mapping[str, str] | None = None,
+    hosts: Hosts, job: JobSpec, seconds: float = TIMEOUT, *, as_json: bool = False
 ) -> int:
-    """Examine the tasks that `launch_on_hosts` would start, on the same machines and ports.
+    """Examine the tasks that `Hosts` would start for ``job``, on the same machines and ports.
 
     Leaves nothing behind. Raises `UserError` where a machine cannot take part; as
     `spartito.doctor.examination.examine` otherwise.
     """
-    variables = dict(os.environ if env is None else env)
-    _, *program = _doctor(seconds)
-    plan = plan_on_hosts(program, reach, variables, module=True, workers=workers, ps=ps)
-    env = with_secret(variables)
+    _, module, *arguments = _doctor(seconds)
+    plan = hosts.plan(replace(job, program=Program(module, tuple(arguments), "module")))
+    env = with_secret(hosts.variables(job))
     processes = [replace(plan.process(t, env), restarts=0, vital=True) for t in plan.roles.tasks]
     return _examine(processes, as_json)
 

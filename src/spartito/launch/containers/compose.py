@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -14,7 +16,7 @@ from spartito.cluster.spec import Task
 from spartito.cluster.tf_config import VARIABLE
 from spartito.launch.containers.file import SECRET
 from spartito.launch.containers.plan import Containers, service
-from spartito.launch.containers.secret import secret_name
+from spartito.launch.containers.secret import secret_name, write_secret
 from spartito.launch.local import RUNTIME
 from spartito.names import (
     ENV_PORTS,
@@ -62,6 +64,22 @@ def machine_files(job: Containers) -> dict[str, str]:
         machine: _file(job, [task for task in places if places[task] == machine], f"{machine}.yaml")
         for machine in job.network.machines
     }
+
+
+def write_files(job: Containers, into: Path | None) -> None:
+    """Print the job's file; with ``into`` write one for each machine there, and the secret."""
+    if into is None:
+        sys.stdout.write(compose_file(job))
+        return
+    into.mkdir(parents=True, exist_ok=True)
+    for machine, text in machine_files(job).items():
+        path = into / f"{machine}.yaml"
+        path.write_text(text)
+        print(f"{machine:<12} {path}")
+    if job.meets:
+        secret = into / secret_name(job.name)
+        write_secret(secret)
+        print(f"{'all':<12} {secret}")
 
 
 def dump(document: Mapping[str, Any]) -> str:

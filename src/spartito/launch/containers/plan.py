@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,8 +14,9 @@ from spartito.cluster.spec import Task, canonical, is_loopback
 from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.hosts.names import is_name
+from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.roles import Roles
-from spartito.launch.target import check_folder, choose_strategy, find_script, inside_here
+from spartito.launch.target import check_folder, inside_here
 from spartito.registry import default_name, strategy_info
 
 IMAGE = "spartito"
@@ -62,7 +62,7 @@ class Network:
 
 @dataclass(frozen=True, slots=True)
 class Containers:
-    """A job in containers, checked: see `plan_containers`.
+    """A job in containers, checked: see `Compose.plan`.
 
     ``command`` is what every task runs; ``about`` says in a word what that is. ``scripts``,
     ``data`` and ``out`` are folders of the machine, as the file will name them. ``cores`` are
@@ -128,72 +128,111 @@ def service(task: Task) -> str:
     return task.type if task.type in ("chief", "evaluator") else f"{task.type}-{task.index}"
 
 
-def plan_containers(
-    target: str,
-    arguments: Sequence[str] = (),
-    *,
-    strategy: str | None = None,
-    strategy_options: str | None = None,
-    workers: int = 1,
-    ps: int = 0,
-    chief: bool = False,
-    evaluator: bool = False,
-    data: Path | None = None,
-    out: Path | None = None,
-    gpus: bool = False,
-    cpus: str | None = None,
-    memory: str | None = None,
-    image: str = IMAGE,
-    name: str | None = None,
-    host_network: bool = False,
-    share_ipc: bool = False,
-    hosts: str | None = None,
-    timeout: float = 300.0,
-    ports: str | None = None,
-) -> Containers:
-    """The job that these words ask for, ``target`` being a script or a recipe.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compose:
+    """Write the compose file of a job; redirect it into a file.
 
-    ``cpus`` and ``hosts`` are lists with commas, ``ports`` is a range. Raises `UserError` for what
-    cannot run: before there is a file, let alone a container.
+    Example: spartito cluster compose mnist --workers 2 -- --epochs 3 > compose.yaml
+
+    Args:
+        gpus: whether each worker gets a GPU of its own.
+        cpus: the CPUs of each worker, one number for all, or one for each with commas.
+        memory: the memory of each task, as ``2g``.
+        image: what all run.
+        host_network: whether containers have the machine's network.
+        share_ipc: whether they have one /dev/shm.
+        hosts: several machines, as ``a,b,c``.
+        into: the folder for their files.
+        timeout: how long a task waits for another, in seconds.
     """
-    for word in (target, *arguments):
-        if word.encode("utf-8", "replace").decode() != word:
-            raise UserError(f"{word!r} is not UTF-8", "A compose file is: write it in other words.")
-    roles = Roles(workers, ps, evaluator, chief)
-    chosen = _check_strategy(strategy, strategy_options, roles, host_network, share_ipc, hosts)
-    about, command, scripts = _program(target, arguments, data is not None)
-    machines = _machines(hosts, roles)
-    job = name or re.sub(r"[^a-z0-9_-]+", "-", about.lower().removesuffix(".py")).strip("-_")
-    if not JOB_NAME.fullmatch(job):
-        raise UserError(
-            f"--name {job!r} cannot name containers",
-            "Use small letters, digits, - and _, with a letter or a digit first.",
+
+    gpus: bool = option("A GPU for each worker.", False)
+    cpus: str | None = option("CPUs of each worker: 0.5, or 0.5,1 one by one.", metavar="LIST")
+    memory: str | None = option("Memory of each task, as 2g.", metavar="SIZE")
+    image: str = option("The image that all run.", IMAGE, metavar="NAME")
+    host_network: bool = option("The machine's own network, not a bridge.", False)
+    share_ipc: bool = option("One /dev/shm for all, so that they talk by it.", False)
+    hosts: str | None = option("Several machines, as a,b,c: a file for each.", metavar="LIST")
+    into: Path | None = option("With --hosts: the folder for the files.", metavar="DIR")
+    timeout: int = option("Seconds that a task waits for another.", 300, least=1)
+
+    def start(self, job: JobSpec) -> int:
+        """See `Launcher.start`: prints the file, or with ``hosts`` writes one for each machine."""
+        from spartito.launch.containers.compose import write_files
+
+        if (self.hosts is None) != (self.into is None):
+            raise UserError(
+                "--hosts and --into go together: several machines are several files",
+                "Write --hosts a,b,c --into DIR.",
+            )
+        write_files(self.plan(job), self.into)
+        return 0
+
+    def plan(self, job: JobSpec) -> Containers:
+        """The checked job; raises `UserError` for what cannot run, before there is a file."""
+        program, roles = job.program, job.roles()
+        for word in (program.name, *program.arguments):
+            if word.encode("utf-8", "replace").decode() != word:
+                raise UserError(
+                    f"{word!r} is not UTF-8", "A compose file is: write it in other words."
+                )
+        chosen = job.choose(roles)
+        self._check_machine(chosen, roles)
+        machines = _machines(self.hosts, roles)
+        about, script = program.title, program.script
+        own = re.sub(r"[^a-z0-9_-]+", "-", about.lower().removesuffix(".py")).strip("-_")
+        name = job.name or own
+        if not JOB_NAME.fullmatch(name):
+            raise UserError(
+                f"--name {name!r} cannot name containers",
+                "Use small letters, digits, - and _, with a letter or a digit first.",
+            )
+        check_folder("--data", job.data)
+        check_folders_of_recipe(program, "compose")
+
+        def named(path: Path | None) -> str | None:
+            return None if path is None else _named(path, whole=bool(machines))
+
+        there = None if script is None else f"/scripts/{script.name}"
+        data = None if job.data is None else "/data"
+        containers = Containers(
+            name=name,
+            about=about,
+            command=("python", *program.argv(there, out="/runs", data=data)),
+            strategy=chosen,
+            strategy_options=job.strategy_options,
+            roles=roles,
+            out=_named(job.out or Path("runs") / name, whole=bool(machines)),
+            image=self.image,
+            scripts=named(None if script is None else script.parent),
+            data=named(job.data),
+            limits=Limits(_cpus(self.cpus, roles.workers), _memory(self.memory), self.gpus),
+            network=Network(self.host_network or bool(machines), self.share_ipc, machines),
+            cores=available_cores(),
+            user=CONTAINER_USER if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}",
+            timeout=self.timeout,
+            ports=None if job.ports is None else parse_range(job.ports, "--ports"),
         )
-    check_folder("--data", data)
+        _check_ports(containers)
+        return containers
 
-    def named(path: Path | None) -> str | None:
-        return None if path is None else _named(path, whole=bool(machines))
+    def _check_machine(self, strategy: str, roles: Roles) -> None:
+        lacking = self.lacks(strategy)
+        if roles.workers > 1 and lacking:
+            raise UserError(
+                f"{strategy} is for one machine, and each container is a machine of its own",
+                f"Use --strategy {default_name(2, 0)} (with --share-ipc it uses shared memory "
+                f"too), or on a single machine {' '.join(lacking)}.",
+            )
 
-    containers = Containers(
-        name=job,
-        about=about,
-        command=command,
-        strategy=chosen,
-        strategy_options=strategy_options,
-        roles=roles,
-        out=_named(out or Path("runs") / job, whole=bool(machines)),
-        image=image,
-        scripts=named(scripts),
-        data=named(data),
-        limits=Limits(_cpus(cpus, workers), _memory(memory), gpus),
-        network=Network(host_network or bool(machines), share_ipc, machines),
-        cores=available_cores(),
-        user=CONTAINER_USER if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}",
-        timeout=timeout,
-        ports=None if ports is None else parse_range(ports, "--ports"),
-    )
-    _check_ports(containers)
-    return containers
+    def lacks(self, strategy: str) -> list[str]:
+        """The options without which several workers cannot be one machine to ``strategy``."""
+        info = strategy_info(strategy)
+        alone = self.hosts is None
+        have = {"--host-network": self.host_network and alone, "--share-ipc": self.share_ipc}
+        need = {"--host-network": info.one_machine, "--share-ipc": info.shares_memory}
+        needs = info.most_replicas != 1
+        return [option for option in have if needs and need[option] and not have[option]]
 
 
 def _check_ports(job: Containers) -> None:
@@ -213,52 +252,6 @@ def memory_bytes(text: str) -> int:
     if found is None:
         raise UserError(f"--memory {text!r} is no amount of memory", "Write it as 512m or 2g.")
     return int(float(found[1]) * UNITS[found[2].lower()])
-
-
-def one_machine_options(strategy: str) -> list[str]:
-    """The options that make containers one machine to ``strategy``; none where it needs none."""
-    info = strategy_info(strategy)
-    if info.most_replicas == 1:
-        return []
-    needs = {"--host-network": info.one_machine, "--share-ipc": info.shares_memory}
-    return [option for option, needed in needs.items() if needed]
-
-
-def _check_strategy(
-    strategy: str | None,
-    options: str | None,
-    roles: Roles,
-    host_network: bool,
-    share_ipc: bool,
-    hosts: str | None,
-) -> str:
-    chosen = choose_strategy(strategy, options, roles)
-    need = one_machine_options(chosen)
-    given = {"--host-network": host_network, "--share-ipc": share_ipc}
-    if roles.workers > 1 and need and (hosts or not all(given[option] for option in need)):
-        raise UserError(
-            f"{chosen} is for one machine, and each container is a machine of its own",
-            f"Use --strategy {default_name(2, 0)} (with --share-ipc it talks by shared memory "
-            f"too), or on a single machine {' '.join(need)}.",
-        )
-    return chosen
-
-
-def _program(
-    target: str, arguments: Sequence[str], has_data: bool
-) -> tuple[str, tuple[str, ...], Path | None]:
-    """What the job is called, what a task runs, and the folder of the script."""
-    ours = [word for word in arguments if word.partition("=")[0] in ("--out", "--data")]
-    script = find_script(target)
-    if script is None:
-        if ours:
-            raise UserError(
-                f"{ours[0]} after -- is a path of the container",
-                f"Give {ours[0].partition('=')[0]} to 'spartito cluster compose' itself.",
-            )
-        folders = ["--out=/runs", *(["--data=/data"] if has_data else [])]
-        return target, ("python", "-m", f"spartito.recipes.{target}", *folders, *arguments), None
-    return script.name, ("python", f"/scripts/{script.name}", *arguments), script.parent
 
 
 def _named(path: Path, whole: bool) -> str:

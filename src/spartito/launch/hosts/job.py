@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from spartito.cluster.endpoints import port_range
 from spartito.cluster.resolver import check_alone
@@ -17,131 +16,115 @@ from spartito.launch.hosts.facts import Facts, Question
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.plan import OF_A_PLACE, PORT, Plan, check_passed
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
-from spartito.launch.local import Place, check_number, check_strategy, snapshots
+from spartito.launch.job import JobSpec, option
+from spartito.launch.local import Processes, check_number, snapshots
 from spartito.launch.process import with_logs
-from spartito.launch.roles import Roles
 from spartito.launch.supervisor import supervise
-from spartito.names import ENV_PORTS, ENV_SNAPSHOT_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.names import ENV_PORTS, ENV_SNAPSHOT_DIR
 
 
-@dataclass(frozen=True, slots=True)
-class Reach:
-    """Which machines take part, as typed, and how the others are reached.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hosts(Processes):
+    """Start a job on several machines over ssh, and watch over its processes from here.
 
-    ``ssh`` is the command, ``port`` the first where tasks listen if no range is allowed. ``folder``
-    and ``python`` are those of the other machines: by default the same as here. ``passed`` are
-    names of variables that the tasks there get as well.
+    ``workers`` of the job count those of each machine: one per GPU, or one, by default.
+
+    Args:
+        hosts: the machines, as ``a,b,node[01-04]``.
+        port: where the first task of a machine listens if no range is allowed.
+        ssh: how ssh is called.
+        remote_dir: the folder on the other machines; by default the same as here.
+        remote_python: the Python of the other machines; by default the same as here.
+        env: names of variables that the tasks there get as well.
     """
 
-    hosts: str
-    ssh: str | None = None
-    port: int | None = None
-    folder: str | None = None
-    python: str | None = None
-    passed: tuple[str, ...] = ()
-
-
-def launch_on_hosts(
-    argv: Sequence[str],
-    reach: Reach,
-    *,
-    module: bool = False,
-    workers: int | None = None,
-    ps: int = 0,
-    evaluator: bool = False,
-    chief: bool = False,
-    strategy: str | None = None,
-    strategy_options: str | None = None,
-    result: bool = False,
-    log_dir: Path | None = None,
-    yes: bool = False,
-    env: Mapping[str, str] | None = None,
-) -> int:
-    """Run ``argv`` on the machines of ``reach``, ``workers`` processes on each; see `launch`.
-
-    Every task is a process of its own to the supervisor, a remote one behind ssh. Answers the
-    job's exit code; raises `UserError` before anything starts, after all machines were asked.
-    """
-    variables = dict(os.environ if env is None else env)
-    chosen = {ENV_STRATEGY: strategy, ENV_STRATEGY_OPTIONS: strategy_options}
-    variables |= {name: value for name, value in chosen.items() if value is not None}
-    plan = plan_on_hosts(
-        argv,
-        reach,
-        variables,
-        module=module,
-        workers=workers,
-        ps=ps,
-        evaluator=evaluator,
-        chief=chief,
-        yes=yes,
+    hosts: str = option(
+        "Several machines, as a,b,node[01-04]: all is started from here, by ssh.", metavar="LIST"
     )
-    variables = with_secret(variables)
-    roles, hosts = plan.roles, plan.hosts
-    with snapshots(roles, variables) as (folder, _):
-        own = {} if folder is None else {ENV_SNAPSHOT_DIR: folder}  # other machines have theirs
-        processes = [
-            plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
-            for task in roles.tasks
-        ]
-        processes = with_logs(processes, log_dir)
-        code = supervise(processes, result_of=0 if result else None, private=folder)
-    if code == 0 and not hosts[0].here:
-        _say(f"what {roles.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
-    return code
-
-
-def plan_on_hosts(
-    argv: Sequence[str],
-    reach: Reach,
-    env: Mapping[str, str],
-    *,
-    module: bool = False,
-    workers: int | None = None,
-    ps: int = 0,
-    evaluator: bool = False,
-    chief: bool = False,
-    yes: bool = True,
-) -> Plan:
-    """Ask the machines of ``reach``, and say which task of such a job would be where.
-
-    Raises `UserError` where one of them cannot take part, or the job cannot be.
-    """
-    check_alone({name: value for name, value in env.items() if name not in OF_A_PLACE}, "--hosts")
-    check_passed(reach.passed, env)
-    ssh = Ssh(
-        parse_ssh(reach.ssh or "ssh"), reach.folder or os.getcwd(), reach.python or sys.executable
+    port: int | None = option(
+        f"With --hosts: where the first task of a machine listens, {PORT} by default; the next "
+        "ones follow.",
+        least=1,
     )
-    hosts, allowed = find_hosts(reach.hosts, ssh), port_range(env)
-    if reach.port and allowed:
-        raise UserError(
-            f"--port {reach.port} beside the range of ports {env[ENV_PORTS]}",
-            "Leave --port out: the first task of a machine listens at the first of the range.",
+    ssh: str | None = option(
+        "With --hosts: how ssh is called, as 'ssh -p 2222'.", metavar="COMMAND"
+    )
+    remote_dir: str | None = option(
+        "With --hosts: the folder on the other machines; by default the same as here.",
+        metavar="DIR",
+    )
+    remote_python: str | None = option(
+        "With --hosts: the Python of the other machines; by default the same as here.",
+        metavar="PATH",
+    )
+    env: tuple[str, ...] = option(
+        "With --hosts: a variable that the other machines get too, by its name.",
+        (),
+        metavar="NAME",
+    )
+
+    def start(self, job: JobSpec) -> int:
+        """See `Launcher.start`. Every task is a process of its own here, a remote one behind ssh.
+
+        All machines are asked before anything starts.
+        """
+        plan = self.plan(job)
+        roles, hosts = plan.roles, plan.hosts
+        variables = with_secret(self.variables(job))
+        with snapshots(roles, variables) as (folder, _):
+            own = {} if folder is None else {ENV_SNAPSHOT_DIR: folder}  # other machines have theirs
+            processes = [
+                plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
+                for task in roles.tasks
+            ]
+            processes = with_logs(processes, self.log_dir)
+            code = supervise(processes, result_of=0 if self.result else None, private=folder)
+        if code == 0 and not hosts[0].here:
+            _say(f"what {roles.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
+        return code
+
+    def plan(self, job: JobSpec) -> Plan:
+        """Ask the machines, and say which task of such a job would be where.
+
+        Raises `UserError` where one of them cannot take part, or the job cannot be.
+        """
+        env = self.variables(job)
+        outside = {name: value for name, value in env.items() if name not in OF_A_PLACE}
+        check_alone(outside, "--hosts")
+        check_passed(self.env, env)
+        ssh = Ssh(
+            parse_ssh(self.ssh or "ssh"),
+            self.remote_dir or os.getcwd(),
+            self.remote_python or sys.executable,
         )
-    port = reach.port or (allowed[0] if allowed else PORT)
-    count = len(hosts)
-    places = {0, *(index % count for index in range(ps))} if ps else range(count)
-    names = tuple(sorted({hosts[place].address for place in places})) if count > 1 else ()
-    found = ask_hosts(hosts, ssh, Question(argv[0], module, names))
-    each = _workers(hosts, found, workers)
-    roles = Roles(each * count, ps, evaluator, chief)
-    for host, told in zip(hosts, found, strict=True):
-        check_number(each, told.cores, yes, host.name)
-    place = Place(0, count, hosts[0].address, port)
-    roles.check(source=None)
-    check_strategy(env.get(ENV_STRATEGY), env.get(ENV_STRATEGY_OPTIONS), place, each, ps)
-    words = (*(("-m",) if module else ()), *argv)
-    plan = Plan(hosts, tuple(f.cores for f in found), roles, words, ssh, port, reach.passed)
-    plan.check_ports(allowed)
-    for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
-        _say(line)
-    return plan
+        hosts, allowed = find_hosts(self.hosts, ssh), port_range(env)
+        if self.port and allowed:
+            raise UserError(
+                f"--port {self.port} beside the range of ports {env[ENV_PORTS]}",
+                "Leave --port out: the first task of a machine listens at the first of the range.",
+            )
+        port = self.port or (allowed[0] if allowed else PORT)
+        count = len(hosts)
+        listening = {0, *(index % count for index in range(job.ps))} if job.ps else range(count)
+        names = tuple(sorted({hosts[index].address for index in listening})) if count > 1 else ()
+        program = job.program
+        question = Question(program.module or program.name, program.module is not None, names)
+        found = ask_hosts(hosts, ssh, question)
+        each = _workers(hosts, found, job.workers)
+        roles = job.roles(each * count)
+        for host, told in zip(hosts, found, strict=True):
+            check_number(each, told.cores, self.yes, host.name)
+        job.choose(roles, here=each, env=env)
+        cores = tuple(one.cores for one in found)
+        plan = Plan(hosts, cores, roles, job.argv(), ssh, port, self.env)
+        plan.check_ports(allowed)
+        for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
+            _say(line)
+        return plan
 
 
 def _workers(hosts: Sequence[Host], found: Sequence[Facts], workers: int | None) -> int:
     """Workers of each machine: as asked, else one per GPU, or one."""
-    if workers is not None and workers < 1:
-        raise UserError(f"--workers {workers} is less than 1")
     if workers is not None:
         return workers
     counts = {max(1, told.gpus) for told in found}
