@@ -14,7 +14,7 @@ from __future__ import annotations
 import importlib
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from typing import Any
 
 from spartito.errors import UserError
@@ -174,10 +174,21 @@ def is_asynchronous(name: str) -> bool:
 
 
 @cache
+def _all_points() -> Any:
+    return entry_points()
+
+
+def added_by_packages(group: str) -> EntryPoints:
+    """The entry points of a ``group`` that installed packages have; they are read once."""
+    found: EntryPoints = _all_points().select(group=group)
+    return found
+
+
+@cache
 def _added() -> dict[str, tuple[EntryPoint, ...]]:
     """The entry points of installed packages, by name."""
     found: dict[str, tuple[EntryPoint, ...]] = {}
-    for point in entry_points(group=GROUP):
+    for point in added_by_packages(GROUP):
         others = found.get(point.name, ())
         if point.value not in [other.value for other in others]:  # installed twice on the path
             found[point.name] = (*others, point)

@@ -1,44 +1,70 @@
-"""The command ``spartito``: it reads words and hands them on; torch is never imported to start."""
+"""The command ``spartito``: the one that is typed is imported, and never torch to start."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.metadata import version
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from spartito.cli.cluster import cluster_app
-from spartito.cli.compare import compare
-from spartito.cli.doctor import doctor
-from spartito.cli.run import PASS_ON, run, train
-from spartito.errors import EXIT_INTERRUPTED, SpartitoError, UserError, show
+from spartito.errors import EXIT_INTERRUPTED, SpartitoError, show
 
-app = typer.Typer(
-    help="Train any PyTorch model under any distribution strategy.\n\n"
-    "Example: spartito train mnist --strategy mirrored --workers 2",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-    rich_markup_mode=None,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-data_app = typer.Typer(help="Look after data sets.", no_args_is_help=True)
-app.add_typer(data_app, name="data")
-app.add_typer(cluster_app, name="cluster")
-app.command(context_settings=PASS_ON)(run)
-app.command()(train)
-app.command()(compare)
-app.command()(doctor)
+PASS_ON = {"allow_interspersed_args": False}
+"""Everything after the script belongs to the script, options too."""
 
-Json = Annotated[bool, typer.Option("--json", help="Print one last line of JSON.")]
+HELP = """Train any PyTorch model under any distribution strategy.
+
+Example: spartito train mnist --strategy mirrored --workers 2
+"""
+COMMANDS = {
+    "run": "spartito.cli.run:run",
+    "train": "spartito.cli.run:train",
+    "compare": "spartito.cli.compare:compare",
+    "doctor": "spartito.cli.doctor:doctor",
+    "predict": "spartito.cli.data:predict",
+    "data": "spartito.cli.data:data_app",
+    "cluster": "spartito.cli.cluster:cluster_app",
+}
+"""Where each command is: only the one that is typed is imported."""
+
+
+def application(words: Sequence[str]) -> typer.Typer:
+    """The command ``spartito``, with the one of its commands that ``words`` begin with, or all."""
+    app = typer.Typer(
+        help=HELP,
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["-h", "--help"]},
+        callback=_spartito,
+    )
+    named = [words[0]] if words and words[0] in COMMANDS else COMMANDS
+    for name in named:
+        module, _, attribute = COMMANDS[name].partition(":")
+        command = getattr(import_module(module), attribute)
+        if isinstance(command, typer.Typer):
+            app.add_typer(command, name=name)
+        else:
+            app.command(name, context_settings=PASS_ON if name == "run" else None)(command)
+    return app
+
+
+def __getattr__(name: str) -> typer.Typer:
+    """``app``, the whole command: what tools look for that write its documentation."""
+    if name == "app":
+        return application([])
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command with ``argv`` (by default the process's own); answers the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
     try:
-        app(args=None if argv is None else list(argv), prog_name="spartito")
+        application(words)(args=words, prog_name="spartito")
     except SpartitoError as error:
         return show(error)
     except SystemExit as end:
@@ -54,7 +80,6 @@ def _print_version(asked: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
 def _spartito(
     show_version: Annotated[
         bool,
@@ -64,41 +89,3 @@ def _spartito(
     ] = False,
 ) -> None:
     pass
-
-
-@app.command()
-def predict(
-    run: Annotated[Path, typer.Argument(help="A run folder of spartito train.")],
-    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What to look at.")],
-    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
-) -> None:
-    """Say what a trained model sees in files.
-
-    Example: spartito predict runs/cats_vs_dogs cat.jpg dog.jpg
-    """
-    from spartito.recipes.predict import main as predict_files
-
-    raise typer.Exit(predict_files(run, files, json))
-
-
-@data_app.command()
-def check(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="One folder per class.")],
-    jfif_only: Annotated[
-        bool, typer.Option("--jfif-only", help="Only JPEG files with a JFIF header are right.")
-    ] = False,
-    remove: Annotated[bool, typer.Option("--remove", help="Delete what is wrong.")] = False,
-    move_to: Annotated[
-        Path | None, typer.Option(help="Move what is wrong there.", metavar="DIR")
-    ] = None,
-    json: Json = False,
-) -> None:
-    """Find files that are not what they say.
-
-    Example: spartito data check PetImages --jfif-only --move-to bad
-    """
-    if remove and move_to is not None:
-        raise UserError("--remove and --move-to exclude each other", "Give one of them.")
-    from spartito.data.check import main_check
-
-    raise typer.Exit(main_check(directory, jfif_only, remove, move_to, json))

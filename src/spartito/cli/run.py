@@ -18,9 +18,6 @@ from spartito.launch.job import JobSpec, Launcher, Program
 from spartito.launch.local import Local, Processes
 from spartito.names import PRECISIONS, RECIPES, nearest, new_run_folder
 
-PASS_ON = {"allow_interspersed_args": False}
-"""Everything after the script belongs to the script, options too."""
-
 OF_FILES = ("name", "out", "data")
 """What a job says to launchers that write a file."""
 

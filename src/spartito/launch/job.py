@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,7 +20,7 @@ from spartito.names import (
     RECIPES,
     nearest,
 )
-from spartito.registry import default_name, strategy_info, strategy_names
+from spartito.registry import added_by_packages, default_name, strategy_info, strategy_names
 
 GROUP = "spartito.launchers"
 """The entry points by which packages add launchers, as commands ``spartito cluster NAME``."""
@@ -248,7 +247,7 @@ class Launcher(Protocol):
 def added_launchers() -> dict[str, type[Launcher]]:
     """The launchers of installed packages, by name; `UserError` for one that cannot be loaded."""
     found: dict[str, type[Launcher]] = {}
-    for point in entry_points(group=GROUP):
+    for point in added_by_packages(GROUP):
         try:
             found[point.name] = point.load()
         except Exception as error:

@@ -1,0 +1,50 @@
+"""The commands ``spartito predict`` and ``spartito data``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from spartito.cli.options import Json
+from spartito.errors import UserError
+
+data_app = typer.Typer(help="Look after data sets.", no_args_is_help=True)
+
+
+def predict(
+    run: Annotated[Path, typer.Argument(help="A run folder of spartito train.")],
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What to look at.")],
+    json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
+) -> None:
+    """Say what a trained model sees in files.
+
+    Example: spartito predict runs/cats_vs_dogs cat.jpg dog.jpg
+    """
+    from spartito.recipes.predict import main as predict_files
+
+    raise typer.Exit(predict_files(run, files, json))
+
+
+@data_app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="One folder per class.")],
+    jfif_only: Annotated[
+        bool, typer.Option("--jfif-only", help="Only JPEG files with a JFIF header are right.")
+    ] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Delete what is wrong.")] = False,
+    move_to: Annotated[
+        Path | None, typer.Option(help="Move what is wrong there.", metavar="DIR")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Find files that are not what they say.
+
+    Example: spartito data check PetImages --jfif-only --move-to bad
+    """
+    if remove and move_to is not None:
+        raise UserError("--remove and --move-to exclude each other", "Give one of them.")
+    from spartito.data.check import main_check
+
+    raise typer.Exit(main_check(directory, jfif_only, remove, move_to, json))
