@@ -14,8 +14,10 @@ import torch.distributed as dist
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.collectives.collective import Collective
-from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.shared_memory import Cores, SharedMemoryCollective
+from spartito.collectives.store import Membership
 from spartito.collectives.tcp import SocketCollective
+from spartito.device import cgroup_quota
 
 TIMEOUT = 60.0
 REPEATS = {64: 500, 1 << 18: 100, 11 << 18: 15}
@@ -43,10 +45,11 @@ def main() -> None:
         timeout=limit,
     )
     names = [f"worker {other}" for other in range(world_size)]
-    shared = SharedMemoryCollective(rank, names, dist.PrefixStore("shared", store), TIMEOUT)
-    beside = dist.PrefixStore("beside", store)
+    group = Membership(rank, names, store, TIMEOUT)
+    spins = Cores.own().suffice([Cores.own()] * world_size, cgroup_quota())
+    shared = SharedMemoryCollective(group.under("shared"), spins)
     endpoint = Endpoint(names[rank], os.environ["MASTER_ADDR"], (DRAWN,))
-    sockets = SocketCollective(rank, names, beside, TIMEOUT, endpoint)
+    sockets = SocketCollective(group.under("beside"), endpoint)
     found: dict[int, dict[str, list[float]]] = {}
     for floats, repeats in REPEATS.items():
         calls = sides(shared, sockets, floats)

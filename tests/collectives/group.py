@@ -15,7 +15,7 @@ import torch
 from spartito.cluster.ports import free_port
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective
-from spartito.collectives.rendezvous import connect
+from spartito.collectives.rendezvous import Rendezvous
 from tests import stacks
 from tests.processes import context
 
@@ -32,7 +32,12 @@ def spec(rank: int, world_size: int, port: int) -> ClusterSpec:
 
 
 def join(rank: int, world_size: int, port: int, limit: float, way: str) -> Collective:
-    """The collective of a group on this machine.
+    """The group of all tasks of a `rendezvous`."""
+    return rendezvous(rank, world_size, port, limit, way).group()
+
+
+def rendezvous(rank: int, world_size: int, port: int, limit: float, way: str) -> Rendezvous:
+    """A job on this machine.
 
     ``way`` is a communication, or says which ranks take themselves to be on one machine, by a
     letter each: "on aab" puts the third on a machine of its own.
@@ -40,7 +45,7 @@ def join(rank: int, world_size: int, port: int, limit: float, way: str) -> Colle
     kind, _, letters = way.partition(" ")
     host = f"machine {letters[rank]}" if kind == "on" else None
     communication = "auto" if host else way
-    return connect(spec(rank, world_size, port), torch.device("cpu"), limit, communication, host)
+    return Rendezvous(spec(rank, world_size, port), torch.device("cpu"), limit, communication, host)
 
 
 def run(job: Job, world_size: int, *args: Any, communication: str = "auto") -> list[Any]:

@@ -27,7 +27,7 @@ from spartito.collectives.placement import Placement
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.rendezvous import connect
 from spartito.collectives.shared_memory import SLOT, SharedMemoryCollective
-from spartito.collectives.store import missing_tasks
+from spartito.collectives.store import Membership
 from spartito.collectives.tcp import SocketCollective
 from spartito.errors import TaskLostError, UserError
 from spartito.log import logger
@@ -203,7 +203,9 @@ def limit_to(group: Collective, seconds: float) -> None:
     elif isinstance(group, SharedMemoryCollective):
         group.timeout = seconds
     elif isinstance(group, SocketCollective | ProcessGroupCollective):
-        group._liveness._timeout = seconds
+        members = group._liveness._group
+        assert members is not None
+        group._liveness._group = replace(members, timeout=seconds)
         if isinstance(group, SocketCollective):
             group._timeout = seconds
         else:
@@ -348,15 +350,15 @@ def traffic_of_a_step(
 
 def leaders_do_not_meet(_: Connection, rank: int, world_size: int, port: int) -> Any:
     """One machine of several, whose leader does not find the others."""
-    names, store = [f"worker {r}" for r in range(world_size)], store_at(rank, port)
-    assert missing_tasks(dist.PrefixStore("here", store), rank, names, 20) == []
-    inside = SharedMemoryCollective(rank, names, store, 20)
+    group = group_at(rank, world_size, port)
+    assert group.under("here").missing() == []
+    inside = SharedMemoryCollective(group)
 
     def refuse() -> Collective:
         raise TaskLostError("worker 9 did not come", "Start it.")
 
     placement = Placement((tuple(range(world_size)), (world_size,)))
-    HierarchicalCollective(rank, names, placement, inside, refuse)
+    HierarchicalCollective(rank, group.names, placement, inside, refuse)
 
 
 def _reduced(group: Collective, *sizes: int) -> object:
@@ -477,23 +479,26 @@ def come_as_rank_1(_: Connection, _number: int, world_size: int, port: int, limi
     return "joined"
 
 
-def store_at(rank: int, port: int) -> dist.Store:
-    """The store of a group on this machine."""
-    limit = timedelta(seconds=20)
-    return dist.TCPStore(
-        "127.0.0.1", port, is_master=rank == 0, wait_for_workers=False, timeout=limit
+def group_at(rank: int, world_size: int, port: int) -> Membership:
+    """A group on this machine, with its store."""
+    store = dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=rank == 0,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=20),
     )
+    return Membership(rank, [f"worker {r}" for r in range(world_size)], store, 20)
 
 
 def join_in(
     _: Connection, rank: int, world_size: int, port: int, directories: list[str], reducer: int
 ) -> Any:
     """Shared memory in given directories, then a reducer of so many bytes."""
-    names = [f"worker {r}" for r in range(world_size)]
-    store = store_at(rank, port)
-    absent = missing_tasks(dist.PrefixStore("here", store), rank, names, 20)
-    assert rank or not absent  # rank 0, which keeps the store, may be gone as soon as we are here
-    group = SharedMemoryCollective(rank, names, store, 20, [Path(d) for d in directories])
+    members = group_at(rank, world_size, port)
+    missing = members.under("here").missing()
+    assert rank or not missing  # rank 0, which keeps the store, may be gone as soon as we are here
+    group = SharedMemoryCollective(members, directories=[Path(d) for d in directories])
     where = Path(os.readlink("/proc/self/fd/" + str(group._lives[0][1])).split(" ")[0]).parent
     if reducer:
         group.reducer(reducer, torch.uint8, torch.device("cpu"))

@@ -6,21 +6,24 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import HashStore, PrefixStore
+from torch.distributed import HashStore, PrefixStore, Store
 
 from spartito.collectives import liveness
 from spartito.collectives.liveness import LivenessCheck
+from spartito.collectives.store import Membership
 from spartito.errors import TaskLostError
 
 LONG = 60.0
 NAMES = ["worker 0", "worker 1", "worker 2"]
 
 
+def check(store: Store, rank: int, size: int = 3, timeout: float = LONG) -> LivenessCheck:
+    return LivenessCheck(Membership(rank, NAMES[:size], store, timeout))
+
+
 def test_a_suspect_is_named_and_not_who_is_busy() -> None:
     """Neither worker 1 nor worker 2 signs in; the connection to worker 1 is closed."""
-    lost = LivenessCheck(HashStore(), 0, NAMES, 7).lost(
-        OSError("cut"), ["worker 1"], "is gone: cut"
-    )
+    lost = check(HashStore(), 0, timeout=7).lost(OSError("cut"), ["worker 1"], "is gone: cut")
     assert str(lost).startswith("worker 1 is gone: cut\n")
 
 
@@ -28,7 +31,7 @@ def test_a_suspect_that_lives_is_not_named() -> None:
     """It left because worker 2 is lost."""
     store = HashStore()
     PrefixStore("alive", store).set("1", "")
-    lost = LivenessCheck(store, 0, NAMES, 7).lost(OSError("cut"), ["worker 1"], "is gone: cut")
+    lost = check(store, 0, timeout=7).lost(OSError("cut"), ["worker 1"], "is gone: cut")
     assert str(lost).startswith("worker 2 is gone or did not come within 7 s\n")
 
 
@@ -36,12 +39,12 @@ def test_the_keeper_of_the_store_stays_until_its_reason_is_read() -> None:
     store, closed = HashStore(), threading.Event()
     reason = TaskLostError("worker 7 is gone", "Look.")
     with ThreadPoolExecutor() as pool:
-        leaving = pool.submit(LivenessCheck(store, 0, NAMES[:2], LONG).leave, reason, closed.set)
+        leaving = pool.submit(check(store, 0, size=2).leave, reason, closed.set)
         assert closed.wait(LONG)
         PrefixStore("alive", store).set("1", "")  # worker 1 signs in, and has not looked yet
         with pytest.raises(TimeoutError):
             leaving.result(0.5)
-        assert str(LivenessCheck(store, 1, NAMES[:2], LONG).lost(OSError("cut"))) == str(reason)
+        assert str(check(store, 1, size=2).lost(OSError("cut"))) == str(reason)
         leaving.result(LONG)
 
 
@@ -52,16 +55,16 @@ def test_the_keeper_of_the_store_stays_until_a_reason_of_another_is_heard(
     monkeypatch.setattr(liveness, "GRACE", LONG)
     store, reason = HashStore(), TaskLostError("worker 7 is gone", "Look.")
     with ThreadPoolExecutor() as pool:
-        LivenessCheck(store, 1, NAMES, LONG).leave(reason, lambda: None)
+        check(store, 1).leave(reason, lambda: None)
         PrefixStore("alive", store).set("2", "")
-        keeping = pool.submit(LivenessCheck(store, 0, NAMES, LONG).lost, OSError("cut"))
+        keeping = pool.submit(check(store, 0).lost, OSError("cut"))
         with pytest.raises(TimeoutError):
             keeping.result(0.5)
-        heard = [LivenessCheck(store, 2, NAMES, LONG).lost(OSError("cut")), keeping.result(LONG)]
+        heard = [check(store, 2).lost(OSError("cut")), keeping.result(LONG)]
         assert [str(error) for error in heard] == [str(reason)] * 2
 
 
 def test_who_leaves_is_not_waited_for() -> None:
     store = HashStore()
-    LivenessCheck(store, 1, NAMES, LONG).leave(TaskLostError("worker 7 is gone"), lambda: None)
-    assert PrefixStore("heard", store).check(["1"])
+    check(store, 1).leave(TaskLostError("worker 7 is gone"), lambda: None)
+    assert PrefixStore("informed", store).check(["1"])

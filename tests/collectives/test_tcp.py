@@ -20,6 +20,7 @@ from spartito.cluster.ports import free_port
 from spartito.collectives.calls import encode
 from spartito.collectives.peers import RANK, connect_all
 from spartito.collectives.rendezvous import connect
+from spartito.collectives.store import Membership
 from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, rest, shares
 from spartito.errors import TaskLostError, UserError
 from tests.callers import call, hung_up
@@ -122,7 +123,7 @@ def test_strangers_at_the_port_are_hung_up_on() -> None:
     store = HashStore()
     key = b"the secret of this job"
     with ThreadPoolExecutor() as pool:
-        meeting = pool.submit(connect_all, 1, NAMES, store, LONG, HERE, key)
+        meeting = pool.submit(connect_all, Membership(1, NAMES, store, LONG), HERE, key)
         store.set("0", "nowhere")  # nobody calls the first rank
         _, text, word = store.get("1").decode().split()
         port, purpose = int(text), f"sockets {word}"
@@ -152,18 +153,18 @@ def test_strangers_at_the_port_are_hung_up_on() -> None:
 def test_who_does_not_call_is_named() -> None:
     store = HashStore()
     with pytest.raises(TaskLostError, match=r"worker 0 did not come within 0\.1 s"):
-        connect_all(1, NAMES, store, 0.1, HERE)
+        connect_all(Membership(1, NAMES, store, 0.1), HERE)
     store.set("0", "nowhere")  # it has come to the store, and goes no further
     missing = r"worker 0 did not reach 127\.0\.0\.1:\d+ within 0\.1 s"
     with pytest.raises(TaskLostError, match=missing):
-        connect_all(1, NAMES, store, 0.1, HERE)
+        connect_all(Membership(1, NAMES, store, 0.1), HERE)
 
 
 def test_a_task_that_is_gone_when_it_is_called_is_named() -> None:
     store, port = HashStore(), free_port()
     store.set("1", f"127.0.0.1 {port} {bytes(16).hex()}")
     with pytest.raises(TaskLostError, match=rf"worker 1 did not come to 127\.0\.0\.1:{port}"):
-        connect_all(0, NAMES, store, 0.1, HERE)
+        connect_all(Membership(0, NAMES, store, 0.1), HERE)
 
 
 def test_gpus_do_not_go_by_sockets() -> None:

@@ -70,6 +70,10 @@ class Collective(ABC):
     world_size: int
     names: Sequence[str] = ()
     """The tasks in rank order, for errors."""
+    name: str = "world"
+    """What the strategy calls this group."""
+    ranks: tuple[int, ...] = (0,)
+    """The ranks of its tasks in the job."""
     traffic: Traffic
     moved: Callable[[], None] = staticmethod(_nothing)
     """Is called whenever something came or went in a call that takes long."""
@@ -122,6 +126,10 @@ class Collective(ABC):
 
     @abstractmethod
     def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer: ...
+
+    def follow(self, current_call: CurrentCall) -> None:
+        """Be at the calls of another group of this task: their purpose is the same."""
+        self.current_call = current_call
 
     @abstractmethod
     def close(self) -> None:

@@ -14,6 +14,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from spartito.collectives.calls import CurrentCall
 from spartito.collectives.collective import (
     Collective,
     IdentityCollective,
@@ -22,7 +23,7 @@ from spartito.collectives.collective import (
 )
 from spartito.collectives.placement import Placement
 from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.collectives.store import retold, told
+from spartito.collectives.store import error_from_text, error_to_text
 from spartito.errors import MismatchedCallsError, SpartitoError, TaskLostError
 
 T = TypeVar("T")
@@ -70,7 +71,10 @@ class HierarchicalCollective(Collective):
             self.close()
             raise
         self.inside.traffic = self.between.traffic = self.traffic
-        self.inside.current_call = self.between.current_call = self.current_call
+        self.follow(self.current_call)
+
+    def follow(self, current_call: CurrentCall) -> None:
+        self.current_call = self.inside.current_call = self.between.current_call = current_call
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         self.within(lambda: self.inside.all_reduce(tensor))
@@ -138,14 +142,14 @@ class HierarchicalCollective(Collective):
             try:
                 work()
             except ENDS_GROUP as error:
-                reason = told(error).encode()
+                reason = error_to_text(error).encode()
                 verdict[0] = len(reason)
                 self.between.close()  # so that no other leader waits for us
         self._hear(verdict)
         if length := int(verdict[0]):
             text = torch.frombuffer(bytearray(reason or length), dtype=torch.uint8)
             self._hear(text)
-            raise retold(text.numpy().tobytes().decode())
+            raise error_from_text(text.numpy().tobytes().decode())
 
     def _hear(self, verdict: Tensor) -> None:
         """Get the leader's words, which itself may wait for another up to the limit."""

@@ -1,30 +1,22 @@
-"""Who of a group is lost: the living sign in at the job's store, with what they know."""
+"""Finds out which tasks of a group are lost: the living sign in at the store."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
-import torch.distributed as dist
-
-from spartito.collectives.store import ask, retold, sign_in, told
+from spartito.collectives.store import Membership, error_from_text, error_to_text
 from spartito.errors import SpartitoError, TaskLostError, UserError
 
-GRACE = 3.0  # seconds in which the living answer after an error
-LINGER = 10.0  # seconds that the keeper of the store stays for those who have not heard its reason
+GRACE = 3.0  # seconds in which the living sign in after an error
+LINGER = 10.0  # seconds that the keeper of the store stays for those who have not read its reason
 
 
 class LivenessCheck:
-    """The group's list at ``store``, which its first task keeps; ``names`` are in rank order."""
+    """Names the missing tasks of a group, and hands on the reason of one that left."""
 
-    def __init__(self, store: dist.Store, rank: int, names: Sequence[str], timeout: float) -> None:
-        self._stores: tuple[dist.Store, dist.Store] | None = (
-            dist.PrefixStore("alive", store),
-            dist.PrefixStore("heard", store),
-        )
-        self._rank = rank
-        self._names = names
-        self._timeout = timeout
+    def __init__(self, group: Membership) -> None:
+        self._group: Membership | None = group
 
     def lost(
         self, error: BaseException, suspects: Collection[str] = (), what: str = ""
@@ -34,41 +26,42 @@ class LivenessCheck:
         Of those who do not, the ``suspects`` are named, with ``what`` was seen of them, else
         all: others may just be busy. A reason that somebody left at the store comes first.
         """
-        if self._stores is None:
+        group = self._group
+        if group is None:
             return UserError("a call to other tasks after close()", "Make a new strategy.")
-        alive, heard = self._stores
-        absent, reasons = sign_in(alive, self._rank, self._names, GRACE)
+        missing, reasons = group.under("alive").sign_in(GRACE)
         if reasons:  # somebody left because of another loss
-            # The store goes with its keeper, who stays for those that are slower to hear.
-            sign_in(heard, self._rank, self._names, 0.0 if self._rank else GRACE)
-            return retold(reasons[0])
-        seen = [name for name in absent if name in suspects]
+            # The store goes with its keeper, who stays for those that are slower to read it.
+            group.under("informed").sign_in(GRACE if group.is_keeper else 0.0)
+            return error_from_text(reasons[0])
+        seen = [name for name in missing if name in suspects]
         if not seen:
-            what = f"is gone or did not come within {self._timeout:g} s"
+            what = f"is gone or did not come within {group.timeout:g} s"
         return TaskLostError(
-            f"{' and '.join(seen or absent)} {what}"
-            if absent
+            f"{' and '.join(seen or missing)} {what}"
+            if missing
             else f"the network between the tasks failed: {error}",
             "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
 
     def leave(self, error: SpartitoError, close: Callable[[], None]) -> None:
-        """Leave ``error`` to the others, then ``close`` what they wait at: they look here."""
-        if self._stores is None:
+        """Leave ``error`` to the others, then ``close`` their connections: they look here."""
+        group = self._group
+        if group is None:
             return
-        word, (alive, heard) = told(error), self._stores
+        alive, informed = group.under("alive"), group.under("informed")
 
-        def tell() -> None:
-            alive.set(str(self._rank), word)
-            heard.set(str(self._rank), "")  # the keeper need not wait for us
+        def write() -> None:
+            alive.store.set(str(group.rank), error_to_text(error))
+            informed.store.set(str(group.rank), "")  # the keeper need not wait for us
 
-        # A store that is gone cannot be told; the others then name its keeper.
+        # Where the store is gone the others name its keeper.
         with suppress(TaskLostError):
-            ask(tell, GRACE, self._names[0])
+            group.ask(write, GRACE)
         close()
-        if self._rank == 0:  # the store goes with us
-            sign_in(heard, self._rank, self._names, LINGER)
+        if group.is_keeper:  # the store goes with us
+            informed.sign_in(LINGER)
 
     def close(self) -> None:
         """Let go of the store: its keeper's address is free for the next group."""
-        self._stores = None
+        self._group = None

@@ -7,11 +7,9 @@ import secrets
 import socket
 import struct
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack, closing
+from dataclasses import replace
 from functools import partial
-
-import torch.distributed as dist
 
 from spartito.cluster.endpoints import Endpoint
 from spartito.cluster.listed import address
@@ -19,7 +17,7 @@ from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.forks import keep_from_forks
 from spartito.collectives.handshake import GREETING_SECONDS, reach, read
 from spartito.collectives.sockets import listen
-from spartito.collectives.store import sign_in
+from spartito.collectives.store import Membership
 from spartito.errors import TaskLostError
 
 RANK = struct.Struct("<I")
@@ -27,39 +25,42 @@ RANK = struct.Struct("<I")
 
 
 def connect_all(
-    rank: int,
-    names: Sequence[str],
-    store: dist.Store,
-    timeout: float,
-    endpoint: Endpoint,
-    key: bytes = b"",
+    group: Membership, endpoint: Endpoint, key: bytes = b""
 ) -> dict[int, socket.socket]:
     """A non-blocking connection to every other rank; all call this together.
 
-    Each calls those after it, so all but the first listen, at their ``endpoint``, and tell at
-    ``store`` where that is, with a word of its own. Who calls without this word and the job's
-    ``key`` is hung up on: reading the store is not enough. Raises `TaskLostError` that names
-    those who do not come within ``timeout`` seconds, and where they were called.
+    Each calls those after it, so all but the first listen, at their ``endpoint``, and say at the
+    store where that is, with a random token. A caller without this token and the job's ``key``
+    is refused: reading the store is not enough.
+
+    Raises:
+        TaskLostError: Names those who do not come within the time limit, and where they were
+            called.
     """
     connections: dict[int, socket.socket] = {}
     came: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
-    word, where, card = secrets.token_hex(16), "", "nowhere"
+    token, where, card = secrets.token_hex(16), "", "nowhere"
     with ExitStack() as stack:
-        if rank:
-            listener = listen(endpoint, timeout)
+        if group.rank:
+            listener = listen(endpoint, group.timeout)
             port = listener.getsockname()[1]
-            where, card = address(endpoint.host, port), f"{endpoint.host} {port} {word}"
-            enter, purpose = partial(_enter, came=came), _purpose(word)
-            door = Acceptor(listener, enter, key=key, purpose=purpose, name=names[rank])
+            where, card = address(endpoint.host, port), f"{endpoint.host} {port} {token}"
+            acceptor = Acceptor(
+                listener,
+                partial(_read_rank, came=came),
+                key=key,
+                purpose=_purpose(token),
+                name=group.names[group.rank],
+            )
             stack.callback(_drain, came)
-            stack.enter_context(closing(door))
-        absent, cards = sign_in(store, rank, names, timeout, card)
-        if absent:
-            raise _late(f"{' and '.join(absent)} did not come within {timeout:g} s")
+            stack.enter_context(closing(acceptor))
+        missing, cards = group.sign_in(group.timeout, card)
+        if missing:
+            raise _late(f"{' and '.join(missing)} did not come within {group.timeout:g} s")
         try:
-            for other in range(rank + 1, len(names)):
-                connections[other] = _call(cards[other], rank, names[other], timeout, key)
-            _answer(came, where, connections, names, rank, timeout)
+            for other in range(group.rank + 1, group.size):
+                connections[other] = _call(cards[other], group, other, key)
+            _accept_earlier(came, where, connections, group)
         except BaseException:
             close_all(connections)
             raise
@@ -69,23 +70,15 @@ def connect_all(
     return connections
 
 
-def check_connections(
-    rank: int,
-    names: Sequence[str],
-    store: dist.Store,
-    timeout: float,
-    endpoint: Endpoint,
-    key: bytes = b"",
-) -> None:
-    """Connect every rank to every other one at an `Endpoint` like ``endpoint``, and hang up.
+def check_connections(group: Membership, endpoint: Endpoint, key: bytes = b"") -> None:
+    """Connect every rank to every other one at an `Endpoint` like ``endpoint``, and close.
 
     For who leaves the connections to a library that names neither the task nor the address that
     it called in vain. Raises as `connect_all`.
     """
-    close_all(connect_all(rank, names, dist.PrefixStore("up", store), timeout, endpoint, key))
-    last = len(names) - 1
-    back = dist.PrefixStore("down", store)
-    close_all(connect_all(last - rank, names[::-1], back, timeout, endpoint, key))
+    close_all(connect_all(group.under("up"), endpoint, key))
+    back = replace(group, rank=group.size - 1 - group.rank, names=group.names[::-1])
+    close_all(connect_all(back.under("down"), endpoint, key))
 
 
 def close_all(connections: dict[int, socket.socket]) -> None:
@@ -99,24 +92,25 @@ def _drain(came: queue.Queue[tuple[int, socket.socket]]) -> None:
         came.get()[1].close()
 
 
-def _purpose(word: str) -> str:
-    return f"sockets {word}"
+def _purpose(token: str) -> str:
+    return f"sockets {token}"
 
 
-def _call(card: str, rank: int, name: str, timeout: float, key: bytes) -> socket.socket:
-    """A connection to the task ``name``, which knows us from then on."""
-    host, port, word = card.split()
-    connection = reach(host, int(port), name, timeout, key=key, purpose=_purpose(word))
+def _call(card: str, group: Membership, other: int, key: bytes) -> socket.socket:
+    """A connection to the rank ``other``, which knows our rank from then on."""
+    host, port, token = card.split()
+    name, purpose = group.names[other], _purpose(token)
+    connection = reach(host, int(port), name, group.timeout, key=key, purpose=purpose)
     try:
-        connection.sendall(RANK.pack(rank))
+        connection.sendall(RANK.pack(group.rank))
     except OSError as error:
         connection.close()
         raise TaskLostError(f"{name} is gone: {error.strerror}") from error
     return connection
 
 
-def _enter(caller: socket.socket, came: queue.Queue[tuple[int, socket.socket]]) -> None:
-    """Hear which rank a caller has that knows the job's key."""
+def _read_rank(caller: socket.socket, came: queue.Queue[tuple[int, socket.socket]]) -> None:
+    """Read which rank a caller has that knows the job's key."""
     try:
         said = read(caller, RANK.size, time.monotonic() + GREETING_SECONDS)
     except OSError:
@@ -125,23 +119,21 @@ def _enter(caller: socket.socket, came: queue.Queue[tuple[int, socket.socket]]) 
         came.put((RANK.unpack(said)[0], caller))
 
 
-def _answer(
+def _accept_earlier(
     came: queue.Queue[tuple[int, socket.socket]],
     where: str,
     connections: dict[int, socket.socket],
-    names: Sequence[str],
-    rank: int,
-    timeout: float,
+    group: Membership,
 ) -> None:
     """Put into ``connections`` those of all ranks before ours, who call us at ``where``."""
-    missing = set(range(rank))
-    end = time.monotonic() + timeout
+    missing = set(range(group.rank))
+    end = time.monotonic() + group.timeout
     while missing:
         try:
             other, caller = came.get(timeout=max(0.0, end - time.monotonic()))
         except queue.Empty:
-            late = " and ".join(names[other] for other in sorted(missing))
-            raise _late(f"{late} did not reach {where} within {timeout:g} s") from None
+            late = " and ".join(group.names[other] for other in sorted(missing))
+            raise _late(f"{late} did not reach {where} within {group.timeout:g} s") from None
         if other in missing:
             missing.discard(other)
             connections[other] = caller

@@ -25,7 +25,7 @@ from spartito.collectives.collective import (
     add_piggybacked,
 )
 from spartito.collectives.liveness import GRACE, LivenessCheck
-from spartito.collectives.store import ask
+from spartito.collectives.store import Membership
 from spartito.errors import SpartitoError, install_excepthook
 
 GLOO_AT_ADDRESS = "gloo_at_address"
@@ -50,61 +50,81 @@ dist.Backend.register_backend(GLOO_AT_ADDRESS, _gloo, extended_api=True, devices
 
 
 class ProcessGroupCollective(Collective):
-    """The group of all replicas behind ``torch.distributed``'s default process group.
+    """A group of tasks behind a process group of ``torch.distributed``.
 
-    ``address`` is this process's own address as the others see it, so that gloo does not have
-    to guess an interface; None leaves it to gloo. Errors of the backend name no rank, so the
-    living sign in at ``store`` and the one who does not is named.
+    Errors of the backend name no rank: the living sign in at the store, and the one who does not
+    is named.
+
+    Args:
+        group: The tasks.
+        backend: "gloo" or "nccl".
+        address: This process's own address as the others see it, so that gloo does not have to
+            guess an interface; None leaves it to gloo.
+        ranks: The ranks of the tasks in the default process group, which has to exist; None makes
+            the default one.
     """
+
+    process_group: dist.ProcessGroup
+    """What torch's own functions take as ``group`` or ``process_group``."""
 
     def __init__(
         self,
-        rank: int,
-        names: Sequence[str],
-        store: dist.Store,
-        timeout: float,
+        group: Membership,
         backend: str = "gloo",
         address: str | None = None,
+        ranks: Sequence[int] | None = None,
     ) -> None:
         super().__init__()
-        self.rank = rank
-        self.world_size = len(names)
-        self.names = names
-        self._liveness = LivenessCheck(store, rank, names, timeout)
+        self.rank = group.rank
+        self.world_size = group.size
+        self.names = group.names
+        self._liveness = LivenessCheck(group)
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
-        limit = timedelta(seconds=timeout)
+        limit = timedelta(seconds=group.timeout)
         options: Any = None
         if backend == "gloo" and address:
             backend, options = GLOO_AT_ADDRESS, gloo_options(address, limit)
 
         def join() -> None:
             with self._named():
+                if ranks is not None:
+                    self.process_group = dist.new_group(
+                        list(ranks),
+                        limit,
+                        backend,
+                        options,
+                        use_local_synchronization=True,
+                    )
+                    return
                 dist.init_process_group(
                     backend,
-                    store=dist.PrefixStore("group", store),
-                    rank=rank,
+                    store=group.under("group").store,
+                    rank=self.rank,
                     world_size=self.world_size,
                     timeout=limit,
                     pg_options=options,
                 )
+                self.process_group = dist.distributed_c10d._get_default_group()
 
         self._joined = True
-        ask(join, timeout + 2 * GRACE, names[0])  # the error itself takes a while to name someone
+        group.ask(join, group.timeout + 2 * GRACE)  # the error itself takes a while to name a task
         install_excepthook()  # torch has put its own before ours, which drops the exit code
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
-        return self._in_place(tensor, dist.all_reduce)
+        return self._in_place(tensor, lambda flat: dist.all_reduce(flat, group=self.process_group))
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         self.meet()
         source = self._here(tensor)
         answers = [torch.empty_like(source) for _ in range(self.world_size)]
         with self._named():
-            dist.all_gather(answers, source)
+            dist.all_gather(answers, source, self.process_group)
         return [answer.to(tensor.device) for answer in answers]
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
-        return self._in_place(tensor, lambda flat: dist.broadcast(flat, source))
+        return self._in_place(
+            tensor, lambda flat: dist.broadcast(flat, group=self.process_group, group_src=source)
+        )
 
     def _barrier(self) -> None:
         self.meet()
@@ -125,7 +145,7 @@ class ProcessGroupCollective(Collective):
         source = own.view(torch.int64).to(self._device)
         heads = [torch.empty_like(source) for _ in range(self.world_size)]
         with self._named():
-            dist.all_gather(heads, source)
+            dist.all_gather(heads, source, self.process_group)
         came = torch.stack(heads).cpu()
         for peer, word in enumerate(came[:, 0].tolist()):
             self._compare(peer, word)
@@ -136,11 +156,11 @@ class ProcessGroupCollective(Collective):
         """Sum one block over the replicas, in place, after a `meet`."""
         self.traffic.moved(tensor.nbytes)
         with self._named():
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.process_group)
 
     def close(self) -> None:
         if self._joined and dist.is_initialized():  # it may be another's by now
-            dist.destroy_process_group()
+            dist.destroy_process_group(self.process_group)
         self._joined = False
         self._liveness.close()
 

@@ -1,11 +1,14 @@
-"""How the processes of a job find each other: one store at the rendezvous, then a collective."""
+"""How the tasks of a job find each other: one store at the rendezvous, then groups of tasks."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
+from functools import cached_property
+from typing import Self
 
 import msgspec
 import torch
@@ -27,71 +30,203 @@ from spartito.collectives.hierarchical import HierarchicalCollective, Inside
 from spartito.collectives.peers import check_connections
 from spartito.collectives.placement import PROCESS_GROUP, Placement
 from spartito.collectives.process_group import ProcessGroupCollective
-from spartito.collectives.shared_memory import SharedMemoryCollective, host_key, supported
+from spartito.collectives.shared_memory import Cores, SharedMemoryCollective, host_key, supported
 from spartito.collectives.sockets import RETRY_SECONDS, dial, listen
-from spartito.collectives.store import ask, missing_tasks
+from spartito.collectives.store import Membership, ask
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
+from spartito.device import cgroup_quota
 from spartito.errors import TaskLostError, UserError
 from spartito.names import nearest
 
 COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
-_meetings = 0  # of this process so far
+WORLD = "world"
+"""The group of all tasks that train."""
 FAREWELL = 10.0  # seconds that the keeper of the store stays for those who are refused with it
+_visits = 0  # of this process to a store so far
 
 
-class Arrival(msgspec.Struct, frozen=True):
-    """What each replica tells all when it comes; equal texts ``host`` share memory."""
+class TaskInfo(msgspec.Struct, frozen=True):
+    """What each task says of itself; equal texts ``host`` share memory."""
 
     host: str
     versions: Versions
+    cores: Cores
 
 
-def connect(
-    cluster: ClusterSpec,
-    device: torch.device,
-    timeout: float | None = None,
-    communication: str = "auto",
-    host: str | None = None,
-) -> Collective:
-    """The fastest collective that all replicas of ``cluster`` can share; all call this together.
+class Rendezvous:
+    """The tasks of a job, of which groups with a name exchange tensors.
 
-    Alone: the identity. On CPUs of one machine: shared memory; of several machines: sockets, and
-    shared memory inside a machine with several replicas. "sockets" leaves shared memory out.
-    "process_group" and "ddp" are gloo on CPUs; GPUs have NCCL. Processes with equal texts
-    ``host`` share memory; None finds out.
-    Raises `TaskLostError` that names the replicas which did not come within ``timeout`` seconds,
-    and on all of them `UserError` if their versions of Spartito or torch do not fit together.
+    Making one talks to nobody: the first `group` meets the other tasks. As a context manager it
+    closes its groups at the end.
+
+    Args:
+        cluster: The tasks, and which of them this process is.
+        device: Where the tensors of the groups are.
+        timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
+        communication: "auto" is the fastest way: on CPUs of one machine shared memory, of several
+            machines sockets, and shared memory inside a machine with several tasks; on GPUs NCCL.
+            "sockets" leaves shared memory out. "process_group" and "ddp" are gloo on CPUs.
+        host: Processes with equal texts share memory; None finds out.
+
+    Raises:
+        UserError: An unknown ``communication``, or one that the device cannot have.
     """
-    check_communication(communication, device)
-    limit = time_limit(timeout)
-    if cluster.world_size == 1:
-        return IdentityCollective()
-    group = device.type != "cpu" or communication in PROCESS_GROUP
-    if group:
-        check_drawn()
-    names = [cluster.name_of(rank) for rank in range(cluster.world_size)]
-    store = _meet(cluster, names, limit)
-    here = (host or host_key()) if supported() else f"rank {cluster.rank}"
-    came = ask(lambda: _tell_all(store, cluster, here), limit, names[0])
-    _check_versions(came, cluster.rank, names, store)
-    placement = Placement.of([arrival.host for arrival in came])
-    share = not group and communication == "auto"
-    if share and len(placement.machines) == 1:
-        return SharedMemoryCollective(cluster.rank, names, store, limit)
-    if share and placement.is_layered:
-        return _hierarchical(cluster, names, store, limit, placement)
-    if not group:
-        where, key = peer_endpoint(cluster), job_key(cluster)
-        return SocketCollective(cluster.rank, names, store, limit, where, key)
-    endpoint = group_endpoint(cluster)
-    if device.type == "cuda":
-        if interface := chosen_interface():
+
+    def __init__(
+        self,
+        cluster: ClusterSpec,
+        device: torch.device,
+        timeout: float | None = None,
+        communication: str = "auto",
+        host: str | None = None,
+    ) -> None:
+        check_communication(communication, device)
+        self._cluster, self._device = cluster, device
+        self._timeout = time_limit(timeout)
+        self._uses_process_group = device.type != "cpu" or communication in PROCESS_GROUP
+        if self._uses_process_group and cluster.world_size > 1:
+            check_drawn()
+        self._shares_memory = communication == "auto" and device.type == "cpu"
+        self._host = host
+        self._names = [cluster.name_of(rank) for rank in range(cluster.world_size)]
+        self._groups: dict[str, Collective] = {}
+
+    def group(self, name: str = WORLD, ranks: Sequence[int] | None = None) -> Collective:
+        """The group of this name, which is made when it is asked for the first time.
+
+        All of its tasks call this together, and tasks that are in several groups ask for these in
+        the same order. Groups of one name need no common task, as those of each row of a mesh.
+
+        Args:
+            name: What errors call the group.
+            ranks: Its tasks by their rank in the job, this one included; None is all. Their rank
+                in the group follows that in the job.
+
+        Raises:
+            TaskLostError: Names the tasks that did not come within the time limit.
+            UserError: On all tasks, where their versions of Spartito or torch do not fit together.
+        """
+        world = range(len(self._names))
+        members = tuple(world) if ranks is None else tuple(sorted(set(ranks)))
+        if self._cluster.rank not in members or not set(members) <= set(world):
+            raise UserError(
+                f"group {name!r} of the ranks {list(members)}, asked for by rank "
+                f"{self._cluster.rank} of {len(world)}",
+                "A task asks for the groups that it is in, of ranks that the job has.",
+            )
+        before = tuple(world) if name == WORLD else members
+        if name in self._groups:
+            before = self._groups[name].ranks
+        if members != before:
+            raise UserError(
+                f"group {name!r} has the ranks {list(before)}, and now is to have {list(members)}",
+                "Give each group of a task a name of its own.",
+            )
+        if name not in self._groups:
+            made = self._made(name, members)
+            made.name, made.ranks = name, members
+            if self._groups:  # what calls are for is the same in all groups
+                made.follow(next(iter(self._groups.values())).current_call)
+            self._groups[name] = made
+        return self._groups[name]
+
+    def close(self) -> None:
+        """Leave all groups. May be called again."""
+        while self._groups:
+            self._groups.popitem()[1].close()
+        self.__dict__.pop("_store", None)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    @cached_property
+    def _store(self) -> dist.Store:
+        """The job's store, once every task is there."""
+        return _meet(self._cluster, self._names, self._timeout)
+
+    @cached_property
+    def _tasks(self) -> list[TaskInfo]:
+        """What the tasks say of themselves, by rank; raises on all where they do not fit."""
+        world = self._member(self._store, range(len(self._names)))
+        rank = self._cluster.rank
+        here = (self._host or host_key()) if supported() else f"rank {rank}"
+        own = TaskInfo(here, Versions.own(), Cores.own())
+
+        def exchange() -> list[TaskInfo]:
+            world.store.set(f"came as/{rank}", msgspec.json.encode(own).decode())
+            texts = [world.store.get(f"came as/{other}") for other in range(world.size)]
+            return [msgspec.json.decode(text, type=TaskInfo) for text in texts]
+
+        tasks = world.ask(exchange)
+        try:
+            check_versions(
+                {name: task.versions for name, task in zip(world.names, tasks, strict=True)}
+            )
+        except UserError:
+            # The store goes with its keeper: that one leaves when all have read it.
+            world.under("refused").missing(FAREWELL)
+            raise
+        return tasks
+
+    def _member(self, store: dist.Store, ranks: Sequence[int]) -> Membership:
+        names = [self._names[rank] for rank in ranks]
+        rank = ranks.index(self._cluster.rank)
+        return Membership(rank, names, store, self._timeout, self._names[0])
+
+    def _made(self, name: str, ranks: tuple[int, ...]) -> Collective:
+        if len(self._names) == 1:
+            return IdentityCollective()
+        tasks = self._tasks  # all come, also to a group of one
+        if len(ranks) == 1:
+            return IdentityCollective()
+        group = self._member(self._store, ranks).under(f"group/{name}/{ranks[0]}")
+        if self._uses_process_group:
+            return self._process_group(group, None if name == WORLD else ranks)
+        placement = Placement.of([tasks[rank].host for rank in ranks])
+        if self._shares_memory and len(placement.machines) == 1:
+            return SharedMemoryCollective(group, self._spins)
+        if self._shares_memory and placement.is_layered:
+            return self._hierarchical(group, placement)
+        return SocketCollective(group, peer_endpoint(self._cluster), job_key(self._cluster))
+
+    @cached_property
+    def _spins(self) -> bool:
+        """Whether the cores suffice for all tasks of the job on this machine, of any group."""
+        own = self._tasks[self._cluster.rank]
+        return own.cores.suffice(
+            [task.cores for task in self._tasks if task.host == own.host], cgroup_quota()
+        )
+
+    def _hierarchical(self, group: Membership, placement: Placement) -> Collective:
+        """Shared memory among the tasks of this machine, sockets among the leaders."""
+        machine, members = placement.machine_of(group.rank), placement.members(group.rank)
+        inside: Inside = IdentityCollective()
+        if len(members) > 1:
+            names = [group.names[member] for member in members]
+            neighbours = replace(group, rank=members.index(group.rank), names=names)
+            inside = SharedMemoryCollective(neighbours.under(f"machine/{machine}"), self._spins)
+
+        def meet_leaders() -> Collective:
+            names = [group.names[leader] for leader in placement.leaders]
+            leaders = replace(group, rank=machine, names=names)
+            return SocketCollective(leaders, peer_endpoint(self._cluster), job_key(self._cluster))
+
+        return HierarchicalCollective(group.rank, group.names, placement, inside, meet_leaders)
+
+    def _process_group(self, group: Membership, ranks: Sequence[int] | None) -> Collective:
+        if ranks is not None:
+            self.group()  # torch makes other groups out of the one of all
+        endpoint = group_endpoint(self._cluster)
+        backend = "nccl" if self._device.type == "cuda" else "gloo"
+        if backend == "nccl" and (interface := chosen_interface()):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(interface))
-        return ProcessGroupCollective(cluster.rank, names, store, limit, "nccl", endpoint.host)
-    ways = dist.PrefixStore("ways", store)
-    check_connections(cluster.rank, names, ways, limit, endpoint, job_key(cluster))
-    return ProcessGroupCollective(cluster.rank, names, store, limit, "gloo", endpoint.host)
+        if backend == "gloo":
+            check_connections(group.under("ways"), endpoint, job_key(self._cluster))
+        return ProcessGroupCollective(group, backend, endpoint.host, ranks)
 
 
 def check_communication(communication: str, device: torch.device) -> None:
@@ -104,43 +239,28 @@ def check_communication(communication: str, device: torch.device) -> None:
         raise UserError(f"communication='sockets' on {device}", "Sockets are for CPUs: take auto.")
 
 
-def _hierarchical(
-    cluster: ClusterSpec, names: list[str], store: dist.Store, limit: float, placement: Placement
+def connect(
+    cluster: ClusterSpec,
+    device: torch.device,
+    timeout: float | None = None,
+    communication: str = "auto",
+    host: str | None = None,
 ) -> Collective:
-    """Shared memory among the replicas of this machine, sockets among the leaders."""
-    rank = cluster.rank
-    machine, members = placement.machine_of(rank), placement.members(rank)
-    inside: Inside = IdentityCollective()
-    if len(members) > 1:
-        own = dist.PrefixStore(f"machine/{machine}", store)
-        neighbours = [names[member] for member in members]
-        place = members.index(rank)
-        inside = SharedMemoryCollective(place, neighbours, own, limit, keeper=names[0])
-
-    def meet_leaders() -> Collective:
-        leaders = [names[leader] for leader in placement.leaders]
-        where, key = peer_endpoint(cluster), job_key(cluster)
-        return SocketCollective(machine, leaders, store, limit, where, key)
-
-    return HierarchicalCollective(rank, names, placement, inside, meet_leaders)
-
-
-def _rendezvous(cluster: ClusterSpec) -> tuple[str, int]:
-    assert cluster.rendezvous is not None  # ClusterSpec holds this for several replicas
-    return split_address(cluster.rendezvous)
+    """The group of all tasks of a `Rendezvous` with these arguments."""
+    return Rendezvous(cluster, device, timeout, communication, host).group()
 
 
 def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
     """The job's store, once every replica is there."""
-    host, port = _rendezvous(cluster)
+    host, port = split_address(cluster.rendezvous or "")
     # torchrun's agent keeps a store at this address already, over restarts of the workers too.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     serves = cluster.rank == 0 and not agent
     end = time.monotonic() + limit
-    global _meetings
-    _meetings += 1
-    # The agent's store keeps what was said in earlier meetings of the same processes.
-    prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_meetings * agent}"
+    global _visits
+    _visits += 1
+    # The agent's store keeps the keys of earlier visits of the same processes.
+    prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_visits * agent}"
     if serves:
         listener = listen(rendezvous_endpoint(cluster), limit).detach()
     else:
@@ -150,10 +270,12 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
             dial(host, port, names[0], limit).close()  # torch's store would wait, but noisily
         try:
             job = ask(
-                lambda: _place(host, port, limit, listener, prefix, cluster.rank), limit, names[0]
+                lambda: _entered(host, port, limit, listener, prefix, cluster.rank),
+                limit,
+                names[0],
             )
         except TaskLostError:
-            if serves or _meetings == 1 or time.monotonic() > end:
+            if serves or _visits == 1 or time.monotonic() > end:
                 raise
             job = None
         if job is not None:
@@ -165,29 +287,23 @@ def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
             )
         time.sleep(RETRY_SECONDS)
     left = max(0.0, end - time.monotonic())
-    absent = missing_tasks(dist.PrefixStore("came", job), cluster.rank, names, left)
-    if absent:
+    if missing := Membership(cluster.rank, names, job, limit).under("came").missing(left):
         raise TaskLostError(
-            f"{' and '.join(absent)} did not come to {host}:{port} within {limit:g} s",
-            "Start it, or mend the address; SPARTITO_TIMEOUT sets the limit in seconds.",
+            f"{' and '.join(missing)} did not come to {host}:{port} within {limit:g} s",
+            "Start it, or correct the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
     return job
 
 
-def _place(
+def _entered(
     host: str, port: int, limit: float, listener: int | None, prefix: str, rank: int
 ) -> dist.Store | None:
-    """Our place at the job's store; None where a process came as ``rank`` before.
+    """The job's store, which is kept here if ``listener`` is its socket.
 
-    That may have been this one: the store of a meeting that is over goes a moment later.
+    None where a process came as ``rank`` before. That may have been this one: the store of an
+    earlier job goes a moment later.
     """
-    job = dist.PrefixStore(prefix, _store(host, port, limit, listener))
-    return job if job.add(f"place/{rank}", 1) == 1 else None
-
-
-def _store(host: str, port: int, limit: float, listener: int | None) -> dist.TCPStore:
-    """Our end of the job's store, which is kept here if ``listener`` is its socket."""
-    return dist.TCPStore(
+    store = dist.TCPStore(
         host,
         port,
         is_master=listener is not None,
@@ -195,23 +311,5 @@ def _store(host: str, port: int, limit: float, listener: int | None) -> dist.TCP
         timeout=timedelta(seconds=limit),
         master_listen_fd=listener,
     )
-
-
-def _tell_all(store: dist.Store, cluster: ClusterSpec, host: str) -> list[Arrival]:
-    """What all replicas tell, by rank."""
-    own = Arrival(host, Versions.own())
-    store.set(f"came as/{cluster.rank}", msgspec.json.encode(own).decode())
-    told = [store.get(f"came as/{rank}") for rank in range(cluster.world_size)]
-    return [msgspec.json.decode(text, type=Arrival) for text in told]
-
-
-def _check_versions(
-    came: Sequence[Arrival], rank: int, names: Sequence[str], store: dist.Store
-) -> None:
-    """Raise on all replicas if their versions do not fit together."""
-    try:
-        check_versions({name: one.versions for name, one in zip(names, came, strict=True)})
-    except UserError:
-        # The store goes with its keeper: that one leaves when all have read it.
-        missing_tasks(dist.PrefixStore("refused", store), rank, names, FAREWELL)
-        raise
+    job = dist.PrefixStore(prefix, store)
+    return job if job.add(f"rank/{rank}", 1) == 1 else None

@@ -20,11 +20,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from zlib import crc32
+from typing import Self
 
+import msgspec
 import torch
 from torch import Tensor
-from torch.distributed import PrefixStore, Store
 
 from spartito.collectives.calls import encode
 from spartito.collectives.collective import (
@@ -36,9 +36,9 @@ from spartito.collectives.collective import (
 )
 from spartito.collectives.forks import keep_from_forks
 from spartito.collectives.segment import Segment
-from spartito.collectives.store import ask, missing_tasks
+from spartito.collectives.store import Membership
 from spartito.collectives.waiting import Waiting
-from spartito.device import affinity, cgroup_quota, own_cgroup
+from spartito.device import affinity, own_cgroup
 from spartito.errors import TaskLostError, UserError
 
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
@@ -62,48 +62,57 @@ def _shm_device() -> int:
     return os.stat("/dev/shm").st_dev if os.path.isdir("/dev/shm") else 0
 
 
-def has_room(own: Tensor, everyone: Tensor, cores: int, quota: float) -> bool:
-    """Whether all ranks that share this one's cores, and all that share its quota, can compute.
+class Cores(msgspec.Struct, frozen=True):
+    """Which CPU cores a process may use, and the cgroup whose quota it has.
 
-    ``own`` and each row of ``everyone`` tell which ``cores`` a rank has and which ``quota``:
-    containers of one machine share cores, but not quotas.
+    Containers of one machine share cores, but not quotas.
     """
-    beside = (everyone == own).sum(0)
-    return bool(beside[0] <= cores and beside[1] <= quota)
+
+    cores: tuple[int, ...]
+    cgroup: str
+
+    @classmethod
+    def own(cls) -> Self:
+        """Those of this process."""
+        return cls(tuple(sorted(affinity())), own_cgroup())
+
+    def suffice(self, everyone: Sequence[Cores], quota: float) -> bool:
+        """Whether all with the same cores, and all with the same ``quota``, can compute at once."""
+        sharing = sum(other.cores == self.cores for other in everyone)
+        return sharing <= len(self.cores) and (
+            sum(other.cgroup == self.cgroup for other in everyone) <= quota
+        )
 
 
 class SharedMemoryCollective(Collective):
-    """The group of all replicas on one machine.
+    """A group of tasks on one machine.
 
-    ``store``, which the task ``keeper`` (rank 0 if nothing is said) keeps, brings them together
-    once; ``names`` are the tasks' names in rank order, for errors; no wait lasts longer than
-    ``timeout`` seconds.
+    Args:
+        group: The tasks; their store is used while they meet.
+        spins: Whether a wait looks at the memory for a while before it gives up its core.
+        directories: Where the memory may be; the first with enough space is taken.
     """
 
     def __init__(
         self,
-        rank: int,
-        names: Sequence[str],
-        store: Store,
-        timeout: float,
+        group: Membership,
+        spins: bool = False,
         directories: Sequence[Path] = (Path("/dev/shm"), Path(tempfile.gettempdir())),
-        keeper: str = "",
     ) -> None:
         super().__init__()
-        self.rank = rank
-        self.world_size = len(names)
-        self.timeout = timeout
-        self.waiting = Waiting(rank, names)
-        self.names = names
-        self._keeper = keeper or names[0]
+        self.rank = rank = group.rank
+        self.world_size = group.size
+        self.timeout = group.timeout
+        self.waiting = Waiting(rank, group.names)
+        self.names = group.names
         self._directories = [path for path in directories if path.is_dir()]
-        self._spins = 0
+        self._spins = SPINS if spins else 0
         self._sequence = 0
         self._parity = 0
         head = 2 * LINE * self.world_size
         size = head + 2 * SLOT * self.world_size
 
-        self._segment = segment = self._segment_for_all(size, self._teller(store))
+        self._segment = segment = self._segment_for_all(size, self._teller(group))
         self._came = memoryview(segment.map).cast("q")
         self._piggybacked = memoryview(segment.map).cast("d")
         self._slots = [
@@ -114,20 +123,14 @@ class SharedMemoryCollective(Collective):
         self._others = [(r, self._cell(r)) for r in range(self.world_size) if r != rank]
         self._lives: list[tuple[int, int]] = []
         try:
-            self._exchange_lives(store)
+            self._exchange_lives(group.under("life"))
             self.barrier()
-            self._spins = SPINS if self._has_room() else 0
         except BaseException:
             self.close()
             raise
         finally:
             self._unlink(segment)
             self._life_path(rank).unlink(missing_ok=True)
-
-    def _has_room(self) -> bool:
-        cores = affinity()
-        own = torch.tensor([crc32(str(sorted(cores)).encode()), crc32(own_cgroup().encode())])
-        return has_room(own, torch.stack(self.all_gather(own)), len(cores), cgroup_quota())
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         def add(parts: list[Tensor], into: Tensor) -> None:
@@ -299,25 +302,23 @@ class SharedMemoryCollective(Collective):
         if self.rank == 0:
             segment.path.unlink(missing_ok=True)
 
-    def _teller(self, store: Store) -> Callable[[str], str]:
+    def _teller(self, group: Membership) -> Callable[[str], str]:
         def tell(text: str) -> str:
             if self.rank == 0:
-                store.set("segment", text)
+                group.store.set("segment", text)
                 return text
-            return ask(lambda: store.get("segment").decode(), self.timeout, self._keeper)
+            return group.ask(lambda: group.store.get("segment").decode())
 
         return tell
 
-    def _exchange_lives(self, store: Store) -> None:
+    def _exchange_lives(self, group: Membership) -> None:
         """Lock a file of our own, and open those of the others."""
         own = os.open(self._life_path(self.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         self._lives.append((self.rank, own))
         keep_from_forks(own)
         fcntl.flock(own, fcntl.LOCK_EX)
-        lives = PrefixStore("life", store)
-        absent = missing_tasks(lives, self.rank, self.names, self.timeout, self._keeper)
-        if absent:
-            raise TaskLostError(f"{' and '.join(absent)} did not come within {self.timeout:g} s")
+        if missing := group.missing():
+            raise TaskLostError(f"{' and '.join(missing)} did not come within {self.timeout:g} s")
         for rank, _ in self._others:
             self._lives.append((rank, os.open(self._life_path(rank), os.O_RDWR)))
 

@@ -1,13 +1,14 @@
-"""Talking to the job's store, whose calls know no time limit when its keeper is frozen."""
+"""The job's key-value store, and what a group of tasks does with it."""
 
 from __future__ import annotations
 
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Self, TypeVar
 
-from torch.distributed import Store
+from torch.distributed import PrefixStore, Store
 
 from spartito.collectives.waiting import Waiting
 from spartito.errors import (
@@ -19,98 +20,130 @@ from spartito.errors import (
 
 T = TypeVar("T")
 
-MARGIN = 3.0  # seconds beyond a limit in which a call that keeps one itself may still answer
+MARGIN = 3.0  # seconds beyond a limit in which a call that keeps one itself may still return
+
+
+@dataclass(frozen=True)
+class Membership:
+    """A group of tasks as one of them sees it.
+
+    Attributes:
+        rank: The index of this task in the group.
+        names: The names of the tasks in rank order, for errors.
+        store: A key-value store that the group has for itself.
+        timeout: Seconds that a wait for another task may take.
+        keeper: The task in whose process the store is, of this group or not; "" is rank 0.
+    """
+
+    rank: int
+    names: Sequence[str]
+    store: Store
+    timeout: float
+    keeper: str = ""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "keeper", self.keeper or self.names[0])
+
+    @property
+    def size(self) -> int:
+        """The number of tasks."""
+        return len(self.names)
+
+    @property
+    def is_keeper(self) -> bool:
+        """Whether the store ends with this process."""
+        return self.names[self.rank] == self.keeper
+
+    def under(self, prefix: str) -> Self:
+        """The same group with the keys below ``prefix``."""
+        return replace(self, store=PrefixStore(prefix, self.store))
+
+    def ask(self, call: Callable[[], T], limit: float | None = None) -> T:
+        """As `ask`; None is the time limit of the group."""
+        return ask(call, self.timeout if limit is None else limit, self.keeper)
+
+    def missing(self, limit: float | None = None) -> list[str]:
+        """Sign in, and return the names of those who do not within ``limit`` seconds.
+
+        The keeper is missing if the store is gone or frozen from the start. A wait is logged.
+        """
+        limit = self.timeout if limit is None else limit
+        return self.sign_in(limit, waiting=Waiting(self.rank, self.names))[0]
+
+    def sign_in(
+        self, limit: float, text: str = "", waiting: Waiting | None = None
+    ) -> tuple[list[str], list[str]]:
+        """As `missing`, and the texts of those who came; ``text`` is ours, "" is none."""
+        missing = set(range(self.size))
+        texts: dict[int, str] = {}
+        start = time.monotonic()
+
+        def look() -> None:
+            self.store.set(str(self.rank), text)
+            while True:
+                for other in sorted(missing):
+                    if self.store.check([str(other)]):
+                        texts[other] = self.store.get(str(other)).decode()
+                        missing.discard(other)
+                waited = time.monotonic() - start
+                if not missing or waited > limit:
+                    return
+                if waiting is not None:
+                    waiting.look(waited, missing, limit)
+                time.sleep(0.005)
+
+        try:
+            self.ask(look, limit)
+        except TaskLostError:
+            # Often the store went with its keeper just because somebody else did not come in time.
+            if not texts:
+                return [self.keeper], []
+        found = [texts[rank] for rank in sorted(texts) if texts[rank]]
+        return [self.names[rank] for rank in sorted(missing)], found
 
 
 def ask(call: Callable[[], T], limit: float, keeper: str) -> T:
-    """What ``call`` answers, which talks to the store that the task ``keeper`` holds.
+    """The result of ``call``, which uses the store and may hang where its keeper is frozen.
 
-    Raises `TaskLostError` that names the keeper when the store is gone, or has not answered
-    ``limit`` seconds (and a margin) later: the call goes on in its thread, and nobody waits.
+    Args:
+        call: What is run, in a thread of its own.
+        limit: Seconds to wait, and a margin.
+        keeper: The task that has the store, for errors.
+
+    Raises:
+        TaskLostError: The store is gone or did not reply in time.
     """
-    answers: list[T] = []
+    results: list[T] = []
     errors: list[BaseException] = []
 
     def work() -> None:
         try:
-            answers.append(call())
-        except BaseException as error:  # raised again below, in the thread that asked
+            results.append(call())
+        except BaseException as error:  # raised again below, in the caller's thread
             errors.append(error)
 
     thread = threading.Thread(target=work, name="spartito-store", daemon=True)
     thread.start()
     thread.join(limit + MARGIN)
-    if answers:
-        return answers[0]
+    if results:
+        return results[0]
     error = errors[0] if errors else None
     if error is not None and not isinstance(error, RuntimeError):
         raise error
-    what = "is gone" if error is not None else f"did not answer within {limit:g} s"
+    what = "is gone" if error is not None else f"did not reply within {limit:g} s"
     raise TaskLostError(
         f"{keeper} {what}: it keeps the store where the tasks meet",
         f"Look at the last lines of {keeper}. SPARTITO_TIMEOUT sets the limit in seconds.",
     ) from error
 
 
-def missing_tasks(
-    store: Store, rank: int, names: Sequence[str], limit: float, keeper: str = ""
-) -> list[str]:
-    """Sign in as ``rank`` and answer the names of those who do not within ``limit`` seconds.
-
-    ``keeper`` keeps the store, rank 0 if nothing is said: it is absent too if the store is gone
-    or frozen from the start. A wait for the others is told.
-    """
-    return sign_in(store, rank, names, limit, keeper=keeper, waiting=Waiting(rank, names))[0]
-
-
-def sign_in(
-    store: Store,
-    rank: int,
-    names: Sequence[str],
-    limit: float,
-    text: str = "",
-    keeper: str = "",
-    waiting: Waiting | None = None,
-) -> tuple[list[str], list[str]]:
-    """As `missing_tasks`, and the texts of those who came; ``text`` is ours, "" is none.
-
-    ``waiting`` takes note of a wait for the others.
-    """
-    absent = set(range(len(names)))
-    words: dict[int, str] = {}
-    start = time.monotonic()
-    end = start + limit
-
-    def look() -> None:
-        store.set(str(rank), text)
-        while True:
-            for other in sorted(absent):
-                if store.check([str(other)]):
-                    words[other] = store.get(str(other)).decode()
-                    absent.discard(other)
-            if not absent or time.monotonic() > end:
-                return
-            if waiting is not None:
-                waiting.look(time.monotonic() - start, absent, limit)
-            time.sleep(0.005)
-
-    keeper = keeper or names[0]
-    try:
-        ask(look, limit, keeper)
-    except TaskLostError:
-        # Often the store went with its keeper just because somebody else did not come in time.
-        if not words:
-            return [keeper], []
-    return [names[rank] for rank in sorted(absent)], [words[r] for r in sorted(words) if words[r]]
-
-
-def told(error: SpartitoError) -> str:
-    """What another task is to raise when we leave because of ``error``."""
+def error_to_text(error: SpartitoError) -> str:
+    """What another task needs to raise ``error`` too."""
     return f"{error.exit_code} {error}"
 
 
-def retold(text: str) -> SpartitoError:
-    """The error that another task has `told`."""
+def error_from_text(text: str) -> SpartitoError:
+    """The error that another task gave to `error_to_text`."""
     code, _, message = text.partition(" ")
     what, _, do = message.partition("\n  ")
     kind = TaskLostError if int(code) == EXIT_TASK_LOST else MismatchedCallsError

@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from spartito.cluster.endpoints import Endpoint
 from spartito.collectives.collective import Collective, Piggybacked, Reducer
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import close_all, connect_all
+from spartito.collectives.store import Membership
 from spartito.collectives.waiting import Waiting
 from spartito.errors import SpartitoError, UserError
 
@@ -98,34 +98,28 @@ class Flow:
 
 
 class SocketCollective(Collective):
-    """The group of all replicas, with a TCP connection between each two.
+    """A group of tasks with a TCP connection between each two.
 
-    ``store``, which the first task keeps, brings them together; ``names`` are the tasks' names in
-    rank order, for errors; ``endpoint`` is where this one listens, and ``key`` the job's secret.
-    No wait in which nothing moves lasts longer than ``timeout`` seconds. A peer that hangs up is
-    noticed at once.
+    A wait ends at the time limit if nothing moves until then, and at once where a peer closes
+    its connection.
+
+    Args:
+        group: The tasks.
+        endpoint: Where this one listens for those before it.
+        key: The job's secret.
     """
 
-    def __init__(
-        self,
-        rank: int,
-        names: Sequence[str],
-        store: dist.Store,
-        timeout: float,
-        endpoint: Endpoint,
-        key: bytes = b"",
-    ) -> None:
+    def __init__(self, group: Membership, endpoint: Endpoint, key: bytes = b"") -> None:
         super().__init__()
-        self.rank = rank
-        self.world_size = len(names)
-        self.names = names
-        self._timeout = timeout
-        self._waiting = Waiting(rank, names)
-        self._liveness = LivenessCheck(store, rank, names, timeout)
+        self.rank = rank = group.rank
+        self.world_size = group.size
+        self.names = group.names
+        self._timeout = group.timeout
+        self._waiting = Waiting(rank, group.names)
+        self._liveness = LivenessCheck(group)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.peers = [other for other in range(self.world_size) if other != rank]
-        cards = dist.PrefixStore("sockets", store)
-        self._connections = connect_all(rank, names, cards, timeout, endpoint, key)
+        self._connections = connect_all(group.under("sockets"), endpoint, key)
         try:
             self.barrier()
         except BaseException:
