@@ -19,7 +19,6 @@ from spartito.errors import (
     install_excepthook,
 )
 from spartito.log import configure as _configure
-from spartito.log import quiet_torch as _quiet_torch
 
 if TYPE_CHECKING:
     from spartito import data, models
@@ -91,7 +90,6 @@ __all__ = [
     "summary",
 ]
 
-_quiet_torch()
 install_excepthook()
 _check_platform()
 _configure()

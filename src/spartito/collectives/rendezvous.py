@@ -32,7 +32,7 @@ from spartito.collectives.placement import PROCESS_GROUP, Placement
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.shared_memory import Cores, SharedMemoryCollective, host_key, supported
 from spartito.collectives.sockets import RETRY_SECONDS, dial, listen
-from spartito.collectives.store import Membership, ask
+from spartito.collectives.store import Membership, ask, quiet_torch
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
@@ -146,6 +146,7 @@ class Rendezvous:
     @cached_property
     def _store(self) -> dist.Store:
         """The job's store, once every task is there."""
+        quiet_torch()
         return _meet(self._cluster, self._names, self._timeout)
 
     @cached_property

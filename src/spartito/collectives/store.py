@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Self, TypeVar
 
+import torch
 from torch.distributed import PrefixStore, Store
 
 from spartito.collectives.waiting import Waiting
@@ -17,9 +22,11 @@ from spartito.errors import (
     SpartitoError,
     TaskLostError,
 )
+from spartito.log import TORCH_LEVEL
 
 T = TypeVar("T")
 
+ERROR = 2  # the number of that level in torch
 MARGIN = 3.0  # seconds beyond a limit in which a call that keeps one itself may still return
 
 
@@ -135,6 +142,18 @@ def ask(call: Callable[[], T], limit: float, keeper: str) -> T:
         f"{keeper} {what}: it keeps the store where the tasks meet",
         f"Look at the last lines of {keeper}. SPARTITO_TIMEOUT sets the limit in seconds.",
     ) from error
+
+
+def quiet_torch() -> None:
+    """Let torch's C++ parts print errors only, unless the user said what they print.
+
+    As ``TORCH_CPP_LOG_LEVEL`` does, for this process alone: its environment stays as it is.
+    """
+    if any(name in os.environ for name in TORCH_LEVEL):
+        return
+    library = Path(str(torch.__file__)).parent / "lib" / "libc10.so"
+    with suppress(OSError, ValueError):  # another build of torch: it stays as loud as it is
+        ctypes.c_int.in_dll(ctypes.CDLL(str(library)), "FLAGS_caffe2_log_level").value = ERROR
 
 
 def error_to_text(error: SpartitoError) -> str:
