@@ -16,8 +16,18 @@ from torch import Tensor, nn
 import spartito as sp
 from spartito.data.batch import Batch
 from spartito.errors import CorruptSampleError
+from spartito.registry import StrategyInfo
 from spartito.strategies import Strategy
-from spartito.strategies import strategy as make_strategy
+from spartito.strategies import strategy as named_strategy
+
+
+def make_strategy(name: str | None = None, **options: Any) -> Strategy:
+    """A strategy by its name, or by the place of its class: ``"package.module:Class"``."""
+    if name and ":" in name:
+        made: Strategy = StrategyInfo(name, name).load()(**options)
+        return made
+    return named_strategy(name, **options)
+
 
 FEATURES, CLASSES = 6, 3
 

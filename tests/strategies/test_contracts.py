@@ -29,6 +29,7 @@ CASES: list[Case] = [
     ("mirrored", 2, {"communication": "ddp"}),  # the engine of GPUs, here on gloo
     ("central_storage", 2, {}),
     ("central_storage", 3, {}),
+    ("tests.strategies.paired:PairedStrategy", 4, {}),  # two processes for each data shard
     ("parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}),
     ("parameter_server", 3, {"max_staleness": 0, "min_shard_bytes": 16, "shared_memory": False}),
 ]
@@ -48,6 +49,11 @@ every_synchronous = pytest.mark.parametrize(
     "case", [case for case in CASES if case[0] != "parameter_server"], ids=named
 )
 """For what needs replicas that meet inside of a step, or several models."""
+
+every_flat = pytest.mark.parametrize(
+    "case", [c for c in CASES if c[0] != "parameter_server" and ":" not in c[0]], ids=named
+)
+"""For what speaks of ranks: each process is one data shard."""
 
 
 def close(left: Any, right: Any) -> None:
@@ -196,7 +202,7 @@ def test_torch_data_sets(replicas: Replicas, case: Case, kind: str) -> None:
     same_as_one_device(replicas, case, jobs.streams, kind=kind)
 
 
-@every_synchronous
+@every_flat
 def test_replicas_with_uneven_data_end_together(replicas: Replicas, case: Case) -> None:
     answer = run(replicas, case, jobs.uneven_workers)
     assert answer["steps"] == 2 * case[1]
@@ -220,7 +226,7 @@ def test_low_precision_and_compiled_modules(replicas: Replicas, case: Case, comp
         assert answer["names"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
-@every_synchronous
+@every_flat
 def test_facts_and_reductions(replicas: Replicas, case: Case) -> None:
     name, world_size, options = case
     ranks = range(1, world_size + 1)
@@ -247,7 +253,7 @@ def test_the_best_weights_come_back_and_rates_follow_epochs(replicas: Replicas, 
     assert answer["begun"] == 4  # no optimizer lost its state
 
 
-@every_synchronous
+@every_flat
 @pytest.mark.parametrize("act", ["evaluate", "save"])
 def test_what_the_chief_does_alone_ends_the_job(
     replicas: Replicas, case: Case, act: str, tmp_path: Path
@@ -263,7 +269,7 @@ def test_what_the_chief_does_alone_ends_the_job(
         assert re.match(rf"{alone}.* is at .*\[{act}\], worker [12] .*at .*\[step\]\n", text), text
 
 
-@every_synchronous
+@every_flat
 def test_all_load_what_was_saved_or_none_does(
     replicas: Replicas, case: Case, tmp_path: Path
 ) -> None:
@@ -279,7 +285,7 @@ def test_all_load_what_was_saved_or_none_does(
             assert f"{tmp_path}/none has no manifest.json" in missing
 
 
-@every_synchronous
+@every_flat
 def test_outputs_of_different_lengths_are_refused(replicas: Replicas, case: Case) -> None:
     same_as_one_device(replicas, case, jobs.predict_lengths, lengths=[4] * 7, batch=6)
     name, world_size, options = case
@@ -291,7 +297,7 @@ def test_outputs_of_different_lengths_are_refused(replicas: Replicas, case: Case
         assert found.startswith("outputs of (6, 3) for batch 0, of (6, 4) for batch 1")
 
 
-@every_synchronous
+@every_flat
 def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
     replicas: Replicas, case: Case
 ) -> None:

@@ -183,8 +183,14 @@ class SynchronousCoordination(Coordination):
             average_statistics(pair.model, self._groups.data)
 
     def compare(self, order: int = 0) -> None:
+        if self._groups.model.world_size > 1:  # all hear of it, not only one group
+            self.attempt(lambda: self._compare(order))
+        else:
+            self._compare(order)
+
+    def _compare(self, order: int) -> str:
         if self._groups.data.world_size == 1:
-            return
+            return ""
         parameters = self._parameters()
         learn = crc32(bytes(parameter.requires_grad for parameter in parameters))
         device = parameters[0].device if parameters else torch.device("cpu")
@@ -215,6 +221,7 @@ class SynchronousCoordination(Coordination):
                 "Something changed them on one replica alone, as a callback may. Go on from a "
                 "checkpoint: then all start from the same.",
             )
+        return ""
 
     def checksum(self) -> int:
         """A checksum of what must be equal on all replicas."""

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
-from spartito.data.collate import count_rows
+from spartito.data.collate import count_rows, rows
 from spartito.data.dataset import Dataset
 from spartito.engine.batchnorm import keeping_statistics, local_batchnorms, synchronize_batchnorm
 from spartito.engine.context import StepContext, enter
@@ -69,6 +69,7 @@ class ReplicaStrategy(Strategy):
         self.device = _own_device(self.cluster) if device is None else _named_device(device)
         self._sync_batchnorm = sync_batchnorm
         self._group: Collective = IdentityCollective()  # of the data shards, once they have met
+        self._parts: Collective = IdentityCollective()  # of the model
         self._seed = 0
         self._needs_context = self._synchronized = False
         _share_cores(self.cluster)
@@ -105,7 +106,7 @@ class ReplicaStrategy(Strategy):
         self._seed = seed
         self._needs_context = self._needs_context or synchronized or deterministic
         tensors = _tensors(model)
-        self._group = self.groups.data
+        self._group, self._parts = self.groups.data, self.groups.model
         self._share(model, list(tensors.values()))
         whole, gradients = self._gradients(model, made)
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
@@ -131,20 +132,26 @@ class ReplicaStrategy(Strategy):
         return replace(self._update(pair, None, 0, False), batches=0)
 
     def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
-        if not batch.size:
+        has_rows = bool(batch.size)
+        if not has_rows and not self._runs_without_rows:
             return 0.0, 0.0, None
         pair = self._pairs.only
-        batch = in_dtype(batch, pair.dtype)
+        batch = in_dtype(batch if has_rows else _of_spare_rows(batch), pair.dtype)
         with torch.no_grad(), autocast(pair.precision, self.device):
             output = forward(pair.model, batch.data, loss is not None)
             found = weigh(evaluate_loss(loss, output, batch), batch)
+        if not has_rows:  # others may have waited for this pass; it counts for nothing
+            return 0.0, 0.0, None
         return found.value.item() * found.scale, found.weight, output
 
     def predict(self, batch: Batch, has_loss: bool) -> Any:
         pair = self._pairs.only
-        data = in_dtype(batch, pair.dtype).data
+        runs_spare = not batch.size and self._runs_without_rows
+        data = in_dtype(_of_spare_rows(batch) if runs_spare else batch, pair.dtype).data
         with torch.no_grad(), autocast(pair.precision, self.device):
             output = forward(pair.model, data, has_loss)
+        if runs_spare:
+            output = rows(output, lambda tensor: tensor[:0] if tensor.dim() else tensor)
         if not has_loss and isinstance(output, Mapping):
             return {k: v for k, v in output.items() if k not in ("loss", "num_items")}
         return output
@@ -286,7 +293,7 @@ class ReplicaStrategy(Strategy):
     @property
     def _runs_without_rows(self) -> bool:
         """Whether a forward pass is also made where there are no rows."""
-        return self.num_replicas_in_sync > 1
+        return self.groups.world.world_size > 1
 
     def _loss_divisor(self, batch: Batch) -> float:
         """What a backward pass over ``batch`` divides by: the planned size of an update's batch."""

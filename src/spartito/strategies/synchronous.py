@@ -23,6 +23,7 @@ from spartito.data.source import PerWorker
 from spartito.engine.ddp import OverlappedGradients, overlap
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction
+from spartito.errors import UserError
 from spartito.strategies.base import Distributed, StepResult
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.groups import DATA, MODEL, WORLD, Groups
@@ -129,6 +130,11 @@ class SynchronousStrategy(ReplicaStrategy):
         if self.num_replicas_in_sync == 1:
             return model, LocalGradients(optimizer)
         if self._overlaps:
+            if self._group is not self.groups.world:
+                raise UserError(
+                    f"{self.name} with DDP, which sums gradients over all tasks",
+                    "Choose another communication where several tasks compute one data shard.",
+                )
             gradients = OverlappedGradients(optimizer, self._group, model)
             return overlap(model, self.device) if gradients.parameters else model, gradients
         return model, PackedGradients(optimizer, self._group)
@@ -138,6 +144,8 @@ class SynchronousStrategy(ReplicaStrategy):
         drawn = () if randomness is None else randomness.piggybacked()
         with self._group.current_call.during("update"):
             weight, loss, stops, *drawn_by_all = pair.gradients.reduce((float(stop), *drawn))
+            if self._parts.world_size > 1:  # of one model: they end together too
+                stops = self._parts.all_reduce(torch.tensor([stops], dtype=torch.float64)).item()
         if randomness is not None:
             randomness.check(drawn_by_all)
         if weight:
