@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
-from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.strategies.groups import DATA, MODEL, WORLD
+from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.strategies.groups import DATA, MODEL
 from spartito.strategies.synchronous import SynchronousStrategy
 
 WIDE = 2  # processes of a pair
@@ -29,22 +27,14 @@ class PairedStrategy(SynchronousStrategy):
     def data_shard(self) -> tuple[int, int]:
         return self.cluster.rank // WIDE, self.cluster.world_size // WIDE
 
-    @classmethod
-    def connect(
-        cls, cluster: ClusterSpec, device: torch.device, timeout: float, communication: str
-    ) -> dict[str, Collective]:
-        groups = super().connect(cluster, device, timeout, communication)
-        world, rank = groups[WORLD], cluster.rank
-        folder = tempfile.mkdtemp() if rank == 0 else ""
-        path = Path(world.all_gather_bytes(folder.encode())[0].decode()) / "store"
-        store = dist.FileStore(str(path), cluster.world_size)
-        data = range(rank % WIDE, cluster.world_size, WIDE)
-        model = range(rank - rank % WIDE, rank - rank % WIDE + WIDE)
-        for name, members in ((DATA, data), (MODEL, model)):
-            own = dist.PrefixStore(f"{name} {members}", store)
-            names = [cluster.name_of(member) for member in members]
-            groups[name] = SharedMemoryCollective(members.index(rank), names, own, timeout)
-        return groups
+    @staticmethod
+    def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
+        first = cluster.rank - cluster.rank % WIDE
+        return {
+            WORLD: rendezvous.group(),
+            DATA: rendezvous.group(DATA, range(cluster.rank % WIDE, cluster.world_size, WIDE)),
+            MODEL: rendezvous.group(MODEL, range(first, first + WIDE)),
+        }
 
     def prepare(
         self, model: nn.Module, optimizer: Any, **options: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
+from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine.gradients import Gradients, same
@@ -22,7 +23,7 @@ from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.errors import UserError
 from spartito.storage.tensors import pack_state, unpack_state
 from spartito.strategies.coordination import SynchronousCoordination
-from spartito.strategies.groups import WORLD, Groups
+from spartito.strategies.groups import Groups, one_shard_each
 from spartito.strategies.pair import Pair, Pairs
 from spartito.strategies.synchronous import SynchronousStrategy
 
@@ -103,14 +104,12 @@ class CentralStorageStrategy(SynchronousStrategy):
             self.name, self.job, self.cluster, self._pairs, self.groups, self._homes
         )
 
-    @classmethod
-    def connect(
-        cls, cluster: ClusterSpec, device: torch.device, timeout: float, communication: str
-    ) -> dict[str, Collective]:
+    @staticmethod
+    def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
         """As `SynchronousStrategy.connect`; raises `UserError` without shared memory."""
-        groups = super().connect(cluster, device, timeout, communication)
+        groups = one_shard_each(rendezvous, cluster)
         if cluster.world_size > 1 and not isinstance(groups[WORLD], SharedMemoryCollective):
-            groups[WORLD].close()
+            rendezvous.close()
             raise UserError(
                 f"central_storage for {cluster.world_size} replicas that share no memory",
                 "It needs Linux on x86-64 and one /dev/shm for all; choose mirrored here.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 from zlib import crc32
@@ -160,10 +160,8 @@ class SynchronousCoordination(Coordination):
 
     @contextmanager
     def during(self, purpose: str, optimizer: Optimizer | None = None) -> Generator[None]:
-        with ExitStack() as stack:
-            for group in self._groups.values():
-                stack.enter_context(group.current_call.during(purpose))
-            stack.enter_context(super().during(purpose, optimizer))
+        call = self._groups.world.current_call  # that of all groups
+        with call.during(purpose), super().during(purpose, optimizer):
             yield
 
     def publish(self, work: Callable[[], T]) -> T:

@@ -4,32 +4,44 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 
-from spartito.collectives.collective import Collective, IdentityCollective
+import torch
 
-WORLD = "world"
-"""All tasks that train together."""
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.collectives.rendezvous import WORLD, Rendezvous
+
 DATA = "data"
 """One task for each data shard: their gradients, metrics and statistics are summed."""
 MODEL = "model"
 """The tasks that compute one data shard together, each with its part of the model."""
 
+Connect = Callable[[Rendezvous, ClusterSpec], Mapping[str, Collective]]
+
+
+def one_shard_each(rendezvous: Rendezvous, cluster: ClusterSpec) -> dict[str, Collective]:
+    """Every task has a data shard of its own: the groups of all but model parallelism."""
+    world = rendezvous.group()
+    return {WORLD: world, DATA: world, MODEL: IdentityCollective()}
+
 
 class Groups(Mapping[str, Collective]):
     """Collectives by name; the tasks meet when one of them is needed first, or at `meet`.
 
-    ``connect`` makes them, and has to be called by all tasks. A task has a rank and a size in
-    each group: ``groups["data"].rank``, ``groups["data"].world_size``.
+    ``connect`` asks ``rendezvous`` for them. A task has a rank and a size in each group:
+    ``groups["data"].rank``, ``groups["data"].world_size``.
     """
 
-    def __init__(self, connect: Callable[[], Mapping[str, Collective]]) -> None:
-        self._connect = connect
+    def __init__(
+        self, rendezvous: Rendezvous, cluster: ClusterSpec, connect: Connect = one_shard_each
+    ) -> None:
+        self._rendezvous, self._cluster, self._connect = rendezvous, cluster, connect
         self._found: Mapping[str, Collective] = {}
 
     @classmethod
     def alone(cls) -> Groups:
         """A task that is alone in every group."""
-        own = IdentityCollective()
-        return cls(lambda: {WORLD: own, DATA: own, MODEL: IdentityCollective()})
+        own = ClusterSpec.alone()
+        return cls(Rendezvous(own, torch.device("cpu")), own)
 
     @property
     def world(self) -> Collective:
@@ -49,13 +61,12 @@ class Groups(Mapping[str, Collective]):
     def meet(self) -> Mapping[str, Collective]:
         """Connect the groups, unless they are."""
         if not self._found:
-            self._found = self._connect()
+            self._found = self._connect(self._rendezvous, self._cluster)
         return self._found
 
     def close(self) -> None:
         """Leave all groups; who never met has nothing to leave."""
-        for group in {id(group): group for group in self._found.values()}.values():
-            group.close()
+        self._rendezvous.close()
 
     def __getitem__(self, name: str) -> Collective:
         return self.meet()[name]

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.cluster.limits import time_limit
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Collective, IdentityCollective
-from spartito.collectives.rendezvous import check_communication, connect
+from spartito.collectives.collective import Collective
+from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
@@ -26,7 +24,7 @@ from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.strategies.base import Distributed, StepResult
 from spartito.strategies.coordination import SynchronousCoordination
-from spartito.strategies.groups import DATA, MODEL, WORLD, Groups
+from spartito.strategies.groups import Groups, one_shard_each
 from spartito.strategies.pair import Pair
 from spartito.strategies.replica import ReplicaStrategy
 from spartito.strategies.sharing import Placed, Together
@@ -54,10 +52,8 @@ class SynchronousStrategy(ReplicaStrategy):
         communication: str = "auto",
     ) -> None:
         super().__init__(cluster, device, sync_batchnorm)
-        check_communication(communication, self.device)
-        self.groups = Groups(
-            partial(self.connect, self.cluster, self.device, time_limit(timeout), communication)
-        )
+        rendezvous = Rendezvous(self.cluster, self.device, timeout, communication)
+        self.groups = Groups(rendezvous, self.cluster, self.connect)
         self.coordination = SynchronousCoordination(
             self.name, self.job, self.cluster, self._pairs, self.groups
         )
@@ -71,17 +67,13 @@ class SynchronousStrategy(ReplicaStrategy):
         else:
             weakref.finalize(self, self.groups.close)
 
-    @classmethod
-    def connect(
-        cls, cluster: ClusterSpec, device: torch.device, timeout: float, communication: str
-    ) -> dict[str, Collective]:
-        """Connect this task's groups; all tasks call it.
+    @staticmethod
+    def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
+        """Find this task's groups; all tasks call it, when the first group is needed.
 
         Args:
+            rendezvous: Makes groups of ranks, for tasks that ask for them in the same order.
             cluster: The tasks that train.
-            device: Where this one computes.
-            timeout: The limit of every wait, in seconds.
-            communication: As in the constructor.
 
         Returns:
             The collectives "world", "data" and "model".
@@ -89,8 +81,7 @@ class SynchronousStrategy(ReplicaStrategy):
         Raises:
             TaskLostError: If a task does not come in time.
         """
-        world = connect(cluster, device, timeout, communication)
-        return {WORLD: world, DATA: world, MODEL: IdentityCollective()}
+        return one_shard_each(rendezvous, cluster)
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         with self._group.current_call.during("step"):
