@@ -33,7 +33,7 @@ if TYPE_CHECKING:
         Strategy,
         strategy,
     )
-    from spartito.training import callbacks
+    from spartito.training import callbacks, metrics
     from spartito.training.callback import Callback
     from spartito.training.history import History
     from spartito.training.summary import summary
@@ -62,6 +62,7 @@ __getattr__ = _attach(
     {
         "callbacks": "spartito.training.callbacks",
         "data": "spartito.data",
+        "metrics": "spartito.training.metrics",
         "models": "spartito.models",
     },
 )
@@ -85,6 +86,7 @@ __all__ = [
     "UserError",
     "callbacks",
     "data",
+    "metrics",
     "models",
     "strategy",
     "summary",

@@ -121,6 +121,42 @@ def fit_mlp(
     return answer
 
 
+def fit_metrics(name: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
+    """History and last predictions of a training with metrics that keep a state."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    metrics: list[Any] = ["auc", "pr_auc", "f1", "precision_weighted", "confusion_matrix"]
+    if kind == "torchmetrics":
+        import torchmetrics
+        from torchmetrics import classification
+
+        metrics = [
+            classification.MulticlassF1Score(CLASSES, average="macro"),
+            classification.MulticlassAUROC(CLASSES),
+            sp.metrics.TorchMetric(torchmetrics.MaxMetric(), inputs=lambda out, y: (out,)),
+            sp.metrics.TorchMetric(
+                torchmetrics.PearsonCorrCoef().set_dtype(torch.float64),
+                inputs=lambda out, y: (out[:, 0], y.double()),
+            ),
+        ]
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), lr=0.1),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy", *metrics],
+        strategy=strategy,
+        deterministic=True,
+    )
+    x, y = blobs(29)
+    data = sp.data.arrays(x, y)
+    history = trainer.fit(
+        data.shuffle().batch(7), epochs=2, validation_data=data.batch(5), verbose=0
+    )
+    answer = {"history": history.history, "predictions": trainer.predict(x)}
+    strategy.close()
+    return answer
+
+
 def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """Synchronized BatchNorm, dropout and augmentation; the last batch has one example."""
     strategy = make_strategy(name, **options)
@@ -164,7 +200,7 @@ def checkpoint_and_resume(
         net,
         optimizer=torch.optim.AdamW(net.parameters(), 0.02),
         loss=nn.CrossEntropyLoss(),
-        metrics=["accuracy"],
+        metrics=["accuracy", "auc", "f1_micro"],
         strategy=strategy,
         scheduler=lambda o: torch.optim.lr_scheduler.ExponentialLR(o, 0.97),
         accumulate=accumulate,

@@ -127,6 +127,27 @@ def test_numbers_are_those_of_one_device(
     assert len(answer["predictions"]) == 7
 
 
+@every_strategy
+@pytest.mark.parametrize("kind", ["own", "torchmetrics"])
+def test_metrics_with_state_are_those_of_all_examples(
+    replicas: Replicas, case: Case, kind: str
+) -> None:
+    if kind == "torchmetrics":
+        pytest.importorskip("torchmetrics")
+    answer = same_as_one_device(replicas, case, jobs.fit_metrics, kind=kind)
+    history, scores, labels = answer["history"], answer["predictions"], jobs.blobs(29)[1]
+    right = scores.argmax(1) == labels
+    close(history["val_accuracy"][-1], right.double().mean().item())
+    if kind == "own":
+        matrix = torch.tensor(history["val_confusion_matrix"][-1])
+        assert matrix.sum(1).tolist() == labels.bincount().tolist()
+        assert matrix.trace() == right.sum()
+    else:
+        pairs = torch.stack([scores[:, 0], labels.double()])
+        assert history["val_max_metric"][-1] == pytest.approx(scores.max().item())
+        assert history["val_pearson_corr_coef"][-1] == pytest.approx(pairs.corrcoef()[0, 1].item())
+
+
 @every_synchronous
 def test_batchnorm_dropout_and_augmentation_too(replicas: Replicas, case: Case) -> None:
     answer = same_as_one_device(replicas, case, jobs.fit_convolutions)

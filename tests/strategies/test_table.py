@@ -70,11 +70,11 @@ def _use(strategy: sp.Strategy, column: str, batchnorm: bool) -> float:
         deterministic=column == "deterministic",
     )
     if column == "evaluate":
-        return trainer.evaluate((x, y))["loss"]
+        return float(trainer.evaluate((x, y))["loss"])
     if column == "predict":
         return float(trainer.predict(x).shape == (48, 3))
     curve = trainer.fit((x, y), epochs=3, batch_size=8, verbose=0).history["loss"]
-    return curve[0] - curve[-1]
+    return float(curve[0] - curve[-1])
 
 
 def test_every_strategy_has_its_row() -> None:

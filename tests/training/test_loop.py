@@ -6,8 +6,10 @@ from math import isnan
 import pytest
 import torch
 
+from spartito.data.batch import Batch
 from spartito.training.loop import Clock, StepLogs
-from spartito.training.metrics import make_metrics
+from spartito.training.metrics.gathering import MetricSet
+from spartito.training.metrics.names import make_metrics
 
 
 @pytest.mark.parametrize(("goes_on", "rate"), [(True, 100 / 15), (False, 100 / 5)])
@@ -29,12 +31,13 @@ def test_an_evaluation_counts_where_others_train_meanwhile(
 
 
 def test_what_was_not_seen_is_not_among_the_figures() -> None:
-    metrics = make_metrics(["accuracy"], None)
+    metrics = MetricSet(make_metrics(["accuracy"], None))
     logs = StepLogs(metrics)
     assert dict(logs) == {}
     assert len(logs) == 0
     assert isnan(logs["loss"])
     logs.last, logs.seen = 0.5, True
     assert dict(logs) == {"loss": 0.5}
-    metrics[0].update(torch.eye(4), torch.tensor([0, 1, 2, 0]), 4)
+    target = torch.tensor([0, 1, 2, 0])
+    metrics.update(torch.eye(4), Batch((torch.eye(4), target), 4, 4, torch.arange(4), 0, 0))
     assert dict(logs) == {"loss": 0.5, "accuracy": 0.75}

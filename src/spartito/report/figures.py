@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 BOOKKEEPING = ("epoch", "step", "seconds", "examples_per_second", "data_wait_fraction")
 """Keys of an epoch's logs that say how it ran, not how well the model did."""
@@ -13,12 +14,19 @@ VALIDATION = "val_"
 NOTHING = "–"
 
 _FRACTIONS = re.compile(r"(^|_)(acc|accuracy|precision|recall|fraction)($|_)")
-_HIGHER = re.compile(r"(^|_)(acc|accuracy|auc|precision|recall|f1|fmeasure|score|r2)($|_)")
+_HIGHER = re.compile(
+    r"(^|_)(acc|accuracy|auc|auroc|average_precision|precision|recall|f1|fmeasure|score|r2)($|_)"
+)
 
 
 def higher_is_better(name: str) -> bool:
     """Whether more of the figure ``name`` is better: accuracies and their like, not losses."""
     return bool(_HIGHER.search(name)) and "loss" not in name and "error" not in name
+
+
+def scalars(logs: Mapping[str, Any]) -> dict[str, Any]:
+    """``logs`` without figures that are lists: a confusion matrix, one value per class."""
+    return {name: value for name, value in logs.items() if not isinstance(value, list | dict)}
 
 
 def metric_names(logs: Iterable[str]) -> list[str]:

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from spartito.report.figures import (
     is_fraction,
     label,
     metric_names,
+    scalars,
 )
 from spartito.report.plots import NEUTRAL, TRAINING, Curve, Plot, svg
 from spartito.report.plots import VALIDATION as VALIDATION_COLOUR
@@ -77,6 +78,8 @@ class Run:
     config: Mapping[str, Any]
     epochs: Sequence[Epoch]
     unreadable: int = 0
+    tables: Mapping[str, Any] = field(default_factory=dict)
+    """Figures of the last epoch that are rows of numbers: confusion matrices."""
 
     def section(self, name: str) -> Mapping[str, Any]:
         """One part of the settings, empty when it is not there."""
@@ -117,7 +120,14 @@ def read_run(folder: Path) -> Run:
             epochs.pop()
         epochs.append(epoch)
     seen = [_json(line) for line in _text(folder / EVALUATIONS).splitlines()]
-    return Run(folder.resolve().name, config, with_evaluations(epochs, seen), unreadable)
+    whole = with_evaluations(epochs, seen)
+    tables = {name: value for name, value in (whole or [{}])[-1].items() if _is_table(value)}
+    found = [scalars(epoch) for epoch in whole]
+    return Run(folder.resolve().name, config, found, unreadable, tables)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(row, list) for row in value)
 
 
 def plots(run: Run) -> list[Plot]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, Self
@@ -24,7 +24,17 @@ from spartito.strategies.coordination import Coordination, SynchronousCoordinati
 from spartito.strategies.groups import Groups
 from spartito.strategies.pair import Pairs
 
-Sums = Callable[[], list[float]]
+
+class Figures(Protocol):
+    """What a task has found out in an epoch, where replicas do not meet in each step."""
+
+    def sums(self) -> list[float]:
+        """Its sums of the epoch so far."""
+        ...
+
+    def take(self) -> bytes:
+        """The state of its metrics since the last call."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,12 +72,12 @@ class Distributed(Protocol):
         ...
 
     def epochs(
-        self, count: int, steps: int | None, done: int, sums: Sums
+        self, count: int, steps: int | None, done: int, figures: Figures | None = None
     ) -> Generator[Generator[Batch]]:
         """The next ``count`` epochs of ``steps`` global batches, or of as many as there are.
 
-        ``done`` batches of the first one were trained on before. ``sums`` returns this task's
-        figures of the epoch so far; they are asked for where replicas do not meet in each step.
+        ``done`` batches of the first one were trained on before. ``figures`` are
+        asked for where replicas do not meet in each step.
         """
         ...
 
@@ -81,6 +91,10 @@ class Distributed(Protocol):
 
     def gather(self, rows: Tensor) -> Tensor:
         """The rows ``(n, ...)`` of all data shards, in their order; n may differ."""
+        ...
+
+    def collect(self, own: bytes) -> list[bytes]:
+        """What all tasks took of their metrics in this epoch; ``own`` is what is left here."""
         ...
 
     def order(self) -> int:

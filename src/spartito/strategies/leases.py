@@ -22,7 +22,7 @@ from spartito.errors import SpartitoError, UserError
 from spartito.ps.chief import Chief
 from spartito.ps.protocol.work import Complete, Lease, Pause, Report, WorkSource
 from spartito.ps.scheduler.plan import Plan
-from spartito.strategies.base import Distributed, StepResult, Sums
+from spartito.strategies.base import Distributed, Figures, StepResult
 from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.pusher import Place, Pusher
 from spartito.strategies.sharing import WAITING
@@ -44,6 +44,16 @@ class Computer(Protocol):
     def enter(self, batch: Batch) -> None:
         """Announce the next batch."""
         ...
+
+
+class NoFigures(Figures):
+    """Those of a custom loop."""
+
+    def sums(self) -> list[float]:
+        return []
+
+    def take(self) -> bytes:
+        return b""
 
 
 class Leased(Distributed):
@@ -79,16 +89,17 @@ class Leased(Distributed):
         self._epoch = 0
         self.waited = 0.0
         self._partial: list[float] = []  # of a lease that was left in the middle
+        self._partial_metrics = b""
 
     def __iter__(self) -> Iterator[Batch]:
-        for batches in self.epochs(1, None, 0, list):
+        for batches in self.epochs(1, None, 0):
             yield from batches
             for _ in self.watch():
                 pass
         self._look()
 
     def epochs(
-        self, count: int, steps: int | None, done: int, sums: Sums
+        self, count: int, steps: int | None, done: int, figures: Figures | None = None
     ) -> Generator[Generator[Batch]]:
         coordination, chief = self._coordination, self._coordination.chief
         stream = coordination.next_stream()
@@ -99,8 +110,8 @@ class Leased(Distributed):
         self._stream = stream
         try:
             for epoch in range(count):
-                self._epoch, self._partial = epoch, []
-                yield self._run_epoch(stream, epoch, sums)
+                self._epoch, self._partial, self._partial_metrics = epoch, [], b""
+                yield self._run_epoch(stream, epoch, figures or NoFigures())
                 if chief is not None:
                     chief.coordinator.close_epoch(stream, epoch)
         finally:
@@ -120,6 +131,13 @@ class Leased(Distributed):
 
     def gather(self, rows: Tensor) -> Tensor:
         return rows
+
+    def collect(self, own: bytes) -> list[bytes]:
+        chief = self._coordination.chief
+        if chief is None or self._stream is None:
+            return [own]
+        found = chief.coordinator.sums(self._stream, self._epoch).metrics
+        return [*sorted(found), self._partial_metrics]  # in whatever order they came
 
     def order(self) -> int:
         return 0
@@ -158,10 +176,10 @@ class Leased(Distributed):
             if self._is_settled(chief, stream, epoch):
                 return
 
-    def _run_epoch(self, stream: int, epoch: int, sums: Sums) -> Generator[Batch]:
+    def _run_epoch(self, stream: int, epoch: int, figures: Figures) -> Generator[Batch]:
         work, chief = self._coordination.work, self._coordination.chief
         while work is not None:
-            yield from self._leases(work, self._pusher, stream, epoch, sums)
+            yield from self._leases(work, self._pusher, stream, epoch, figures)
             if chief is None or self._is_settled(chief, stream, epoch):
                 return
 
@@ -182,10 +200,10 @@ class Leased(Distributed):
         self._pusher.look()
 
     def _leases(
-        self, work: WorkSource, pusher: Pusher, stream: int, epoch: int, sums: Sums
+        self, work: WorkSource, pusher: Pusher, stream: int, epoch: int, figures: Figures
     ) -> Generator[Batch]:
         report: Report | None = None
-        before = sums()
+        before = figures.sums()
         while True:
             began = time.perf_counter()
             answer = work.take(stream, epoch, report, wait=False)
@@ -208,16 +226,23 @@ class Leased(Distributed):
                         if isinstance(why, GeneratorExit):
                             pusher.leave()
                     finally:
-                        self._partial = _since(sums(), before)
+                        self._partial = _since(figures.sums(), before)
+                        self._partial_metrics = figures.take()
                         given_up = Report(answer.id, [], abandoned=True)
                         with suppress(SpartitoError):  # the first cause is what is told
                             work.take(stream, NO_EPOCH, given_up, wait=False)
                     raise
                 finally:
                     pusher.place = None
-                now = sums()
+                now = figures.sums()
                 report = Report(
-                    answer.id, _since(now, before), ended, place.bad, place.detail, place.abandoned
+                    answer.id,
+                    _since(now, before),
+                    ended,
+                    place.bad,
+                    place.detail,
+                    place.abandoned,
+                    figures.take(),
                 )
                 before = now
 

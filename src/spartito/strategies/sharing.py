@@ -16,7 +16,7 @@ from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.data.loader import SPARE, Loader
 from spartito.errors import UserError
-from spartito.strategies.base import Distributed, StepResult, Sums
+from spartito.strategies.base import Distributed, Figures, StepResult
 from spartito.strategies.pair import Pairs
 
 WAITING = "accumulated"
@@ -66,7 +66,7 @@ class Placed(Distributed):
         return self._place(iter(self._batches))
 
     def epochs(
-        self, count: int, steps: int | None, done: int, sums: Sums
+        self, count: int, steps: int | None, done: int, figures: Figures | None = None
     ) -> Generator[Generator[Batch]]:
         if steps is None:
             for _ in range(count):
@@ -91,6 +91,9 @@ class Placed(Distributed):
 
     def gather(self, rows: Tensor) -> Tensor:
         return torch.cat(self._group.all_gather_rows(rows))
+
+    def collect(self, own: bytes) -> list[bytes]:
+        return self._group.all_gather_bytes(own)
 
     def order(self) -> int:
         return self._order

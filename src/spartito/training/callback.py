@@ -15,12 +15,12 @@ from spartito.errors import UserError
 from spartito.strategies import Strategy
 from spartito.strategies.coordination import Coordination
 from spartito.training.history import History
-from spartito.training.metrics import MeanMetric
+from spartito.training.metrics import Metric
 
 if TYPE_CHECKING:
     from spartito.training.schedule import Schedule
 
-Logs = Mapping[str, float]
+Logs = Mapping[str, Any]
 
 
 class Training(Protocol):
@@ -35,7 +35,7 @@ class Training(Protocol):
     model: nn.Module
     optimizer: Optimizer
     loss: LossFunction | None
-    metrics: list[MeanMetric]
+    metrics: list[Metric]
     scheduler: LRScheduler | ReduceLROnPlateau | None
     schedule: Schedule
     strategy: Strategy

@@ -19,7 +19,7 @@ from spartito.cluster.limits import time_limit
 from spartito.errors import TaskLostError, UserError
 from spartito.log import note, warn
 from spartito.report.evaluations import append_evaluation
-from spartito.report.figures import VALIDATION, duration, figure
+from spartito.report.figures import VALIDATION, duration, figure, scalars
 from spartito.report.page import write_report
 from spartito.training.beacon import Sighting, Signal, look, process_began
 from spartito.training.callback import Callback, Training
@@ -202,14 +202,14 @@ class Evaluator:
                 board.write(epoch, figures)
         self._judge(path, figures)
 
-    def _say(self, figures: dict[str, float], seconds: float) -> None:
+    def _say(self, figures: dict[str, Any], seconds: float) -> None:
         if not self._verbose:
             return
-        shown = [f"{name} {figure(name, value)}" for name, value in figures.items()]
+        shown = [f"{name} {figure(name, value)}" for name, value in scalars(figures).items()]
         place = f"epoch {self._trainer.epoch}  step {self._trainer.step}"
         print("  ".join([place, *shown, duration(seconds)]), flush=True)
 
-    def _judge(self, path: Path, figures: dict[str, float]) -> None:
+    def _judge(self, path: Path, figures: dict[str, Any]) -> None:
         """Point to this checkpoint if it is the best of those that are still there."""
         monitor = self._monitor
         if not monitor.name.startswith(VALIDATION):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 
 @dataclass
@@ -15,9 +16,9 @@ class History:
     """
 
     epoch: list[int] = field(default_factory=list)
-    history: dict[str, list[float]] = field(default_factory=dict)
+    history: dict[str, list[Any]] = field(default_factory=dict)
 
-    def add(self, epoch: int, logs: Mapping[str, float]) -> None:
+    def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
         """Append the figures of one epoch."""
         self.epoch.append(epoch)
         for name, value in logs.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
@@ -21,7 +20,9 @@ from spartito.log import warn
 from spartito.strategies import StepResult, Strategy
 from spartito.training.callback import Callback, Training
 from spartito.training.history import History
-from spartito.training.metrics import MeanMetric
+from spartito.training.metrics import Metric
+from spartito.training.metrics.base import State, Value
+from spartito.training.metrics.gathering import MetricSet, computed
 from spartito.training.resume import check_position, meaning, next_epoch
 
 
@@ -75,25 +76,26 @@ class Clock:
         return self.waited_for_data / max(self.seconds, 1e-9)
 
 
-class StepLogs(Mapping[str, float]):
+class StepLogs(Mapping[str, Value]):
     """The figures of the epoch so far, computed when they are looked at.
 
-    ``loss`` is the last step's and exact over all replicas; a metric is this replica's mean. What
-    a task that computes nothing has not seen is NaN, and not among the names.
+    ``loss`` is the last step's and exact over all replicas; a metric is that of this replica's
+    rows. What a task that computes nothing has not seen is NaN, and not among the names, nor are
+    metrics that take long to compute.
     """
 
-    def __init__(self, metrics: Sequence[MeanMetric]) -> None:
-        self._metrics = {metric.name: metric for metric in metrics}
+    def __init__(self, metrics: MetricSet) -> None:
+        self._metrics = metrics
         self.last = float("nan")
         self.seen = False
 
-    def __getitem__(self, name: str) -> float:
-        return self.last if name == "loss" else self._metrics[name].value
+    def __getitem__(self, name: str) -> Value:
+        return self.last if name == "loss" else self._metrics.value(name)
 
     def __iter__(self) -> Iterator[str]:
         if self.seen:
             yield "loss"
-        yield from (name for name, metric in self._metrics.items() if metric.sums[1])
+        yield from self._metrics.names()
 
     def __len__(self) -> int:
         return len(list(iter(self)))
@@ -111,7 +113,8 @@ class TrainingLoop:
         if before is not None:  # other data, but no order of passes that was seen already
             position = before._batches.state_dict()
             self._batches.load_state_dict(next_epoch({**position, "step": 1}, chain))
-        self._metrics = [copy.copy(metric) for metric in trainer.metrics]
+        self._metrics = MetricSet(trainer.metrics)
+        self._metrics_before: dict[str, State] = {}
         self._logs = StepLogs(self._metrics)
         self._steps: int | None = None
         self._own_examples = self._own_batches = 0
@@ -130,7 +133,7 @@ class TrainingLoop:
         self._steps = steps
         for callback in callbacks:
             callback.on_train_begin()
-        batches = self._batches.epochs(len(epochs), steps, self._done, self._own)
+        batches = self._batches.epochs(len(epochs), steps, self._done, self)
         with closing(batches):
             for epoch, its_batches in zip(epochs, batches, strict=False):
                 self._run_epoch(epoch, its_batches, validation, history)
@@ -154,7 +157,8 @@ class TrainingLoop:
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is: the place in the data, and the sums of the epoch over all replicas."""
-        loss, weight, *metrics = self._sums()
+        loss, weight = self._sums()
+        metrics = self._whole_metrics() if self._done else []
         return {
             "data": self._batches.state_dict(),
             "meaning": meaning(self.chain, self._steps, self._trainer.seed),
@@ -162,9 +166,7 @@ class TrainingLoop:
             "examples": self.clock.examples if self._done else 0,
             "loss": loss,
             "weight": weight,
-            "metrics": {
-                m.name: pair for m, pair in zip(self._metrics, _pairs(metrics), strict=True)
-            },
+            "metrics": {metric.name: metric.state_dict() for metric in metrics},
         }
 
     def load_state_dict(self, state: dict[str, Any], steps: int | None, whole: bool) -> None:
@@ -179,8 +181,10 @@ class TrainingLoop:
         self._batches.load_state_dict(state["data"])
         self._done, self._examples = state["done"], state["examples"]
         self._before = [state["loss"], state["weight"]]
-        for metric in self._metrics:
-            self._before += state["metrics"].get(metric.name, (0.0, 0.0))
+        self._metrics_before = {
+            name: saved if isinstance(saved, dict) else {"sums": torch.tensor(saved).double()}
+            for name, saved in state["metrics"].items()
+        }
 
     def _run_epoch(
         self,
@@ -203,7 +207,7 @@ class TrainingLoop:
 
     def _conclude(
         self, epoch: int, validation: Evaluation | None, history: History
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """What the epoch came to, which also decides about the next learning rate."""
         trainer = self._trainer
         self._coordination.compare(self._batches.order())
@@ -238,11 +242,8 @@ class TrainingLoop:
             result = strategy.step(batch, loss, stop=trainer.stop_training)
             self._own_examples += batch.size
             self._own_batches += 1
-            if metrics and result.output is not None and batch.size:
-                target = batch.target
-                with torch.no_grad():
-                    for metric in metrics:
-                        metric.update(result.output, target, batch.size)
+            if metrics and result.output is not None:
+                metrics.update(result.output, batch)
             self._came(result)
             for callback in listeners:
                 callback.on_train_batch_end(self._done - 1, logs)
@@ -274,52 +275,56 @@ class TrainingLoop:
         if self._coordination.decides:  # under servers the chief's options are everybody's
             trainer.schedule.came(result.batches, result.updates, trainer.steps_per_epoch)
 
-    def _figures(self) -> tuple[dict[str, float], dict[str, float]]:
+    def _figures(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The epoch's loss and metrics over all replicas, and where its time went."""
         timing = {
             "examples_per_second": self.clock.rate,
             "data_wait_fraction": self._coordination.mean(self.clock.wait_fraction),
         }
-        loss, weight, *metrics = self._sums()
-        figures = {"loss": loss / weight if weight else float("nan")}
+        loss, weight = self._sums()
+        found = {"loss": loss / weight if weight else float("nan")}
         if not weight and self.clock.examples and self._trainer.is_chief:
             warn(
                 "none of the %d examples of this epoch counts: their targets are all left out "
                 "(ignore_index), or weigh nothing",
                 self.clock.examples,
             )
-        for metric, (total, count) in zip(self._metrics, _pairs(metrics), strict=True):
-            figures[metric.name] = total / count if count else float("nan")
-        return figures, timing
+        return found | computed(self._whole_metrics()), timing
 
-    def _own(self) -> list[float]:
-        """This task's sums of the epoch: loss, its weight, and a pair for each metric."""
-        metrics = [part for metric in self._metrics for part in metric.sums]
-        return [self._loss, self._weight, *metrics]
+    def sums(self) -> list[float]:
+        """This task's sums of the epoch: loss and its weight."""
+        return [self._loss, self._weight]
+
+    def take(self) -> bytes:
+        """The state of this task's metrics since the last call."""
+        return self._metrics.take()
 
     def _sums(self) -> list[float]:
         """The same over all replicas, with what came before a checkpoint."""
-        loss, weight, *metrics = self._own()
-        total = self._batches.total((loss, weight), metrics)
+        total = self._batches.total(self.sums(), ())
         return [now + before for now, before in zip(total, self._before, strict=True)]
+
+    def _whole_metrics(self) -> list[Metric]:
+        """The epoch's metrics over all replicas, with what came before a checkpoint."""
+        if not self._metrics:
+            return []
+        return self._metrics.merged(
+            self._batches.collect(self._metrics.state()), self._metrics_before
+        )
 
     def _forget(self) -> None:
         """Begin a new epoch."""
         self._done = self._examples = 0
         self._loss = self._weight = 0.0
-        self._before = [0.0] * (2 + 2 * len(self._metrics))
-        for metric in self._metrics:
-            metric.reset()
+        self._before = [0.0, 0.0]
+        self._metrics_before = {}
+        self._metrics.reset()
 
     def _agree_to_stop(self) -> bool:
         trainer = self._trainer
         with self._coordination.during("end of epoch"):
             trainer.stop_training = self._coordination.agree_to_stop(trainer.stop_training)
         return trainer.stop_training
-
-
-def _pairs(flat: Sequence[float]) -> list[tuple[float, float]]:
-    return list(zip(flat[::2], flat[1::2], strict=True))
 
 
 class Evaluation:
@@ -330,19 +335,18 @@ class Evaluation:
         strategy: Strategy,
         model: nn.Module,
         loss: LossFunction | None,
-        metrics: Sequence[MeanMetric],
+        metrics: Sequence[Metric],
         chain: Dataset,
         steps: int | None,
     ) -> None:
         self._strategy, self._model, self._loss = strategy, model, loss
-        self._metrics = [copy.copy(metric) for metric in metrics]
+        self._metrics = MetricSet(metrics)
         self._batches, self._chain = strategy.distribute(chain, training=False), chain
         self._steps = steps
 
-    def run(self) -> dict[str, float]:
+    def run(self) -> dict[str, Any]:
         """The figures, equal on all replicas: ``{"loss": ..., "accuracy": ...}``."""
-        for metric in self._metrics:
-            metric.reset()
+        self._metrics.reset()
         losses = [0.0, 0.0]
         examples = 0
         self._strategy.coordination.synchronize()
@@ -355,29 +359,25 @@ class Evaluation:
                 losses[0] += loss
                 losses[1] += weight
                 examples += batch.size
-                if batch.size:
-                    for metric in self._metrics:
-                        metric.update(output, batch.target, batch.size)
-        own = [part for metric in self._metrics for part in metric.sums]
-        *flat, examples_in_all = self._batches.total((), [*losses, *own, examples])
-        sums = _pairs(flat)
+                self._metrics.update(output, batch)
+        loss, weight, examples_in_all = self._batches.total((), [*losses, examples])
         if not examples_in_all:
             raise UserError("an evaluation without examples", "Give it some data.")
-        if not sums[0][1]:
+        if not weight:
             raise UserError(
                 f"an evaluation of {examples_in_all:.0f} examples of which none counts",
                 "Their targets are all left out (ignore_index), or weigh nothing.",
             )
-        names = ["loss", *(metric.name for metric in self._metrics)]
-        return {
-            name: total / count if count else float("nan")
-            for name, (total, count) in zip(names, sums, strict=True)
-        }
+        found = {"loss": loss / weight}
+        if not self._metrics:
+            return found
+        parts = self._batches.collect(self._metrics.state())
+        return found | computed(self._metrics.merged(parts, {}))
 
     def _once(self) -> Iterator[Batch]:
         """The batches of one epoch, no more than the steps that were asked for."""
         if self._chain.repeats is None:
-            yield from flatten.from_iterable(self._batches.epochs(1, self._steps, 0, list))
+            yield from flatten.from_iterable(self._batches.epochs(1, self._steps, 0))
             return
         done = 0
         for batch in islice(self._batches, self._steps):

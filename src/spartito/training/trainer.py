@@ -34,7 +34,7 @@ from spartito.training.evaluator import (
 )
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
-from spartito.training.metrics import MetricFunction, make_metrics
+from spartito.training.metrics.names import MetricLike, make_metrics
 from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import joined, whole
 from spartito.training.resume import read_together
@@ -64,7 +64,7 @@ class Trainer:
         *,
         optimizer: OptimizerLike | None = None,
         loss: LossFunction | None = None,
-        metrics: str | MetricFunction | Sequence[str | MetricFunction] = (),
+        metrics: MetricLike | Sequence[MetricLike] = (),
         strategy: Strategy | None = None,
         scheduler: SchedulerLike | None = None,
         scheduler_interval: str = "step",
@@ -212,7 +212,7 @@ class Trainer:
     @with_its_pair("evaluate")
     def evaluate(
         self, data: Any, *, steps: int | None = None, batch_size: int = 32
-    ) -> dict[str, float]:
+    ) -> dict[str, Any]:
         """Loss and metrics over ``data``, exact over all replicas: ``{"loss": ..., ...}``."""
         return self.coordination.publish(lambda: self._evaluation(data, steps, batch_size).run())
 

@@ -89,13 +89,22 @@ class WorkerLink(WorkSource):
         return self._wire.received
 
     def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
+        metrics = b"" if report is None else report.metrics
+        if len(metrics) > MAX_PUBLISHED:
+            raise UserError(
+                f"the metrics of one work range keep {len(metrics) >> 20} MiB, and at most "
+                f"{MAX_PUBLISHED >> 20} can be reported to the chief",
+                "Take a metric that counts instead of keeping rows, or a synchronous strategy.",
+            )
+        if report is not None:
+            report = msgspec.structs.replace(report, metrics=b"")
         while True:
-            reply, payload = self._ask(Take(stream, epoch, report, wait), Assignment)
+            reply, payload = self._ask(Take(stream, epoch, report, wait), Assignment, metrics)
             if reply.changed:
                 self._timetable = payload
             if not wait or not isinstance(reply.work, Pause):
                 return reply.work
-            report = None  # it was received: a reply came
+            report, metrics = None, b""  # it was received: a reply came
 
     def published(self, key: int) -> bytes:
         while True:
@@ -122,12 +131,14 @@ class WorkerLink(WorkSource):
         self._wire.close()
         self._heartbeats.join()
 
-    def _ask(self, message: msgspec.Struct, kind: type[Reply]) -> tuple[Reply, bytes]:
+    def _ask(
+        self, message: msgspec.Struct, kind: type[Reply], payload: bytes = b""
+    ) -> tuple[Reply, bytes]:
         """The reply to ``message`` and its payload."""
         try:
             with self._ask_lock:
                 with self._send_lock:
-                    self._wire.send(message)
+                    self._wire.send(message, payload)
                 reply = self._wire.receive()
                 payload = bytes(self._wire.payload)
         except Gone as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -42,7 +42,8 @@ class Report(msgspec.Struct, frozen=True):
 
     ``sums`` are the worker's own totals over them. ``ended`` is the number of steps of the
     pass, where the worker found its end. ``bad`` pushes were dropped because their gradients
-    were not finite; ``detail`` says which.
+    were not finite; ``detail`` says which. ``metrics`` is the state of the metrics over them; it
+    goes over a connection as the payload.
     """
 
     lease: Count
@@ -51,6 +52,7 @@ class Report(msgspec.Struct, frozen=True):
     bad: Number = 0
     detail: Text = ""
     abandoned: bool = False
+    metrics: bytes = b""
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):
@@ -102,7 +104,7 @@ class WorkSource(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Totals:
-    """An epoch so far: the sums of the reports, and how many work items are done.
+    """An epoch so far: the sums and metrics of the reports, and how many work items are done.
 
     The epoch has ``steps`` (None: not known yet) times ``data_shards`` of them.
     """
@@ -111,6 +113,7 @@ class Totals:
     work_items: int
     data_shards: int
     steps: int | None
+    metrics: list[bytes] = field(default_factory=list)
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):

@@ -336,7 +336,7 @@ class Coordinator:
         queue = self._queues.get(stream)
         if queue is not None and not report.abandoned:
             try:
-                if queue.finish(report.lease, report.sums, report.ended, now):
+                if queue.finish(report.lease, report.sums, report.ended, now, report.metrics):
                     self._progress = self._moved = now
             except SpartitoError as error:
                 self.fail(error)
@@ -373,9 +373,8 @@ class Coordinator:
 
     def _totals(self, stream: int, epoch: int) -> Totals:
         queue = self._queues[stream]
-        return Totals(
-            queue.sums(epoch), queue.items_done(epoch), queue.plan.data_shards, queue.steps(epoch)
-        )
+        counts = queue.items_done(epoch), queue.plan.data_shards, queue.steps(epoch)
+        return Totals(queue.sums(epoch), *counts, queue.metrics(epoch))
 
     def _join_all(self, queue: WorkQueue) -> None:
         for index, member in enumerate(self._members):

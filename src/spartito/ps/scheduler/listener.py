@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import socket
 
+import msgspec
+
 from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
@@ -12,6 +14,7 @@ from spartito.log import RareWarnings, shown
 from spartito.ps.protocol.runtime import Channel, Joinable
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
+    MAX_PUBLISHED,
     PURPOSE,
     Ask,
     Assignment,
@@ -106,7 +109,7 @@ class WorkerListener:
         lost = True
         try:
             wire.send(Welcome(self._heartbeat, session))
-            wire.header_limit = LONG_HEADER
+            wire.header_limit, wire.limit = LONG_HEADER, MAX_PUBLISHED
             # A silent worker is the watch's business, one that does not read is nobody's.
             wire.set_timeouts(send=self._coordinator.timeout, receive=None)
             lost = not self._converse(wire, worker, session)
@@ -122,6 +125,8 @@ class WorkerListener:
             self._coordinator.hear(worker, session)
             match message:
                 case Take(stream, epoch, report, wait):
+                    if report is not None and len(wire.payload):
+                        report = msgspec.structs.replace(report, metrics=bytes(wire.payload))
                     work = self._coordinator.take(worker, stream, epoch, report, wait, patience)
                     timetable = self._coordinator.timetable
                     changed = timetable != known

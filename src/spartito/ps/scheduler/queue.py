@@ -62,6 +62,7 @@ class WorkQueue:
         self._waiting: set[int] = set()
         self._granted: dict[int, Lease] = {}
         self._sums: defaultdict[int, list[Sequence[float]]] = defaultdict(list)
+        self._metrics: defaultdict[int, list[bytes]] = defaultdict(list)
         self._closed = 0
         self._ids, self._groups = count(1), count(1) if groups is None else groups
 
@@ -117,8 +118,15 @@ class WorkQueue:
             self._waiting.discard(worker)
         return lease
 
-    def finish(self, lease: int, sums: Sequence[float], ended: int | None, now: float) -> bool:
-        """The work items of a lease are applied; ``sums`` are added to those of its epoch.
+    def finish(
+        self,
+        lease: int,
+        sums: Sequence[float],
+        ended: int | None,
+        now: float,
+        metrics: bytes = b"",
+    ) -> bool:
+        """The work items of a lease are applied; ``sums`` and ``metrics`` count for its epoch.
 
         ``ended`` is the number of steps of its pass, where the worker found the end: no slice
         has more. False where the lease was dropped: its work items are, or will be, another's.
@@ -134,6 +142,8 @@ class WorkQueue:
             self._lose(found, start, min(stop, held.stop))
         if given.counts:
             self._sums[given.epoch].append(sums)
+            if metrics:
+                self._metrics[given.epoch].append(metrics)
         if held.stop > held.start:
             self._rate(held.worker).measure(held.stop - held.start, now - held.since)
         return True
@@ -179,6 +189,7 @@ class WorkQueue:
     def close(self, epoch: int) -> None:
         """Let work of the next epoch begin."""
         self._closed = max(self._closed, epoch + 1)
+        self._metrics.pop(epoch, None)
 
     def sums(self, epoch: int) -> list[float]:
         """The element-wise sum of what was reported for ``epoch``, in whatever order it came.
@@ -186,6 +197,10 @@ class WorkQueue:
         Empty before the first report.
         """
         return list(map(fsum, zip_longest(*self._sums[epoch], fillvalue=0.0)))
+
+    def metrics(self, epoch: int) -> list[bytes]:
+        """The states of metrics that were reported for ``epoch``, in whatever order they came."""
+        return list(self._metrics[epoch])
 
     def items_done(self, epoch: int) -> int:
         """How many work items of ``epoch`` are finished; a global batch has ``data_shards``."""

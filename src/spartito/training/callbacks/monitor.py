@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from spartito.errors import UserError
 from spartito.names import nearest
-from spartito.report.figures import BOOKKEEPING, VALIDATION, higher_is_better
+from spartito.report.figures import BOOKKEEPING, VALIDATION, higher_is_better, scalars
 from spartito.training.callback import Logs
 
 MODES = ("auto", "min", "max")
@@ -33,9 +33,14 @@ class Monitor:
 
     def read(self, logs: Logs) -> float:
         """Its value in ``logs``; a `UserError` that names the known ones when it is not there."""
-        if self.name in logs:
-            return float(logs[self.name])
-        known = [name for name in logs if name not in BOOKKEEPING]
+        value = logs.get(self.name)
+        if isinstance(value, int | float):
+            return float(value)
+        if value is not None:
+            raise UserError(
+                f"monitor is {self.name!r}, which has several values", "Watch a single figure."
+            )
+        known = [name for name in scalars(logs) if name not in BOOKKEEPING]
         hint = nearest(self.name, known)
         if self.name.startswith(VALIDATION) and not any(n.startswith(VALIDATION) for n in known):
             hint += " This fit has no validation_data."

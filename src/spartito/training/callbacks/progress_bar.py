@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from spartito.errors import UserError
-from spartito.report.figures import BOOKKEEPING, duration, figure
+from spartito.report.figures import BOOKKEEPING, duration, figure, scalars
 from spartito.training.callback import Callback, Logs
 
 if TYPE_CHECKING:
@@ -213,12 +213,12 @@ def _join(*parts: str) -> str:
     return "  ".join(part for part in parts if part)
 
 
-def _figures(logs: Mapping[str, float]) -> str:
-    shown = {name: value for name, value in logs.items() if name not in BOOKKEEPING}
+def _figures(logs: Logs) -> str:
+    shown = {name: value for name, value in scalars(logs).items() if name not in BOOKKEEPING}
     return _join(*(f"{name} {figure(name, value)}" for name, value in shown.items()))
 
 
-def _speed(logs: Mapping[str, float]) -> list[str]:
+def _speed(logs: Logs) -> list[str]:
     rate, waiting = logs.get("examples_per_second"), logs.get("data_wait_fraction")
     parts = {
         "{} examples/s": None if rate is None else figure("examples_per_second", rate),

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 from spartito.errors import UserError
-from spartito.report.figures import VALIDATION
+from spartito.report.figures import VALIDATION, scalars
 from spartito.training.callback import Callback, Logs
 from spartito.training.callbacks.event_file import EventFile
 
@@ -41,7 +41,7 @@ class TensorBoard(Callback):
 
     def write(self, epoch: int, logs: Logs) -> None:
         """Add the figures of epoch ``epoch``, counted from 0; an evaluator calls this itself."""
-        figures = {name: value for name, value in logs.items() if name not in ("epoch", "step")}
+        figures = {n: value for n, value in scalars(logs).items() if n not in ("epoch", "step")}
         validation = {n: v for n, v in figures.items() if n.startswith(VALIDATION)}
         parts = ({n: v for n, v in figures.items() if n not in validation}, validation)
         for run, part in zip(_RUNS, parts, strict=True):

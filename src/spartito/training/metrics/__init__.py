@@ -1,0 +1,23 @@
+"""Figures beside the loss, exact over replicas and uneven batches."""
+
+from spartito.training.metrics.base import Metric
+from spartito.training.metrics.classification import (
+    AUC,
+    ConfusionMatrix,
+    F1Score,
+    Precision,
+    Recall,
+)
+from spartito.training.metrics.foreign import TorchMetric
+from spartito.training.metrics.mean import MeanMetric
+
+__all__ = [
+    "AUC",
+    "ConfusionMatrix",
+    "F1Score",
+    "MeanMetric",
+    "Metric",
+    "Precision",
+    "Recall",
+    "TorchMetric",
+]

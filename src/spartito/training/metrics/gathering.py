@@ -1,0 +1,88 @@
+"""The metrics of one epoch or evaluation: what this task has seen, and what all have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from spartito.data.batch import Batch
+from spartito.training.metrics.base import Metric, State, Value, decode, encode, named
+
+
+class MetricSet:
+    """Fresh copies of ``metrics``, which this task updates with its own rows.
+
+    What was handed in (`take`) still counts for the values that are shown here.
+    """
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        self._metrics = [metric.fresh() for metric in metrics]
+        self._taken: list[bytes] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._metrics)
+
+    def update(self, output: Any, batch: Batch) -> None:
+        """Add the rows of a local batch, if there are any."""
+        if self._metrics and batch.size:
+            target = batch.target
+            with torch.no_grad():
+                for metric in self._metrics:
+                    metric.update(output, target, batch.size)
+
+    def reset(self) -> None:
+        """Begin a new epoch."""
+        self._taken.clear()
+        for metric in self._metrics:
+            metric.reset()
+
+    def state(self) -> bytes:
+        """What came since the last `take`; empty without metrics."""
+        return encode([metric.state_dict() for metric in self._metrics]) if self else b""
+
+    def take(self) -> bytes:
+        """The same, which is not handed in again."""
+        data = self.state()
+        if data:
+            self._taken.append(data)
+            for metric in self._metrics:
+                metric.reset()
+        return data
+
+    def merged(self, parts: Iterable[bytes], before: Mapping[str, State]) -> list[Metric]:
+        """Metrics of all that ``parts`` have seen, and ``before`` (states by name)."""
+        states = [decode(part) for part in parts if part]
+        found = [metric.fresh() for metric in self._metrics]
+        for number, metric in enumerate(found):
+            metric.merge([before.get(metric.name, {}), *(part[number] for part in states)])
+        return found
+
+    def value(self, name: str) -> Value:
+        """The figure ``name`` of this task's own rows so far."""
+        for metric in self._own():
+            if name == metric.name or name.startswith(f"{metric.name}_"):
+                values = named(metric.name, metric.compute())
+                if name in values:
+                    return values[name]
+        raise KeyError(name)
+
+    def names(self) -> Iterator[str]:
+        """The figures that are known so far, and cost little."""
+        for metric in self._own():
+            if not metric.costly:
+                values = named(metric.name, metric.compute())
+                yield from (name for name, value in values.items() if value == value)
+
+    def _own(self) -> list[Metric]:
+        return self.merged([*self._taken, self.state()], {}) if self._taken else self._metrics
+
+
+def computed(metrics: Iterable[Metric]) -> dict[str, Value]:
+    """The values of all ``metrics`` by name."""
+    return {
+        name: value
+        for metric in metrics
+        for name, value in named(metric.name, metric.compute()).items()
+    }

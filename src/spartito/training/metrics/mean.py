@@ -1,0 +1,134 @@
+"""Means over examples, and the functions that they are means of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import fsum
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartito.engine.loss import IGNORED, describe
+from spartito.errors import UserError
+from spartito.training.metrics.base import NAN, Metric, State
+from spartito.training.metrics.tensors import fitting, misfit, widened
+
+MetricFunction = Callable[[Any, Any], Any]
+"""``(output, target)`` to one value per example, shape ``(batch,)``, their scalar mean, or the
+tuple ``(sum, count)`` where something else than examples is counted."""
+
+
+class MeanMetric(Metric):
+    """The mean of a function over all examples.
+
+    Sum and count stay on the device of the outputs until somebody reads them.
+
+    Args:
+        name: Under which the figure stands in logs and history.
+        function: ``(output, target)`` to one value per example, shape ``(batch,)`` or
+            ``(batch, ...)``, to their scalar mean, or to the tuple ``(sum, count)`` where
+            something else than examples is counted.
+    """
+
+    _sum: Tensor | int
+    _count: Tensor | int
+
+    def __init__(self, name: str, function: MetricFunction) -> None:
+        self.function = function
+        super().__init__(name)
+
+    def update(self, output: Any, target: Any, size: int) -> None:
+        found = self.function(widened(output), target)
+        total, count = found if isinstance(found, tuple) else (self._total(found, size), size)
+        self._sum = self._sum + _wide(total)
+        self._count = self._count + _wide(count)
+
+    def reset(self) -> None:
+        self._sum = self._count = 0
+
+    def compute(self) -> float:
+        total, count = self.sums
+        return total / count if count else NAN
+
+    def state_dict(self) -> State:
+        return {"sums": torch.tensor(self.sums, dtype=torch.float64)}
+
+    def merge(self, states: Sequence[State]) -> None:
+        pairs = [state["sums"].tolist() for state in states if state]
+        self._sum = torch.tensor(fsum(total for total, _ in pairs), dtype=torch.float64)
+        self._count = torch.tensor(fsum(count for _, count in pairs), dtype=torch.float64)
+
+    @property
+    def sums(self) -> list[float]:
+        """The sum of values, and what to divide it by; this waits for the device."""
+        return [float(self._sum), float(self._count)]
+
+    def _total(self, found: Any, size: int) -> Any:
+        value = torch.as_tensor(found)
+        if value.dim() == 0:
+            return value.double() * size
+        if value.dtype == torch.bool and value.numel() == size:
+            return value.count_nonzero()
+        if value.shape[0] == size:
+            return value.sum(dtype=torch.float64) * (size / value.numel())
+        raise UserError(
+            f"the metric {self.name} returned {describe(value)} for {size} examples",
+            "It gives one value per example, or their mean.",
+        )
+
+
+def _wide(value: Any) -> Tensor | int:
+    """``value`` in a type that adds up without loss."""
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, Tensor):
+        return torch.tensor(value, dtype=torch.float64)
+    return value.double() if value.is_floating_point() else value.long()
+
+
+def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0, ignored: int = IGNORED) -> Any:
+    """Where the class with the largest output is the target: (how many are right, of how many).
+
+    Targets that are ``ignored`` do not count. Classes are in dim 1, or in the last one if only
+    that fits. For outputs shaped as the target (or ``(batch, 1)``) it is `binary_accuracy`.
+    """
+    if output.dim() == target.dim() + 1 and output.shape[1] > 1:
+        found = output.argmax(1 if output.shape[2:] == target.shape[1:] else -1)
+        if found.shape != target.shape:
+            raise misfit(output, target)
+        return _counted(torch.eq(found, target), target, ignored)
+    if output.shape == target.shape and output.dim() > 1 and output.shape[1] > 1:
+        return torch.eq(output.argmax(1), target.argmax(1))  # targets are probabilities of classes
+    return binary_accuracy(output, target, threshold)
+
+
+def _counted(right: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor | int]:
+    """How many are ``right`` of the targets that are not ``ignored``, and how many these are."""
+    if ignored < 0 and not target.dtype.is_signed:  # -100 would become 156
+        return right.count_nonzero(), target.numel()
+    counted = torch.ne(target, ignored)
+    if ignored >= 0:  # else no output is right about them
+        right = right & counted
+    return right.count_nonzero(), counted.count_nonzero()
+
+
+def binary_accuracy(output: Tensor, target: Tensor, threshold: float = 0.0) -> Tensor:
+    """1 where the output lies on the target's side of ``threshold``, shape of the output."""
+    return torch.eq(output > threshold, fitting(output, target) > 0.5)
+
+
+def top_k_accuracy(output: Tensor, target: Tensor, k: int = 5, ignored: int = IGNORED) -> Any:
+    """Where the target is among the ``k`` largest outputs; the tuple as `accuracy`."""
+    best = output.topk(min(k, output.shape[1]), dim=1).indices
+    return _counted(torch.eq(best, target.unsqueeze(1)).any(1), target, ignored)
+
+
+def mean_absolute_error(output: Tensor, target: Tensor) -> Tensor:
+    """|output - target|, shape of the output."""
+    return torch.abs(output - fitting(output, target))
+
+
+def mean_squared_error(output: Tensor, target: Tensor) -> Tensor:
+    """(output - target) squared, shape of the output."""
+    return torch.square(output - fitting(output, target))
