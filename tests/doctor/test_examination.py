@@ -100,7 +100,7 @@ def stranger(address: str, says: bytes) -> Iterator[None]:
 def test_workers_here_are_examined_as_run_would_start_them(commands: Commands) -> None:
     ended = commands.spartito("doctor", "--workers", "3", "--timeout", f"{PATIENT}")
     assert "3 of 3 tasks are here" in ended.out
-    assert "by torchrun's variables this is worker 0, rank 0 of 3" in ended.out
+    assert "This is worker 0 by torchrun's variables: rank 0 of 3" in ended.out
     for index in range(3):
         assert f"from worker {index}" in ended.out
     assert ended.err == ""
@@ -158,7 +158,7 @@ def test_a_process_that_nobody_told_of_a_cluster_looks_at_itself(commands: Comma
     ended = commands.spartito("doctor", "--json")
     found = report(ended)
     assert found["expected"] == ["worker 0"]
-    assert "nothing describes a cluster" in found["facts"]["worker 0"]["plan"]
+    assert "Nothing describes a cluster" in found["facts"]["worker 0"]["plan"]
 
 
 def test_one_that_never_comes_is_named_on_both_sides(commands: Commands) -> None:
@@ -300,6 +300,23 @@ def test_clusters_that_differ_are_told(commands: Commands) -> None:
     alone = report(other.end())
     assert alone["exit_code"] == 1
     assert what(alone, "refused") == refused
+
+
+def test_another_secret_is_told_on_both_sides_before_the_time_is_over(commands: Commands) -> None:
+    own = addresses(2)
+    programs = [
+        commands.start(
+            *SPARTITO,
+            *("doctor", "--json", f"--timeout={PATIENT}"),
+            env={**tf_config({"worker": own}, "worker", index), "SPARTITO_SECRET": secret * 20},
+        )
+        for index, secret in enumerate("ab")
+    ]
+    for program, other in zip(programs, ("worker 1", "worker 0"), strict=True):
+        found = report(program.end())
+        assert found["exit_code"] == 1
+        assert found["seconds"] < PATIENT / 2
+        assert f"another secret than {found['coordinator']}: {other}" in what(found, "secret")
 
 
 @pytest.mark.parametrize("words", [["--workers", "0"], ["--timeout", "0"], ["--timeout", "nan"]])

@@ -41,7 +41,7 @@ class Acceptor:
         key: bytes,
         purpose: str,
         name: str,
-        told: Callable[[str, str], None] | None = None,
+        told: Callable[[str, UnknownPeerError], None] | None = None,
     ) -> None:
         self._listener, self._enter, self._name = listener, enter, name
         self._told = told or self._warn
@@ -104,7 +104,7 @@ class Acceptor:
             end = time.monotonic() + GREETING_SECONDS
             challenge(caller, self._key, self._purpose, end)
         except UnknownPeerError as error:
-            self._told(shown(address), str(error))
+            self._told(shown(address), error)
         except OSError:
             pass  # it left, or said nothing: a port scan, a health check
         else:
@@ -114,7 +114,7 @@ class Acceptor:
         self._forget(caller)
         caller.close()
 
-    def _warn(self, address: str, why: str) -> None:
+    def _warn(self, address: str, why: UnknownPeerError) -> None:
         self._seldom.warn("%s sent %s away: %s", self._name, address, why)
 
     def _forget(self, caller: socket.socket) -> bool:

@@ -35,6 +35,10 @@ class UnknownPeerError(SpartitoError):
     """A caller does not know the job's secret, or is no task of Spartito."""
 
 
+class OtherSecretError(UnknownPeerError):
+    """A caller is a task of Spartito and does not know the job's secret."""
+
+
 class OtherProgramError(UserError):
     """What listens there is no task of Spartito."""
 
@@ -116,7 +120,7 @@ def challenge(connection: socket.socket, key: bytes, purpose: str, end: float) -
     found = read(connection, PROOF, end)
     if not hmac.compare_digest(found, _proof(key, "caller", purpose, nonces)):
         _send(connection, bytes(PROOF), end)
-        raise UnknownPeerError("it does not know the job's secret")
+        raise OtherSecretError("it does not know the job's secret")
     _send(connection, _proof(key, "listener", purpose, nonces), end)
     connection.settimeout(None)
 

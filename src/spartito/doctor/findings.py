@@ -170,14 +170,20 @@ class Speed(msgspec.Struct, frozen=True):
         """Source and target."""
         return self.source, self.target
 
+    @property
+    def may_be_slow(self) -> bool:
+        """Whether it is not fast whatever the others reach."""
+        return self.latency > SLOW_LATENCY or self.bandwidth < FAST_BANDWIDTH
+
 
 class Findings(msgspec.Struct, frozen=True):
     """Who was expected, who came, and what they found; ``coordinator`` gathered it.
 
     ``addresses`` has ``host:port`` of each task, "" where the cluster gives none; ``facts`` those
     who came. ``unresponsive`` came and stopped responding; ``refused`` says why some that came
-    were not let in; ``unknown_peers`` are the addresses of callers that are no doctors, or have
-    another secret. ``seconds`` is what all of it took, ``waited`` how long tasks had to come.
+    were not let in; ``unknown_peers`` are the addresses of callers that are no tasks of Spartito,
+    ``other_secrets`` of tasks that have another secret. ``seconds`` is what all of it took,
+    ``waited`` how long tasks had to come.
     """
 
     expected: list[str]
@@ -189,6 +195,7 @@ class Findings(msgspec.Struct, frozen=True):
     unresponsive: list[str] = []
     refused: list[str] = []
     unknown_peers: list[str] = []
+    other_secrets: list[str] = []
     seconds: float = 0.0
     waited: float = 0.0
 

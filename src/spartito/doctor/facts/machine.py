@@ -89,12 +89,12 @@ def plan_of(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:
     """What training would make of this environment, in one sentence."""
     if spec.source == ClusterSpec.alone().source:
         here = f"{gpus} workers, one per GPU" if gpus > 1 else "1 worker"
-        return f"nothing describes a cluster, so spartito run would start {here} on this machine"
+        return f"Nothing describes a cluster, so spartito run would start {here} on this machine"
     servers = len(spec.addresses.get("ps", ()))
     strategy = env.get(ENV_STRATEGY) or default_name(spec.world_size, servers)
     rank = f"rank {spec.rank} of {spec.world_size}" if spec.rank != NO_RANK else "no replica"
     meeting = f", rendezvous at {spec.rendezvous}" if spec.rendezvous else ""
-    return f"by {spec.source} this is {spec.task}, {rank}, strategy {strategy}{meeting}"
+    return f"This is {spec.task} by {spec.source}: {rank}, strategy {strategy}{meeting}"
 
 
 def memory(meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = CGROUP) -> Memory:

@@ -19,7 +19,6 @@ from spartito.doctor.findings import (
     Speed,
     Target,
     addresses_of,
-    slow_pairs,
 )
 from spartito.doctor.parallel import at_once
 from spartito.doctor.probe.probes import carry_out
@@ -47,6 +46,9 @@ PROBE, PROBE_SECONDS = 0.15, 2.0
 MEASURE_SECONDS, REPLY_SECONDS = 1.0, 0.5
 """One measurement at most, and what its reply may take on top."""
 
+LOOK_SECONDS, SECRET_SECONDS = 0.25, 1.5
+"""How often to look for tasks with another secret, and how long one must try to join."""
+
 INVITE_SECONDS = 0.5
 """Between two attempts to reach a server that does not come."""
 
@@ -54,7 +56,7 @@ ONE_AT_A_TIME = 16
 """Up to so many tasks pairs take turns; of more, pairs without a common task go together."""
 
 RETRIES = 2
-"""How often a pair that looks slow is measured again: a busy moment is no slow network."""
+"""How often a pair that may be slow is measured again: a busy moment is no slow network."""
 
 
 @dataclass
@@ -104,6 +106,7 @@ class Coordinator:
             unresponsive=list(dict.fromkeys(self.unresponsive)),
             refused=self.refused,
             unknown_peers=list(self.server.unknown_peers),
+            other_secrets=list(self.server.other_secrets),
             seconds=time.monotonic() - self.began,
             waited=waited,
         )
@@ -126,10 +129,13 @@ class Coordinator:
             if task.startswith("ps "):
                 threading.Thread(target=self._invite, args=(task, end), daemon=True).start()
         while len(self.members) + 1 < len(self.addresses):
+            left = end - time.monotonic()
             try:
-                join, connection = self.server.joins.get(timeout=max(0.0, end - time.monotonic()))
+                join, connection = self.server.joins.get(timeout=min(max(0.0, left), LOOK_SECONDS))
             except queue.Empty:
-                return
+                if left <= 0 or self._other_secret_stays():
+                    return
+                continue
             task, why = join.facts.task, self._objection(join.facts)
             try:
                 left = self.began + self.seconds - time.monotonic()
@@ -143,6 +149,13 @@ class Coordinator:
                 continue
             self.addresses.setdefault(task, "")
             self.members[task] = Member(join.facts, connection, join.host, join.port)
+
+    def _other_secret_stays(self) -> bool:
+        """Whether a task with another secret tries for so long that it means us."""
+        return any(
+            newest - first > SECRET_SECONDS
+            for first, newest in list(self.server.other_secrets.values())
+        )
 
     def _invite(self, task: str, end: float) -> None:
         """Go to the parameter server ``task`` unless it comes: in training it calls nobody."""
@@ -214,9 +227,8 @@ class Coordinator:
 
     def _measure(self, pairs: Iterable[Pair]) -> None:
         """Measure ``pairs`` in turns, and once more those that look slow."""
-        facts = self._facts()
-        width = 1 if len(facts) <= ONE_AT_A_TIME else len(facts) // 2
-        machines = {task: each.machine for task, each in facts.items()}
+        tasks = list(self._facts())
+        width = 1 if len(tasks) <= ONE_AT_A_TIME else len(tasks) // 2
         targets, gone = self._targets(), set(self.unresponsive)
         until = self.began + MEASURE * self.seconds
         wanted = set(pairs)
@@ -240,9 +252,9 @@ class Coordinator:
 
         with ThreadPoolExecutor(width) as pool:
             for _ in range(1 + RETRIES):
-                for together in rounds(list(facts)):
+                for together in rounds(tasks):
                     list(pool.map(turn, together))
-                wanted = slow_pairs(self.speeds.values(), machines)
+                wanted = {speed.pair for speed in self.speeds.values() if speed.may_be_slow}
 
     def _keep(self, speed: Speed) -> None:
         """The better of what was measured of one pair."""

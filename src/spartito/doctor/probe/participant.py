@@ -38,18 +38,16 @@ def follow(
     """
     key, join = server.key, Join(facts, server.port, host)
     give_up = max(end - PROBE_SECONDS - RETRY_SECONDS, (time.monotonic() + end) / 2)
-    other_secret_since = None
+    other_secret, wait_until = None, give_up
     while True:
         connection, first = _joined(join, server, candidates, end)
         if connection is not None:
             break
         now = time.monotonic()
-        if first.outcome is not Outcome.OTHER_SECRET:
-            other_secret_since = None
-        elif other_secret_since is None:
-            other_secret_since = now
-        elif now - other_secret_since > SECRET_SECONDS:
-            return _alone(facts, key, first)
+        if first.outcome is Outcome.OTHER_SECRET and other_secret is None:
+            other_secret, wait_until = first, min(give_up, now + SECRET_SECONDS)
+        if other_secret is not None and now >= wait_until:
+            return _alone(facts, key, other_secret)
         if now >= give_up:
             findings = _alone(facts, key, first)
             # The others look who is there at about the same time: be there.

@@ -28,7 +28,7 @@ def missing_tasks(findings: Findings) -> Verdicts:
     first = findings.coordinator
     for task in findings.missing:
         seen = [probe for probe in findings.probes if probe.target == task]
-        if task in findings.unresponsive or _with_other_secret(seen):
+        if task in findings.unresponsive or _with_other_secret(findings, task)[0]:
             continue
         reached = [probe.source for probe in seen if probe.ok]
         where = f" ({findings.addresses[task]})" if findings.addresses.get(task) else ""
@@ -63,17 +63,16 @@ def unresponsive_tasks(findings: Findings) -> Verdicts:
 def secrets(findings: Findings) -> Verdicts:
     """Tasks that have another secret."""
     for task in findings.missing:
-        seen = _with_other_secret(p for p in findings.probes if p.target == task)
-        if seen:
+        where, knows = _with_other_secret(findings, task)
+        if where:
             yield Verdict(
                 "secret",
                 "error",
-                f"{seen[0].address}, the address of {task}, is that of a task of Spartito with "
-                f"another secret than {joined([probe.source for probe in seen])}: {task} itself, "
-                "or a task of another job that has its port",
+                f"at {where} is a task of Spartito with another secret than {joined(knows)}: "
+                f"{task}, or one of another job",
                 "Give all tasks the same SPARTITO_SECRET or SPARTITO_SECRET_FILE, or none; two "
                 "jobs need different ports.",
-                [task, *(probe.source for probe in seen)],
+                [task, *knows],
             )
 
 
@@ -250,13 +249,21 @@ def unknown_peers(findings: Findings) -> Verdicts:
             "unknown peer",
             "note",
             f"something at {joined(sorted(set(findings.unknown_peers)))} connected to "
-            f"{findings.coordinator} and is no doctor, or has another secret; the connection was "
-            "closed",
+            f"{findings.coordinator} and is no task of Spartito; the connection was closed",
         )
 
 
-def _with_other_secret(probes: Iterable[Probe]) -> list[Probe]:
-    return [probe for probe in probes if probe.outcome is Outcome.OTHER_SECRET]
+def _with_other_secret(findings: Findings, task: str) -> tuple[str, list[str]]:
+    """Where a task with another secret stands for the missing ``task``, and who noticed."""
+    seen = [p for p in findings.probes if p.target == task]
+    if found := [probe for probe in seen if probe.outcome is Outcome.OTHER_SECRET]:
+        return found[0].address, [probe.source for probe in found]
+    facts = findings.facts.get(findings.coordinator)
+    for name in facts.names if facts is not None else []:
+        called = set(name.addresses) & set(findings.other_secrets)
+        if name.host == findings.host(task) and called:
+            return min(called), [findings.coordinator]
+    return "", []
 
 
 def _lines(probes: Iterable[Probe]) -> list[str]:

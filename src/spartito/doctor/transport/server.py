@@ -12,6 +12,7 @@ from dataclasses import replace
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.cluster.secret import NO_SECRET
 from spartito.collectives.acceptor import Acceptor
+from spartito.collectives.handshake import OtherSecretError, UnknownPeerError
 from spartito.collectives.sockets import Opened, TakenError, UnresolvedError, open_listener
 from spartito.doctor.facts.network import holder_of
 from spartito.doctor.findings import Port
@@ -37,7 +38,8 @@ class DoctorServer:
     """Listens for task ``name`` until it is closed; ``joins`` holds who came to stay.
 
     ``invitations`` holds where the coordinator asks this task to come in. ``unknown_peers`` are
-    the addresses of callers that are no doctors, or do not know ``key``.
+    the addresses of callers that are no tasks of Spartito, ``other_secrets`` of those that do not
+    know ``key``, each with the times of its first and its newest call.
     """
 
     def __init__(self, name: str, listener: socket.socket, key: bytes = NO_SECRET) -> None:
@@ -46,6 +48,7 @@ class DoctorServer:
         self.joins: queue.Queue[tuple[Join, Connection]] = queue.Queue()
         self.invitations: queue.Queue[Connection] = queue.Queue()
         self.unknown_peers: list[str] = []
+        self.other_secrets: dict[str, tuple[float, float]] = {}
         self._acceptor = Acceptor(
             listener, self._respond, key=key, purpose=PURPOSE, name=name, told=self._note
         )
@@ -60,8 +63,14 @@ class DoctorServer:
             while True:
                 self.invitations.get_nowait().close()
 
-    def _note(self, address: str, why: str) -> None:
-        if len(self.unknown_peers) < MOST_UNKNOWN_PEERS:
+    def _note(self, address: str, why: UnknownPeerError) -> None:
+        now = time.monotonic()
+        if len(self.unknown_peers) + len(self.other_secrets) >= MOST_UNKNOWN_PEERS:
+            return
+        if isinstance(why, OtherSecretError):
+            first, _ = self.other_secrets.get(address, (now, now))
+            self.other_secrets[address] = first, now
+        else:
             self.unknown_peers.append(address)
 
     def _respond(self, caller: socket.socket) -> None:
