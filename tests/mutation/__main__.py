@@ -60,10 +60,10 @@ def run_all(
             return mutant, "untested"
         tree, begin = free.get(), time.monotonic()
         try:
-            found = tree.run(mutant, names, sum(tests.seconds[name] for name in names))
+            found, failure = tree.run(mutant, names, sum(tests.seconds[name] for name in names))
         finally:
             free.put(tree)
-        print(f"{found:9}{time.monotonic() - begin:6.0f} s  {mutant.key}", flush=True)
+        print(f"{found:9}{time.monotonic() - begin:6.0f} s  {mutant.key}  {failure}", flush=True)
         return mutant, found
 
     with ThreadPoolExecutor(len(trees)) as pool:

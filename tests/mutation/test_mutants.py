@@ -112,10 +112,12 @@ def test_a_mutant_acts_in_a_copy_and_in_the_children_of_its_tests() -> None:
         assert recorded.failed == []
         tests = recorded.tests_of(mutant, 60)
         assert tests == ["tests/test_made.py::test_in_a_replica"]
-        assert copied.run(mutant, tests, 60) == "killed"
+        outcome, failure = copied.run(mutant, tests, 60)
+        assert outcome == "killed"
+        assert failure.startswith(tests[0])
         assert file.read_text() == MADE
         harmless = replace(mutant, after="x + x")
-        assert copied.run(harmless, tests, 60) == "survived"
+        assert copied.run(harmless, tests, 60) == ("survived", "")
     assert not (ROOT / "src" / "spartito" / "made.py").exists()
 
 

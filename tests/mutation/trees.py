@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -14,7 +15,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
 from tests.mutation.mutants import Mutant
@@ -22,7 +23,7 @@ from tests.mutation.mutants import Mutant
 ROOT = Path(__file__).parents[2]
 LEFT_OUT = shutil.ignore_patterns(".*", "build", "dist", "runs", "__pycache__", "*.egg-info")
 MARK = "SPARTITO_TEST_MUTANT"
-TEST_LIMIT = 60.0
+TEST_LIMIT = 150.0
 """Seconds that one test may take under a mutant, unless its own limit says otherwise."""
 
 MORE, SPARE = 3.0, 60.0
@@ -38,12 +39,18 @@ class Map:
     failed: list[str]
 
     def save(self, file: Path) -> None:
+        tests = [*self.seconds]
+        number = {test: index for index, test in enumerate(tests)}
+        entered = {name: [number[x] for x in found] for name, found in self.entered.items()}
+        seconds = [round(self.seconds[test], 3) for test in tests]
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(asdict(self)))
+        file.write_text(json.dumps([tests, seconds, entered, self.failed]))
 
     @classmethod
     def load(cls, file: Path) -> Map:
-        return cls(**json.loads(file.read_text()))
+        tests, seconds, entered, failed = json.loads(file.read_text())
+        names = {name: [tests[index] for index in found] for name, found in entered.items()}
+        return cls(names, dict(zip(tests, seconds, strict=True)), failed)
 
     def tests_of(self, mutant: Mutant, budget: float) -> list[str]:
         """The tests that enter the mutant's function, the quickest first, up to ``budget`` s."""
@@ -98,8 +105,8 @@ class Tree:
         shutil.rmtree(folder)
         return Map({k: sorted(v) for k, v in entered.items()}, dict(seconds), sorted(failed))
 
-    def run(self, mutant: Mutant, tests: Sequence[str], seconds: float) -> str:
-        """Run ``tests`` with the mutant: "killed", "timeout" or "survived"."""
+    def run(self, mutant: Mutant, tests: Sequence[str], seconds: float) -> tuple[str, str]:
+        """Run ``tests`` with the mutant: "killed", "timeout" or "survived", and the first failure."""
         file = self.folder / "src" / "spartito" / mutant.path
         plain = file.read_bytes()
         chosen = self.folder / "chosen"
@@ -111,9 +118,13 @@ class Tree:
             done = self._pytest(words, limit=seconds * MORE + SPARE)
         finally:
             file.write_bytes(plain)
-        if done is None or "from pytest-timeout" in done.stdout:
-            return "timeout"
-        return "killed" if done.returncode else "survived"
+        if done is None:
+            return "timeout", "no end"
+        found = re.search(r"^(?:FAILED|ERROR) (.*)", done.stdout, re.MULTILINE)
+        failure = found[1] if found else ""
+        if "from pytest-timeout" in done.stdout:
+            return "timeout", failure
+        return "killed" if done.returncode else "survived", failure
 
     def _pytest(
         self, words: Sequence[str], limit: float | None
