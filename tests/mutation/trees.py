@@ -106,7 +106,7 @@ class Tree:
         return Map({k: sorted(v) for k, v in entered.items()}, dict(seconds), sorted(failed))
 
     def run(self, mutant: Mutant, tests: Sequence[str], seconds: float) -> tuple[str, str]:
-        """Run ``tests`` with the mutant: "killed", "timeout" or "survived", and the first failure."""
+        """Run ``tests`` with the mutant: "killed", "timeout" or "survived", and what failed."""
         file = self.folder / "src" / "spartito" / mutant.path
         plain = file.read_bytes()
         chosen = self.folder / "chosen"
