@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from importlib.metadata import version
 from typing import Annotated, Self
 
@@ -11,6 +12,7 @@ from msgspec import Meta
 
 from spartito.errors import UserError
 
+_installed = cache(version)  # reading what is installed takes milliseconds
 _SHORT = Meta(max_length=100, pattern=r"\A[\w.+!-]*\Z")
 
 
@@ -28,7 +30,7 @@ class Versions:
     @classmethod
     def own(cls) -> Self:
         """Those of this process."""
-        return cls(version("spartito"), version("torch"))
+        return cls(_installed("spartito"), _installed("torch"))
 
     @property
     def torch_series(self) -> str:

@@ -200,7 +200,9 @@ class Server:
 
     def serve_task(self, wire: Channel) -> None:
         """Serve the task at the other end of ``wire`` until it leaves."""
-        Connection(self, wire).run()
+        connection = Connection(self, wire)
+        del wire  # the connection may go on by another one
+        connection.run()
 
     def _accept(self) -> Acceptor | None:
         if self._listener is None:  # a simulation's
@@ -209,11 +211,11 @@ class Server:
 
     def _enter(self, sock: socket.socket) -> None:
         try:
-            wire = Wire(sock, Request, timeout=GREETING_SECONDS)
+            wire: list[Channel] = [Wire(sock, Request, timeout=GREETING_SECONDS)]
         except OSError:
             sock.close()  # it is gone already
         else:
-            self.serve_task(wire)
+            self.serve_task(wire.pop())
 
     def _linger(self) -> None:
         limit = self._runtime.now() + min(LINGER_SECONDS, self.timeout)
