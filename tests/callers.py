@@ -22,14 +22,14 @@ def call(port: int, purpose: str, key: bytes = b"", host: str = "127.0.0.1") -> 
     return connection
 
 
-def answer(listener: socket.socket, purpose: str, key: bytes = b"") -> socket.socket:
+def accept(listener: socket.socket, purpose: str, key: bytes = b"") -> socket.socket:
     """The next connection at ``listener``, whose caller proved that it knows the secret."""
     connection = listener.accept()[0]
     challenge(connection, key, purpose, time.monotonic() + LIMIT)
     return connection
 
 
-def hung_up(connection: socket.socket) -> bytes:
+def read_to_end(connection: socket.socket) -> bytes:
     """What the other end says until it closes the connection; it must within the limit."""
     heard = b""
     connection.settimeout(LIMIT)

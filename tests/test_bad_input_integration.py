@@ -161,7 +161,7 @@ def test_someone_else_at_the_meeting_place(commands: Commands) -> None:
         env = tf_config({"worker": [taken, *addresses(1)]}, "worker", 1)
         ended = commands.python("script.py", env=env | {"SPARTITO_TIMEOUT": "1"})
     assert ended.code == 69
-    assert f"worker 0 ({taken}) did not answer within 1 s" in ended.err
+    assert f"worker 0 ({taken}) did not reply within 1 s" in ended.err
     assert "Traceback" not in ended.err
 
 

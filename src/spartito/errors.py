@@ -30,7 +30,7 @@ class SpartitoError(Exception):
 
 
 class UserError(SpartitoError):
-    """A mistake that the user can mend; ends the process with 2 and without a traceback."""
+    """A mistake that the user can correct; ends the process with 2 and without a traceback."""
 
     exit_code = EXIT_USER
 
@@ -50,7 +50,7 @@ class TaskLostError(SpartitoError):
 
 
 def show(error: BaseException) -> int:
-    """Print ``error`` as the one message its reader needs; answers the exit code."""
+    """Print ``error`` as the one message its reader needs; returns the exit code."""
     print(f"{PREFIX}{error}", file=sys.stderr, flush=True)
     return error.exit_code if isinstance(error, SpartitoError) else 1
 

@@ -20,7 +20,7 @@ def warn(message: str, *args: object) -> None:
 
 
 def shown(text: str, most: int = 100) -> str:
-    """``text`` of a stranger for a log: on one line, without control characters, cut off."""
+    """``text`` of an unknown peer for a log: on one line, without control characters, cut off."""
     plain = "".join(char if char.isprintable() else "?" for char in text[: most + 1])
     return plain if len(plain) <= most else plain[:most] + "..."
 
@@ -32,11 +32,11 @@ class RareWarnings:
         self._seconds = seconds
         self._next = 0.0
         self._left_out = 0
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
 
     def warn(self, message: str, *args: object) -> None:
         """As `warn`, or nothing."""
-        with self._guard:
+        with self._lock:
             now = time.monotonic()
             if now < self._next:
                 self._left_out += 1

@@ -1,4 +1,4 @@
-"""Names that more than one room uses: environment variables, recipes, and a speller."""
+"""Names that more than one package uses: environment variables, recipes, and a speller."""
 
 from __future__ import annotations
 

@@ -49,12 +49,12 @@ def rendezvous(rank: int, world_size: int, port: int, limit: float, way: str) ->
 
 
 def run(job: Job, world_size: int, *args: Any, communication: str = "auto") -> list[Any]:
-    """What ``job(collective, *args)`` answers on each of so many ranks."""
+    """What ``job(collective, *args)`` returns on each of so many ranks."""
     port = free_port()
     with running() as group:
         for rank in range(world_size):
             group.start(rank, _joined, world_size, port, communication, job, *args)
-        return [group.answer(rank) for rank in range(world_size)]
+        return [group.result(rank) for rank in range(world_size)]
 
 
 def _joined(
@@ -68,7 +68,7 @@ def _joined(
 
 
 class Group:
-    """Processes that each run a job with a pipe to the test; `answers` collects what they send."""
+    """Processes that each run a job with a pipe to the test; `result` collects what they send."""
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[Any, Connection]] = {}
@@ -81,7 +81,7 @@ class Group:
         theirs.close()
         self._running[rank] = (process, ours)
 
-    def answer(self, rank: int, seconds: float = LIMIT) -> Any:
+    def result(self, rank: int, seconds: float = LIMIT) -> Any:
         """The next thing that ``rank`` sends; an error if nothing comes in time."""
         pipe = self._running[rank][1]
         if not pipe.poll(seconds):
@@ -107,7 +107,7 @@ class Group:
         assert process.exitcode is not None
 
     def stays(self, rank: int, seconds: float) -> bool:
-        """Whether ``rank`` neither answers nor ends for so long."""
+        """Whether ``rank`` neither returns nor ends for so long."""
         return not self._running[rank][1].poll(seconds)
 
     def close(self) -> None:
@@ -121,10 +121,10 @@ class Group:
 def _serve(job: Job, pipe: Connection, rank: int, *args: Any) -> None:
     torch.set_num_threads(1)
     try:
-        answer = job(pipe, rank, *args)
+        result = job(pipe, rank, *args)
     except Exception as error:
-        answer = (type(error).__name__, str(error))
-    pipe.send_bytes(pickle.dumps(answer))  # torch's own pickler would share the tensors
+        result = (type(error).__name__, str(error))
+    pipe.send_bytes(pickle.dumps(result))  # torch's own pickler would share the tensors
 
 
 @contextmanager

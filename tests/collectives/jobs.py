@@ -65,13 +65,13 @@ def slow_leader(pipe: Connection, rank: int, world_size: int, port: int, limit: 
     while rank == 0 and time.monotonic() < end:
         collective.heartbeat()
         time.sleep(0.01)
-    collective.meet()
+    collective.synchronize()
     collective.close()
     return True
 
 
 def values(rank: int, numel: int, dtype: torch.dtype) -> Tensor:
-    """Small whole numbers that differ by rank and place: their sums are exact in every dtype."""
+    """Small whole numbers that differ by rank and index: their sums are exact in every dtype."""
     return ((torch.arange(numel) * (rank + 2)) % 7 + rank).to(dtype)
 
 
@@ -95,10 +95,10 @@ KINDS = ["empty", "one", "odd", "slot", "over", "transposed", "strided", "channe
 FEW = ["empty", "odd", "strided", "scalar"]
 
 
-def same_answers(
+def wrong_results(
     _: Connection, rank: int, world_size: int, ways: Sequence[tuple[str, int]]
 ) -> list[str]:
-    """What the groups (ways and ports) answer differently from each other or from plain torch."""
+    """What the groups (ways and ports) result differently from each other or from plain torch."""
     wrong: list[str] = []
 
     def check(what: str, got: Tensor, expected: Tensor) -> None:
@@ -113,16 +113,16 @@ def same_answers(
                 case = f"{name} {kind} {dtype}"
                 everyone = [shaped(kind, r, dtype) for r in range(world_size)]
                 mine = everyone[rank].clone(memory_format=torch.preserve_format)
-                answer = group.all_reduce(mine)
+                result = group.all_reduce(mine)
                 check(f"all_reduce {case}", mine, sum(everyone[1:], everyone[0]))
-                if answer is not mine:
+                if result is not mine:
                     wrong.append(f"not in place {case}")
                 for part, other in zip(group.all_gather(everyone[rank]), everyone, strict=True):
                     check(f"all_gather {case}", part, other)
                 for source in {0, world_size // 2, world_size - 1}:
                     mine = everyone[rank].clone(memory_format=torch.preserve_format)
-                    answer = group.broadcast(mine, source)
-                    check(f"broadcast {source} {case}", answer, everyone[source])
+                    result = group.broadcast(mine, source)
+                    check(f"broadcast {source} {case}", result, everyone[source])
         _rows_and_bytes(group, check)
         _reducers(group, check)
         group.barrier()
@@ -190,9 +190,9 @@ def random_sums(
     reducer = group.reducer(5000, torch.float32, torch.device("cpu"))
     reducer.input.copy_(mine)
     reducer.reduce((3.0,), 1.0)
-    answer = (group.all_reduce(mine.clone()), reducer.output.clone(), group.all_gather(mine))
+    result = (group.all_reduce(mine.clone()), reducer.output.clone(), group.all_gather(mine))
     group.close()
-    return answer
+    return result
 
 
 def limit_to(group: Collective, seconds: float) -> None:
@@ -502,9 +502,9 @@ def join_in(
     where = Path(os.readlink("/proc/self/fd/" + str(group._lives[0][1])).split(" ")[0]).parent
     if reducer:
         group.reducer(reducer, torch.uint8, torch.device("cpu"))
-    answer = [float(part) for part in group.all_gather(torch.tensor(float(rank)))]
+    result = [float(part) for part in group.all_gather(torch.tensor(float(rank)))]
     group.close()
-    return str(where), answer
+    return str(where), result
 
 
 def tell_notes(pipe: Connection, rank: int, world_size: int, port: int, way: str) -> None:

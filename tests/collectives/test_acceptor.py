@@ -18,14 +18,14 @@ from spartito.collectives.handshake import MAGIC, NONCE, PROOF, reach
 from spartito.collectives.sockets import listen
 from spartito.errors import TaskLostError, UserError
 from spartito.log import shown
-from tests.callers import LIMIT, call, hung_up
+from tests.callers import LIMIT, call, read_to_end
 
 HOST, KEY, PURPOSE = "127.0.0.1", b"what the tasks of this job know", "test"
 
 
 @contextmanager
 def echo(key: bytes = KEY) -> Iterator[int]:
-    """A door behind which everybody hears what they say; answers its port."""
+    """An acceptor that sends back what it receives; its port."""
 
     def enter(caller: socket.socket) -> None:
         with caller:
@@ -63,11 +63,11 @@ def test_who_does_not_is_told_nothing(
             reach(HOST, port, "ps 0", LIMIT, key=key, purpose=purpose)
         with socket.create_connection((HOST, port)) as raw:
             raw.sendall(MAGIC + bytes(NONCE + PROOF))
-            heard = hung_up(raw)
+            heard = read_to_end(raw)
         assert heard[: len(MAGIC)] == MAGIC
         assert heard[len(MAGIC) + NONCE :] == bytes(PROOF)
         assert is_let_in(port)
-    assert "ps 0 sent 127.0.0.1 away: it does not know the job's secret" in caplog.text
+    assert "ps 0 refused 127.0.0.1: it does not know the job's secret" in caplog.text
     assert len(caplog.records) == 1  # the second within ten seconds is left out
 
 
@@ -88,7 +88,7 @@ def test_a_listener_must_prove_itself_too(says: bytes, what: str) -> None:
                 calling.result(LIMIT)
 
 
-def test_the_limit_of_a_task_that_hangs_up_and_is_gone_is_told_as_it_was_given() -> None:
+def test_the_limit_of_a_task_that_is_gone_is_reported_as_it_was_given() -> None:
     with socket.create_server((HOST, 0)) as server, ThreadPoolExecutor(1) as pool:
         port = server.getsockname()[1]
         calling = pool.submit(reach, HOST, port, "ps 0", 1.0, key=KEY, purpose=PURPOSE)
@@ -98,10 +98,10 @@ def test_the_limit_of_a_task_that_hangs_up_and_is_gone_is_told_as_it_was_given()
             calling.result(LIMIT)
 
 
-def test_more_strangers_than_a_door_takes() -> None:
-    with echo() as port, ExitStack() as strangers:
+def test_more_unknown_peers_than_are_accepted() -> None:
+    with echo() as port, ExitStack() as unknown:
         for _ in range(3 * MOST_UNKNOWN):
-            strangers.enter_context(socket.create_connection((HOST, port), LIMIT))
+            unknown.enter_context(socket.create_connection((HOST, port), LIMIT))
         assert is_let_in(port)
 
 
@@ -131,7 +131,7 @@ door.close()
 
 
 def test_more_connections_than_descriptors() -> None:
-    """Tasks and strangers take all descriptors; when some come free the next one is let in."""
+    """Tasks and unknown peers take all descriptors; when some come free the next one is let in."""
     with ExitStack() as ends:
         program = ends.enter_context(
             subprocess.Popen(
@@ -154,7 +154,7 @@ def test_more_connections_than_descriptors() -> None:
         ends.enter_context(reach(HOST, port, "ps 0", LIMIT, key=b"k", purpose=PURPOSE))
 
 
-def test_what_a_stranger_is_called_is_one_line_of_plain_text() -> None:
+def test_what_an_unknown_peer_is_called_is_one_line_of_plain_text() -> None:
     assert shown("worker 1") == "worker 1"
     assert shown("a\nspartito: all is well\x1b[2J") == "a?spartito: all is well?[2J"
     assert shown("x" * 5000) == "x" * 100 + "..."

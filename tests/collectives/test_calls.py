@@ -19,10 +19,10 @@ def test_calls_that_do_not_match_are_named_on_all_replicas(way: str, world_size:
     with running() as group:
         for rank in range(world_size):
             group.start(rank, jobs.mismatched_calls, world_size, ports, way)
-        answers = [group.answer(rank) for rank in range(world_size)]
+        results = [group.result(rank) for rank in range(world_size)]
     for number, (_, _, chiefs, others) in enumerate(jobs.MISMATCHES):
-        for answer in answers:
-            kind, text = answer[number]
+        for result in results:
+            kind, text = result[number]
             text = text.replace("new reducer", "reduce")  # where it needs no meeting, its use does
             assert kind == "MismatchedCallsError", (chiefs, text)
             assert f"worker 0 is at {chiefs}, worker " in text

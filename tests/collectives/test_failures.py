@@ -33,7 +33,7 @@ def together(group: Group, world_size: int, limit: float, communication: str = "
     for rank in range(world_size):
         group.start(rank, jobs.wait_for_others, world_size, port, limit, communication)
     for rank in range(world_size):
-        assert group.answer(rank) == "together"
+        assert group.result(rank) == "together"
 
 
 @pytest.mark.usefixtures("no_segments_left")
@@ -47,7 +47,7 @@ def test_a_killed_rank_is_named_at_once(communication: str, world_size: int, vic
             group.tell(rank)  # they wait in the middle of a reduction
         group.signal(victim, signal.SIGKILL)
         for rank in others:
-            kind, text, seconds = group.answer(rank)
+            kind, text, seconds = group.result(rank)
             assert kind == "TaskLostError"
             assert f"worker {victim} is gone" in text
             assert seconds < LONG / 2
@@ -63,11 +63,11 @@ def test_a_process_that_it_has_forked_does_not_hide_a_death(communication: str) 
             group.start(rank, jobs.wait_with_a_child, port, communication)
         try:
             for rank in (0, 1):
-                children.append(group.answer(rank))
-                assert group.answer(rank) == "together"
+                children.append(group.result(rank))
+                assert group.result(rank) == "together"
             group.tell(0)
             group.signal(1, signal.SIGKILL)
-            kind, text, _ = group.answer(0)
+            kind, text, _ = group.result(0)
         finally:
             for child in children:
                 os.kill(child, signal.SIGKILL)
@@ -81,7 +81,7 @@ def test_nor_does_it_hide_a_death_from_a_parameter_server() -> None:
         group.start(0, jobs.wire_with_a_child, server.getsockname()[1])
         with server.accept()[0] as connection:
             connection.settimeout(LONG)
-            child = group.answer(0)
+            child = group.result(0)
             try:
                 group.signal(0, signal.SIGKILL)
                 assert connection.recv(1) == b""
@@ -97,7 +97,7 @@ def test_a_frozen_rank_is_named_at_the_limit(communication: str, victim: int) ->
         together(group, 2, 1.0, communication)
         group.signal(victim, signal.SIGSTOP)
         group.tell(1 - victim)
-        kind, text, seconds = group.answer(1 - victim)
+        kind, text, seconds = group.result(1 - victim)
         assert kind == "TaskLostError"
         assert f"worker {victim}" in text
         assert "did not come within 1 s" in text
@@ -116,7 +116,7 @@ def test_everyone_comes_after_a_pause(communication: str) -> None:
         group.tell(0)
         group.tell(1)
         group.signal(1, signal.SIGCONT)
-        assert [group.answer(rank) for rank in range(2)] == ["met", "met"]
+        assert [group.result(rank) for rank in range(2)] == ["met", "met"]
 
 
 def test_who_never_comes_is_named_by_all() -> None:
@@ -125,7 +125,7 @@ def test_who_never_comes_is_named_by_all() -> None:
         for rank in (0, 1):
             group.start(rank, jobs.only_join, 4, port, 4.0)
         for rank in (0, 1):
-            kind, text = group.answer(rank)
+            kind, text = group.result(rank)
             assert kind == "TaskLostError"
             assert f"worker 2 and worker 3 did not come to 127.0.0.1:{port} within 4 s" in text
 
@@ -136,26 +136,26 @@ def test_a_second_process_of_one_rank_is_refused() -> None:
         for rank in (0, 1):
             group.start(rank, jobs.wait_for_others, 2, port, LONG, "sockets")
         for rank in (0, 1):
-            assert group.answer(rank) == "together"
+            assert group.result(rank) == "together"
         group.start(2, jobs.come_as_rank_1, 2, port, 1.0)
-        kind, text = group.answer(2)
+        kind, text = group.result(2)
         assert kind == "TaskLostError"
         assert f"another process has come to 127.0.0.1:{port} as worker 1" in text
         for rank in (0, 1):
             group.tell(rank)
-        assert [group.answer(rank) for rank in range(2)] == ["met", "met"]
+        assert [group.result(rank) for rank in range(2)] == ["met", "met"]
 
 
 def test_a_chief_that_never_comes_is_named() -> None:
     port = free_port()
     with running() as group:
         group.start(1, jobs.only_join, 2, port, 1.0)
-        kind, text = group.answer(1)
+        kind, text = group.result(1)
         assert kind == "TaskLostError"
         assert text.startswith(f"worker 0 did not come to 127.0.0.1:{port} within 1 s")
 
 
-def test_a_port_in_use_is_the_users_to_mend() -> None:
+def test_a_port_in_use_is_a_user_error() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -169,7 +169,7 @@ def test_who_gets_on_is_waited_for() -> None:
     with running() as group:
         for rank in range(2):
             group.start(rank, jobs.slow_leader, 2, port, 3.0)
-        assert [group.answer(rank) for rank in range(2)] == [True, True]
+        assert [group.result(rank) for rank in range(2)] == [True, True]
 
 
 def test_arguments_that_make_no_sense(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +201,8 @@ def test_an_exception_leaves_nothing_in_memory() -> None:
     with running() as group:
         for rank in range(2):
             group.start(rank, jobs.raise_after_joining, 2, port)
-        assert group.answer(1) == ("ValueError", "my own")
-        kind, text = group.answer(0)
+        assert group.result(1) == ("ValueError", "my own")
+        kind, text = group.result(0)
         assert kind == "TaskLostError"
         assert "worker 1 is gone" in text
 
@@ -213,35 +213,35 @@ def test_a_kill_while_memory_is_shared_out_leaves_nothing() -> None:
     with running() as group:
         for rank in range(2):
             group.start(rank, jobs.make_reducer, 2, port)
-            assert rank == 0 or [group.answer(r) for r in (0, 1)] == ["together"] * 2
+            assert rank == 0 or [group.result(r) for r in (0, 1)] == ["together"] * 2
         group.signal(1, signal.SIGKILL)
         group.tell(0)
-        kind, text = group.answer(0)
+        kind, text = group.result(0)
         assert kind == "TaskLostError"
         assert "worker 1 is gone" in text
 
 
-def small_disk(place: Path, size: str) -> Iterator[Path]:
+def small_disk(folder: Path, size: str) -> Iterator[Path]:
     """A file system of so many bytes."""
-    place.mkdir()
+    folder.mkdir()
     made = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(place)], capture_output=True
+        ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)], capture_output=True
     )
     if made.returncode:
         skip("mount", f"no right to mount a file system: {made.stderr.decode().strip()}")
-    yield place
-    subprocess.run(["umount", str(place)], check=True)
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
 
 
 @pytest.fixture
 def full(tmp_path: Path) -> Iterator[Path]:
-    """A file system with no room for the first segment."""
+    """A file system with no space for the first segment."""
     yield from small_disk(tmp_path / "full", "64k")
 
 
 @pytest.fixture
 def tight(tmp_path: Path) -> Iterator[Path]:
-    """A file system with room for the first segment, and not much more."""
+    """A file system with space for the first segment, and not much more."""
     yield from small_disk(tmp_path / "tight", "5m")
 
 
@@ -251,36 +251,36 @@ def test_a_full_directory_is_passed_over(full: Path, tmp_path: Path) -> None:
         for rank in range(2):
             group.start(rank, jobs.join_in, 2, port, [str(full), str(tmp_path)], 1 << 20)
         for rank in range(2):
-            assert group.answer(rank) == (str(tmp_path), [0.0, 1.0])
+            assert group.result(rank) == (str(tmp_path), [0.0, 1.0])
     assert sorted(tmp_path.iterdir()) == [full]
     assert list(full.iterdir()) == []
 
 
-def test_no_room_anywhere_ends_all(full: Path) -> None:
+def test_no_space_anywhere_ends_all(full: Path) -> None:
     port = free_port()
     with running() as group:
         for rank in range(2):
             group.start(rank, jobs.join_in, 2, port, [str(full)], 0)
-        kind, text = group.answer(0)
+        kind, text = group.result(0)
         assert kind == "UserError"
-        assert f"no room for 4.2 MB of shared memory in {full}" in text
+        assert f"no space for 4.2 MB of shared memory in {full}" in text
         assert "--shm-size" in text
         # Rank 0 may be gone before rank 1 has asked for its reason.
-        kind, text = group.answer(1)
+        kind, text = group.result(1)
         assert kind in ("UserError", "TaskLostError")
         assert "worker 0" in text
     assert list(full.iterdir()) == []
 
 
-def test_no_room_for_the_gradients_ends_all(tight: Path) -> None:
+def test_no_space_for_the_gradients_ends_all(tight: Path) -> None:
     port = free_port()
     with running() as group:
         for rank in range(2):
             group.start(rank, jobs.join_in, 2, port, [str(tight)], 10**6)
         for rank in range(2):
-            kind, text = group.answer(rank)
+            kind, text = group.result(rank)
             assert kind == "UserError"
-            assert f"no room for 3.0 MB of shared memory in {tight}" in text
+            assert f"no space for 3.0 MB of shared memory in {tight}" in text
     assert list(tight.iterdir()) == []
 
 
@@ -314,7 +314,7 @@ def test_a_segment_in_a_directory_that_is_not_ours(tmp_path: Path) -> None:
         segment.tensor(64, 3, torch.float32).fill_(2.5)
         assert other.tensor(64, 3, torch.float32).tolist() == [2.5] * 3
         assert other.tensor(0, 0, torch.int64).shape == (0,)
-        with pytest.raises(UserError, match=f"no room for 0.0 MB of shared memory in {closed}"):
+        with pytest.raises(UserError, match=f"no space for 0.0 MB of shared memory in {closed}"):
             Segment.create(4096, [closed])
     finally:
         subprocess.run(["umount", str(closed)], capture_output=True)

@@ -83,7 +83,7 @@ def test_groups_of_a_mesh_compute_on_their_own(way: str) -> None:
     with running() as group:
         for rank in range(4):
             group.start(rank, sums_of_groups, port, way)
-        assert [group.answer(rank) for rank in range(4)] == [[]] * 4
+        assert [group.result(rank) for rank in range(4)] == [[]] * 4
 
 
 def wrong_calls(pipe: Connection, rank: int, port: int, way: str) -> Any:
@@ -111,14 +111,14 @@ def test_errors_name_the_tasks_of_the_group(way: str) -> None:
     with running() as group:
         for rank in range(4):
             group.start(rank, wrong_calls, port, way)
-        assert [group.answer(rank) for rank in range(4)] == ["together"] * 4
+        assert [group.result(rank) for rank in range(4)] == ["together"] * 4
         group.signal(3, signal.SIGKILL)
         results = {}
         for rank in (1, 0, 2):  # rank 0 keeps the store
             group.tell(rank)
             if rank != 0:
-                results[rank] = group.answer(rank)
-        results[0] = group.answer(0)
+                results[rank] = group.result(rank)
+        results[0] = group.result(0)
     calls = "worker 2 is at all_reduce of 3 float32, worker 3 at barrier"
     assert results[0] == ("met", "met")
     assert calls in results[2][0]
@@ -127,7 +127,7 @@ def test_errors_name_the_tasks_of_the_group(way: str) -> None:
     assert results[1][1].startswith("worker 3 is gone: ")
 
 
-def test_a_rendezvous_that_is_made_talks_to_nobody() -> None:
+def test_a_rendezvous_that_is_made_connects_to_nobody() -> None:
     """The address is none of this machine, and no other task exists."""
     meeting = Rendezvous(spec(1, 2, free_port()), CPU, LONG)
     meeting.close()

@@ -1,4 +1,4 @@
-"""Replicas of several machines: any placement gives the same answers, and a loss its own name.
+"""Replicas of several machines: any placement gives the same results, and a loss its own name.
 
 Here a machine is a text that its processes give; test_machines.py has real network namespaces.
 """
@@ -59,18 +59,18 @@ def test_leaders_tell_their_machine_that_they_get_on() -> None:
     with running() as group:
         for rank in range(3):
             group.start(rank, jobs.tells_its_machine, 3, port, "on aab")
-        assert [group.answer(rank) for rank in range(3)] == [True, False, True]
+        assert [group.result(rank) for rank in range(3)] == [True, False, True]
 
 
 @pytest.mark.parametrize("ways", [("aab", "aba"), ("abab", "abbb"), ("aabca",)], ids=",".join)
-def test_any_placement_gives_the_same_answers(ways: tuple[str, ...]) -> None:
+def test_any_placement_gives_the_same_results(ways: tuple[str, ...]) -> None:
     world_size = len(ways[0])
     told = [(f"on {way}", port) for way, port in zip(ways, free_ports(len(ways)), strict=True)]
     with running() as group:
         for rank in range(world_size):
-            group.start(rank, jobs.same_answers, world_size, told)
+            group.start(rank, jobs.wrong_results, world_size, told)
         for rank in range(world_size):
-            assert group.answer(rank) == []
+            assert group.result(rank) == []
 
 
 @pytest.mark.parametrize("letters", ["aab", "abab"])
@@ -79,7 +79,7 @@ def test_all_ranks_get_the_same_bits(letters: str) -> None:
     with running() as group:
         for rank in range(world_size):
             group.start(rank, jobs.random_sums, world_size, port, f"on {letters}")
-        (total, mean, parts), *others = [group.answer(rank) for rank in range(world_size)]
+        (total, mean, parts), *others = [group.result(rank) for rank in range(world_size)]
         exact = torch.stack(parts).double().sum(0)
         torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-3)
         torch.testing.assert_close(mean.double(), exact / 3 / world_size, rtol=1e-5, atol=1e-3)
@@ -101,7 +101,7 @@ def test_the_machines_choose_the_collective(letters: str, kind: str) -> None:
     with running() as group:
         for rank in range(3):
             group.start(rank, jobs.kind_of_group, 3, port, f"on {letters}")
-        assert [group.answer(rank) for rank in range(3)] == [kind] * 3
+        assert [group.result(rank) for rank in range(3)] == [kind] * 3
 
 
 def test_each_machine_sends_once() -> None:
@@ -110,7 +110,7 @@ def test_each_machine_sends_once() -> None:
     with running() as group:
         for rank in range(4):
             group.start(rank, jobs.traffic_of_a_step, 4, port, "on aabb", 1000)
-        sent = [group.answer(rank) for rank in range(4)]
+        sent = [group.result(rank) for rank in range(4)]
     inside = 4 * 1000
     assert sent[1] == sent[3] == inside
     assert sent[0] == sent[2] == inside * 2 + 8 * 2  # and two piggybacked scalars
@@ -122,7 +122,7 @@ def together(group: Group, letters: str, limit: float, by: str = "all_reduce") -
     for rank in range(len(letters)):
         group.start(rank, jobs.wait_for_others, len(letters), port, limit, f"on {letters}", by)
     for rank in range(len(letters)):
-        assert group.answer(rank) == "together"
+        assert group.result(rank) == "together"
 
 
 @pytest.mark.parametrize("victim", range(4))
@@ -134,7 +134,7 @@ def test_a_killed_rank_is_named_by_all(victim: int) -> None:
             group.tell(rank)
         group.signal(victim, signal.SIGKILL)
         for rank in others:
-            kind, text, seconds = group.answer(rank)
+            kind, text, seconds = group.result(rank)
             assert kind == "TaskLostError"
             assert f"worker {victim} is gone" in text
             assert seconds < LONG / 2
@@ -151,7 +151,7 @@ def test_no_placement_and_no_call_changes_who_is_named(letters: str, by: str) ->
             group.tell(rank)
         group.signal(3, signal.SIGKILL)
         for rank in range(3):
-            kind, text, _ = group.answer(rank)
+            kind, text, _ = group.result(rank)
             assert kind == "TaskLostError"
             assert "worker 3 is gone" in text
 
@@ -162,11 +162,11 @@ def test_who_comes_after_the_loss_hears_the_right_name() -> None:
         together(group, "aabb", LONG)
         group.signal(3, signal.SIGKILL)
         group.tell(2)
-        answers = [group.answer(2)]
+        results = [group.result(2)]
         for rank in (0, 1):
             group.tell(rank)
-        answers += [group.answer(rank) for rank in (0, 1)]
-        for kind, text, _ in answers:
+        results += [group.result(rank) for rank in (0, 1)]
+        for kind, text, _ in results:
             assert kind == "TaskLostError"
             assert "worker 3 is gone" in text
 
@@ -180,7 +180,7 @@ def test_the_keeper_of_the_store_stays_until_the_leaders_have_heard() -> None:
         for rank in (2, 3):
             group.tell(rank)
         for rank in (0, 2, 3):
-            kind, text, _ = group.answer(rank)
+            kind, text, _ = group.result(rank)
             assert kind == "TaskLostError"
             assert "worker 1 is gone" in text
 
@@ -195,7 +195,7 @@ def test_a_frozen_rank_is_named_by_all(victim: int) -> None:
             group.tell(rank)
         waited = []
         for rank in others:
-            kind, text, seconds = group.answer(rank)
+            kind, text, seconds = group.result(rank)
             assert kind == "TaskLostError"
             assert f"worker {victim}" in text
             assert "within 3 s" in text or "keeps the store" in text
@@ -211,11 +211,11 @@ def test_a_rank_that_is_frozen_before_it_has_the_result_is_named_by_all() -> Non
         for rank in range(4):
             group.start(rank, jobs.freeze_halfway, 4, port, SHORT, "on aabb")
         for rank in range(4):
-            assert group.answer(rank) == "together"
+            assert group.result(rank) == "together"
         for rank in range(4):
             group.tell(rank)
         for rank in range(3):
-            kind, text = group.answer(rank)
+            kind, text = group.result(rank)
             assert kind == "TaskLostError"
             assert "worker 3 did not come within 3 s; its process lives" in text
         group.signal(3, signal.SIGCONT)
@@ -228,7 +228,7 @@ def test_a_leader_that_does_not_come_is_named_to_a_machine_that_waits_for_its_ow
         group.tell(0)
         group.tell(1)  # both wait for worker 2, which is not told
         for rank in range(2):
-            kind, text, _ = group.answer(rank)
+            kind, text, _ = group.result(rank)
             assert kind == "TaskLostError"
             assert "worker 2 did not come within 3 s" in text
 
@@ -240,7 +240,7 @@ def test_all_come_after_a_pause() -> None:
         for rank in range(4):
             group.tell(rank)
         group.signal(3, signal.SIGCONT)
-        assert [group.answer(rank) for rank in range(4)] == ["met"] * 4
+        assert [group.result(rank) for rank in range(4)] == ["met"] * 4
 
 
 def test_a_machine_hears_that_its_leader_did_not_find_the_others() -> None:
@@ -249,4 +249,4 @@ def test_a_machine_hears_that_its_leader_did_not_find_the_others() -> None:
         for rank in range(2):
             group.start(rank, jobs.leaders_do_not_meet, 2, port)
         for rank in range(2):
-            assert group.answer(rank) == ("TaskLostError", "worker 9 did not come\n  Start it.")
+            assert group.result(rank) == ("TaskLostError", "worker 9 did not come\n  Start it.")

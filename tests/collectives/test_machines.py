@@ -54,13 +54,13 @@ trainer = sp.Trainer(
 )
 train = sp.data.arrays(x, (x[:, 0] > 0).long()).shuffle().batch(8)
 history = trainer.fit(train, epochs=epochs, callbacks=[Tell()], verbose=0)
-answer = {
+result = {
     "loss": history.history["loss"],
     "weights": [parameter.detach().flatten().tolist() for parameter in net.parameters()],
     "collective": type(getattr(strategy, "_collective", None)).__name__,
 }
 with open(f"{out}-{strategy.cluster.rank}.json", "w") as file:
-    json.dump(answer, file)
+    json.dump(result, file)
 """
 
 
@@ -115,10 +115,10 @@ def together(group: Group, machines: list[Machine], limit: float) -> None:
     for rank in range(4):
         group.start(rank, jobs.wait_on_machines, machines, PORT, limit)
     for rank in range(4):
-        assert group.answer(rank) == "together"
+        assert group.result(rank) == "together"
 
 
-def answer(commands: Commands, out: str, rank: int) -> dict[str, object]:
+def result(commands: Commands, out: str, rank: int) -> dict[str, object]:
     found: dict[str, object] = json.loads((commands.directory / f"{out}-{rank}.json").read_text())
     return found
 
@@ -138,7 +138,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
         commands.write("train.py", SCRIPT)
         ended = commands.python("train.py", "alone", "3")
         assert ended.code == 0, ended.text
-        return numbers(answer(commands, "alone", 0))
+        return numbers(result(commands, "alone", 0))
 
 
 def test_two_machines_equal_one_device(
@@ -147,7 +147,7 @@ def test_two_machines_equal_one_device(
     for ended in [program.end() for program in start(commands, machines, "machines")]:
         assert ended.code == 0, ended.text
     for rank in range(4):
-        found = answer(commands, "machines", rank)
+        found = result(commands, "machines", rank)
         assert found["collective"] == "HierarchicalCollective"
         assert numbers(found) == pytest.approx(alone, rel=0, abs=EXACT)
 
@@ -159,7 +159,7 @@ def test_all_machines_name_the_one_that_was_killed(machines: list[Machine]) -> N
             group.tell(rank)
         group.signal(3, signal.SIGKILL)
         for rank in range(3):
-            kind, text, _ = group.answer(rank)
+            kind, text, _ = group.result(rank)
             assert kind == "TaskLostError"
             assert "worker 3 is gone" in text
 
@@ -183,7 +183,7 @@ def test_all_machines_name_the_one_that_is_frozen(machines: list[Machine]) -> No
         for rank in range(3):
             group.tell(rank)
         for rank in range(3):
-            kind, text, _ = group.answer(rank)
+            kind, text, _ = group.result(rank)
             assert kind == "TaskLostError"
             assert "worker 3 did not come within 3 s; its process lives" in text
 
@@ -197,7 +197,7 @@ def test_each_machine_names_the_other_one_when_the_network_is_cut(
         for rank in range(4):
             group.tell(rank)
         for rank in range(4):
-            kind, text, _ = group.answer(rank)
+            kind, text, _ = group.result(rank)
             assert kind == "TaskLostError"
             assert text.startswith(f"worker {0 if rank > 1 else 2} ")
 
@@ -228,7 +228,7 @@ def test_machines_meet_by_names_that_mean_the_loopback(
         ended = program.end()
         assert ended.code == 0, ended.text
     for rank in range(2):
-        found = answer(commands, "named", rank)
+        found = result(commands, "named", rank)
         assert found["collective"] == "SocketCollective"
         assert numbers(found) == pytest.approx(alone, rel=0, abs=EXACT)
 
@@ -273,6 +273,6 @@ def test_an_own_name_that_is_not_known_yet_is_waited_for(machines: list[Machine]
     here = machines[0]
     with running() as group:
         group.start(0, listen_by_a_name, here, "train-0.train")
-        assert group.answer(0) == "worker 0 asks for its own name train-0.train until it is known"
+        assert group.result(0) == "worker 0 asks for its own name train-0.train until it is known"
         here.make_known("train-0.train")
-        assert group.answer(0) == PORT
+        assert group.result(0) == PORT

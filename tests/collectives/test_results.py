@@ -1,4 +1,4 @@
-"""Every collective gives the same answers, and the same bits on all ranks."""
+"""Every collective gives the same results, and the same bits on all ranks."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ def test_all_collectives_agree(world_size: int) -> None:
     ways = list(zip(("auto", "process_group", "sockets"), free_ports(3), strict=True))
     with running() as group:
         for rank in range(world_size):
-            group.start(rank, jobs.same_answers, world_size, ways)
+            group.start(rank, jobs.wrong_results, world_size, ways)
         for rank in range(world_size):
-            assert group.answer(rank) == []
+            assert group.result(rank) == []
 
 
 @pytest.mark.parametrize("communication", ["auto", "process_group", "sockets"])
@@ -30,7 +30,7 @@ def test_all_ranks_get_the_same_bits(communication: str, world_size: int) -> Non
     with running() as group:
         for rank in range(world_size):
             group.start(rank, jobs.random_sums, world_size, port, communication)
-        first, *others = [group.answer(rank) for rank in range(world_size)]
+        first, *others = [group.result(rank) for rank in range(world_size)]
         total, mean, parts = first
         exact = torch.stack(parts).double().sum(0)
         torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-3)

@@ -21,9 +21,9 @@ from spartito.collectives.calls import encode
 from spartito.collectives.peers import RANK, connect_all
 from spartito.collectives.rendezvous import connect
 from spartito.collectives.store import Membership
-from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, rest, shares
+from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, rest, slices
 from spartito.errors import TaskLostError, UserError
-from tests.callers import call, hung_up
+from tests.callers import call, read_to_end
 from tests.collectives.group import join, running, spec
 from tests.collectives.jobs import values
 
@@ -33,8 +33,8 @@ HERE = Endpoint("worker 1", "127.0.0.1", (DRAWN,))
 
 
 @given(st.integers(0, 10**9), st.integers(1, 99))
-def test_shares_cover_everything_once_and_are_nearly_equal(numel: int, world_size: int) -> None:
-    cut = shares(numel, world_size)
+def test_slices_cover_everything_once_and_are_nearly_equal(numel: int, world_size: int) -> None:
+    cut = slices(numel, world_size)
     assert len(cut) == world_size
     assert cut[0].start == 0
     assert cut[-1].stop == numel
@@ -57,7 +57,7 @@ def test_uneven_slices_around_the_limit_of_small_tensors() -> None:
     with running() as group:
         for rank in range(3):
             group.start(rank, odd_sums, 3, port)
-        first, *others = [group.answer(rank, LONG) for rank in range(3)]
+        first, *others = [group.result(rank, LONG) for rank in range(3)]
         assert first[0] == []
         for other in others:
             assert other[0] == []
@@ -111,14 +111,14 @@ def test_who_ends_in_the_middle_of_a_transfer_is_named(victim: int) -> None:
     with running() as group:
         for rank in range(3):
             group.start(rank, half_a_transfer, port, victim)
-        assert [group.answer(rank) for rank in range(3)] == ["together"] * 3
+        assert [group.result(rank) for rank in range(3)] == ["together"] * 3
         for rank in range(3):
             group.tell(rank)
         for rank in {0, 1, 2} - {victim}:
-            assert f"worker {victim} is gone: " in group.answer(rank)
+            assert f"worker {victim} is gone: " in group.result(rank)
 
 
-def test_strangers_at_the_port_are_hung_up_on() -> None:
+def test_unknown_peers_at_the_port_are_disconnected() -> None:
     """We are worker 0; before our hello come those who say something else, or nothing."""
     store = HashStore()
     key = b"the secret of this job"
@@ -134,17 +134,17 @@ def test_strangers_at_the_port_are_hung_up_on() -> None:
             call(port, "sockets 00", key)  # is of another meeting
         with socket.create_connection(("127.0.0.1", port), LONG) as other:
             other.sendall(b"GET / HTTP/1.1\r\n\r\n and more")
-            assert hung_up(other) == b""
+            assert read_to_end(other) == b""
         for rank in (1, 2):  # knows the secret, but is nobody that is missing
             with call(port, purpose, key) as wrong:
                 wrong.sendall(RANK.pack(rank))
-                assert hung_up(wrong) == b""
+                assert read_to_end(wrong) == b""
         with call(port, purpose, key) as ours:
             ours.sendall(RANK.pack(0)[:3])
             ours.sendall(RANK.pack(0)[3:])
             (theirs,) = meeting.result(LONG).values()
             with theirs, silent:
-                assert hung_up(silent) == b""
+                assert read_to_end(silent) == b""
                 ours.sendall(b"here")
                 theirs.settimeout(LONG)
                 assert theirs.recv(4) == b"here"

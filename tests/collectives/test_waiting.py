@@ -18,17 +18,17 @@ def test_who_waits_says_for_whom(way: str, late: int) -> None:
         for rank in range(3):
             group.start(rank, jobs.tell_notes, 3, port, way)
         for rank in range(3):
-            assert group.answer(rank) == "together"
+            assert group.result(rank) == "together"
         group.signal(late, signal.SIGSTOP)
         others = [rank for rank in range(3) if rank != late]
         for rank in others:
             group.tell(rank)
-        said = group.answer(others[0])
+        said = group.result(others[0])
         assert said == f"waiting for worker {late}, for 2 s now; the limit is {jobs.LONG:g} s"
         group.signal(late, signal.SIGCONT)
         group.tell(late)
-        said_by = [rank for rank in range(3) if group.answer(rank) is not None]
-        # Rank 2 leads another machine: it waits for rank 0, who leads that of the late one.
+        said_by = [rank for rank in range(3) if group.result(rank) is not None]
+        # Rank 2 is the leader of another machine: it waits for rank 0, the leader of the late one.
         assert said_by == ([2] if way == "on aab" and late < 2 else [])
 
 
@@ -37,11 +37,11 @@ def test_the_first_meeting_says_for_whom_it_waits() -> None:
     with running() as group:
         group.start(1, jobs.tell_notes, 3, port, "auto")
         said = f"waiting for worker 0 at 127.0.0.1:{port}, for 2 s now"
-        assert group.answer(1).startswith(said)
+        assert group.result(1).startswith(said)
         group.start(0, jobs.tell_notes, 3, port, "auto")
-        assert group.answer(0).startswith("waiting for worker 2, for 2 s now")
+        assert group.result(0).startswith("waiting for worker 2, for 2 s now")
         group.start(2, jobs.tell_notes, 3, port, "auto")
         for rank in range(3):
-            assert group.answer(rank) == "together"
+            assert group.result(rank) == "together"
             group.tell(rank)
-        assert [group.answer(rank) for rank in range(3)] == [None] * 3
+        assert [group.result(rank) for rank in range(3)] == [None] * 3

@@ -19,7 +19,7 @@ import pytest
 from spartito.cluster.spec import split_address
 from spartito.doctor.findings import Outcome, Target
 from spartito.doctor.probe.probes import probe
-from tests.callers import hung_up
+from tests.callers import read_to_end
 from tests.commands import (
     SPARTITO,
     Commands,
@@ -267,7 +267,7 @@ def test_a_stranger_that_talks_garbage_is_hung_up_on_and_told(commands: Commands
     for garbage in (b"GET / HTTP/1.1\r\n\r\n", b"\x16\x03\x01\xff\n", b"[" * 5000 + b"\n"):
         with socket.create_connection(split_address(own[0]), 30.0) as connection:
             connection.sendall(garbage)
-            assert hung_up(connection) == b""
+            assert read_to_end(connection) == b""
     other = start(commands, own, 1)
     found = report(first.end())
     assert found["unknown_peers"] == ["127.0.0.1"] * 3

@@ -24,7 +24,7 @@ from spartito.doctor.probe.probes import measure, probe
 from spartito.doctor.transport.connection import LONGEST_LINE, Connection, PeerError, connect
 from spartito.doctor.transport.messages import Data, Ping, Pong, Request
 from spartito.doctor.transport.server import DoctorServer, open_server
-from tests.callers import hung_up
+from tests.callers import read_to_end
 from tests.launch.supervised import wait_until
 
 LOOPBACK = "127.0.0.1"
@@ -189,7 +189,7 @@ def test_who_does_not_know_the_secret_is_told_nothing() -> None:
         assert probe("me", target, soon()).outcome is Outcome.OTHER_SECRET
         with socket.create_connection((LOOPBACK, server.port), 30.0) as connection:
             connection.sendall(msgspec.json.encode(Ping()) + b"\n")
-            assert hung_up(connection) == b""
+            assert read_to_end(connection) == b""
         # It notes them in threads of its own.
         wait_until(lambda: bool(server.unknown_peers and server.other_secrets))
         assert server.unknown_peers == list(server.other_secrets) == [LOOPBACK]

@@ -109,7 +109,7 @@ class Job:
         with running() as group:
             for number, (who, host) in enumerate(self.places.items()):
                 group.start(number, train, host, self.env[who])
-            return [group.answer(number) for number in range(len(self.places))]
+            return [group.result(number) for number in range(len(self.places))]
 
 
 def workers(hosts: Sequence[Machine], ports: Sequence[int]) -> tuple[Any, Any]:

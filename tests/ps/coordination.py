@@ -17,7 +17,7 @@ from spartito.ps.protocol.work import Complete, Lease, Report, Totals, WorkSourc
 from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.scheduler.listener import WorkerListener
 from spartito.ps.scheduler.plan import Plan
-from tests.callers import hung_up
+from tests.callers import read_to_end
 
 HOST = "127.0.0.1"
 LIMIT = 30.0
@@ -126,4 +126,4 @@ def unknown_peer(port: int, data: bytes) -> bytes:
     """What a connection that sends ``data`` hears until it is closed."""
     with socket.create_connection((HOST, port), LIMIT) as connection:
         connection.sendall(data)
-        return hung_up(connection)
+        return read_to_end(connection)

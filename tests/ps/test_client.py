@@ -54,7 +54,7 @@ from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
-from tests.callers import answer as reply
+from tests.callers import accept as reply
 from tests.ps.coordination import eventually
 from tests.skips import skip_if
 

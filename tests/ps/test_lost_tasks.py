@@ -34,7 +34,7 @@ def test_work_of_a_killed_worker_goes_to_others(group: Group, warnings: Callable
     with co.serving(2, on_lost=lambda *who: lost.append(who)) as (coordinator, port):
         coordinator.open(0, co.plan())
         group.start(1, co.hold, port)
-        group.answer(1)
+        group.result(1)
         group.signal(1, signal.SIGKILL)
         local = LocalLink(coordinator, 0)
         leases = co.work(local, 1)
@@ -50,7 +50,7 @@ def test_a_killed_worker_is_replaced_by_a_new_one(group: Group) -> None:
     with co.serving(2) as (coordinator, port):
         coordinator.open(0, co.plan())
         group.start(1, co.hold, port)
-        group.answer(1)
+        group.result(1)
         group.signal(1, signal.SIGKILL)
         link = co.link(port, 1)
         co.work(link, 1)
@@ -67,7 +67,7 @@ def test_a_frozen_worker_is_named_and_may_come_back(
         local = LocalLink(coordinator, 0)
         coordinator.open(0, co.plan())
         group.start(1, co.hold, port)
-        id_, _ = group.answer(1)
+        id_, _ = group.result(1)
         group.signal(1, signal.SIGSTOP)
         co.eventually(lambda: 1 in [worker for worker, _ in lost])
         assert "worker 1 has not been heard of for 3 s: its work goes to others" in warnings()
@@ -78,7 +78,7 @@ def test_a_frozen_worker_is_named_and_may_come_back(
         group.tell(1)
         local.take(0, 0, co.report(lease), wait=False)
         local.close()  # what it has goes to the other
-        done = group.answer(1)
+        done = group.result(1)
         assert done
         assert id_ not in done
         assert coordinator.sums(0, 0).sums == co.whole()
@@ -89,12 +89,12 @@ def test_a_frozen_workers_work_is_counted_once(group: Group) -> None:
         local = LocalLink(coordinator, 0)
         coordinator.open(0, co.plan())
         group.start(1, co.hold, port)
-        group.answer(1)
+        group.result(1)
         group.signal(1, signal.SIGSTOP)
         co.work(local, 1)  # it waits for what the frozen one holds, and then does that too
         group.signal(1, signal.SIGCONT)
         group.tell(1)
-        assert group.answer(1) == []
+        assert group.result(1) == []
         assert coordinator.sums(0, 0).sums == co.whole()
         local.close()
 
@@ -113,7 +113,7 @@ def test_a_group_goes_on_without_its_dead(group: Group) -> None:
         assert isinstance(local.take(0, 0, None, wait=False), Pause)
         group.start(1, co.hold, port)
         mine = threads.submit(local.take, 0, 0, None).result(co.LIMIT)
-        _, theirs = group.answer(1)
+        _, theirs = group.result(1)
         assert isinstance(mine, Lease)
         assert mine.group == theirs > 0
         assert mine.sizes == (1, 1)
@@ -186,7 +186,7 @@ def test_a_worker_that_was_replaced_gets_an_error() -> None:
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
 def test_a_chief_that_is_lost_is_named(group: Group, number: signal.Signals) -> None:
     group.start(0, co.lead)
-    port = group.answer(0)
+    port = group.result(0)
     link = co.link(port, 1)
     assert isinstance(link.take(0, 0, None, wait=False), Pause)
     link._wire.timeout = 2.0

@@ -66,7 +66,7 @@ from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
-from tests.callers import call, hung_up
+from tests.callers import call, read_to_end
 
 HOST, LIMIT, JOB = "127.0.0.1", 10.0, "a job"
 
@@ -170,7 +170,7 @@ def test_a_reply_that_nobody_reads_ends(tmp_path: Path) -> None:
             live.chief.receive()
             assert time.monotonic() < end, "the server waits for a reader"
             time.sleep(0.05)
-        assert hung_up(deaf)  # what had been sent, and then the end
+        assert read_to_end(deaf)  # what had been sent, and then the end
         live.serves(0)
 
 

@@ -23,7 +23,7 @@ def on_replicas(job: Job, world_size: int, *args: Any) -> list[Any]:
     with running() as group:
         for rank in range(world_size):
             group.start(rank, _mirrored, world_size, port, job, *args)
-        return [group.answer(rank) for rank in range(world_size)]
+        return [group.result(rank) for rank in range(world_size)]
 
 
 def _mirrored(_: Connection, rank: int, world_size: int, port: int, job: Job, *args: Any) -> Any:

@@ -1,1 +1,1 @@
-"""How replicas talk: sums, broadcasts and barriers over shared memory, sockets or torch."""
+"""Collective communication: sums, broadcasts and barriers over shared memory, sockets or torch."""

@@ -1,4 +1,4 @@
-"""Where a task listens: it lets in who knows the job's secret, and outlives floods of strangers."""
+"""Accepts connections of peers that know the job's secret; survives floods of unknown ones."""
 
 from __future__ import annotations
 
@@ -14,49 +14,56 @@ from spartito.collectives.handshake import GREETING_SECONDS, UnknownPeerError, c
 from spartito.log import RareWarnings, shown
 
 MOST_UNKNOWN = 64
-"""Callers that have not proved yet who they are, at the same time; fewer with few descriptors."""
+"""Callers that have not authenticated yet, at the same time; fewer with few descriptors."""
 
 LOOK_SECONDS = 1.0
-"""How often to look whether the door is closed, where closing it wakes nobody."""
+"""Seconds between two looks whether it is closed, where closing wakes nobody."""
 
 REST_SECONDS = 0.05
-"""How long to wait when the system has no descriptor or thread for a caller."""
+"""Seconds to wait when the system has no descriptor or thread for a caller."""
 
 
 class Acceptor:
-    """Accepts callers at ``listener`` until `close`; ``enter`` gets those who know ``key``.
+    """Accepts callers at a listening socket until `close`.
 
-    Each has a thread of its own, in which ``enter`` is called with the connected, blocking
-    socket, which is its own from then on. Before that a caller takes one descriptor and one
-    thread, for `GREETING_SECONDS` at most. When too many are unknown the oldest is sent away: a
-    task is known after two round trips. ``name`` is what this task is called in warnings; ``told``
-    gets the address of a stranger and what is wrong with it, instead of a warning.
+    Each caller has a thread of its own. Before it has authenticated it takes one descriptor and
+    one thread, for `GREETING_SECONDS` at most. When too many are unknown the oldest is
+    disconnected: a task is known after two round trips.
+
+    Args:
+        listener: The socket.
+        accepted: Gets the connected, blocking socket of each caller that knows ``key``, in its
+            thread; owns the socket from then on.
+        key: The job's secret.
+        purpose: What the connections are for, part of the handshake.
+        name: What this task is called in warnings.
+        refused: Gets the address of an unknown peer and the reason; None warns.
     """
 
     def __init__(
         self,
         listener: socket.socket,
-        enter: Callable[[socket.socket], None],
+        accepted: Callable[[socket.socket], None],
         *,
         key: bytes,
         purpose: str,
         name: str,
-        told: Callable[[str, UnknownPeerError], None] | None = None,
+        refused: Callable[[str, UnknownPeerError], None] | None = None,
     ) -> None:
-        self._listener, self._enter, self._name = listener, enter, name
-        self._told = told or self._warn
+        self._listener, self._accepted, self._name = listener, accepted, name
+        self._refused = refused or self._warn
         self._key, self._purpose = key, purpose
         self._most = min(MOST_UNKNOWN, max(1, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
         self._unknown: dict[socket.socket, str] = {}  # in the order of their coming
-        self._guard = threading.Lock()
+        self._lock = threading.Lock()
         self._closed = threading.Event()
-        self._seldom = RareWarnings()
+        self._warnings = RareWarnings()
         listener.settimeout(None)
-        self._thread = threading.Thread(target=self._accept, name="spartito-door", daemon=True)
+        self._thread = threading.Thread(target=self._accept, name="spartito-acceptor", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
-        """Listen no more, and hang up on those who are not known. May be called again."""
+        """Listen no more, and disconnect those who are not known. May be called again."""
         self._closed.set()
         with suppress(OSError):  # wakes the thread
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -66,25 +73,27 @@ class Acceptor:
         self._thread.join(1.0)  # where a shutdown wakes nobody it ends with the process
 
     def _accept(self) -> None:
-        knock = select.poll()  # a call to accept fails without a descriptor, though nobody is there
-        knock.register(self._listener)
+        poller = select.poll()  # accept() fails without a descriptor, though nobody is there
+        poller.register(self._listener)
         while not self._closed.is_set():
-            if not knock.poll(LOOK_SECONDS * 1000):
+            if not poller.poll(LOOK_SECONDS * 1000):
                 continue
             try:
                 caller, address = self._listener.accept()
             except OSError as error:
                 if self._closed.is_set():
                     return
-                self._seldom.warn("%s cannot let anybody in: %s", self._name, error.strerror)
-                time.sleep(REST_SECONDS)  # strangers are gone soon, and a task may leave
+                self._warnings.warn("%s cannot accept a connection: %s", self._name, error.strerror)
+                time.sleep(REST_SECONDS)  # unknown peers are gone soon, and a task may leave
                 continue
             self._begin(caller, str(address[0]) if address else "")
 
     def _begin(self, caller: socket.socket, address: str) -> None:
         while len(self._unknown) >= self._most and self._evict():
-            self._seldom.warn("%s has too many callers: strangers are sent away", self._name)
-        with self._guard:
+            self._warnings.warn(
+                "%s has too many callers: unknown peers are disconnected", self._name
+            )
+        with self._lock:
             self._unknown[caller] = address
         thread = threading.Thread(
             target=self._greet, args=(caller, address), name="spartito-caller", daemon=True
@@ -92,7 +101,7 @@ class Acceptor:
         try:
             thread.start()
         except RuntimeError as error:  # the system has no more threads
-            self._seldom.warn("%s cannot let anybody in: %s", self._name, error)
+            self._warnings.warn("%s cannot accept a connection: %s", self._name, error)
             self._forget(caller)
             caller.close()
             time.sleep(REST_SECONDS)
@@ -104,27 +113,27 @@ class Acceptor:
             end = time.monotonic() + GREETING_SECONDS
             challenge(caller, self._key, self._purpose, end)
         except UnknownPeerError as error:
-            self._told(shown(address), error)
+            self._refused(shown(address), error)
         except OSError:
             pass  # it left, or said nothing: a port scan, a health check
         else:
             if self._forget(caller):
-                self._enter(caller)
+                self._accepted(caller)
                 return
         self._forget(caller)
         caller.close()
 
     def _warn(self, address: str, why: UnknownPeerError) -> None:
-        self._seldom.warn("%s sent %s away: %s", self._name, address, why)
+        self._warnings.warn("%s refused %s: %s", self._name, address, why)
 
     def _forget(self, caller: socket.socket) -> bool:
-        """The caller is unknown no more; False if it was sent away meanwhile."""
-        with self._guard:
+        """The caller is unknown no more; False if it was disconnected meanwhile."""
+        with self._lock:
             return self._unknown.pop(caller, None) is not None
 
     def _evict(self) -> bool:
-        """Send away who is unknown for the longest time; False if nobody is."""
-        with self._guard:
+        """Disconnect the caller that is unknown for the longest time; False if none is."""
+        with self._lock:
             if not self._unknown:
                 return False
             caller = next(iter(self._unknown))

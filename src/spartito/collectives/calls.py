@@ -1,8 +1,8 @@
-"""What replicas are at: every meeting carries the call that it is part of, in one number.
+"""Call tags: every exchange between replicas carries the call that it is part of, in one number.
 
     | purpose 5 bits | operation 4 | dtype 5 | index 10 | elements 39 |
 
-Replicas compare the numbers as they meet, which costs no meeting of its own. Each can read the
+Replicas compare the tags as they synchronize, which costs no exchange of its own. Each can read the
 other's number, so that the error names both tasks and both calls.
 """
 
@@ -132,13 +132,13 @@ class _Call:
 
 
 def mismatch(calls: dict[str, int]) -> MismatchedCallsError:
-    """The error for tasks (names in rank order) that meet in different calls."""
-    told = ", ".join(
+    """The error for tasks (names in rank order) that are in different calls."""
+    listed = ", ".join(
         f"{name} {'is ' if not number else ''}at {describe(tag)}"
         for number, (name, tag) in enumerate(calls.items())
     )
     return MismatchedCallsError(
-        f"the replicas make different calls: {told}",
+        f"the replicas make different calls: {listed}",
         "All make the same ones in the same order, with the same sizes and data types: what "
         "evaluates, predicts, saves or gathers does so on every replica, not on the chief alone.",
     )

@@ -1,4 +1,4 @@
-"""What replicas say to each other: a small protocol, and the case of one who is alone."""
+"""Collective communication: what every kind of group can do, and the group of one task."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ MAX_DIMS = 64  # of torch's own
 
 @dataclass(slots=True)
 class Traffic:
-    """What this task gave to the others and got from them, in bytes, and waited, in seconds."""
+    """Bytes that this task sent and received, and seconds that it waited."""
 
     sent: int = 0
     received: int = 0
@@ -60,8 +60,8 @@ class Reducer(Protocol):
 class Collective(ABC):
     """A group of replicas that all make the same calls in the same order.
 
-    Every call ends: with the answer, or with a `TaskLostError` that names who did not come, or
-    with a `MismatchedCallsError` on all that meet in calls which differ in operation, number of
+    Every call ends: with its result, or with a `TaskLostError` that names who did not come, or
+    with a `MismatchedCallsError` on all that are in calls which differ in operation, number of
     elements, dtype or purpose. For that a subclass sends ``current_call.tag`` along with each
     exchange, and gives what the others sent to `_compare`.
     """
@@ -167,8 +167,8 @@ class Collective(ABC):
             kind = next((kind for kind in kinds if kind.count), kinds[0])
             if not all(kind.fits(other) for other in kinds):
                 raise UserError(
-                    f"rows of different kinds cannot be gathered: {self._told(kinds)}",
-                    "A collate_fn works on a replica's share of a batch: pad to one length for "
+                    f"rows of different kinds cannot be gathered: {self._listed(kinds)}",
+                    "A collate_fn works on one data shard of a batch: pad to one length for "
                     "all, or give outputs of one shape and dtype.",
                 )
             most = max(other.count for other in kinds)
@@ -178,7 +178,7 @@ class Collective(ABC):
             parts = self.all_gather(padded)
             return [part[: other.count] for part, other in zip(parts, kinds, strict=True)]
 
-    def _told(self, kinds: Sequence[_Rows]) -> str:
+    def _listed(self, kinds: Sequence[_Rows]) -> str:
         return ", ".join(f"{kind} on {name}" for kind, name in zip(kinds, self.names, strict=True))
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
@@ -255,7 +255,7 @@ class LocalReducer:
 
 
 class IdentityCollective(Collective):
-    """One replica, alone: everything that it hears is what it says."""
+    """A group of one task."""
 
     rank = 0
     world_size = 1

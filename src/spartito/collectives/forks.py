@@ -10,7 +10,7 @@ import os
 import threading
 
 _ours: dict[int, tuple[int, int]] = {}
-"""Descriptors, and by device and inode what they were when they were told: one that was closed
+"""Registered descriptors, with the device and inode that they had then: one that was closed
 since then may be another's."""
 _turn = threading.Lock()  # of those who change it; a fork asks nobody, as it is alone
 

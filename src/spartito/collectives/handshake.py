@@ -1,4 +1,4 @@
-"""Two ends of a new connection prove to each other that they know the job's secret.
+"""Both ends of a new connection authenticate: they prove that they know the job's secret.
 
     caller:   magic, a nonce
     listener: magic, a nonce
@@ -7,7 +7,7 @@
 
 A proof is an HMAC-SHA256 over both nonces, what the connection is for, and which end speaks: it
 is good for this connection alone. Who does not know the secret learns that a task of Spartito
-listens, and nothing else. It proves who came; what is said afterwards is not encrypted.
+listens, and nothing else. It proves who came; what follows is not encrypted.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LABEL = "spartito 1"
 """Another one wherever this handshake or what follows it changes its meaning."""
 
 GREETING_SECONDS = 5.0
-"""A caller that has not proved by then who it is gets sent away."""
+"""Seconds in which a caller has to authenticate, or it is disconnected."""
 
 
 class UnknownPeerError(SpartitoError):
@@ -53,7 +53,7 @@ def reach(
     """A connection to task ``name``, once it listens at ``host:port`` and both know the secret.
 
     Raises `TaskLostError` if that takes more than ``limit`` seconds, and `UserError` if another
-    program answers there or the secrets differ.
+    program listens there or the secrets differ.
     """
     end = time.monotonic() + limit
     where = f"{host}:{port}"
@@ -66,7 +66,7 @@ def reach(
             connection.close()
             if time.monotonic() + RETRY_SECONDS >= end:
                 raise TaskLostError(
-                    f"{called} did not answer within {limit:g} s",
+                    f"{called} did not reply within {limit:g} s",
                     "It may be stopped: look at its last lines. "
                     "SPARTITO_TIMEOUT sets the limit in seconds.",
                 ) from error
@@ -81,17 +81,17 @@ def reach(
 def prove(connection: socket.socket, name: str, key: bytes, purpose: str, end: float) -> None:
     """As the caller: the handshake with ``name``, until ``end`` of `time.monotonic`.
 
-    The socket is a blocking one afterwards. Raises `OSError` if the other end hangs up or is
+    The socket is a blocking one afterwards. Raises `OSError` if the other end closes it or is
     silent, `OtherProgramError` if it is no task of Spartito, and `SecretError` if it does not know
     the secret.
     """
     own = secrets.token_bytes(NONCE)
     _send(connection, MAGIC + own, end)
-    answer = read(connection, len(MAGIC), end)
-    if answer != MAGIC:
+    reply = read(connection, len(MAGIC), end)
+    if reply != MAGIC:
         raise OtherProgramError(
-            f"{name} is no task of Spartito: another program answers there",
-            "Mend the address, or end that program.",
+            f"{name} is no task of Spartito: another program replies there",
+            "Correct the address, or end that program.",
         )
     nonces = own + read(connection, NONCE, end)
     _send(connection, _proof(key, "caller", purpose, nonces), end)
@@ -109,8 +109,8 @@ def prove(connection: socket.socket, name: str, key: bytes, purpose: str, end: f
 def challenge(connection: socket.socket, key: bytes, purpose: str, end: float) -> None:
     """As the listener: the handshake with a caller, until ``end`` of `time.monotonic`.
 
-    The socket is a blocking one afterwards. Raises `OSError` if the caller hangs up or is
-    silent, and `UnknownPeerError` for one that must be sent away.
+    The socket is a blocking one afterwards. Raises `OSError` if the caller closes it or is
+    silent, and `UnknownPeerError` for one that must be refused.
     """
     if read(connection, len(MAGIC), end) != MAGIC:
         raise UnknownPeerError("it is no task of Spartito")
@@ -126,8 +126,8 @@ def challenge(connection: socket.socket, key: bytes, purpose: str, end: float) -
 
 
 def _proof(key: bytes, end: str, purpose: str, nonces: bytes) -> bytes:
-    said = f"{LABEL}\n{purpose}\n{end}\n".encode() + nonces
-    return hmac.digest(key, said, "sha256")
+    message = f"{LABEL}\n{purpose}\n{end}\n".encode() + nonces
+    return hmac.digest(key, message, "sha256")
 
 
 def _send(connection: socket.socket, data: bytes, end: float) -> None:
@@ -142,7 +142,7 @@ def read(connection: socket.socket, size: int, end: float) -> bytes:
         connection.settimeout(max(0.001, end - time.monotonic()))
         more = connection.recv(size - len(data))
         if not more:
-            raise ConnectionResetError("it hung up")
+            raise ConnectionResetError("it closed the connection")
         data += more
         if time.monotonic() > end:
             raise TimeoutError("it did not prove in time who it is")

@@ -1,8 +1,8 @@
-"""Replicas on several machines, several on some: by memory inside one, by its leader outside.
+"""Replicas on several machines: by memory inside one, by its leader between them.
 
 Every call has three parts: the replicas of a machine join what they have; the leaders, one per
 machine, do the same with each other; each leader gives its machine the result. The last part
-brings a verdict along: a leader that lost another machine says so to its own, who would blame
+carries an outcome: a leader that lost another machine reports it to its own, which would blame
 the leader otherwise. A leader that lost one of its own tells the other leaders.
 """
 
@@ -59,7 +59,7 @@ class HierarchicalCollective(Collective):
         self.between: Collective = IdentityCollective()
         self._placement = placement
         self._machine = placement.machine_of(rank)
-        self._leads = rank in placement.leaders
+        self._is_leader = rank in placement.leaders
 
         def meet() -> None:
             self.between = meet_leaders()
@@ -101,8 +101,8 @@ class HierarchicalCollective(Collective):
         origin = self._placement.machine_of(source)
         is_here = origin == self._machine
         if is_here:
-            place = self._placement.members(source).index(source)
-            self.within(lambda: self.inside.broadcast(tensor, place))
+            index = self._placement.members(source).index(source)
+            self.within(lambda: self.inside.broadcast(tensor, index))
         self.across(lambda: self.between.broadcast(tensor, origin))
         return tensor if is_here else self.within(lambda: self.inside.broadcast(tensor))
 
@@ -123,7 +123,7 @@ class HierarchicalCollective(Collective):
         self.inside.close()
 
     def within(self, call: Callable[[], T]) -> T:
-        """What ``call`` to the replicas of this machine answers; all leaders hear of a loss."""
+        """The result of ``call`` to the replicas of this machine; all leaders learn of a loss."""
         try:
             return call()
         except ENDS_GROUP as error:
@@ -131,36 +131,38 @@ class HierarchicalCollective(Collective):
             raise
 
     def across(self, work: Callable[[], object], numbers: Tensor | None = None) -> None:
-        """Let the leader do ``work`` with the others; then all of its machine know how it went.
+        """Let the leader do ``work`` with the others; then all of its machine know the outcome.
 
         ``numbers`` (double precision, the first is 0) come to all as they are after ``work``.
         Raises on all the error that the leader got.
         """
-        verdict = torch.zeros(1, dtype=torch.float64) if numbers is None else numbers
+        outcome = torch.zeros(1, dtype=torch.float64) if numbers is None else numbers
         reason = b""
-        if self._leads:
+        if self._is_leader:
             try:
                 work()
             except ENDS_GROUP as error:
                 reason = error_to_text(error).encode()
-                verdict[0] = len(reason)
+                outcome[0] = len(reason)
                 self.between.close()  # so that no other leader waits for us
-        self._hear(verdict)
-        if length := int(verdict[0]):
+        self._receive(outcome)
+        if length := int(outcome[0]):
             text = torch.frombuffer(bytearray(reason or length), dtype=torch.uint8)
-            self._hear(text)
+            self._receive(text)
             raise error_from_text(text.numpy().tobytes().decode())
 
-    def _hear(self, verdict: Tensor) -> None:
-        """Get the leader's words, which itself may wait for another up to the limit."""
+    def _receive(self, outcome: Tensor) -> None:
+        """Get what the leader sends, who may itself wait for another up to the limit."""
         limit = self.inside.timeout
-        self.inside.timeout += 0 if self._leads else PATIENCE
-        self.inside.waiting.aloud = self._leads  # who waits for others itself, and says for whom
+        self.inside.timeout += 0 if self._is_leader else PATIENCE
+        self.inside.waiting.enabled = (
+            self._is_leader
+        )  # who waits for others itself, and says for whom
         try:
-            self.within(lambda: self.inside.broadcast(verdict))
+            self.within(lambda: self.inside.broadcast(outcome))
         finally:
             self.inside.timeout = limit
-            self.inside.waiting.aloud = True
+            self.inside.waiting.enabled = True
 
 
 class HierarchicalReducer:
@@ -175,7 +177,7 @@ class HierarchicalReducer:
 
     def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
         """As `Reducer.reduce`; what the machines weigh together scales, once."""
-        # The weight 0 in front leaves the machine's sum unscaled, and becomes the verdict.
+        # The weight 0 in front leaves the machine's sum unscaled, and becomes the outcome.
         own = self._group.within(lambda: self._inside.reduce((0.0, *piggybacked), loss_divisor))
         if len(own) != len(self._numbers):
             self._numbers = torch.empty(len(own), dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""Finds out which tasks of a group are lost: the living sign in at the store."""
+"""Finds out which tasks of a group are lost: those that live sign in at the store."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 from spartito.collectives.store import Membership, error_from_text, error_to_text
 from spartito.errors import SpartitoError, TaskLostError, UserError
 
-GRACE = 3.0  # seconds in which the living sign in after an error
+GRACE = 3.0  # seconds in which tasks that live sign in after an error
 LINGER = 10.0  # seconds that the keeper of the store stays for those who have not read its reason
 
 
@@ -21,7 +21,7 @@ class LivenessCheck:
     def lost(
         self, error: BaseException, suspects: Collection[str] = (), what: str = ""
     ) -> SpartitoError:
-        """What ``error`` means, once the living had a few seconds to sign in.
+        """What ``error`` means, after a few seconds in which tasks that live sign in.
 
         Of those who do not, the ``suspects`` are named, with ``what`` was seen of them, else
         all: others may just be busy. A reason that somebody left at the store comes first.

@@ -112,11 +112,11 @@ def _call(card: str, group: Membership, other: int, key: bytes) -> socket.socket
 def _read_rank(caller: socket.socket, came: queue.Queue[tuple[int, socket.socket]]) -> None:
     """Read which rank a caller has that knows the job's key."""
     try:
-        said = read(caller, RANK.size, time.monotonic() + GREETING_SECONDS)
+        data = read(caller, RANK.size, time.monotonic() + GREETING_SECONDS)
     except OSError:
         caller.close()
     else:
-        came.put((RANK.unpack(said)[0], caller))
+        came.put((RANK.unpack(data)[0], caller))
 
 
 def _accept_earlier(

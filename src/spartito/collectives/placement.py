@@ -1,4 +1,4 @@
-"""Which replicas are on which machine, and who speaks for the others there."""
+"""Which replicas are on which machine, and which one is the leader there."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PROCESS_GROUP = ("ddp", "process_group")
 class Placement:
     """The ranks on each machine in rising order; the machines in the order of their first rank.
 
-    The first rank of a machine is its leader, so rank 0 leads the first machine.
+    The first rank of a machine is its leader, so rank 0 is that of the first machine.
     """
 
     machines: tuple[tuple[int, ...], ...]
@@ -60,7 +60,5 @@ def calls(hosts: Sequence[str], *, group: bool, share: bool) -> set[tuple[int, i
     ranks = range(len(hosts))
     if group:
         return {(a, b) for a in ranks for b in ranks if a != b}
-    talking = Placement.of(hosts).leaders if share else tuple(ranks)
-    return {(rank, 0) for rank in ranks if rank} | {
-        (a, b) for a in talking for b in talking if a < b
-    }
+    peers = Placement.of(hosts).leaders if share else tuple(ranks)
+    return {(rank, 0) for rank in ranks if rank} | {(a, b) for a in peers for b in peers if a < b}

@@ -1,4 +1,4 @@
-"""Replicas meet through torch's process groups: NCCL for GPUs, or gloo where it is asked for."""
+"""Collectives of torch's process groups: NCCL for GPUs, or gloo where it is asked for."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ dist.Backend.register_backend(GLOO_AT_ADDRESS, _gloo, extended_api=True, devices
 class ProcessGroupCollective(Collective):
     """A group of tasks behind a process group of ``torch.distributed``.
 
-    Errors of the backend name no rank: the living sign in at the store, and the one who does not
-    is named.
+    Errors of the backend name no rank: tasks that live sign in at the store, and those that do
+    not are named.
 
     Args:
         group: The tasks.
@@ -114,12 +114,12 @@ class ProcessGroupCollective(Collective):
         return self._in_place(tensor, lambda flat: dist.all_reduce(flat, group=self.process_group))
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        self.meet()
+        self.synchronize()
         source = self._here(tensor)
-        answers = [torch.empty_like(source) for _ in range(self.world_size)]
+        parts = [torch.empty_like(source) for _ in range(self.world_size)]
         with self._named():
-            dist.all_gather(answers, source, self.process_group)
-        return [answer.to(tensor.device) for answer in answers]
+            dist.all_gather(parts, source, self.process_group)
+        return [part.to(tensor.device) for part in parts]
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return self._in_place(
@@ -127,13 +127,13 @@ class ProcessGroupCollective(Collective):
         )
 
     def _barrier(self) -> None:
-        self.meet()
+        self.synchronize()
 
     def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
-        self.meet()
+        self.synchronize()
         return ProcessGroupReducer(self, torch.zeros(numel, dtype=dtype, device=device))
 
-    def meet(self, piggybacked: Piggybacked = ()) -> Piggybacked:
+    def synchronize(self, piggybacked: Piggybacked = ()) -> Piggybacked:
         """The sum of each piggybacked scalar, once all have come to the same call.
 
         What moves first is alike in every call: gloo aborts the process where sizes differ, and
@@ -153,7 +153,7 @@ class ProcessGroupCollective(Collective):
         return add_piggybacked([tuple(each) for each in brought])
 
     def sum(self, tensor: Tensor) -> None:
-        """Sum one block over the replicas, in place, after a `meet`."""
+        """Sum one block over the replicas, in place, after a `synchronize`."""
         self.traffic.moved(tensor.nbytes)
         with self._named():
             dist.all_reduce(tensor, group=self.process_group)
@@ -172,7 +172,7 @@ class ProcessGroupCollective(Collective):
         return tensor.detach().to(self._device).contiguous()
 
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], object]) -> Tensor:
-        self.meet()
+        self.synchronize()
         flat = self._here(tensor)
         with self._named():
             call(flat)
@@ -187,8 +187,8 @@ class ProcessGroupCollective(Collective):
 class _Named:
     """Turns the backend's error into one that names the task, and counts the time."""
 
-    def __init__(self, roll: LivenessCheck, traffic: Traffic) -> None:
-        self._liveness = roll
+    def __init__(self, liveness: LivenessCheck, traffic: Traffic) -> None:
+        self._liveness = liveness
         self._traffic = traffic
 
     def __enter__(self) -> None:
@@ -209,7 +209,7 @@ class ProcessGroupReducer:
 
     def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
         """As `Reducer.reduce`."""
-        total = self._group.meet(piggybacked)
+        total = self._group.synchronize(piggybacked)
         if self.input.numel():
             self._group.sum(self.input)
         if total[0] and total[0] != loss_divisor:

@@ -57,7 +57,7 @@ class TaskInfo(msgspec.Struct, frozen=True):
 class Rendezvous:
     """The tasks of a job, of which groups with a name exchange tensors.
 
-    Making one talks to nobody: the first `group` meets the other tasks. As a context manager it
+    Making one connects to nobody: the first `group` meets the other tasks. As a context manager it
     closes its groups at the end.
 
     Args:

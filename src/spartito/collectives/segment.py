@@ -16,7 +16,7 @@ from torch import Tensor
 from spartito.errors import UserError
 from spartito.log import warn
 
-_NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
+_NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
 class Segment:
@@ -28,24 +28,24 @@ class Segment:
 
     @classmethod
     def create(cls, size: int, directories: Sequence[Path]) -> Segment:
-        """Map a new file of ``size`` bytes in the first of ``directories`` that has the room.
+        """Map a new file of ``size`` bytes in the first of ``directories`` that has the space.
 
-        The room is claimed at once: a mapping that finds its disk full later ends by SIGBUS.
+        The space is claimed at once: a mapping that finds its disk full later ends by SIGBUS.
         """
         for directory in directories:
             try:
                 return cls._create_in(directory, size)
             except OSError as error:
-                if error.errno not in _NO_ROOM:
+                if error.errno not in _NO_SPACE:
                     raise
                 warn(
-                    "%s has no room for %.1f MB of shared memory: %s",
+                    "%s has no space for %.1f MB of shared memory: %s",
                     directory, size / 1e6, error.strerror,
                 )  # fmt: skip
         raise UserError(
-            f"no room for {size / 1e6:.1f} MB of shared memory in "
+            f"no space for {size / 1e6:.1f} MB of shared memory in "
             f"{' or '.join(map(str, directories))}",
-            "Make room there, or give the container more with --shm-size.",
+            "Free some there, or give the container more with --shm-size.",
         )
 
     @classmethod

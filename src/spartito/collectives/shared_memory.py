@@ -1,8 +1,8 @@
-"""Replicas of one machine meet in a mapped file: each reduces its slice, and all read the result.
+"""Replicas of one machine share a mapped file: each reduces its slice, and all read the result.
 
-The mapping holds, per rank, a line with the number of meetings that it came to and the calls of
-the last two, a line of piggybacked scalars, and two slots of scratch (one is read while the other
-is written, so one meeting per call is enough):
+The mapping holds, per rank, a line with the number of times that it synchronized and the tags
+of the last two calls, a line of piggybacked scalars, and two slots of scratch (one is read while
+the other is written, so one synchronization per call is enough):
 
     | came 0 | scalars 0 | came 1 | scalars 1 | slot A: rank 0, rank 1 | slot B: rank 0, rank 1 |
 
@@ -141,24 +141,24 @@ class SharedMemoryCollective(Collective):
         return self._exchange(tensor, add)
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
-        answers = [torch.empty_like(tensor, memory_format=torch.contiguous_format).view(-1)
+        results = [torch.empty_like(tensor, memory_format=torch.contiguous_format).view(-1)
                    for _ in range(self.world_size)]  # fmt: skip
         done = 0
 
         def keep(parts: list[Tensor], into: Tensor) -> None:
             nonlocal done
-            for answer, part in zip(answers, parts, strict=True):
-                answer[done : done + part.numel()] = part
+            for result, part in zip(results, parts, strict=True):
+                result[done : done + part.numel()] = part
             done += into.numel()
 
         self._exchange(tensor, keep)
-        return [answer.view(tensor.shape) for answer in answers]
+        return [result.view(tensor.shape) for result in results]
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         return self._exchange(tensor, lambda parts, into: into.copy_(parts[source]))
 
     def _barrier(self) -> None:
-        self.meet()
+        self.synchronize()
 
     def _reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
         if device.type != "cpu":
@@ -182,11 +182,11 @@ class SharedMemoryCollective(Collective):
         while self._lives:
             os.close(self._lives.pop()[1])
 
-    def meet(self) -> None:
-        """Come to the next meeting, and wait until all others came, to the same call."""
+    def synchronize(self) -> None:
+        """Wait until all are here, at the same call."""
         self._sequence = sequence = self._sequence + 1
         came, own, word = self._came, self._cell(self.rank), self.current_call.tag
-        call = 2 + (sequence & 1)  # of two in turn: the next may be told while this one is read
+        call = 2 + (sequence & 1)  # of two in turn: the next may be written while this one is read
         came[own + call] = word
         came[own] = sequence
         for rank, cell in self._others:
@@ -196,20 +196,18 @@ class SharedMemoryCollective(Collective):
                 self._compare(rank, came[cell + call])
 
     def heartbeat(self) -> None:
-        """Tell those who wait for us that we get on: their limit begins anew."""
+        """Show those who wait for us that we make progress: their limit begins anew."""
         self._came[self._cell(self.rank) + 1] += 1
 
     def exchange_piggybacked(self, piggybacked: Piggybacked) -> Piggybacked:
-        """Meet, and answer the sum of what every replica brought along."""
+        """Synchronize, and return the sum of each scalar over the replicas."""
         cells, count = self._piggybacked, len(piggybacked)
         if count > MAX_PIGGYBACKED:  # one more would lie on the next rank's flag
-            raise ValueError(
-                f"{count} piggybacked scalars, and a line has room for {MAX_PIGGYBACKED}"
-            )
+            raise ValueError(f"{count} piggybacked scalars, and a line holds {MAX_PIGGYBACKED}")
         own = self._cell(self.rank) + LINE // 8
         for offset, value in enumerate(piggybacked):
             cells[own + offset] = value
-        self.meet()
+        self.synchronize()
         starts = [self._cell(rank) + LINE // 8 for rank in range(self.world_size)]
         return add_piggybacked([tuple(cells[start : start + count]) for start in starts])
 
@@ -276,7 +274,7 @@ class SharedMemoryCollective(Collective):
         return self._segment.path.with_name(f"{self._segment.path.name}.{rank}")
 
     def _segment_for_all(self, size: int, tell: Callable[[str], str]) -> Segment:
-        """A segment that rank 0 makes and the others map; all raise if there is no room for it.
+        """A segment that rank 0 makes and the others map; all raise if there is no space for it.
 
         ``tell`` gives what rank 0 says to all.
         """
@@ -327,13 +325,13 @@ class SharedMemoryCollective(Collective):
         flat = tensor.detach().contiguous().view(-1)
         step = SLOT // flat.element_size()
         for start in range(0, max(1, flat.numel()), step):
-            piece = flat[start : start + step]
+            chunk = flat[start : start + step]
             self._parity = 1 - self._parity
-            size = piece.numel() * piece.element_size()
+            size = chunk.numel() * chunk.element_size()
             parts = [slot[:size].view(flat.dtype) for slot in self._slots[self._parity]]
-            parts[self.rank].copy_(piece)
-            self.meet()
-            use(parts, piece)
+            parts[self.rank].copy_(chunk)
+            self.synchronize()
+            use(parts, chunk)
         if flat.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(flat.view(tensor.shape))
         return tensor
@@ -364,5 +362,5 @@ class SharedReducer:
             self._sum.add_(part)
         if total[0] and total[0] != loss_divisor:
             self._sum.mul_(loss_divisor / total[0])
-        self._shared.meet()
+        self._shared.synchronize()
         return total

@@ -110,7 +110,7 @@ def dial(host: str, port: int, name: str, limit: float, end: float | None = None
             if time.monotonic() + RETRY_SECONDS >= end:
                 raise TaskLostError(
                     f"{name} did not come to {address(host, port)} within {limit:g} s",
-                    f"{error.strerror or error}. Start it, mend the address, or let a firewall "
+                    f"{error.strerror or error}. Start it, correct the address, or let a firewall "
                     "pass this port; SPARTITO_TIMEOUT sets the limit in seconds.",
                 ) from error
         waiting.look(time.monotonic() - start, [0], limit)
@@ -119,7 +119,7 @@ def dial(host: str, port: int, name: str, limit: float, end: float | None = None
 
 def _resolved(endpoint: Endpoint, limit: float) -> tuple[int, str]:
     """The family and the number of the endpoint's host, once the name service knows it."""
-    end, told = time.monotonic() + limit, False
+    end, noted = time.monotonic() + limit, False
     while True:
         try:
             found = socket.getaddrinfo(endpoint.host, None, type=socket.SOCK_STREAM)[0]
@@ -131,8 +131,8 @@ def _resolved(endpoint: Endpoint, limit: float) -> tuple[int, str]:
                     f"{limit:g} s: {error.strerror}",
                     "Give an address or a name that this machine knows.",
                 ) from error
-            if not told:
-                told = True
+            if not noted:
+                noted = True
                 note("%s asks for its own name %s until it is known", endpoint.name, endpoint.host)
         time.sleep(RESOLVE_SECONDS)
 

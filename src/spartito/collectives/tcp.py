@@ -1,4 +1,4 @@
-"""Replicas on CPUs of several machines meet through TCP sockets of our own, each with each.
+"""Collectives on CPUs of several machines, by a TCP connection between each two tasks.
 
 A sum has two parts: every rank owns a slice, gets that slice of all others and adds it up in rank
 order; then it sends the result to all. A small tensor goes to all as a whole, and everyone adds it
@@ -37,7 +37,7 @@ ALIGNED = 64  # bytes: where a part of the scratch memory may begin
 Views = list[memoryview]
 
 
-def shares(numel: int, world_size: int) -> list[slice]:
+def slices(numel: int, world_size: int) -> list[slice]:
     """The elements that each rank adds up: in order, without gaps, and nearly equal in number."""
     bounds = [numel * rank // world_size for rank in range(world_size + 1)]
     return [slice(start, stop) for start, stop in pairwise(bounds)]
@@ -64,25 +64,25 @@ class Swap:
 class Flow:
     """What is left of a swap, on its way, behind the number of the call that it is part of."""
 
-    __slots__ = ("_connection", "_into", "_left", "_out", "_said", "peer")
+    __slots__ = ("_connection", "_head", "_into", "_left", "_out", "peer")
 
     def __init__(self, swap: Swap, connection: socket.socket, head: bytes) -> None:
         self.peer = swap.peer
         self._connection = connection
-        self._said = bytearray(HEAD)
+        self._head = bytearray(HEAD)
         self._left = HEAD
         self._out = [memoryview(head), *swap.out]
-        self._into = [memoryview(self._said), *swap.into]
+        self._into = [memoryview(self._head), *swap.into]
 
     @property
-    def said(self) -> bytearray | None:
+    def head(self) -> bytearray | None:
         """The number that the peer sent, None before it is here."""
-        return None if self._left else self._said
+        return None if self._left else self._head
 
     def move(self) -> int:
-        """Move what goes without waiting, and answer the events to wait for: 0 when all is done.
+        """Move what goes without waiting, and return the events to wait for: 0 when all is done.
 
-        Raises `OSError` if the peer hung up.
+        Raises `OSError` if the peer closed the connection.
         """
         with suppress(BlockingIOError):
             while self._out:
@@ -131,10 +131,10 @@ class SocketCollective(Collective):
 
     def _all_gather(self, tensor: Tensor) -> list[Tensor]:
         flat = _flat(tensor)
-        answers = [torch.empty_like(flat) for _ in range(self.world_size)]
-        answers[self.rank].copy_(flat)
-        self.exchange(self.swaps(lambda _: [flat], lambda peer: [answers[peer]]))
-        return [answer.view(tensor.shape) for answer in answers]
+        parts = [torch.empty_like(flat) for _ in range(self.world_size)]
+        parts[self.rank].copy_(flat)
+        self.exchange(self.swaps(lambda _: [flat], lambda peer: [parts[peer]]))
+        return [part.view(tensor.shape) for part in parts]
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         def send(flat: Tensor) -> None:
@@ -175,15 +175,15 @@ class SocketCollective(Collective):
         out: Callable[[int], Sequence[Tensor]],
         into: Callable[[int], Sequence[Tensor]],
     ) -> list[Swap]:
-        """A swap with each peer, of flat tensors that functions of its rank answer."""
+        """A swap with each peer, of flat tensors, which are functions of its rank."""
         return [Swap(peer, _views(out(peer)), _views(into(peer))) for peer in self.peers]
 
     def exchange(self, swaps: Sequence[Swap]) -> None:
         """Make all ``swaps`` at the same time; each is a message in both directions.
 
         Raises `MismatchedCallsError` if a peer is at another call, and `TaskLostError` that names
-        a peer which hangs up, or with which nothing moves within the limit while nothing else
-        does.
+        a peer which closes its connection, or with which nothing moves within the limit while
+        nothing else does.
         """
         began = time.perf_counter()
         head = self.current_call.tag.to_bytes(HEAD, "little")
@@ -203,9 +203,9 @@ class SocketCollective(Collective):
                 else:
                     waiter.unregister(number)
                     del flows[number]
-            for flow in moved:  # all peers have been told our call before we leave because of one
-                if (said := flow.said) is not None and said != head:
-                    self._compare(flow.peer, int.from_bytes(said, "little"))
+            for flow in moved:  # all peers have our call before we leave because of one
+                if (received := flow.head) is not None and received != head:
+                    self._compare(flow.peer, int.from_bytes(received, "little"))
             ready = self._wait(waiter, flows) if flows else []
             if flows and not ready:
                 late = [self.names[flow.peer] for flow in flows.values()]
@@ -264,7 +264,7 @@ class Sum:
         def owned(rank: int, large: bool = False) -> list[Tensor]:
             """What ``rank`` adds up; ``large``: what nobody else does."""
             return [
-                tensor[shares(tensor.numel(), world_size)[rank]] if is_cut else tensor
+                tensor[slices(tensor.numel(), world_size)[rank]] if is_cut else tensor
                 for tensor, is_cut in zip(tensors, cut, strict=True)
                 if is_cut or not large
             ]

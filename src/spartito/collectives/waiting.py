@@ -1,4 +1,4 @@
-"""A task that others let wait says for whom, so that no job is silent until its time limit."""
+"""Logs for whom a task waits, so that no job is silent until its time limit."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ from collections.abc import Collection, Sequence
 
 from spartito.log import note
 
-FIRST = 2.0  # seconds of the first wait that is told
-FACTOR = 10  # the next one that is told is so many times longer
+FIRST = 2.0  # seconds of the first wait that is logged
+FACTOR = 10  # the next one that is logged is so many times longer
 SHOWN = 4  # names in a line
 
 
 class Waiting:
-    """What rank ``rank`` of the tasks ``names`` says of its waits.
+    """Logs the waits of rank ``rank`` of the tasks ``names``.
 
-    A wait of ``after`` seconds is told; then only one that is ten times longer, so that a task
-    that is slow at every step is not told at every step.
+    A wait of ``after`` seconds is logged; then only one that is ten times longer, so that a task
+    that is slow at every step does not fill the log.
     """
 
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         self.after = FIRST
-        self.aloud = True
+        self.enabled = True
         self._rank = rank
         self._names = names
 
@@ -32,7 +32,7 @@ class Waiting:
         if seconds < self.after:
             return
         self.after *= FACTOR
-        if self.aloud and not set(range(self._rank)) - set(late):
+        if self.enabled and not set(range(self._rank)) - set(late):
             shown = [self._names[rank] for rank in sorted(late)[:SHOWN]]
             more = [f"{len(late) - SHOWN} more"] if len(late) > SHOWN else []
             who = " and ".join(shown + more)

@@ -1,6 +1,6 @@
 """Directories and files that appear whole or not at all, whenever the process dies.
 
-A directory is written beside its place under a hidden name, its files are fsynced, a manifest
+A directory is written beside its path under a hidden name, its files are fsynced, a manifest
 with their checksums is written last, and one rename puts it there. The writer holds an `flock` on
 the hidden directory, which ends with its process: so a leftover is told from work in progress.
 """
@@ -117,7 +117,7 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
 
 
 def verify(path: str | os.PathLike[str]) -> Manifest:
-    """Read every file of ``path`` and compare it with the manifest, which is the answer.
+    """Read every file of ``path`` and compare it with the manifest, which is returned.
 
     Raises `UserError` that names the first file that is missing, too short, or changed.
     """
@@ -140,9 +140,9 @@ def verify(path: str | os.PathLike[str]) -> Manifest:
 
 
 def sweep(directory: str | os.PathLike[str]) -> list[Path]:
-    """Clear what killed writers left in ``directory``; answers the leftovers that it treated.
+    """Clear what killed writers left in ``directory``; returns the leftovers that it treated.
 
-    An older directory that was moved aside and never replaced goes back to its place. What a
+    An older directory that was moved aside and never replaced gets its name back. What a
     living process is writing is left alone, and so is what this process may not remove.
     """
     try:
@@ -151,10 +151,10 @@ def sweep(directory: str | os.PathLike[str]) -> list[Path]:
         return []
     leftovers = [p for p in found if is_leftover(p) and not _is_held(p)]
     for path in leftovers:
-        place = path.with_name(path.name[1:].rsplit(".", 2)[0])
+        target = path.with_name(path.name[1:].rsplit(".", 2)[0])
         with suppress(OSError):
-            if path.suffix == _OLD and not place.exists():
-                path.rename(place)
+            if path.suffix == _OLD and not target.exists():
+                path.rename(target)
             elif path.is_dir():
                 shutil.rmtree(path)
             else:
@@ -176,7 +176,7 @@ def _beside(path: Path, suffix: str) -> Path:
 
 def _relative(name: str) -> str:
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise ValueError(f"{name!r} leads out of the directory")
+        raise ValueError(f"{name!r} is outside of the directory")
     return name
 
 
@@ -242,7 +242,7 @@ def _writable(directory: Path) -> Iterator[None]:
     except OSError as error:
         raise UserError(
             f"{directory} cannot be written: {error.strerror or error}",
-            "Name a folder that this process may write to, with room on its disk.",
+            "Name a folder that this process may write to, with space on its disk.",
         ) from error
 
 

@@ -10,7 +10,7 @@ from spartito.errors import UserError
 
 
 def private_directory(path: Path, advice: str) -> Path:
-    """Make the folder ``path`` with mode 0700, or take the one there if it is ours; answers it.
+    """Make the folder ``path`` with mode 0700, or take the one there if it is ours; returns it.
 
     Links are not followed. Raises `UserError`, with ``advice``, for a folder of another user, one
     that others could write to, and what is no folder.

@@ -61,7 +61,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[st
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"{file} cannot be written: {error}",
-            "Name a folder that this process may write to, with room on its disk.",
+            "Name a folder that this process may write to, with space on its disk.",
         ) from error
 
 
@@ -110,8 +110,8 @@ def _identity(name: str, tensor: torch.Tensor) -> tuple[Any, ...]:
     """Equal for two tensors exactly when they are the same elements of the same memory."""
     if tensor.numel() == 0:
         return (name,)
-    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
-    return (*place, tuple(tensor.shape), tensor.stride())
+    memory = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    return (*memory, tuple(tensor.shape), tensor.stride())
 
 
 def pack_state(state: Any, name: str = "") -> tuple[Json, dict[str, torch.Tensor]]:

@@ -50,7 +50,7 @@ class DoctorServer:
         self.unknown_peers: list[str] = []
         self.other_secrets: dict[str, tuple[float, float]] = {}
         self._acceptor = Acceptor(
-            listener, self._respond, key=key, purpose=PURPOSE, name=name, told=self._note
+            listener, self._respond, key=key, purpose=PURPOSE, name=name, refused=self._note
         )
 
     def close(self) -> None:
