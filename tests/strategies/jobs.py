@@ -228,6 +228,11 @@ def checkpoint_and_resume(
     return answer
 
 
+def resume_each(name: str, options: dict[str, Any], folders: list[str]) -> list[dict[str, Any]]:
+    """Go on from each of these checkpoints in turn."""
+    return [checkpoint_and_resume(name, options, folder, "resume") for folder in folders]
+
+
 def gan(name: str, options: dict[str, Any]) -> dict[str, Any]:
     """A custom loop with two models and two optimizers."""
     strategy = make_strategy(name, **options)
