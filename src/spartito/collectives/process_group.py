@@ -162,6 +162,7 @@ class ProcessGroupCollective(Collective):
         if self._joined and dist.is_initialized():  # it may be another's by now
             dist.destroy_process_group(self.process_group)
         self._joined = False
+        self.__dict__.pop("process_group", None)  # it holds the store, and so the job's address
         self._liveness.close()
 
     def abort(self, error: SpartitoError) -> None:
