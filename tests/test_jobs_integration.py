@@ -418,10 +418,11 @@ def test_a_worker_that_never_comes(commands: Commands, here: int) -> None:
     assert ended.code == 69
     absent = 1 - here
     name = f"worker {absent} ({places[absent]})"
-    waits, says, *more = ended.err.splitlines()
+    *banner, waits, says, last = ended.err.splitlines()
+    assert len(banner) == (here == 0)  # the chief says who is in the job
     assert waits == f"spartito: waiting for {name}, for 2 s now; the limit is 3 s"
     assert says.startswith(f"{PREFIX}{name} did not come to {places[0]} within 3 s")
-    assert len(more) == 1
+    assert last
 
 
 def finished(folder: Path) -> bool:
