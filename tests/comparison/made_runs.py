@@ -92,7 +92,6 @@ def run(strategy: str, count: int = 2, **changes: Any) -> dict[str, Any]:
         "sweep": None,
         "slow": {},
         "history": history(),
-        "evaluations": [],
         "tasks": workers(count),
         "seconds": 9.0,
         "exit_code": 0,

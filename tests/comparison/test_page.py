@@ -94,7 +94,7 @@ def test_the_page_shows_the_comparison() -> None:
         "Loss over time",
         "Staleness of parameter_server",
         "Noise of the validation accuracy",
-        "Throughput against workers",
+        "Throughput (examples/s) against workers",
         ">ideal<",
         "Validation accuracy, mirrored",
         "Final validation accuracy against the batch",
@@ -140,7 +140,7 @@ def test_the_table_on_a_terminal() -> None:
     assert max(map(len, text.splitlines())) < 80
 
 
-def test_bars_are_shares_of_the_longest() -> None:
+def test_bars_are_as_long_as_their_values() -> None:
     tasks = [*workers(2), server({0: 75, 2: 25})]
     made = record(
         run("one_device", 1, history=history(rate=10_000)),
@@ -148,7 +148,7 @@ def test_bars_are_shares_of_the_longest() -> None:
     )
     found = {group.title: group for group in bars(comparison(made))}
     speeds = found["Throughput, examples/s"].rows
-    assert [round(bar.share, 2) for bar in speeds] == [0.25, 1.0]
+    assert [round(bar.fraction, 2) for bar in speeds] == [0.25, 1.0]
     late = found["Staleness of parameter_server"].rows
     assert [(bar.name, bar.value) for bar in late] == [("0", "75.0%"), ("2", "25.0%")]
     assert "standard deviation" in found["Noise of the validation accuracy"].note
@@ -215,7 +215,7 @@ def test_repeats_show_their_spread() -> None:
     (row,) = table(found).rows
     assert row[5] == "30,013 (20,009 to 40,017)"
     (bar,) = bars(found)[0].rows
-    assert bar.share == pytest.approx(0.75)
+    assert bar.fraction == pytest.approx(0.75)
     assert bar.span == pytest.approx((0.5, 1.0))
     text, checker = check(record(*made))
     assert "<u style=" in text

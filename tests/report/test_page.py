@@ -10,7 +10,7 @@ import pytest
 
 from spartito.errors import UserError
 from spartito.report import write_report
-from spartito.report.page import best_epoch, headline, plots, read_run
+from spartito.report.page import best_epoch, charts, headline, read_run
 
 VOID = {"meta", "br", "hr", "img", "input", "link"}
 
@@ -217,12 +217,12 @@ def test_the_headline_prefers_validation(run_dir: Path) -> None:
 
 
 def test_every_metric_has_its_plot(run_dir: Path) -> None:
-    drawn = {plot.title: plot for plot in plots(read_run(run_dir))}
+    drawn = {chart.title: chart for chart in charts(read_run(run_dir))}
     assert list(drawn) == ["Loss", "Accuracy", "Throughput", "Waiting for data"]
     assert drawn["Accuracy"].percent
-    assert drawn["Accuracy"].marked == 7
+    assert drawn["Accuracy"].marked == 8  # the epoch
     assert not drawn["Loss"].percent
-    assert not any(math.isnan(v) for v in drawn["Loss"].curves[1].points)
+    assert not any(math.isnan(y) for _, y in drawn["Loss"].lines[1].points)
 
 
 def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:

@@ -213,8 +213,7 @@ class _Board:
         run = self.runs[-1]
         if self.plan.goal is None or run["error"] is not None:
             return
-        epochs = [*run["history"], *run["evaluations"]]
-        there = {name for epoch in epochs for name in epoch}
+        there = {name for epoch in run["history"] for name in epoch}
         name = self.plan.goal[0]
         if name not in there:
             self.show()

@@ -72,10 +72,10 @@ def duration(seconds: float) -> str:
 
 def size(count: float) -> str:
     """Bytes as a person reads them: ``312 MB``, ``1.4 GB``, ``2.1 kB``."""
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+    for name, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             value = count / size
-            return f"{value:.0f} {unit}" if value >= 100 else f"{value:.1f} {unit}"
+            return f"{value:.0f} {name}" if value >= 100 else f"{value:.1f} {name}"
     return f"{count:.0f} B"
 
 
@@ -98,3 +98,19 @@ def label(name: str) -> str:
     """``val_binary_accuracy`` as words: ``validation binary accuracy``."""
     words = name.removeprefix(VALIDATION).replace("_", " ")
     return f"validation {words}" if name.startswith(VALIDATION) else words
+
+
+def number(value: Any) -> float | None:
+    """``value`` as a float, None for what is no number."""
+    return float(value) if isinstance(value, int | float) else None
+
+
+def finite(values: Iterable[Any]) -> list[float]:
+    """Those of ``values`` that are finite numbers."""
+    numbers = map(number, values)
+    return [value for value in numbers if value is not None and math.isfinite(value)]
+
+
+def plural(count: int, word: str, several: str = "") -> str:
+    """``1 epoch``, ``2 epochs``."""
+    return f"{count} {word if count == 1 else several or word + 's'}"

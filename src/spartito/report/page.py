@@ -12,21 +12,24 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.report.bars import Bars, staleness_bars
+from spartito.report.charts import NEUTRAL, TRAINING, Chart, Line, drawn, page_colour
+from spartito.report.charts import VALIDATION as VALIDATION_COLOUR
 from spartito.report.evaluations import EVALUATIONS, with_evaluations
 from spartito.report.figures import (
     NOTHING,
     VALIDATION,
     duration,
     figure,
+    finite,
     higher_is_better,
     is_fraction,
     label,
     metric_names,
+    number,
+    plural,
     scalars,
 )
-from spartito.report.plots import NEUTRAL, TRAINING, Curve, Plot, svg
-from spartito.report.plots import VALIDATION as VALIDATION_COLOUR
-from spartito.report.servers import holdings, lateness
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
 
@@ -36,7 +39,7 @@ Facts = tuple[str, list[tuple[str, str]]]
 
 
 def write_report(run_dir: str | os.PathLike[str]) -> Path:
-    """Write ``report.html`` into the run folder ``run_dir`` and answer its path.
+    """Write ``report.html`` into the run folder ``run_dir`` and return its path.
 
     It stands alone: no script, no link to elsewhere. Parts that the folder lacks are left out.
     Raises `UserError` when it is no run folder, or cannot be written.
@@ -51,19 +54,19 @@ def render(folder: Path) -> str:
     """The page for the run folder ``folder``, as text."""
     run = read_run(folder)
     template = page_template(
-        "run.html.j2", figure=lambda value, name: figure(name, _number(value)), heading=_heading
+        "run.html.j2", figure=lambda value, name: figure(name, number(value)), heading=_heading
     )
     return template.render(
         run=run,
         title=_title(run),
         subtitle=_subtitle(run),
         cards=headline(run),
-        plots=[(plot, svg(plot)) for plot in plots(run) if not plot.is_empty],
+        charts=drawn(charts(run)),
         columns=_columns(run.epochs),
         best=best_epoch(run),
         cluster=_cluster(run.section("cluster"), run.config.get("strategy")),
-        servers=holdings(run.config),
-        lateness=lateness(run.config),
+        servers=_servers(run.config),
+        staleness=_staleness(run.section("staleness")),
         settings=_settings(run),
         model=_model(run.section("model")),
         summary=str(run.section("model").get("summary") or "").strip("\n"),
@@ -88,12 +91,12 @@ class Run:
 
     def series(self, name: str) -> list[float | None]:
         """The figure ``name`` of every epoch."""
-        return [_number(epoch.get(name)) for epoch in self.epochs]
+        return [number(epoch.get(name)) for epoch in self.epochs]
 
     @property
     def axis(self) -> list[int]:
         """The number of every epoch, counted on where a later `fit` began at 1 again."""
-        numbers = [_number(epoch.get("epoch")) for epoch in self.epochs]
+        numbers = [number(epoch.get("epoch")) for epoch in self.epochs]
         known = [int(number) for number in numbers if number is not None]
         rising = all(a < b for a, b in pairwise(known))
         return known if rising and len(known) == len(numbers) else [*range(1, len(numbers) + 1)]
@@ -106,12 +109,12 @@ def read_run(folder: Path) -> Run:
             f"{folder} is no run folder: it has neither {CONFIG} nor {HISTORY}",
             "Name the folder that was given as run_dir or --out.",
         )
-    config = _json(_text(folder / CONFIG))
+    config = json_object(_text(folder / CONFIG))
     lines = [line for line in _text(folder / HISTORY).splitlines() if line.strip()]
     epochs: list[Epoch] = []
     unreadable = 0
     for line in lines:
-        epoch = _json(line)
+        epoch = json_object(line)
         if not epoch:
             unreadable += 1
             continue
@@ -119,7 +122,7 @@ def read_run(folder: Path) -> Run:
         while epochs and _goes_back(epochs[-1], epoch):
             epochs.pop()
         epochs.append(epoch)
-    seen = [_json(line) for line in _text(folder / EVALUATIONS).splitlines()]
+    seen = [json_object(line) for line in _text(folder / EVALUATIONS).splitlines()]
     whole = with_evaluations(epochs, seen)
     tables = {name: value for name, value in (whole or [{}])[-1].items() if _is_table(value)}
     found = [scalars(epoch) for epoch in whole]
@@ -130,29 +133,38 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(row, list) for row in value)
 
 
-def plots(run: Run) -> list[Plot]:
+def charts(run: Run) -> list[Chart]:
     """Loss, every metric, and the speed, over the epochs."""
-    names = metric_names(name for epoch in run.epochs for name in epoch)
     best = best_epoch(run)
-    quality = [
-        Plot(
-            label(name).capitalize(),
-            run.axis,
-            [
-                Curve("training", run.series(name), TRAINING),
-                Curve("validation", run.series(VALIDATION + name), VALIDATION_COLOUR),
-            ],
-            percent=is_fraction(name),
-            marked=best[0] if best and best[1] == VALIDATION + name else None,
+
+    def chart(title: str, *lines: tuple[str, str, str], **options: Any) -> Chart:
+        return Chart(
+            title,
+            "epoch",
+            [Line(name, run.axis, run.series(key), colour) for name, key, colour in lines],
+            epochs=True,
+            **options,
         )
-        for name in names
+
+    quality = [
+        chart(
+            label(name).capitalize(),
+            ("training", name, TRAINING),
+            ("validation", VALIDATION + name, VALIDATION_COLOUR),
+            percent=is_fraction(name),
+            marked=run.axis[best[0]] if best and best[1] == VALIDATION + name else None,
+        )
+        for name in metric_names(name for epoch in run.epochs for name in epoch)
     ]
-    rate = Curve("examples per second", run.series("examples_per_second"), NEUTRAL)
-    wait = Curve("share of the epoch", run.series("data_wait_fraction"), NEUTRAL)
     return [
         *quality,
-        Plot("Throughput", run.axis, [rate], reach=0.0),
-        Plot("Waiting for data", run.axis, [wait], percent=True, reach=0.05),
+        chart("Throughput", ("examples per second", "examples_per_second", NEUTRAL), reach=0.0),
+        chart(
+            "Waiting for data",
+            ("fraction of the epoch", "data_wait_fraction", NEUTRAL),
+            percent=True,
+            reach=0.05,
+        ),
     ]
 
 
@@ -175,15 +187,17 @@ def headline(run: Run) -> list[Card]:
         cards.append(Card(figure(name, value), f"best {label(name)}", f"epoch {run.axis[index]}"))
     for name in _final_names(run):
         cards.append(Card(figure(name, run.series(name)[-1]), f"final {label(name)}"))
-    seconds = _finite(run.series("seconds"))
+    seconds = finite(run.series("seconds"))
     if seconds:
-        cards.append(Card(duration(sum(seconds)), "training time", _count(run.epochs, "epoch")))
-    rates = sorted(_finite(run.series("examples_per_second")))
+        cards.append(
+            Card(duration(sum(seconds)), "training time", plural(len(run.epochs), "epoch"))
+        )
+    rates = sorted(finite(run.series("examples_per_second")))
     if rates:
         middle = figure("examples_per_second", rates[len(rates) // 2])
-        waits = _finite(run.series("data_wait_fraction"))
-        share = figure("data_wait_fraction", sum(waits) / len(waits)) if waits else ""
-        cards.append(Card(middle, "examples per second", share and f"{share} waiting for data"))
+        waits = finite(run.series("data_wait_fraction"))
+        waited = figure("data_wait_fraction", sum(waits) / len(waits)) if waits else ""
+        cards.append(Card(middle, "examples per second", waited and f"{waited} waiting for data"))
     return cards
 
 
@@ -213,10 +227,11 @@ def _title(run: Run) -> str:
 
 
 def _subtitle(run: Run) -> str:
+    replicas = run.section("cluster").get("replicas")
     parts = [
         str(run.section("model").get("name", "")) if run.section("recipe").get("name") else "",
         str(run.config.get("strategy", "")),
-        _plural(run.section("cluster").get("replicas"), "replica"),
+        plural(replicas, "replica") if isinstance(replicas, int) else "",
         f"run {run.name}",
     ]
     return " · ".join(part for part in parts if part)
@@ -245,6 +260,18 @@ def _cluster(cluster: Mapping[str, Any], strategy: Any) -> list[Facts]:
     }
     job = [(name, str(value)) for name, value in facts.items() if value is not None]
     return [(name, part) for name, part in (("Job", job), ("Tasks", members)) if part]
+
+
+def _servers(config: Mapping[str, Any]) -> list[list[str]]:
+    """Rows of server, tensor, which part of it, size; empty where there are no servers."""
+    rows = config.get("servers")
+    return [list(map(str, row)) for row in rows] if isinstance(rows, list) else []
+
+
+def _staleness(counts: Mapping[str, Any]) -> list[Bars]:
+    pushes = {int(late): int(count) for late, count in counts.items()}
+    bars = staleness_bars("Staleness", pushes, page_colour(TRAINING))
+    return [bars] if bars.rows else []
 
 
 def _model(model: Mapping[str, Any]) -> str:
@@ -296,24 +323,8 @@ def _words(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else str(value)
 
 
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
-
-
-def _finite(values: Iterable[float | None]) -> list[float]:
-    return [value for value in values if value is not None and math.isfinite(value)]
-
-
-def _plural(count: Any, word: str) -> str:
-    return "" if count is None else f"{count} {word}" + ("" if count == 1 else "s")
-
-
-def _count(things: Sequence[Any], word: str) -> str:
-    return _plural(len(things), word)
-
-
 def _goes_back(before: Epoch, epoch: Epoch) -> bool:
-    earlier, later = _number(before.get("step")), _number(epoch.get("step"))
+    earlier, later = number(before.get("step")), number(epoch.get("step"))
     return earlier is not None and later is not None and earlier >= later
 
 
@@ -326,7 +337,7 @@ def _text(file: Path) -> str:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
 
 
-def _json(text: str) -> dict[str, Any]:
+def json_object(text: str) -> dict[str, Any]:
     """The object that ``text`` holds; empty for anything else, such as a line cut short."""
     try:
         value = json.loads(text)

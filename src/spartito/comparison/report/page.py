@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from spartito.comparison.report.charts import curve_charts, strategy_colours, sweep_charts
 from spartito.comparison.report.choose import sentences
-from spartito.comparison.report.curves import Chart, chart_svg
+from spartito.comparison.report.drawings import curve_charts, strategy_colours, sweep_charts
 from spartito.comparison.report.results import (
     COMPARISON,
     Comparison,
@@ -19,9 +17,9 @@ from spartito.comparison.report.results import (
     comparison,
     read_comparison,
 )
-from spartito.comparison.report.table import WAITING_IS, bars, last_line, table
-from spartito.report.figures import NOTHING, label, or_nothing, percent, size
-from spartito.report.plots import page_colour
+from spartito.comparison.report.table import bars, last_line, table
+from spartito.report.charts import drawn, page_colour
+from spartito.report.figures import NOTHING, label, or_nothing, percent, plural, size
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
 
@@ -31,7 +29,7 @@ PAGE = "compare.html"
 def write_comparison(folder: Path, record: Record) -> Comparison:
     """Write ``compare.json`` into ``folder``: ``record``, and the sentences drawn from it.
 
-    It can be written again with every run that ends. Answers the record as figures.
+    It can be written again with every run that ends. Returns the record as figures.
     """
     found = comparison(record)
     whole = {**record, "sentences": sentences(found)}
@@ -40,7 +38,7 @@ def write_comparison(folder: Path, record: Record) -> Comparison:
 
 
 def write_comparison_page(folder: Path) -> Path:
-    """Write ``compare.html`` from the ``compare.json`` of ``folder``, and answer its path.
+    """Write ``compare.html`` from the ``compare.json`` of ``folder``, and return its path.
 
     It stands alone, as the report of a run does. Raises `UserError` when there is no comparison.
     """
@@ -62,12 +60,9 @@ def render_comparison(record: Record) -> str:
         failed=[failure for run in found.all_runs for failure in run.failures],
         strategies=paint,
         drawn={name: paint[name] for name in paint if _is_drawn(name, found)},
-        waiting=WAITING_IS,
-        curves=_drawn(curve_charts(found, colours)),
-        bars=[group for group in bars(found) if group.rows],
-        sweeps=[
-            (words, _drawn(charts)) for words, charts in sweep_charts(found, colours) if charts
-        ],
+        curves=drawn(curve_charts(found, colours)),
+        bars=bars(found),
+        sweeps={name: drawn(charts) for name, charts in sweep_charts(found, colours).items()},
         tasks=_tasks(record, found),
         settings=_settings(found, record),
     )
@@ -85,10 +80,6 @@ def _is_drawn(strategy: str, found: Comparison) -> bool:
     return any(run.strategy == strategy and run.epochs for run in found.runs)
 
 
-def _drawn(charts: Sequence[Chart]) -> list[tuple[Chart, str]]:
-    return [(chart, chart_svg(chart)) for chart in charts if not chart.is_empty]
-
-
 def _subtitle(found: Comparison, record: Record) -> str:
     cores = found.machine.get("cores")
     workers = max((run.workers for run in found.runs), default=0)
@@ -97,10 +88,10 @@ def _subtitle(found: Comparison, record: Record) -> str:
         part
         for part in (
             "comparison",
-            _plural(len(found.runs), "strategy", "strategies"),
-            _plural(workers, "worker") if workers else "",
-            _plural(servers, "parameter server") if servers else "",
-            _plural(int(cores), "core") if cores else "",
+            plural(len(found.runs), "strategy", "strategies"),
+            plural(workers, "worker") if workers else "",
+            plural(servers, "parameter server") if servers else "",
+            plural(int(cores), "core") if cores else "",
         )
         if part
     )
@@ -116,7 +107,7 @@ def _tasks(record: Record, found: Comparison) -> list[tuple[str, list[list[str]]
 def _task_row(task: Record) -> list[str]:
     seconds = task.get("seconds")
 
-    def share(key: str) -> str:
+    def fraction(key: str) -> str:
         waited = task.get(key)
         return percent(waited / seconds) if waited is not None and seconds else NOTHING
 
@@ -127,8 +118,8 @@ def _task_row(task: Record) -> list[str]:
         or_nothing(task.get("pushes"), "{:,.0f}".format),
         or_nothing(task.get("bytes_sent"), size),
         or_nothing(task.get("bytes_received"), size),
-        share("waited_for_tasks_seconds"),
-        share("waited_for_data_seconds"),
+        fraction("waited_for_tasks_seconds"),
+        fraction("waited_for_data_seconds"),
     ]
 
 
@@ -166,7 +157,3 @@ def _settings(found: Comparison, record: Record) -> list[tuple[str, list[tuple[s
 
 def _fact(key: str, value: Any) -> str:
     return size(value) if key == "memory" and isinstance(value, int | float) else str(value)
-
-
-def _plural(count: int, word: str, several: str = "") -> str:
-    return f"{count} {word if count == 1 else several or word + 's'}"

@@ -13,15 +13,22 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
-from spartito.report.evaluations import EVALUATIONS, with_evaluations
-from spartito.report.figures import VALIDATION, figure, higher_is_better, label, metric_names
-from spartito.report.page import CONFIG, HISTORY, read_run
+from spartito.report.figures import (
+    VALIDATION,
+    figure,
+    finite,
+    higher_is_better,
+    label,
+    metric_names,
+    number,
+)
+from spartito.report.page import CONFIG, HISTORY, json_object, read_run
 
 COMPARISON = "compare.json"
 TASKS = "tasks"
 
 SHORTEST_CURVE = 5
-"""Epochs that a curve needs before its noise is told from its course."""
+"""Epochs that a curve needs before its noise is told from its trend."""
 
 Epoch = Mapping[str, Any]
 Record = Mapping[str, Any]
@@ -30,17 +37,18 @@ Record = Mapping[str, Any]
 def read_result(folder: Path) -> dict[str, Any]:
     """What the run folder ``folder`` holds for a comparison; what it lacks is empty.
 
-    ``history`` and ``evaluations`` are lists of epochs, ``tasks`` one object per task, and
+    ``history`` is a list of epochs with what an evaluator found, ``tasks`` one object per task, and
     ``config`` the settings.
     """
     there = any((folder / name).is_file() for name in (CONFIG, HISTORY))
     run = read_run(folder) if there else None
     return {
         "history": [dict(epoch) for epoch in run.epochs] if run else [],
-        "evaluations": _objects((folder / EVALUATIONS).read_text().splitlines())
-        if (folder / EVALUATIONS).is_file()
-        else [],
-        "tasks": _objects(file.read_text() for file in sorted((folder / TASKS).glob("*.json"))),
+        "tasks": [
+            task
+            for file in sorted((folder / TASKS).glob("*.json"))
+            if (task := json_object(file.read_text()))
+        ],
         "config": dict(run.config) if run else {},
     }
 
@@ -65,10 +73,10 @@ class Goal:
 class Figures:
     """One run in figures, or several repeats of it; what the files do not say is None or empty.
 
-    ``quality`` is the figure that tells how well the model does, equal for all runs of a
+    ``quality`` is the figure that tells how well the model does, the same for all runs of a
     comparison. ``rate`` is examples over seconds, both in total, without the first epoch.
-    Times are in seconds of training, summed over epochs; shares are of the time of the tasks
-    that computed; ``noise`` is by a figure's name, in its own unit.
+    Times are in seconds of training, summed over epochs; fractions are of the time of the
+    tasks that computed; ``noise`` is by a figure's name, on its own scale.
 
     Of repeats, ``rate``, ``final``, ``best`` and what concerns the goal are medians; ``rates``
     and ``finals`` have one value per repeat that ended well; all else, curves too, is that of
@@ -121,7 +129,7 @@ class Figures:
 
     def series(self, name: str) -> list[float | None]:
         """The figure ``name`` of every epoch."""
-        return [_number(epoch.get(name)) for epoch in self.epochs]
+        return [number(epoch.get(name)) for epoch in self.epochs]
 
     @property
     def steps(self) -> list[float]:
@@ -185,13 +193,11 @@ def comparison(record: Record) -> Comparison:
     runs: Sequence[Record] = record["runs"]
     given = record.get("goal")
     goal = Goal(str(given["name"]), float(given["value"])) if given else None
-    epochs = [
-        with_evaluations(run.get("history") or [], run.get("evaluations") or []) for run in runs
-    ]
+    epochs: list[Sequence[Epoch]] = [run.get("history") or [] for run in runs]
     quality = _quality(goal, (epoch for found in epochs for epoch in found))
     repeats: dict[Any, list[Figures]] = {}
-    for number, (run, found) in enumerate(zip(runs, epochs, strict=True)):
-        setting = run.get("setting", number)
+    for index, (run, found) in enumerate(zip(runs, epochs, strict=True)):
+        setting = run.get("setting", index)
         repeats.setdefault(setting, []).append(_figures(run, found, quality, goal))
     return Comparison(
         str(record.get("target", "")),
@@ -229,7 +235,7 @@ def _pooled(repeats: Sequence[Figures]) -> Figures:
 
 
 def noise(values: Sequence[float | None]) -> float | None:
-    """How far a curve jumps around its own course from epoch to epoch, in its own unit.
+    """How far a curve jumps around its own trend from epoch to epoch, on its own scale.
 
     The standard deviation of the values from the middle of their two neighbours, which takes
     any steady rise or fall away; by the median of these distances, so that the first steep
@@ -253,13 +259,13 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
     config: Record = run.get("config") or {}
     steady = _steady(epochs)
     rates = [rate for _, rate in steady]
-    values = _finite(epoch.get(quality) for epoch in epochs)
+    values = finite(epoch.get(quality) for epoch in epochs)
     loss = next((n for n in (VALIDATION + "loss", "loss") if any(n in e for e in epochs)), "loss")
-    curves = {name: noise([_number(e.get(name)) for e in epochs]) for name in {loss, quality}}
+    curves = {name: noise([number(e.get(name)) for e in epochs]) for name in {loss, quality}}
     reached = _first_reach(epochs, goal)
-    seconds = [_or_nan(_number(epoch.get("seconds"))) for epoch in epochs]
+    seconds = [_or_nan(number(epoch.get("seconds"))) for epoch in epochs]
     until = math.nan if reached is None else sum(seconds[: reached + 1])
-    step = None if reached is None else _number(epochs[reached].get("step"))
+    step = None if reached is None else number(epochs[reached].get("step"))
     batch_size = run.get("batch_size") or _part(config, "fit").get("batch_size")
     return Figures(
         strategy=str(run["strategy"]),
@@ -282,12 +288,12 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
         seconds_to_goal=until if math.isfinite(until) else None,
         steps_to_goal=None if step is None else int(step),
         bytes_per_step=_bytes_per_step(tasks, epochs),
-        waited_for_tasks=_share(tasks, "waited_for_tasks_seconds"),
+        waited_for_tasks=_fraction(tasks, "waited_for_tasks_seconds"),
         waited_for_data=_waited_for_data(tasks, epochs),
         memory={
             str(task.get("task")): int(task["peak_memory_bytes"])
             for task in tasks
-            if _number(task.get("peak_memory_bytes")) is not None
+            if number(task.get("peak_memory_bytes")) is not None
         },
         staleness=_staleness(tasks),
     )
@@ -295,11 +301,11 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
 
 def _steady(epochs: Sequence[Epoch]) -> list[tuple[float, float]]:
     """Steps and examples per second of each epoch but the first, which warms up."""
-    ends = [0.0, *(_or_nan(_number(epoch.get("step"))) for epoch in epochs)]
+    ends = [0.0, *(_or_nan(number(epoch.get("step"))) for epoch in epochs)]
     found = [
         (end - start if end > start else 1.0, float(epoch["examples_per_second"]))
         for start, end, epoch in zip(ends, ends[1:], epochs, strict=False)
-        if _finite([epoch.get("examples_per_second")])
+        if finite([epoch.get("examples_per_second")])
     ]
     return found[1:] if len(found) > 2 else found
 
@@ -329,7 +335,7 @@ def _quality(goal: Goal | None, epochs: Iterable[Epoch]) -> str:
 def _first_reach(epochs: Sequence[Epoch], goal: Goal | None) -> int | None:
     if goal is None:
         return None
-    values = (_number(epoch.get(goal.name)) for epoch in epochs)
+    values = (number(epoch.get(goal.name)) for epoch in epochs)
     return next((i for i, v in enumerate(values) if v is not None and goal.is_reached(v)), None)
 
 
@@ -339,30 +345,30 @@ def _bytes_per_step(tasks: Sequence[Record], epochs: Sequence[Epoch]) -> float |
     sums = [
         sum(found)
         for key in ("bytes_sent", "bytes_received")
-        if (found := _finite(task.get(key) for task in tasks))
+        if (found := finite(task.get(key) for task in tasks))
     ]
     return max(sums) / steps if sums and steps else None
 
 
-def _share(tasks: Sequence[Record], key: str) -> float | None:
-    """Seconds under ``key`` of the tasks that computed, as a share of all their seconds."""
+def _fraction(tasks: Sequence[Record], key: str) -> float | None:
+    """Seconds under ``key`` of the tasks that computed, as a fraction of all their seconds."""
     times = [
         (waited, total)
         for task in tasks
         if task.get("examples")
         and "pushes" not in task  # a server: it counts the examples of others, and waits by trade
-        and (waited := _number(task.get(key))) is not None
-        and (total := _number(task.get("seconds")))
+        and (waited := number(task.get(key))) is not None
+        and (total := number(task.get("seconds")))
     ]
     return sum(w for w, _ in times) / sum(t for _, t in times) if times else None
 
 
 def _waited_for_data(tasks: Sequence[Record], epochs: Sequence[Epoch]) -> float | None:
-    by_tasks = _share(tasks, "waited_for_data_seconds")
+    by_tasks = _fraction(tasks, "waited_for_data_seconds")
     if by_tasks is not None:
         return by_tasks
-    shares = _finite(epoch.get("data_wait_fraction") for epoch in epochs)
-    return statistics.fmean(shares) if shares else None
+    fractions = finite(epoch.get("data_wait_fraction") for epoch in epochs)
+    return statistics.fmean(fractions) if fractions else None
 
 
 def _staleness(tasks: Sequence[Record]) -> dict[int, int]:
@@ -374,38 +380,16 @@ def _staleness(tasks: Sequence[Record]) -> dict[int, int]:
     return dict(sorted(found.items()))
 
 
-def _objects(texts: Iterable[str]) -> list[dict[str, Any]]:
-    """The JSON objects among ``texts``; a line that was cut short is none."""
-    found = []
-    for text in texts:
-        try:
-            value = json.loads(text)
-        except ValueError:
-            continue
-        if isinstance(value, dict):
-            found.append(value)
-    return found
-
-
 def _part(config: Record, name: str) -> Record:
     part = config.get(name)
     return part if isinstance(part, dict) else {}
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
 
 
 def _or_nan(value: float | None) -> float:
     return math.nan if value is None else value
 
 
-def _finite(values: Iterable[Any]) -> list[float]:
-    numbers = (_number(value) for value in values)
-    return [number for number in numbers if number is not None and math.isfinite(number)]
-
-
 def _last(epochs: Sequence[Epoch], name: str) -> float | None:
     """The newest value there is: an evaluator may not have looked at the last epoch."""
-    values = (_number(epoch.get(name)) for epoch in reversed(epochs))
+    values = (number(epoch.get(name)) for epoch in reversed(epochs))
     return next((value for value in values if value is not None), None)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from textwrap import fill
 
-from spartito.comparison.report.charts import strategy_colours
+from spartito.comparison.report.drawings import strategy_colours
 from spartito.comparison.report.results import Comparison, Figures
+from spartito.report.bars import Bar, Bars, staleness_bars
+from spartito.report.charts import page_colour
 from spartito.report.figures import (
     NOTHING,
     duration,
@@ -20,11 +21,10 @@ from spartito.report.figures import (
     points,
     size,
 )
-from spartito.report.plots import page_colour
 
 WAITING_IS = (
-    "share of the workers' time spent until others came or answered: the slowest of them, and "
-    "the exchange itself"
+    "fraction of the workers' time in which they wait for other tasks, or exchange with them; "
+    "where cores are fewer than tasks, also the time in which another task has the core"
 )
 
 
@@ -44,8 +44,8 @@ class Table:
         widths = [max(map(len, column)) for column in columns]
         lines = [
             "  ".join(
-                words.ljust(width) if place == 0 else words.rjust(width)
-                for place, (words, width) in enumerate(zip(line, widths, strict=True))
+                words.rjust(width) if column else words.ljust(width)
+                for column, (words, width) in enumerate(zip(line, widths, strict=True))
             ).rstrip()
             for line in zip(*columns, strict=True)
         ]
@@ -62,170 +62,134 @@ def last_line(text: str) -> str:
     return next((line.strip() for line in reversed(text.splitlines()) if line.strip()), "")
 
 
+@dataclass(frozen=True, slots=True)
+class Column:
+    """A heading, what it means, and how a run's cell is written.
+
+    ``best``: the figure whose best value is marked; ``higher``: whether that is the highest.
+    """
+
+    head: str
+    why: str
+    write: Callable[[Figures], str]
+    best: str = ""
+    higher: bool = False
+
+
 def table(found: Comparison) -> Table:
     """The figures of every run of the comparison; what a run does not tell is a dash."""
     runs = found.runs
-    name = runs[0].quality if runs else "loss"
-    loss = next((n for run in runs for n in run.noise if n.endswith("loss")), "loss")
-    goal = found.goal
-    columns: list[tuple[str, str, list[str], set[int]]] = [
-        ("strategy", "", [run.strategy for run in runs], set()),
-        ("workers", "tasks that compute", [str(run.workers) for run in runs], set()),
-        (
-            f"final {label(name)}",
-            "after the last epoch",
-            [_with_range(name, r.final, r.finals) for r in runs],
-            _best(runs, "final", higher_is_better(name)),
-        ),
-        (
-            f"best {label(name)}",
-            "of all epochs",
-            [figure(name, r.best) for r in runs],
-            _best(runs, "best", higher_is_better(name)),
-        ),
-        ("loss", label(loss), [figure("loss", r.loss) for r in runs], _best(runs, "loss", False)),
-        (
-            "examples/s",
-            "over all workers: examples by seconds, in total, without the first epoch",
-            [_with_range("examples_per_second", r.rate, r.rates) for r in runs],
-            _best(runs, "rate", True),
-        ),
-        (
-            "time to goal",
-            f"seconds of training until {goal}" if goal else "no goal was given",
-            [or_nothing(r.seconds_to_goal, duration) for r in runs],
-            _best(runs, "seconds_to_goal", False),
-        ),
-        (
-            "moved per step",
-            "bytes between tasks, per global step",
-            [or_nothing(r.bytes_per_step, size) for r in runs],
-            set(),
-        ),
-        (
-            "waits for tasks",
-            WAITING_IS,
-            [or_nothing(r.waited_for_tasks, percent) for r in runs],
-            set(),
-        ),
-        (
-            "waits for data",
-            "share of the workers' time",
-            [or_nothing(r.waited_for_data, percent) for r in runs],
-            set(),
-        ),
-        (
-            "peak memory",
-            "of the task that took the most",
-            [or_nothing(r.peak_memory, size) for r in runs],
-            set(),
-        ),
-        (
-            "staleness",
-            "updates that a gradient came late by: mean / most",
-            [_staleness(r) for r in runs],
-            set(),
-        ),
-    ]
+    columns = _columns(found)
+    best = [_best(runs, column.best, column.higher) for column in columns]
     return Table(
-        [(head, why) for head, why, _, _ in columns],
-        [[words[row] for _, _, words, _ in columns] for row in range(len(runs))],
-        [{c for c, column in enumerate(columns) if row in column[3]} for row in range(len(runs))],
+        [(column.head, column.why) for column in columns],
+        [[column.write(run) for column in columns] for run in runs],
+        [{c for c, rows in enumerate(best) if row in rows} for row in range(len(runs))],
         [run.error for run in runs],
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar: its name, its length as a share of the longest, the words at its end.
-
-    ``span`` is from where to where repeats reach, as shares like the length; None without any.
-    """
-
-    name: str
-    share: float
-    value: str
-    paint: str
-    span: tuple[float, float] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Bars:
-    """Bars under one title, and a sentence on what they are."""
-
-    title: str
-    rows: Sequence[Bar]
-    note: str = ""
+def _columns(found: Comparison) -> list[Column]:
+    name = found.runs[0].quality if found.runs else "loss"
+    loss = next((n for run in found.runs for n in run.noise if n.endswith("loss")), "loss")
+    higher, goal = higher_is_better(name), found.goal
+    return [
+        Column("strategy", "", lambda run: run.strategy),
+        Column("workers", "tasks that compute", lambda run: str(run.workers)),
+        Column(
+            f"final {label(name)}",
+            "after the last epoch; of repeats the median, and from where to where they reach",
+            lambda run: _with_range(name, run.final, run.finals),
+            "final",
+            higher,
+        ),
+        Column(
+            f"best {label(name)}",
+            "of all epochs",
+            lambda run: figure(name, run.best),
+            "best",
+            higher,
+        ),
+        Column("loss", f"the {label(loss)}", lambda run: figure("loss", run.loss), "loss"),
+        Column(
+            "examples/s",
+            "over all workers: examples by seconds, in total, without the first epoch",
+            lambda run: _with_range("examples_per_second", run.rate, run.rates),
+            "rate",
+            True,
+        ),
+        Column(
+            "time to goal",
+            f"seconds of training until {goal}" if goal else "no goal was given",
+            lambda run: or_nothing(run.seconds_to_goal, duration),
+            "seconds_to_goal",
+        ),
+        Column(
+            "moved per step",
+            "bytes between tasks, per global step",
+            lambda run: or_nothing(run.bytes_per_step, size),
+        ),
+        Column(
+            "waits for tasks", WAITING_IS, lambda run: or_nothing(run.waited_for_tasks, percent)
+        ),
+        Column(
+            "waits for data",
+            "fraction of the workers' time until the next batch was read",
+            lambda run: or_nothing(run.waited_for_data, percent),
+        ),
+        Column(
+            "peak memory",
+            "of the task that took the most",
+            lambda run: or_nothing(run.peak_memory, size),
+        ),
+        Column("staleness", "updates by which a gradient came late: mean / most", _staleness),
+    ]
 
 
 NOISE_IS = (
-    "How far a curve jumps around its own course from epoch to epoch: the standard deviation of "
-    "its values from the middle of their two neighbours, from five epochs on."
+    "How far a curve jumps from epoch to epoch: the standard deviation of its values from the "
+    "middle of their two neighbours, from five epochs on."
 )
+REPEATS = "The line at the end of a bar goes from the slowest repeat to the fastest."
 
 
 def bars(found: Comparison) -> list[Bars]:
     """Throughput, noise of the curves, and how late updates came."""
-    colours = strategy_colours(found)
-
-    def rows(values: Sequence[tuple[Figures, float | None, str]]) -> list[Bar]:
-        longest = max((v for _, v, _ in values if v is not None), default=0.0) or 1.0
-        return [
-            Bar(run.strategy, value / longest, words, page_colour(colours[run.strategy]))
-            for run, value, words in values
-            if value is not None
-        ]
-
-    charts = [_throughput(found, colours)]
+    paint = {name: page_colour(colour) for name, colour in strategy_colours(found).items()}
+    groups = [_throughput(found, paint)]
     for name in sorted({name for run in found.runs for name in run.noise}):
-        values = [
-            (r, r.noise.get(name), or_nothing(r.noise.get(name), partial(points, name)))
-            for r in found.runs
+        values = {r.strategy: r.noise[name] for r in found.runs if name in r.noise}
+        longest = max(values.values()) or 1.0
+        rows = [
+            Bar(strategy, value / longest, points(name, value), paint[strategy])
+            for strategy, value in values.items()
         ]
-        note = NOISE_IS if len(charts) == 1 else ""  # once is enough
-        charts.append(Bars(f"Noise of the {label(name)}", rows(values), note))
-    for run in found.runs:
-        pushes = sum(run.staleness.values())
-        if not pushes:
-            continue
-        most = max(run.staleness.values())
-        paint = page_colour(colours[run.strategy])
-        charts.append(
-            Bars(
-                f"Staleness of {run.strategy}",
-                [
-                    Bar(str(late), count / most, f"{count / pushes:.1%}", paint)
-                    for late, count in run.staleness.items()
-                ],
-                "How many updates a gradient came late by, and for what share of the pushes.",
-            )
-        )
-    return charts
+        note = NOISE_IS if len(groups) == 1 else ""  # once is enough
+        groups.append(Bars(f"Noise of the {label(name)}", rows, note))
+    groups += [
+        staleness_bars(f"Staleness of {run.strategy}", run.staleness, paint[run.strategy])
+        for run in found.runs
+    ]
+    return [group for group in groups if group.rows]
 
 
-def _throughput(found: Comparison, colours: Mapping[str, str]) -> Bars:
+def _throughput(found: Comparison, paint: Mapping[str, str]) -> Bars:
     """The speeds, and how far those of repeats lie apart."""
-    longest = max((rate for r in found.done for rate in (r.rate, *r.rates) if rate), default=1.0)
-    repeated = any(len(run.rates) > 1 for run in found.done)
-    return Bars(
-        "Throughput, examples/s",
-        [
-            Bar(
-                run.strategy,
-                run.rate / longest,
-                figure("examples_per_second", run.rate),
-                page_colour(colours[run.strategy]),
-                (min(run.rates) / longest, max(run.rates) / longest)
-                if len(run.rates) > 1
-                else None,
-            )
-            for run in found.done
-            if run.rate is not None
-        ],
-        "The line at the end of a bar goes from the slowest repeat to the fastest."
-        if repeated
-        else "",
+    rates = {run.strategy: run.rate for run in found.done if run.rate is not None}
+    longest = max(
+        (rate for run in found.done for rate in (run.rate, *run.rates) if rate), default=1.0
     )
+    rows = [
+        Bar(
+            run.strategy,
+            rates[run.strategy] / longest,
+            figure("examples_per_second", run.rate),
+            paint[run.strategy],
+            (min(run.rates) / longest, max(run.rates) / longest) if len(run.rates) > 1 else None,
+        )
+        for run in found.done
+    ]
+    return Bars("Throughput, examples/s", rows, REPEATS if any(row.span for row in rows) else "")
 
 
 def _with_range(name: str, value: float | None, repeats: Sequence[float]) -> str:
@@ -239,8 +203,10 @@ def _with_range(name: str, value: float | None, repeats: Sequence[float]) -> str
 def _best(runs: Sequence[Figures], what: str, higher: bool) -> set[int]:
     """The rows whose figure ``what`` is the best of those that ended well; none if all are equal.
 
-    Two are equal when a reader would see the same: to four digits.
+    Two are equal when a reader would see the same: to four digits. No figure, no best.
     """
+    if not what:
+        return set()
     found = {
         row: float(f"{value:.4g}")
         for row, run in enumerate(runs)
