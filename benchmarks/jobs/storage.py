@@ -90,7 +90,7 @@ def numbers(name: str) -> list[float]:
     )
     losses = Losses()
     trainer.fit(train, epochs=STEPS // len(train), callbacks=[losses], verbose=False)
-    weights = trainer.state_dict()["model"]
+    weights = strategy.state_dict()["model"]
     if strategy.is_chief:
         torch.save(weights, Path(os.environ["BENCHMARK_FOLDER"], f"{name}.pt"))
     strategy.close()

@@ -224,3 +224,11 @@ def test_a_writer_killed_before_it_names_the_best_has_named_it(tmp_path: Path) -
     assert manager.best_so_far == Best("step-3", "val_loss", 1.0)
     manager.save(state(), "step-4")
     assert names(manager) == ["step-3", "step-4"]
+
+
+def test_a_newer_format_is_refused(tmp_path: Path) -> None:
+    path = CheckpointManager(tmp_path).save(state(), "one")
+    manifest = json.loads((path / "manifest.json").read_text())
+    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
+    with pytest.raises(UserError, match="format 2, and this version reads up to 1"):
+        read_checkpoint(path)

@@ -134,7 +134,7 @@ def weighted(
     weight, total, piggybacked = gradients.reduce((2.0,))
     assert piggybacked == 2.0 * collective.world_size
     if clip is not None:
-        gradients.clip(clip)
+        gradients.clip(clip, gradients.norm())
     result = [p.grad.clone() for p in parameters if p.grad is not None]
     gradients.clear()
     assert all(p.grad is None for p in parameters)

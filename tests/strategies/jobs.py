@@ -457,7 +457,7 @@ def low_precision(name: str, options: dict[str, Any], compiled: bool) -> dict[st
         precision="bf16",
     )
     history = trainer.fit(blobs(60), epochs=4, batch_size=12, verbose=0)  # float64 data
-    names = list(trainer.state_dict()["model"])
+    names = list(strategy.state_dict()["model"])
     strategy.close()
     return {"history": history.history, "names": names}
 

@@ -64,13 +64,30 @@ def write_checkpoint(
     ``about`` is JSON for the manifest. Raises `UserError` when something in ``state`` cannot be
     saved (before anything is written), or the folder cannot be written.
     """
-    packed = {section: pack_state(tree, section) for section, tree in state.items()}
-    trees = {section: tree for section, (tree, _) in packed.items()}
+    for section, tree in state.items():
+        pack_state(tree, section)
     with write_directory(path, about) as new:
-        for section, (_, tensors) in packed.items():
-            if tensors:
-                save_tensors(tensors, new / f"{section}{_SUFFIX}")
-        (new / STATE).write_text(json.dumps(trees, allow_nan=False) + "\n")
+        write_sections(new, state)
+
+
+def write_sections(directory: Path, state: Mapping[str, Any]) -> None:
+    """Add sections to a checkpoint that is being written; those that are there stay.
+
+    Args:
+        directory: What `spartito.storage.atomic.write_directory` gave.
+        state: Nested trees of plain values and tensors, by section.
+
+    Raises:
+        UserError: If something in ``state`` cannot be saved.
+    """
+    packed = {section: pack_state(tree, section) for section, tree in state.items()}
+    file = directory / STATE
+    trees = json.loads(file.read_bytes()) if file.exists() else {}
+    for section, (tree, tensors) in packed.items():
+        trees[section] = tree
+        if tensors:
+            save_tensors(tensors, directory / f"{section}{_SUFFIX}")
+    file.write_text(json.dumps(trees, allow_nan=False) + "\n")
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -79,23 +96,30 @@ def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     Every file is compared with its checksum first. Raises `UserError` that names the file that
     is missing or damaged.
     """
-    return identify_checkpoint(path)[0]
+    identify_checkpoint(path)
+    return read_sections(path)
 
 
-def identify_checkpoint(path: str | os.PathLike[str]) -> tuple[dict[str, Any], str]:
-    """As `read_checkpoint`, and a SHA-256 that checkpoints with the same files share."""
-    path = Path(path)
+def read_sections(path: str | os.PathLike[str], *names: str) -> dict[str, Any]:
+    """The sections ``names`` of a checkpoint that are there, all where none is named.
+
+    Its files are not compared with their checksums: `identify_checkpoint` does that.
+    """
+    trees: dict[str, Any] = json.loads((Path(path) / STATE).read_bytes())
+    state: dict[str, Any] = {}
+    for section in [name for name in trees if not names or name in names]:
+        file = Path(path) / f"{section}{_SUFFIX}"
+        state[section] = unpack_state(trees[section], load_tensors(file) if file.exists() else {})
+    return state
+
+
+def identify_checkpoint(path: str | os.PathLike[str]) -> str:
+    """A SHA-256 that checkpoints with the same files share, whose checksums hold."""
     manifest = verify(path)
     if STATE not in manifest.files:
         raise UserError(f"{path} holds no checkpoint: it has no {STATE}")
-    trees: dict[str, Any] = json.loads((path / STATE).read_bytes())
-    state: dict[str, Any] = {}
-    for section, tree in trees.items():
-        name = f"{section}{_SUFFIX}"
-        tensors = load_tensors(path / name) if name in manifest.files else {}
-        state[section] = unpack_state(tree, tensors)
     files = sorted((name, fact.sha256) for name, fact in manifest.files.items())
-    return state, hashlib.sha256(repr(files).encode()).hexdigest()
+    return hashlib.sha256(repr(files).encode()).hexdigest()
 
 
 class CheckpointManager:
@@ -131,20 +155,33 @@ class CheckpointManager:
         ``metrics`` are kept in its manifest. ``best`` is (monitor, value) when this checkpoint
         is the best so far. An older checkpoint of that name is replaced.
         """
+        path = self.directory / name
+        write_checkpoint(path, state, self.begin(name, metrics, best))
+        self.end(name, best)
+        return path
+
+    def begin(
+        self,
+        name: str,
+        metrics: Mapping[str, float] | None = None,
+        best: tuple[str, float] | None = None,
+    ) -> dict[str, Any]:
+        """Before the checkpoint ``name`` is written: what its manifest is to say. See `save`."""
         if not name or name.startswith(".") or Path(name).name != name:
             raise UserError(f"{name!r} cannot name a checkpoint: it must be a plain file name")
         sweep(self.directory)
         figures, _ = pack_state(dict(metrics or {}), "metrics")
-        path = self.directory / name
         about = {"sequence": self.next_sequence, "metrics": figures}
         if best is not None:
             mark, _ = pack_state({"monitor": best[0], "value": best[1]}, "best")
             about["best"] = mark
-        write_checkpoint(path, state, about)
+        return about
+
+    def end(self, name: str, best: tuple[str, float] | None = None) -> None:
+        """After it: name it the best if it is, and remove the oldest beyond `keep`."""
         if best is not None:
             self.name_best(Best(name, *best))
-        self._remove_oldest(path)
-        return path
+        self._remove_oldest(self.directory / name)
 
     def name_best(self, best: Best) -> None:
         """Let ``best.json`` point to this one; the best is never removed."""

@@ -144,13 +144,18 @@ class Gradients(ABC):
         for parameter in self.parameters:
             parameter.grad = None
 
-    def clip(self, norm: float) -> None:
-        """Scale the reduced gradients so that their global L2 norm is at most ``norm``."""
+    def norm(self) -> Tensor:
+        """The L2 norm of the reduced gradients that are here, a scalar."""
+        return torch.nn.utils.get_total_norm(
+            [p.grad for p in self.parameters if p.grad is not None]
+        )
+
+    def clip(self, norm: float, total: Tensor) -> None:
+        """Scale the reduced gradients by ``norm / total`` where their norm ``total`` is larger."""
         present = [p for p in self.parameters if p.grad is not None]
         grads = [p.grad for p in present if p.grad is not None]
         if not grads:
             return
-        total = torch.nn.utils.get_total_norm(grads)
         scale = torch.clamp(norm / (total + 1e-6), max=1.0)
         # Not in place: a reduced gradient may lie in memory that all replicas read.
         for parameter, grad in zip(present, torch._foreach_mul(grads, scale), strict=True):

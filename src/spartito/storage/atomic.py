@@ -103,6 +103,11 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     file = Path(path) / MANIFEST
     try:
         raw = json.loads(file.read_bytes())
+        if raw.get("format", _FORMAT) > _FORMAT:
+            raise UserError(
+                f"{file} has format {raw['format']}, and this version reads up to {_FORMAT}",
+                "Install a newer version of Spartito.",
+            )
         files = {_relative(n): FileFact(f["size"], f["sha256"]) for n, f in raw["files"].items()}
         return Manifest(files, dict(raw["about"]))
     except FileNotFoundError:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol, Self
 
 import torch
@@ -276,12 +277,38 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer under the user's names, equal on all replicas; all call it."""
+    def save(self, directory: Path) -> None:
+        """Write model and optimizer, under the user's names, into a checkpoint; all tasks call it.
+
+        No task needs more than its own part of them.
+
+        Args:
+            directory: A new directory on the chief's machine, which nobody reads before all is
+                written. The chief has made it; where others write too they share it.
+
+        Raises:
+            UserError: On all tasks, if it cannot be written, or replicas have drifted apart.
+        """
 
     @abstractmethod
+    def load(self, source: Path | Mapping[str, Any]) -> None:
+        """Take back what `save` wrote, under any strategy and number of tasks; all call it.
+
+        Args:
+            source: The directory, or sections of a state as ``{"model": model.state_dict()}``;
+                what is not there stays as it is.
+
+        Raises:
+            UserError: If the model or the optimizer is another one.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of model and optimizer in memory, for scripts that write their own files."""
+        raise UserError(f"state_dict() under {self.name}", "Use save(directory).")
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, under any strategy and number of replicas."""
+        """Take back what `state_dict` returned, under any strategy and number of tasks."""
+        self.load(state)
 
     def backward(self, losses: Any, batch: Batch) -> None:
         """Gradients of ``losses``: one per example, their mean, or (sum, weight).

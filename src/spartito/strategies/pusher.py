@@ -147,7 +147,7 @@ class Pusher:
         pair = self.pair
         weight, loss = pair.gradients.reduce()
         if weight and pair.clip_norm is not None:
-            pair.gradients.clip(pair.clip_norm)
+            pair.gradients.clip(pair.clip_norm, pair.gradients.norm())
         absent, finite = self.servers.fill()
         if not finite:
             place.bad += 1

@@ -7,12 +7,14 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.manager import read_sections, write_sections
 from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
@@ -175,7 +177,23 @@ class ReplicaStrategy(Strategy):
     def update(self, optimizer: Optimizer) -> None:
         self._update(self._pairs.of(optimizer), None, 0, False)
 
+    def save(self, directory: Path) -> None:
+        state = self.state_dict()
+
+        def write() -> str:
+            if self.is_chief:
+                write_sections(directory, state)
+            return ""
+
+        self.coordination.attempt(write)
+
+    def load(self, source: Path | Mapping[str, Any]) -> None:
+        sections = ("model", "optimizer", "accumulated")
+        state = read_sections(source, *sections) if isinstance(source, Path) else source
+        self.load_state_dict(dict(state))
+
     def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer under the user's names, equal on all replicas; all call it."""
         self.synchronize()
         pair = self._pairs.only
         model = unwrap(pair.model)
@@ -186,6 +204,7 @@ class ReplicaStrategy(Strategy):
         return {**state, "accumulated": pair.accumulated()} if pair.passes else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned, under any strategy and number of replicas."""
         pair = self._pairs.only
         try:
             unwrap(pair.model).load_state_dict(state["model"])

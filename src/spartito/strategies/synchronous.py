@@ -141,11 +141,22 @@ class SynchronousStrategy(ReplicaStrategy):
             randomness.check(drawn_by_all)
         if weight:
             if pair.clip_norm is not None:
-                pair.gradients.clip(pair.clip_norm)
+                pair.gradients.clip(pair.clip_norm, self.global_norm(pair))
             self._optimize(pair)
         pair.gradients.clear()
         pair.passes = 0
         return StepResult(output, examples, updates=1, loss=loss, weight=weight, stop=stops > 0)
+
+    def global_norm(self, pair: Pair) -> Tensor:
+        """The L2 norm of an update's gradients, those of other tasks' parameters included.
+
+        Args:
+            pair: The prepared pair, whose gradients are reduced.
+
+        Returns:
+            A scalar; where every task has all of the model its own gradients tell.
+        """
+        return pair.gradients.norm()
 
     def _optimize(self, pair: Pair) -> None:
         """Let the optimizer use the reduced gradients."""

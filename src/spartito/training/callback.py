@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -67,15 +67,7 @@ class Training(Protocol):
         """Examples that all replicas trained on per second of this epoch so far."""
         ...
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that training needs to go on; all replicas call it."""
-        ...
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
-        ...
-
-    def save(self, path: str | Path) -> Path:
+    def save(self, path: str | Path, about: Callable[[], Mapping[str, Any]] | None = None) -> Path:
         """Write a checkpoint; all replicas call it."""
         ...
 

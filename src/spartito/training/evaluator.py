@@ -185,7 +185,7 @@ class Evaluator:
         state = _read(path)
         if state is None:
             return
-        trainer.strategy.load_state_dict({"model": state["model"]})
+        trainer.strategy.load({"model": state["model"]})
         saved: dict[str, Any] = state.get("trainer") or {"epoch": 0, "step": 0}
         trainer.epoch, trainer.step = saved["epoch"], saved["step"]
         figures = {f"{VALIDATION}{n}": value for n, value in self._evaluation.run().items()}

@@ -58,28 +58,26 @@ def next_epoch(position: dict[str, Any], chain: Dataset) -> dict[str, int]:
     return {"pass": -(-number // repeats) * repeats, "step": 0}
 
 
-def read_together(coordination: Coordination, path: str | Path) -> dict[str, Any]:
-    """The checkpoint at ``path``, or the newest in that folder, as every replica reads it.
+def find_together(coordination: Coordination, path: str | Path) -> Path:
+    """The checkpoint at ``path``, or the newest in that folder, which every replica can read.
 
-    Raises `UserError` on all of them when one cannot, or when they have not read the same one.
+    Raises `UserError` on all of them when one cannot, or when they have found different ones.
     """
-    state: dict[str, Any] = {}
 
-    def read() -> str:
+    def find() -> str:
         found = CheckpointManager(path).latest() or path
-        files, identity = identify_checkpoint(found)
-        state.update(files)
-        return f"{identity} {found}"
+        return f"{identify_checkpoint(found)} {found}"
 
-    came = [text.partition(" ") for text in coordination.attempt(read)]
+    came = [text.partition(" ") for text in coordination.attempt(find)]
     if len({identity for identity, _, _ in came}) > 1:
-        told = [
+        names = [
             f"{coordination.cluster.name_of(rank)} {found} ({identity[:8]})"
             for rank, (identity, _, found) in enumerate(came)
         ]
         raise UserError(
-            f"the replicas have read different checkpoints: {', '.join(told)}",
+            f"the replicas have read different checkpoints: {', '.join(names)}",
             "All must read the same one: from a folder that all machines share, or from equal "
             "copies of it, once the call that saved it has returned on every replica.",
         )
-    return state
+    own = coordination.cluster.rank if len(came) > 1 else 0
+    return Path(came[own][2])

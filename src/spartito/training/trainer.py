@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
@@ -12,13 +13,14 @@ from typing import Any
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
-from spartito.checkpoint.manager import write_checkpoint
+from spartito.checkpoint.manager import read_sections, write_sections
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR
+from spartito.storage.atomic import write_directory
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
 from spartito.training.beacon import Beacon
@@ -37,7 +39,7 @@ from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics.names import MetricLike, make_metrics
 from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import joined, whole
-from spartito.training.resume import read_together
+from spartito.training.resume import find_together
 from spartito.training.run_folder import RunFolder
 from spartito.training.schedule import Schedule, Scheduler, SchedulerLike
 
@@ -236,52 +238,54 @@ class Trainer:
         return joined(outputs)
 
     @with_its_pair("save")
-    def save(self, path: str | Path) -> Path:
-        """Write a checkpoint to the directory ``path``, from which any strategy goes on.
+    def save(self, path: str | Path, about: Callable[[], Mapping[str, Any]] | None = None) -> Path:
+        """Write a checkpoint from which any strategy goes on; every replica calls it.
 
-        Every replica calls it, the chief writes; it returns once the checkpoint is there. It
-        holds the model as ``model.safetensors``. Raises `UserError` on all replicas when it
-        cannot be written.
+        Args:
+            path: Its directory, which holds the model as ``model.safetensors``.
+            about: On the chief, what the manifest is to say beside the files, as JSON.
+
+        Returns:
+            The path, once the checkpoint is there.
+
+        Raises:
+            UserError: On all replicas, when it cannot be written.
         """
+        attempt = self.coordination.attempt
+        with ExitStack() as stack:
 
-        def write() -> str:
-            if self.is_chief:
-                write_checkpoint(path, state)
-            return ""
+            def begin() -> str:
+                if not self.is_chief:
+                    return ""
+                told = about() if about else None
+                return str(stack.enter_context(write_directory(path, told)))
 
-        state = self.state_dict()
-        self.coordination.attempt(write)
+            def end() -> str:
+                if self.is_chief:
+                    write_sections(directory, {"trainer": own})
+                stack.close()
+                return ""
+
+            directory = Path(attempt(begin)[0])
+            self.strategy.save(directory)
+            own = self._state()
+            attempt(end)
         return Path(path)
 
     @with_its_pair("load")
     def load(self, path: str | Path) -> None:
-        """Take back what `save` or `ModelCheckpoint` wrote: one checkpoint, or a folder of them,
-        whose newest is taken. The next `fit` goes on from there.
+        """Take back what `save` or `ModelCheckpoint` wrote; the next `fit` goes on from there.
 
-        Every replica calls it and reads. Raises `UserError` on all of them when one cannot, or
-        when they have not read the same checkpoint.
+        Args:
+            path: One checkpoint, or a folder of them, whose newest is taken. Every replica
+                reads it.
+
+        Raises:
+            UserError: On all replicas, when one cannot read it, or they read different ones.
         """
-        self.load_state_dict(read_together(self.coordination, path))
-
-    @with_its_pair("save")
-    def state_dict(self) -> dict[str, Any]:
-        """Everything that training needs to go on, equal on all replicas; all call it."""
-        return {
-            **self.strategy.state_dict(),
-            "trainer": {
-                "step": self.step,
-                "epoch": self.epoch,
-                "seed": self.seed,
-                "scheduler": _scheduler_state(self.scheduler),
-                "loop": self._loop.state_dict() if self._loop else None,
-                "callbacks": [[type(given).__name__, given.state_dict()] for given in self._given],
-            },
-        }
-
-    @with_its_pair("load")
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, under any strategy and number of replicas."""
-        self.strategy.load_state_dict(state)
+        found = find_together(self.coordination, path)
+        self.strategy.load(found)
+        state = read_sections(found, "trainer", "accumulated")
         saved = state.get("trainer")
         if saved is None:  # a model alone
             return
@@ -291,6 +295,17 @@ class Trainer:
         self._restored = saved if saved["loop"] else None
         if self._restored and (waiting := state.get("accumulated")):  # of an earlier version
             saved["loop"]["data"].setdefault("accumulated", waiting["batches"])
+
+    def _state(self) -> dict[str, Any]:
+        """What training needs to go on beside model and optimizer; all replicas call it."""
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "seed": self.seed,
+            "scheduler": _scheduler_state(self.scheduler),
+            "loop": self._loop.state_dict() if self._loop else None,
+            "callbacks": [[type(given).__name__, given.state_dict()] for given in self._given],
+        }
 
     @property
     def data_wait_fraction(self) -> float:

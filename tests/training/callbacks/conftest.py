@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from spartito.checkpoint.manager import write_checkpoint
 from spartito.training.callback import Callback, Logs
 
 
@@ -18,7 +19,7 @@ class Place:
     is_chief: bool = True
     model: torch.nn.Module | None = None
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, Any]) -> None:
         """Put the model's values back."""
         assert self.model is not None
         self.model.load_state_dict(state["model"])
@@ -46,6 +47,13 @@ class Loop:
     def is_chief(self) -> bool:
         """Whether this replica writes."""
         return self.strategy.is_chief
+
+    def save(self, path: Path, about: Callable[[], Mapping[str, Any]]) -> Path:
+        """As a trainer: all call it, the chief writes."""
+        state = self.state_dict()
+        if self.is_chief:
+            write_checkpoint(path, state, about())
+        return path
 
     def state_dict(self) -> dict[str, Any]:
         """Counts how often it was asked; holds the model."""

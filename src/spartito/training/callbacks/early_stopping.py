@@ -82,7 +82,7 @@ class EarlyStopping(Callback):
                 self.best_epoch + 1,
             )
         if self._weights is not None:
-            self.trainer.strategy.load_state_dict({"model": self._weights})
+            self.trainer.strategy.load({"model": self._weights})
         elif self.restore_best_weights and self.best is not None:
             warn("the weights of epoch %d were not kept over the resume", self.best_epoch + 1)
 

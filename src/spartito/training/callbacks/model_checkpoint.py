@@ -118,6 +118,7 @@ class ModelCheckpoint(Callback):
         return self.monitor
 
     def _save(self, logs: Logs, best: tuple[str, float] | None) -> None:
-        state = self.trainer.state_dict()  # on all replicas: it may communicate
+        manager, name = self.manager, f"step-{self.trainer.step:08d}"
+        self.trainer.save(manager.directory / name, lambda: manager.begin(name, dict(logs), best))
         if self.trainer.is_chief:
-            self.manager.save(state, f"step-{self.trainer.step:08d}", dict(logs), best)
+            manager.end(name, best)
