@@ -20,7 +20,7 @@ ROOT = Path(sp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
-    {"errors", "device", "log", "names", "_lazy"},
+    {"errors", "device", "log", "names", "failpoints", "_lazy"},
     {"registry"},
     {"cluster", "collectives", "data", "storage"},
     {"ps.protocol"},

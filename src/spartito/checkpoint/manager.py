@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.failpoints import failpoint
 from spartito.log import warn
 from spartito.storage.atomic import (
     MANIFEST,
@@ -265,6 +266,7 @@ class CheckpointManager:
         stay = {newest, self.best}
         for path in self.all()[: -self.keep]:
             if path not in stay:
+                failpoint("checkpoint.before_remove")
                 shutil.rmtree(path, ignore_errors=True)
 
 

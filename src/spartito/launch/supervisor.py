@@ -16,6 +16,7 @@ from typing import BinaryIO
 
 from spartito.device import MemoryKills, memory_kills
 from spartito.errors import UserError
+from spartito.failpoints import failpoint
 from spartito.launch.logs import TaskLog
 from spartito.launch.output import Channel, ErrorChannel, Sink, binary
 from spartito.launch.pause import pausing
@@ -216,6 +217,7 @@ class _Supervisor:
         task = Running(process, place, popen, channels, starts, log=log)
         self.tasks[place : place + 1] = [task]
         self._slow_down(task)
+        failpoint("launch.supervisor.started")
 
     def _slow_down(self, task: Running) -> None:
         if task.process.share == FULL:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from spartito.errors import SpartitoError
+from spartito.failpoints import failpoint
 from spartito.log import warn
 from spartito.ps.client.control import Control
 from spartito.ps.protocol.histogram import Histogram
@@ -158,6 +159,7 @@ class Chief:
 
         Work items of leases that are out count too: their workers may not notice, if all was said.
         """
+        failpoint("ps.chief.before_reopen")
         applied, count = self.control.applied(server, self._shards), 0
         for stream in self._streams:
             missing = [

@@ -20,6 +20,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.failpoints import failpoint
 
 MANIFEST = "manifest.json"
 _NEW = ".new"
@@ -62,7 +63,9 @@ def write_directory(
         try:
             with _held(new):
                 yield new
+                failpoint("storage.directory.before_manifest")
                 _write_manifest(new, about or {})
+                failpoint("storage.directory.before_rename")
                 _put_in_place(new, path)
         except BaseException:
             shutil.rmtree(new, ignore_errors=True)
@@ -94,6 +97,7 @@ def replace_durably(new: Path, path: Path) -> None:
     Its content is on the disk before it has the name, and the name is when this returns.
     """
     _sync(new)
+    failpoint("storage.file.before_rename")
     new.replace(path)
     _sync_directory(path.parent)
 
@@ -217,6 +221,7 @@ def _put_in_place(new: Path, path: Path) -> None:
     with _held(path):
         old = path.rename(_beside(path, _OLD))
         try:
+            failpoint("storage.directory.between_renames")
             new.rename(path)
         except BaseException:
             old.rename(path)

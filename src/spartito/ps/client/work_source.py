@@ -10,6 +10,7 @@ import msgspec
 from spartito.collectives.handshake import reach
 from spartito.collectives.versions import Versions
 from spartito.errors import TaskLostError, UserError
+from spartito.failpoints import failpoint
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
@@ -97,6 +98,7 @@ class WorkerLink(WorkSource):
                 "Take a metric that counts instead of keeping rows, or a synchronous strategy.",
             )
         if report is not None:
+            failpoint("ps.worker.before_report")
             report = msgspec.structs.replace(report, metrics=b"")
         while True:
             reply, payload = self._ask(Take(stream, epoch, report, wait), Assignment, metrics)

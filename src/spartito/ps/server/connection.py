@@ -19,6 +19,7 @@ from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
+from spartito.failpoints import failpoint
 from spartito.log import shown
 from spartito.ps.protocol.codec import Codec, make_codec
 from spartito.ps.protocol.layout import unused
@@ -332,6 +333,7 @@ class Connection:
             replies = self._replies(message)
         if self._loading is not None and self._loading.is_whole:
             self._loading = None
+            failpoint("ps.server.loaded")
             try:
                 self._server.snapshot()
             except UserError as error:

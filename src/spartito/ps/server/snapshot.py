@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from spartito.errors import TaskLostError, UserError
+from spartito.failpoints import failpoint
 from spartito.ps.server.counter import Counter
 from spartito.ps.server.store import Store
 from spartito.storage import load_tensors, replace_durably, save_tensors
@@ -45,7 +46,9 @@ class Snapshot:
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             save_tensors(tensors, fresh)
+            failpoint("ps.snapshot.before_replace")
             replace_durably(fresh, self._path)
+            failpoint("ps.snapshot.after_replace")
         except (OSError, UserError) as error:
             with suppress(OSError):
                 fresh.unlink()

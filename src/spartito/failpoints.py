@@ -1,0 +1,50 @@
+"""Failpoints: named lines at which a test has a process die or fail.
+
+``SPARTITO_FAILPOINT=ps.snapshot.before_replace:kill`` ends the process there, as SIGKILL does;
+``:error`` raises an `OSError` (no space left). ``:kill:3`` means the third time. Unset, a failpoint
+costs one look into the environment; none is in code that runs in every step.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from collections import Counter
+
+ENV = "SPARTITO_FAILPOINT"
+
+FAILPOINTS = {
+    "storage.directory.before_manifest": "a directory is filled and has no manifest yet",
+    "storage.directory.before_rename": "it is complete under its temporary name",
+    "storage.directory.between_renames": "the older directory is aside, the new one not there yet",
+    "storage.file.before_rename": "a file is on the disk under its temporary name",
+    "checkpoint.before_remove": "a checkpoint is written, the oldest is still to be removed",
+    "ps.snapshot.before_replace": "a server's snapshot is written, the older one still counts",
+    "ps.snapshot.after_replace": "the new snapshot counts",
+    "ps.server.loaded": "a server has its values, and no snapshot of them yet",
+    "ps.chief.before_reopen": "a restarted server was noticed, its losses are not leased again",
+    "ps.worker.before_report": "all pushes of a lease are applied, its report is not sent",
+    "launch.supervisor.started": "a task was started, the others may not be",
+}
+"""All names, and the state that a process leaves behind there."""
+
+_hits: Counter[str] = Counter()
+
+
+def failpoint(name: str) -> None:
+    """Die or fail here if the environment says so."""
+    wanted = os.environ.get(ENV)
+    if not wanted:
+        return
+    which, action, *times = wanted.split(":")
+    if which not in FAILPOINTS or action not in ("kill", "error"):
+        raise ValueError(f"{ENV}={wanted}: it is NAME:kill or NAME:error, NAME of {[*FAILPOINTS]}")
+    if which != name:
+        return
+    _hits[name] += 1
+    if _hits[name] < int(times[0] if times else 1):
+        return
+    if action == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (failpoint {name})")
