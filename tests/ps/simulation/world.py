@@ -547,6 +547,8 @@ class World:
             return isinstance(error, SpartitoError)
         # Who broke a connection too often, or was replaced, is started again.
         name = task.process.name
+        if self.finished and name.startswith("ps"):  # started again when the chief had left
+            return isinstance(error, TaskLostError)
         return isinstance(error, TaskLostError | UserError) and name.startswith("worker")
 
     def check(self) -> None:

@@ -288,6 +288,10 @@ class Store:
         del self._rounds[number]
         self._ended.update(dict.fromkeys(mean.workers, (mean.stream, *number)))
         for push, gradient in sorted(mean.parts, key=lambda part: part[0].keys):
+            if all(map(self.applied, push.keys)):  # another worker's, while this one waited
+                mean.pushes -= 1
+                self.duplicates += 1
+                continue
             self._mix(mean, push, gradient)  # in the order of slices: the same bits in every run
         self._finish(mean)
         mean.done = True
