@@ -79,15 +79,20 @@ class Training(Protocol):
 class Callback:
     """Hooks around training, named as in Keras; override those that you need.
 
-    Every hook runs on every replica, and ``logs`` of an epoch are equal on all of them. The
-    ``logs`` of a batch are read lazily: what is not looked at costs nothing. ``loss`` there is
-    exact over all replicas, other metrics are this replica's share until the epoch ends.
+    Every hook runs on every replica (under ``parameter_server`` on the chief), and ``logs`` of an
+    epoch are equal on all of them. The ``logs`` of a batch are read lazily: what is not looked
+    at costs nothing, and a hook that is not overridden is never called. In training ``loss``
+    there is exact over all replicas; metrics are those of this replica's rows until the end.
     """
 
     trainer: Training
 
     def set_trainer(self, trainer: Training) -> None:
-        """Called once before anything else."""
+        """Called once before anything else.
+
+        Args:
+            trainer: Whose `fit`, `evaluate` or `predict` begins.
+        """
         self.trainer = trainer
 
     def on_train_begin(self) -> None:
@@ -97,23 +102,109 @@ class Callback:
         """After the last epoch of a `fit`, not after an error."""
 
     def on_train_error(self, error: BaseException) -> None:
-        """When a `fit` ends by an exception (Ctrl-C too), which then goes on its way."""
+        """When a `fit` ends by an exception (Ctrl-C too), which is raised again afterwards.
+
+        Args:
+            error: The exception.
+        """
 
     def on_epoch_begin(self, epoch: int) -> None:
-        """Before epoch ``epoch``, counted from 0."""
+        """Before an epoch, and before any task works on it.
+
+        Args:
+            epoch: Its number, counted from 0.
+        """
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """After epoch ``epoch`` and its validation; ``logs`` as in ``history.jsonl``."""
+        """After an epoch and its validation.
+
+        Args:
+            epoch: Its number, counted from 0.
+            logs: Its figures, as in ``history.jsonl``.
+        """
+
+    def on_train_batch_begin(self, batch: int) -> None:
+        """Before a step, on tasks that compute.
+
+        Args:
+            batch: Its number in the epoch, counted from 0.
+        """
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """After global step ``batch`` of the epoch, counted from 0."""
+        """After a step.
+
+        Args:
+            batch: The number of the last global batch of the epoch that is done, from 0.
+            logs: The figures of the epoch so far.
+        """
+
+    def on_test_begin(self) -> None:
+        """Before an evaluation: of `evaluate`, or the validation of an epoch."""
+
+    def on_test_end(self, logs: Logs) -> None:
+        """After an evaluation.
+
+        Args:
+            logs: Its figures, without ``val_``, exact over all replicas.
+        """
+
+    def on_test_batch_begin(self, batch: int) -> None:
+        """Before a batch is evaluated.
+
+        Args:
+            batch: Its number, counted from 0.
+        """
+
+    def on_test_batch_end(self, batch: int, logs: Logs) -> None:
+        """After a batch was evaluated.
+
+        Args:
+            batch: Its number, counted from 0.
+            logs: The figures so far, of this replica's rows.
+        """
+
+    def on_predict_begin(self) -> None:
+        """Before the first batch of a `predict`."""
+
+    def on_predict_end(self) -> None:
+        """After the last batch of a `predict`."""
+
+    def on_predict_batch_begin(self, batch: int) -> None:
+        """Before a batch is predicted.
+
+        Args:
+            batch: Its number, counted from 0.
+        """
+
+    def on_predict_batch_end(self, batch: int, logs: Logs) -> None:
+        """After a batch was predicted.
+
+        Args:
+            batch: Its number, counted from 0.
+            logs: ``{"outputs": ...}``, the model's output for this replica's rows.
+        """
 
     def state_dict(self) -> dict[str, Any]:
-        """What must be remembered to resume, as JSON."""
+        """What must be remembered to resume.
+
+        Returns:
+            Plain values, as JSON has them.
+        """
         return {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned."""
+        """Restore what `state_dict` returned.
+
+        Args:
+            state: The same, from the checkpoint.
+        """
+
+
+def hooks(callbacks: Sequence[Callback], name: str) -> list[Callable[..., None]]:
+    """The methods ``name`` of those callbacks that override it."""
+    found = [getattr(callback, name) for callback in callbacks]
+    default = getattr(Callback, name)
+    return [hook for hook in found if getattr(hook, "__func__", None) is not default]
 
 
 def check_given(callbacks: Callback | Sequence[Callback]) -> list[Callback]:

@@ -18,7 +18,7 @@ from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.strategies import StepResult, Strategy
-from spartito.training.callback import Callback, Training
+from spartito.training.callback import Callback, Training, hooks
 from spartito.training.history import History
 from spartito.training.metrics import Metric
 from spartito.training.metrics.base import State, Value
@@ -135,8 +135,10 @@ class TrainingLoop:
             callback.on_train_begin()
         batches = self._batches.epochs(len(epochs), steps, self._done, self)
         with closing(batches):
-            for epoch, its_batches in zip(epochs, batches, strict=False):
-                self._run_epoch(epoch, its_batches, validation, history)
+            for epoch in epochs:
+                for callback in callbacks:
+                    callback.on_epoch_begin(epoch)  # before the next line gives out any work
+                self._run_epoch(epoch, next(batches), validation, history)
                 if self._agree_to_stop():
                     break
         for callback in callbacks:
@@ -194,8 +196,6 @@ class TrainingLoop:
         history: History,
     ) -> None:
         trainer, callbacks = self._trainer, self._trainer.callbacks
-        for callback in callbacks:
-            callback.on_epoch_begin(epoch)
         with closing(batches):
             self._train_epoch(batches)
         trainer.epoch = epoch + 1
@@ -213,7 +213,8 @@ class TrainingLoop:
         self._coordination.compare(self._batches.order())
         figures, timing = self._figures()
         if validation is not None:
-            figures |= {f"val_{name}": value for name, value in validation.run().items()}
+            found = validation.run(trainer.callbacks)
+            figures |= {f"val_{name}": value for name, value in found.items()}
         timing["seconds"] = self.clock.seconds
         if trainer.schedule.end_epoch(figures):
             self._coordination.publish_rates()
@@ -223,11 +224,8 @@ class TrainingLoop:
     def _train_epoch(self, batches: Iterator[Batch]) -> None:
         trainer, strategy, clock = self._trainer, self._strategy, self.clock
         loss, metrics, logs = trainer.loss, self._metrics, self._logs
-        listeners = [
-            callback
-            for callback in trainer.callbacks
-            if type(callback).on_train_batch_end is not Callback.on_train_batch_end
-        ]
+        begin = hooks(trainer.callbacks, "on_train_batch_begin")
+        end = hooks(trainer.callbacks, "on_train_batch_end")
         trainer.model.train()
         trainer.schedule.begin_epoch()
         clock.start(self._examples)
@@ -239,21 +237,23 @@ class TrainingLoop:
             clock.waited += now() - before
             if batch is None:
                 break
+            for hook in begin:
+                hook(self._done)
             result = strategy.step(batch, loss, stop=trainer.stop_training)
             self._own_examples += batch.size
             self._own_batches += 1
             if metrics and result.output is not None:
                 metrics.update(result.output, batch)
             self._came(result)
-            for callback in listeners:
-                callback.on_train_batch_end(self._done - 1, logs)
+            for hook in end:
+                hook(self._done - 1, logs)
             if result.stop:
                 trainer.stop_training = True
                 break
         for result in self._batches.watch():
             self._came(result)
-            for callback in listeners:
-                callback.on_train_batch_end(self._done - 1, logs)
+            for hook in end:
+                hook(self._done - 1, logs)
             if self._coordination.agree_to_stop(trainer.stop_training):
                 break
         rest = strategy.flush()
@@ -344,9 +344,13 @@ class Evaluation:
         self._batches, self._chain = strategy.distribute(chain, training=False), chain
         self._steps = steps
 
-    def run(self) -> dict[str, Any]:
+    def run(self, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
         """The figures, equal on all replicas: ``{"loss": ..., "accuracy": ...}``."""
         self._metrics.reset()
+        begin, end = (hooks(callbacks, f"on_test_batch_{when}") for when in ("begin", "end"))
+        logs = StepLogs(self._metrics)
+        for callback in callbacks:
+            callback.on_test_begin()
         losses = [0.0, 0.0]
         examples = 0
         self._strategy.coordination.synchronize()
@@ -354,12 +358,18 @@ class Evaluation:
             self._batches.load_state_dict(
                 {"pass": 0, "step": 0}
             )  # kept: a corrupt one is named once
-            for batch in self._once():
+            for number, batch in enumerate(self._once()):
+                for hook in begin:
+                    hook(number)
                 loss, weight, output = self._strategy.evaluate(batch, self._loss)
                 losses[0] += loss
                 losses[1] += weight
                 examples += batch.size
                 self._metrics.update(output, batch)
+                if end and losses[1]:
+                    logs.last, logs.seen = losses[0] / losses[1], True
+                for hook in end:
+                    hook(number, logs)
         loss, weight, examples_in_all = self._batches.total((), [*losses, examples])
         if not examples_in_all:
             raise UserError("an evaluation without examples", "Give it some data.")
@@ -369,10 +379,12 @@ class Evaluation:
                 "Their targets are all left out (ignore_index), or weigh nothing.",
             )
         found = {"loss": loss / weight}
-        if not self._metrics:
-            return found
-        parts = self._batches.collect(self._metrics.state())
-        return found | computed(self._metrics.merged(parts, {}))
+        if self._metrics:
+            parts = self._batches.collect(self._metrics.state())
+            found |= computed(self._metrics.merged(parts, {}))
+        for callback in callbacks:
+            callback.on_test_end(found)
+        return found
 
     def _once(self) -> Iterator[Batch]:
         """The batches of one epoch, no more than the steps that were asked for."""

@@ -24,7 +24,7 @@ from spartito.storage.atomic import write_directory
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
 from spartito.training.beacon import Beacon
-from spartito.training.callback import Callback, check_given
+from spartito.training.callback import Callback, check_given, hooks
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.callbacks.tensorboard import TensorBoard
@@ -213,18 +213,56 @@ class Trainer:
 
     @with_its_pair("evaluate")
     def evaluate(
-        self, data: Any, *, steps: int | None = None, batch_size: int = 32
+        self,
+        data: Any,
+        *,
+        steps: int | None = None,
+        batch_size: int = 32,
+        callbacks: Callback | Sequence[Callback] = (),
     ) -> dict[str, Any]:
-        """Loss and metrics over ``data``, exact over all replicas: ``{"loss": ..., ...}``."""
-        return self.coordination.publish(lambda: self._evaluation(data, steps, batch_size).run())
+        """Compute loss and metrics over a data set.
+
+        Args:
+            data: Anything that `fit` takes.
+            steps: How many global batches to take; None: all.
+            batch_size: The global batch size, where ``data`` brings none.
+            callbacks: Their ``on_test_*`` hooks are called.
+
+        Returns:
+            The figures by name, ``{"loss": ..., "accuracy": ...}``, equal on all replicas and
+            exact over all examples.
+        """
+        given = self._asked(callbacks)
+        return self.coordination.publish(
+            lambda: self._evaluation(data, steps, batch_size).run(given)
+        )
 
     @with_its_pair("predict")
-    def predict(self, data: Any, *, steps: int | None = None, batch_size: int = 32) -> Any:
-        """The model's outputs for ``data`` in its order, all of them on every replica.
+    def predict(
+        self,
+        data: Any,
+        *,
+        steps: int | None = None,
+        batch_size: int = 32,
+        callbacks: Callback | Sequence[Callback] = (),
+    ) -> Any:
+        """Compute the model's outputs for a data set.
 
-        ``data`` may hold targets, which are left out, and is not shuffled. Tensors of shape
-        ``(examples, ...)``, in a tuple or dict where the model answers one.
+        Args:
+            data: Anything that `fit` takes. It may hold targets, which are left out, and is not
+                shuffled.
+            steps: How many global batches to take; None: all.
+            batch_size: The global batch size, where ``data`` brings none.
+            callbacks: Their ``on_predict_*`` hooks are called.
+
+        Returns:
+            The outputs in the order of the data, all of them on every replica: tensors of shape
+            ``(examples, ...)``, in a tuple or dict where the model returns one.
         """
+        given = self._asked(callbacks)
+        begin, end = (hooks(given, f"on_predict_batch_{when}") for when in ("begin", "end"))
+        for callback in given:
+            callback.on_predict_begin()
         chain = replace(
             as_dataset(data, batch_size), shuffled=False, padded=True, corrupt_limit=0, repeats=1
         )
@@ -232,9 +270,15 @@ class Trainer:
         self.coordination.synchronize()
         with evaluating(self.model):
             batches = self.strategy.distribute(chain, training=False)
-            for batch in islice(batches, steps):
+            for number, batch in enumerate(islice(batches, steps)):
+                for hook in begin:
+                    hook(number)
                 output = self.strategy.predict(batch, self.loss is not None)
                 outputs.append(whole(output, batch, batches.gather))
+                for hook in end:
+                    hook(number, {"outputs": output})
+        for callback in given:
+            callback.on_predict_end()
         return joined(outputs)
 
     @with_its_pair("save")
@@ -316,6 +360,13 @@ class Trainer:
     def examples_per_second(self) -> float:
         """Examples that all replicas trained on per second of this epoch so far."""
         return self._loop.clock.rate if self._loop else 0.0
+
+    def _asked(self, callbacks: Callback | Sequence[Callback]) -> list[Callback]:
+        """The callbacks of an `evaluate` or `predict`, on tasks that have callbacks."""
+        given = check_given(callbacks) if self.coordination.decides else []
+        for callback in given:
+            callback.set_trainer(self)
+        return given
 
     def _with_own(self, verbose: bool | int) -> list[Callback]:
         """The user's callbacks, and those that every `fit` has.

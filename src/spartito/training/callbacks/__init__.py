@@ -3,6 +3,9 @@
 from spartito.training.callback import Callback
 from spartito.training.callbacks.csv_logger import CSVLogger
 from spartito.training.callbacks.early_stopping import EarlyStopping
+from spartito.training.callbacks.lambda_callback import LambdaCallback
+from spartito.training.callbacks.learning_rate_scheduler import LearningRateScheduler
+from spartito.training.callbacks.loggers import MLflowLogger, WandbLogger
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.callbacks.tensorboard import TensorBoard
@@ -12,8 +15,12 @@ __all__ = [
     "CSVLogger",
     "Callback",
     "EarlyStopping",
+    "LambdaCallback",
+    "LearningRateScheduler",
+    "MLflowLogger",
     "ModelCheckpoint",
     "ProgressBar",
     "TensorBoard",
     "TerminateOnNaN",
+    "WandbLogger",
 ]
