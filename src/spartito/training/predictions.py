@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -10,7 +11,36 @@ from torch import Tensor
 
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
+from spartito.data.dataset import Dataset
+from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
+from spartito.strategies import Strategy
+from spartito.training.callback import Callback, hooks
+
+
+def predicted(
+    strategy: Strategy,
+    dataset: Dataset,
+    steps: int | None,
+    loss: LossFunction | None,
+    callbacks: Sequence[Callback],
+) -> Any:
+    """The outputs for ``steps`` batches of ``dataset``, or all, equal on all replicas."""
+    begin, end = (hooks(callbacks, f"on_predict_batch_{when}") for when in ("begin", "end"))
+    outputs: list[Any] = []
+    for callback in callbacks:
+        callback.on_predict_begin()
+    batches = strategy.distribute(dataset, training=False)
+    for number, batch in enumerate(islice(batches, steps)):
+        for hook in begin:
+            hook(number)
+        output = strategy.predict(batch, loss is not None)
+        outputs.append(whole(output, batch, batches.gather))
+        for hook in end:
+            hook(number, {"outputs": output})
+    for callback in callbacks:
+        callback.on_predict_end()
+    return joined(outputs)
 
 
 def whole(output: Any, batch: Batch, gather: Callable[[Tensor], Tensor]) -> Any:

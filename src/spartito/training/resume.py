@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
 from spartito.data.dataset import Dataset
 from spartito.errors import UserError
 from spartito.strategies.coordination import Coordination
+from spartito.training.callback import Callback
 
 _ORDER = ("batch_size", "examples", "drop_remainder", "shuffled", "seed")
 
@@ -81,3 +83,14 @@ def find_together(coordination: Coordination, path: str | Path) -> Path:
         )
     own = coordination.cluster.rank if len(came) > 1 else 0
     return Path(came[own][2])
+
+
+def restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> None:
+    """Give each callback the state that the first one left of its class had saved."""
+    left = list(saved)
+    for callback in callbacks:
+        for entry in left:
+            if entry[0] == type(callback).__name__:
+                left.remove(entry)
+                callback.load_state_dict(entry[1])
+                break

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -127,3 +128,21 @@ class Schedule:
                 f"of which {'more' if higher else 'less'} is better",
                 f"Use mode={'max' if higher else 'min'!r}.",
             )
+
+
+def make_scheduler(given: SchedulerLike | None, optimizer: Optimizer) -> Scheduler | None:
+    """The scheduler that a user gave, or has a function make; `UserError` if it is another's."""
+    if given is None:
+        return None
+    made = given if isinstance(given, LRScheduler) else given(optimizer)
+    if made.optimizer is not optimizer:
+        raise UserError(
+            f"the {type(made).__name__} schedules another optimizer than the trainer's",
+            "Give a function: scheduler=lambda optimizer: StepLR(optimizer, 30).",
+        )
+    return made
+
+
+def scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
+    """What a checkpoint keeps of it."""
+    return None if scheduler is None else dict(scheduler.state_dict())

@@ -6,12 +6,10 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.checkpoint.manager import read_sections, write_sections
 from spartito.data.dataset import Dataset, as_dataset
@@ -19,12 +17,13 @@ from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike
 from spartito.errors import UserError
 from spartito.log import note
-from spartito.names import ENV_EPOCHS, ENV_RUN_DIR
+from spartito.names import ENV_RUN_DIR
 from spartito.storage.atomic import write_directory
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
+from spartito.training.arguments import asked_epochs, known_names
 from spartito.training.beacon import Beacon
-from spartito.training.callback import Callback, check_given, hooks
+from spartito.training.callback import Callback, check_given
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.callbacks.tensorboard import TensorBoard
@@ -38,10 +37,15 @@ from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics.names import MetricLike, make_metrics
 from spartito.training.pairs import with_its_pair
-from spartito.training.predictions import joined, whole
-from spartito.training.resume import find_together
+from spartito.training.predictions import predicted
+from spartito.training.resume import find_together, restore
 from spartito.training.run_folder import RunFolder
-from spartito.training.schedule import Schedule, Scheduler, SchedulerLike
+from spartito.training.schedule import (
+    Schedule,
+    SchedulerLike,
+    make_scheduler,
+    scheduler_state,
+)
 
 
 class Trainer:
@@ -60,6 +64,7 @@ class Trainer:
     ``run_dir`` (or ``SPARTITO_RUN_DIR``) keeps settings, history, checkpoints and a report.
     """
 
+    @known_names("Trainer")
     def __init__(
         self,
         model: nn.Module,
@@ -101,7 +106,7 @@ class Trainer:
             deterministic=deterministic,
             seed=seed,
         )
-        self.scheduler = self._make_scheduler(scheduler)
+        self.scheduler = make_scheduler(scheduler, self.optimizer)
         self.schedule = Schedule(self.scheduler, scheduler_interval, scheduler_monitor)
         self.coordination.follow(self.schedule.by_step)
 
@@ -120,6 +125,7 @@ class Trainer:
         self._loop: TrainingLoop | None = None
         self._restored: dict[str, Any] | None = None
 
+    @known_names("fit")
     @with_its_pair()
     def fit(
         self,
@@ -153,7 +159,7 @@ class Trainer:
         trains nothing: it evaluates each new checkpoint until the training ends, and answers
         their figures. Raises `UserError`, or `TaskLostError` when a replica is lost.
         """
-        epochs = _asked_epochs(epochs)
+        epochs = asked_epochs(epochs)
         if epochs < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
             raise UserError(
                 f"fit(epochs={epochs}, steps_per_epoch={steps_per_epoch})",
@@ -197,7 +203,7 @@ class Trainer:
             callback.set_trainer(self)
         if restored:
             loop.load_state_dict(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
-            _restore(self._given, restored["callbacks"])
+            restore(self._given, restored["callbacks"])
         try:
             loop.run(range(first, epochs), steps_per_epoch, validation, history)
         except BaseException as error:
@@ -211,6 +217,7 @@ class Trainer:
         self.coordination.synchronize()  # the model is the trained one, on every task
         return self.history
 
+    @known_names("evaluate")
     @with_its_pair("evaluate")
     def evaluate(
         self,
@@ -237,6 +244,7 @@ class Trainer:
             lambda: self._evaluation(data, steps, batch_size).run(given)
         )
 
+    @known_names("predict")
     @with_its_pair("predict")
     def predict(
         self,
@@ -259,27 +267,12 @@ class Trainer:
             The outputs in the order of the data, all of them on every replica: tensors of shape
             ``(examples, ...)``, in a tuple or dict where the model returns one.
         """
-        given = self._asked(callbacks)
-        begin, end = (hooks(given, f"on_predict_batch_{when}") for when in ("begin", "end"))
-        for callback in given:
-            callback.on_predict_begin()
         chain = replace(
             as_dataset(data, batch_size), shuffled=False, padded=True, corrupt_limit=0, repeats=1
         )
-        outputs: list[Any] = []
         self.coordination.synchronize()
         with evaluating(self.model):
-            batches = self.strategy.distribute(chain, training=False)
-            for number, batch in enumerate(islice(batches, steps)):
-                for hook in begin:
-                    hook(number)
-                output = self.strategy.predict(batch, self.loss is not None)
-                outputs.append(whole(output, batch, batches.gather))
-                for hook in end:
-                    hook(number, {"outputs": output})
-        for callback in given:
-            callback.on_predict_end()
-        return joined(outputs)
+            return predicted(self.strategy, chain, steps, self.loss, self._asked(callbacks))
 
     @with_its_pair("save")
     def save(self, path: str | Path, about: Callable[[], Mapping[str, Any]] | None = None) -> Path:
@@ -346,7 +339,7 @@ class Trainer:
             "step": self.step,
             "epoch": self.epoch,
             "seed": self.seed,
-            "scheduler": _scheduler_state(self.scheduler),
+            "scheduler": scheduler_state(self.scheduler),
             "loop": self._loop.state_dict() if self._loop else None,
             "callbacks": [[type(given).__name__, given.state_dict()] for given in self._given],
         }
@@ -412,42 +405,6 @@ class Trainer:
             raise UserError("validation data that repeats without end", "Give validation_steps.")
         return Evaluation(self.strategy, self.model, self.loss, self.metrics, chain, steps)
 
-    def _make_scheduler(self, given: SchedulerLike | None) -> Scheduler | None:
-        if given is None:
-            return None
-        made = given if isinstance(given, LRScheduler) else given(self.optimizer)
-        if made.optimizer is not self.optimizer:
-            raise UserError(
-                f"the {type(made).__name__} schedules another optimizer than the trainer's",
-                "Give a function: scheduler=lambda optimizer: StepLR(optimizer, 30).",
-            )
-        return made
-
 
 def _turn(callback: Callback) -> int:
     return 2 * isinstance(callback, Beacon) + isinstance(callback, ModelCheckpoint)
-
-
-def _asked_epochs(epochs: int) -> int:
-    """The number of epochs that the environment asks for, else the script's."""
-    text = os.environ.get(ENV_EPOCHS)
-    if not text:
-        return epochs
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(f"{ENV_EPOCHS}={text!r} is not a whole number", "As 3, or unset it.")
-    return int(text)
-
-
-def _restore(callbacks: Sequence[Callback], saved: Sequence[Sequence[Any]]) -> None:
-    """Give each callback the state that the first one left of its class had saved."""
-    left = list(saved)
-    for callback in callbacks:
-        for entry in left:
-            if entry[0] == type(callback).__name__:
-                left.remove(entry)
-                callback.load_state_dict(entry[1])
-                break
-
-
-def _scheduler_state(scheduler: Scheduler | None) -> dict[str, Any] | None:
-    return None if scheduler is None else dict(scheduler.state_dict())

@@ -1,0 +1,150 @@
+"""What a user writes: names of other libraries, and what the environment overrides."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from functools import wraps
+from inspect import Parameter, signature
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from spartito.errors import UserError
+from spartito.log import note
+from spartito.names import ENV_EPOCHS, nearest
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+ALIASES: Mapping[str, Mapping[str, str]] = {
+    "Trainer": {
+        "accumulate_grad_batches": "accumulate",
+        "criterion": "loss",
+        "gradient_accumulation_steps": "accumulate",
+        "gradient_clip_val": "clip_norm",
+        "loss_fn": "loss",
+        "lr_scheduler": "scheduler",
+        "max_grad_norm": "clip_norm",
+    },
+    "fit": {
+        "dataset": "data",
+        "max_epochs": "epochs",
+        "num_epochs": "epochs",
+        "train_data": "data",
+        "train_dataloaders": "data",
+        "train_loader": "data",
+        "val_data": "validation_data",
+        "val_dataloaders": "validation_data",
+        "val_loader": "validation_data",
+        "x": "data",
+    },
+    "evaluate": {"dataloaders": "data", "dataset": "data", "x": "data"},
+    "predict": {"dataloaders": "data", "dataset": "data", "x": "data"},
+}
+"""Names of Keras, Lightning, Accelerate and others that mean exactly one of ours."""
+
+_MACHINES = "The launcher decides: spartito run --strategy mirrored --workers 2 train.py."
+_DATA = "Give the data to fit(data, validation_data=...)."
+HINTS: Mapping[str, Mapping[str, str]] = {
+    "Trainer": {
+        "accelerator": "Write Strategy(device=...), as sp.OneDeviceStrategy(device='cuda').",
+        "callbacks": "Write fit(..., callbacks=[...]).",
+        "compute_metrics": "Write metrics=[...]: names, functions, or sp.metrics.",
+        "default_root_dir": "Write run_dir='runs/1'.",
+        "devices": _MACHINES,
+        "enable_progress_bar": "Write fit(..., verbose=0) for none.",
+        "epochs": "Write fit(..., epochs=3).",
+        "eval_dataset": _DATA,
+        "gradient_clip_algorithm": "Gradients are clipped by their global norm: clip_norm=1.0.",
+        "limit_train_batches": "Write fit(..., steps_per_epoch=100).",
+        "limit_val_batches": "Write fit(..., validation_steps=10).",
+        "log_every_n_steps": "Write fit(callbacks=[sp.callbacks.ProgressBar(refresh_seconds=1)]).",
+        "logger": "Write fit(callbacks=[sp.callbacks.TensorBoard()]), CSVLogger or WandbLogger.",
+        "lr": "Write optimizer=torch.optim.Adam(model.parameters(), lr=1e-3).",
+        "max_epochs": "Write fit(..., epochs=3).",
+        "max_steps": "Write fit(..., epochs=1, steps_per_epoch=1000).",
+        "mixed_precision": "Write precision='bf16'.",
+        "nodes": _MACHINES,
+        "num_nodes": _MACHINES,
+        "num_train_epochs": "Write fit(..., epochs=3).",
+        "optimizers": "Write optimizer=... and scheduler=...; for several use a loop of your own.",
+        "sync_batchnorm": "Write sp.MirroredStrategy(sync_batchnorm=True).",
+        "train_dataset": _DATA,
+    },
+    "fit": {
+        "class_weight": "Write loss=torch.nn.CrossEntropyLoss(weight=...).",
+        "ckpt_path": "Call trainer.load(path) before.",
+        "datamodule": _DATA,
+        "sample_weight": "Write a loss that returns (sum, weight), and give weights as a target.",
+        "shuffle": "Write sp.data.arrays(x, y).shuffle().",
+        "target": "Write fit((x, y)).",
+        "validation_batch_size": "Write validation_data=sp.data.arrays(x, y).batch(500).",
+        "validation_split": "Write validation_data=(x[n:], y[n:]) and fit((x[:n], y[:n])).",
+        "y": "Write fit((x, y)).",
+    },
+    "evaluate": {"y": "Write evaluate((x, y)).", "sample_weight": "Give it as part of the target."},
+    "predict": {"y": "A prediction takes no targets."},
+}
+"""Names of theirs that mean something that is written elsewhere, and what to write."""
+
+
+def known_names(
+    name: str,
+) -> Callable[[Callable[Concatenate[T, P], R]], Callable[Concatenate[T, P], R]]:
+    """Have a method of the trainer take the ``ALIASES`` of ``name``, and refuse what is unknown.
+
+    The call itself is what a type checker sees: aliases are for people and their scripts.
+    """
+
+    def decorate(method: Callable[Concatenate[T, P], R]) -> Callable[Concatenate[T, P], R]:
+        form = signature(method)
+        ours = list(form.parameters)[1:]
+        count = sum(p.kind is Parameter.POSITIONAL_OR_KEYWORD for p in form.parameters.values())
+
+        @wraps(method)
+        def wrapped(self: T, /, *args: P.args, **options: P.kwargs) -> R:
+            given = dict(options)
+            if not given.keys() <= form.parameters.keys() or len(args) >= count:
+                given = _translated(name, ours, args, given)
+            try:
+                form.bind(self, *args, **given)
+            except TypeError as error:
+                raise UserError(f"{name}(): {error}", f"Known: {', '.join(ours)}.") from None
+            return method(self, *args, **given)  # type: ignore[arg-type]
+
+        return wrapped
+
+    return decorate
+
+
+def _translated(
+    name: str, ours: list[str], args: tuple[Any, ...], given: dict[str, Any]
+) -> dict[str, Any]:
+    """``given`` by our names."""
+    if len(args) == 2 and ours[0] == "data":
+        raise UserError(f"{name}() with {len(args)} positional arguments", f"Write {name}((x, y)).")
+    if "x" in given and "y" in given and "data" not in given and name != "predict":
+        given = {**given, "x": (given["x"], given["y"])}
+        del given["y"]
+    found: dict[str, Any] = {}
+    for word, value in given.items():
+        mine = ALIASES[name].get(word, word)
+        if mine not in ours:
+            hint = HINTS[name].get(word) or nearest(word, ours)
+            raise UserError(f"{name}() has no argument {word!r}", hint)
+        if mine in found or (mine != word and mine in given):
+            raise UserError(f"{name}() has {mine} twice", f"{word} means {mine}: give one of them.")
+        if mine != word:
+            note("%s(): %s is %s here", name, word, mine)
+        found[mine] = None if mine != word and mine == "clip_norm" and value == 0 else value
+    return found
+
+
+def asked_epochs(epochs: int) -> int:
+    """The number of epochs that the environment asks for, else the script's."""
+    text = os.environ.get(ENV_EPOCHS)
+    if not text:
+        return epochs
+    if not (text.isascii() and text.isdigit()):
+        raise UserError(f"{ENV_EPOCHS}={text!r} is not a whole number", "As 3, or unset it.")
+    return int(text)

@@ -1,0 +1,94 @@
+"""Names that people know from elsewhere work where they mean the same, and else say what does."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import pytest
+import torch
+
+import spartito as sp
+from spartito.errors import UserError
+from spartito.training.arguments import ALIASES, HINTS
+from tests.training import jobs
+
+METHODS: dict[str, Any] = {
+    "Trainer": sp.Trainer.__init__,
+    "fit": sp.Trainer.fit,
+    "evaluate": sp.Trainer.evaluate,
+    "predict": sp.Trainer.predict,
+}
+
+
+def call(name: str, **options: Any) -> Any:
+    if name == "Trainer":
+        return sp.Trainer(jobs.net(), **options)
+    return getattr(jobs.trainer(), name)(**options)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_an_alias_means_an_argument_and_a_hint_is_none(name: str) -> None:
+    ours = set(signature(METHODS[name]).parameters)
+    assert set(ALIASES[name].values()) <= ours
+    assert not (ALIASES[name].keys() | HINTS[name].keys()) & ours
+    assert not ALIASES[name].keys() & HINTS[name].keys()
+
+
+@pytest.mark.parametrize(("name", "word"), [(n, w) for n, hints in HINTS.items() for w in hints])
+def test_what_is_written_elsewhere_is_refused_with_a_hint(name: str, word: str) -> None:
+    with pytest.raises(UserError) as caught:
+        call(name, **{word: 1})
+    assert str(caught.value).startswith(f"{name}() has no argument {word!r}\n  ")
+    assert HINTS[name][word] in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "text"),
+    [
+        ("Trainer", {"optimiser": None}, "Did you mean 'optimizer'"),
+        ("fit", {"epoch": 3}, "Did you mean 'epochs'"),
+        ("fit", {}, "missing a required argument: 'data'"),
+        ("fit", {"max_epochs": 1, "epochs": 2, "data": jobs.data()}, "fit.. has epochs twice"),
+    ],
+)
+def test_mistakes(name: str, options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        call(name, **options)
+
+
+def test_two_positional_arguments() -> None:
+    made: Any = jobs.trainer()
+    with pytest.raises(UserError, match=r"Write fit\(\(x, y\)\)"):
+        made.fit(*jobs.data())
+
+
+def test_aliases_train_as_ours_do() -> None:
+    x, y = jobs.data()
+    weights = []
+    for given, data in (
+        (
+            {"accumulate": 2, "clip_norm": 0.1, "loss": torch.nn.CrossEntropyLoss()},
+            {"data": (x, y)},
+        ),
+        (
+            {
+                "gradient_accumulation_steps": 2,
+                "gradient_clip_val": 0.1,
+                "criterion": torch.nn.CrossEntropyLoss(),
+            },
+            {"x": x, "y": y},
+        ),
+    ):
+        made: Any = sp.Trainer(jobs.net(), optimizer=lambda p: torch.optim.SGD(p, 0.1), **given)  # type: ignore[arg-type]
+        epochs = {"epochs": 2} if "data" in data else {"max_epochs": 2}
+        made.fit(**data, **epochs, batch_size=4, verbose=0)
+        weights.append([parameter.detach().clone() for parameter in made.model.parameters()])
+        assert made.evaluate(**data) == made.evaluate((x, y))
+    for one, other in zip(*weights, strict=True):
+        assert torch.equal(one, other)
+    without: Any = sp.Trainer(
+        jobs.net(), optimizer=lambda p: torch.optim.SGD(p, 0.1), max_grad_norm=0
+    )  # type: ignore[call-arg]
+    assert without.step == 0
