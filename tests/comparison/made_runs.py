@@ -18,14 +18,14 @@ def history(
     steps: int = 125,
     rate: float = 40_000,
     accuracy: float = 0.95,
-    pace: float = 0.8,
+    speed: float = 0.8,
     jump: float = 0.001,
     examples: int = 8_000,
 ) -> list[dict[str, Any]]:
     """Epochs that come near ``accuracy`` and jump around their course by ``jump``."""
     lines = []
     for n in range(1, epochs + 1):
-        left = math.exp(-pace * n)
+        left = math.exp(-speed * n)
         shake = jump * ZIGZAG[n % len(ZIGZAG)]
         lines.append(
             {
@@ -134,19 +134,19 @@ def everything() -> dict[str, Any]:
             2, waited_for_tasks_seconds=6.0, bytes_sent=1_350_000_000)),
         failed("central_storage"),
         run("parameter_server", ps=1, slow=slow,
-            history=history(rate=57_000, accuracy=0.948, pace=0.7, jump=0.003),
+            history=history(rate=57_000, accuracy=0.948, speed=0.7, jump=0.003),
             tasks=[*workers(2, waited_for_tasks_seconds=1.2), server(late)]),
     ]  # fmt: skip
     swept = [
         run("mirrored", count, sweep="workers", run=f"mirrored-workers-{count}",
-            history=history(rate=26_000 * count**0.8, pace=0.8 - 0.05 * count))
+            history=history(rate=26_000 * count**0.8, speed=0.8 - 0.05 * count))
         for count in (1, 4)
     ]  # fmt: skip
     swept += [
         run(strategy, batch_size=size, sweep="batch_size", run=f"{strategy}-batch-size-{size}",
             history=history(steps=8000 // size, rate=20_000 + 4_000 * math.log2(size / 16),
                             accuracy=0.953 - 0.0045 * max(0, math.log2(size / 256)) ** 2,
-                            pace=0.8 / (1 + size / 1500)))
+                            speed=0.8 / (1 + size / 1500)))
         for strategy in ("one_device", "mirrored")
         for size in (32, 128, 512, 2048, 8192)
     ]  # fmt: skip

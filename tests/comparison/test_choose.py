@@ -66,8 +66,8 @@ def test_of_equals_the_simplest_is_recommended() -> None:
 
 def test_a_noisy_speed_is_no_difference() -> None:
     noisy = history(rate=40_000)
-    for place, epoch in enumerate(noisy):
-        epoch["examples_per_second"] = 40_000 + 15_000 * (-1) ** place
+    for index, epoch in enumerate(noisy):
+        epoch["examples_per_second"] = 40_000 + 15_000 * (-1) ** index
     said = say(run("one_device", 1, history=history(rate=20_000)), run("mirrored", history=noisy))
     assert said[0].startswith("Choose one_device: no other is clearly faster")
     assert "that cannot be told apart" in said[0]

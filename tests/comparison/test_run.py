@@ -242,7 +242,7 @@ def test_what_a_recipe_is_started_with(tmp_path: Path) -> None:
     assert command(found, found.runs[0])[1:] == [
         *("-m", "spartito", "run", "--strategy=parameter_server", "--workers=2", "--ps=1"),
         *("--slow=worker:1=0.5", "-m", "spartito.recipes.mnist"),
-        *(f"--out={tmp_path}/new/parameter_server", "--epochs=3", "--data=digits"),
+        *(f"--out={tmp_path}/new/parameter_server", "--data=digits", "--epochs=3"),
         *("--batch-size=64", "--seed=7"),
     ]
 
@@ -250,7 +250,7 @@ def test_what_a_recipe_is_started_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        ({"target": "mnits"}, ["'mnits'", "neither a recipe nor a script", "'mnist'"]),
+        ({"target": "mnits"}, ["'mnits'", "neither a script nor a recipe", "'mnist'"]),
         ({"target": "no_such.py"}, ["no script 'no_such.py'"]),
         ({"arguments": ["--lr"]}, ["'--lr'", "no arguments"]),
         ({"strategies": "mirrored,mirored"}, ["'mirored'", "'mirrored'"]),
@@ -286,7 +286,7 @@ def test_what_only_recipes_take(tmp_path: Path, given: dict[str, Any]) -> None:
     script.touch()
     with pytest.raises(UserError, match="is for recipes"):
         plan(str(script), **given)
-    assert plan(str(script), "--lr", "3").target.arguments == ("--lr", "3")
+    assert plan(str(script), "--lr", "3").program.arguments == ("--lr", "3")
 
 
 def test_a_script_with_a_slip_of_the_pen(tmp_path: Path) -> None:

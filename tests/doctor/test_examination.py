@@ -1,4 +1,4 @@
-"""Doctors as real processes on the loopback: all there, one missing, frozen, a stranger, a twin."""
+"""Doctors as real processes on the loopback: all there, one missing, one frozen, a twin."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def start(
 
 
 def await_doctor(address: str, index: int) -> None:
-    """Until the doctor of a worker answers at its address."""
+    """Until the doctor of a worker responds at its address."""
     target = Target(f"worker {index}", *split_address(address))
     assert eventually(lambda: probe("test", target, time.monotonic() + 1.0).ok, 60.0)
 
@@ -74,8 +74,8 @@ def what(found: Mapping[str, Any], kind: str) -> str:
 
 
 @contextmanager
-def stranger(address: str, says: bytes) -> Iterator[None]:
-    """A program that has the port and answers any connection with ``says``."""
+def other_program(address: str, says: bytes) -> Iterator[None]:
+    """A program that has the port and replies to any connection with ``says``."""
     with socket.create_server(split_address(address)) as server, ExitStack() as stack:
 
         def serve() -> None:
@@ -239,7 +239,7 @@ time.sleep(300)
 def test_a_port_that_another_program_has(commands: Commands, says: bytes) -> None:
     own = addresses(2)
     sockets = ("--strategy-options", '{"communication": "sockets"}')
-    with stranger(own[1], says):
+    with other_program(own[1], says):
         other = start(commands, own, 1, PATIENT, *sockets)
         first = start(commands, own, 0, PATIENT, "--json", *sockets)
         found = report(first.end())
@@ -252,7 +252,7 @@ def test_a_port_that_another_program_has(commands: Commands, says: bytes) -> Non
 
 def test_the_tasks_meet_though_the_leaders_port_is_taken(commands: Commands) -> None:
     own = addresses(2)
-    with stranger(own[0], b"220 mail.example ESMTP\r\n"):
+    with other_program(own[0], b"220 mail.example ESMTP\r\n"):
         other = start(commands, own, 1)
         found = report(start(commands, own, 0, PATIENT, "--json").end())
         assert other.end().code == 1
@@ -260,7 +260,7 @@ def test_the_tasks_meet_though_the_leaders_port_is_taken(commands: Commands) -> 
     assert f"port {split_address(own[0])[1]} of worker 0" in what(found, "port")
 
 
-def test_a_stranger_that_talks_garbage_is_hung_up_on_and_told(commands: Commands) -> None:
+def test_a_connection_that_sends_garbage_is_closed_and_reported(commands: Commands) -> None:
     own = addresses(2)
     first = start(commands, own, 0, PATIENT, "--json")
     await_doctor(own[0], 0)

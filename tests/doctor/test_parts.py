@@ -79,11 +79,11 @@ def test_the_limit_of_a_cgroup_of_either_version(
 ) -> None:
     own = tmp_path / "cgroup"
     own.write_text(f"1:cpu:/x\n{line}\n")
-    place = tmp_path / folder
-    place.mkdir(parents=True, exist_ok=True)
+    group = tmp_path / folder
+    group.mkdir(parents=True, exist_ok=True)
     for name, value in zip(names, (3 * MIB, 2 * MIB), strict=True):
-        (place / name).write_text(f"{value}\n")
-    (place / "memory.stat").write_text(f"anon 1\n{cache} {MIB}\n")
+        (group / name).write_text(f"{value}\n")
+    (group / "memory.stat").write_text(f"anon 1\n{cache} {MIB}\n")
     assert memory(meminfo(tmp_path), tmp_path, own) == Memory(8 * MIB, 2 * MIB, 3 * MIB)
 
 

@@ -209,7 +209,7 @@ def test_a_way_that_training_does_not_go_is_no_fault() -> None:
     assert exit_code(judge(given)) == 0
 
 
-def test_an_address_that_leads_to_another_task() -> None:
+def test_an_address_at_which_another_task_listens() -> None:
     verdict = the_verdict(with_probes(probe(W0, W1, "other task", W2)), "one way")
     assert "worker 2 is there" in verdict.message
 

@@ -47,7 +47,7 @@ def test_more_is_better(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["loss", "val_loss", "mean_absolute_error", "accuracy_loss", "pace"]
+    "name", ["loss", "val_loss", "mean_absolute_error", "accuracy_loss", "rate"]
 )
 def test_less_is_better(name: str) -> None:
     assert not higher_is_better(name)

@@ -188,8 +188,8 @@ def test_an_epoch_that_is_done_again_counts_once(tmp_path: Path) -> None:
 
 def test_a_second_fit_goes_on_where_the_first_ended(tmp_path: Path) -> None:
     lines = [
-        json.dumps({"epoch": epoch, "step": 10 * place, "loss": 1 / place})
-        for place, epoch in enumerate([1, 2, 1, 2, 3], start=1)
+        json.dumps({"epoch": epoch, "step": 10 * number, "loss": 1 / number})
+        for number, epoch in enumerate([1, 2, 1, 2, 3], start=1)
     ]
     assert read_run(history(tmp_path / "run", *lines)).axis == [1, 2, 3, 4, 5]
 

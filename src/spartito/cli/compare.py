@@ -54,8 +54,8 @@ def compare(
     slow: Annotated[
         list[str] | None,
         typer.Option(
-            help="Let a process run a share of the time only, as worker:1=0.25.",
-            metavar="TASK=SHARE",
+            help="Let a process run a fraction of the time only, as worker:1=0.25.",
+            metavar="TASK=FRACTION",
         ),
     ] = None,
     repeat: Annotated[

@@ -13,12 +13,11 @@ from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.engine import VERSION_LABEL, Engine
 from spartito.launch.containers.plan import Compose, Containers
-from spartito.launch.job import JobSpec, Program
-from spartito.names import ENV_EPOCHS
+from spartito.launch.job import JobSpec
 
 
 @dataclass(frozen=True, slots=True)
-class InContainers:
+class ContainerRunner:
     """Starts runs as jobs in containers; ``jobs`` are by run folder."""
 
     out: Path
@@ -26,8 +25,8 @@ class InContainers:
     jobs: Mapping[str, Containers]
 
     @classmethod
-    def of(cls, plan: Plan, options: Compose) -> InContainers:
-        """The jobs of ``plan``; `UserError` for one that cannot be, and where no engine answers.
+    def of(cls, plan: Plan, options: Compose) -> ContainerRunner:
+        """The jobs of ``plan``; `UserError` for one that cannot be, and where no engine responds.
 
         All of it is checked here, before the first run starts.
         """
@@ -60,17 +59,10 @@ class InContainers:
 
 def job_for(plan: Plan, options: Compose, planned: Planned) -> Containers:
     """The job that the run ``planned`` is; `UserError` for what cannot run in containers."""
-    target, out = plan.target, plan.out.resolve()
+    out, script = plan.out.resolve(), plan.program.script
     most = max(run.workers for run in plan.runs)
-    given = {
-        "--epochs": plan.epochs,
-        "--batch-size": planned.batch_size,
-        "--seed": plan.seed_of(planned),
-    }
-    recipe = [f"{name}={value}" for name, value in given.items() if value is not None]
-    arguments = tuple(recipe) if target.is_recipe else target.arguments
     asked = JobSpec(
-        program=Program.find(target.name, arguments),
+        program=plan.program_of(planned),
         strategy=planned.strategy,
         workers=planned.workers,
         ps=planned.ps,
@@ -79,16 +71,14 @@ def job_for(plan: Plan, options: Compose, planned: Planned) -> Containers:
         name=job_name(f"{out.name}-{planned.folder}"),
     )
     job = replace(options, cpus=_first(options.cpus, planned.workers, most)).plan(asked)
-    command = job.command
-    if plan.epochs is not None and not target.is_recipe:
-        command = ("env", f"{ENV_EPOCHS}={plan.epochs}", *command)
-    # The file lies in the comparison's folder, so that paths from here would lead astray.
+    told = [f"{name}={value}" for name, value in plan.environment.items()]
+    # The file lies in the comparison's folder, so that paths from here would be wrong there.
     return replace(
         job,
-        command=command,
+        command=("env", *told, *job.command) if told else job.command,
         out=str(out / planned.folder),
         data=None if plan.data is None else str(plan.data.resolve()),
-        scripts=None if target.is_recipe else str(Path(target.name).resolve().parent),
+        scripts=None if script is None else str(script.resolve().parent),
     )
 
 

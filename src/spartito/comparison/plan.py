@@ -1,4 +1,4 @@
-"""Which runs a comparison has: the user's words checked, before anything starts."""
+"""Which runs a comparison has: what the user typed is checked before anything starts."""
 
 from __future__ import annotations
 
@@ -11,30 +11,17 @@ from typing import Any
 
 from spartito.errors import UserError
 from spartito.launch.containers.plan import Compose
+from spartito.launch.job import Program
 from spartito.launch.target import check_program
 from spartito.launch.throttle import FULL, slow_tasks
-from spartito.names import RECIPE_SEED, RECIPES, nearest
+from spartito.names import ENV_EPOCHS, RECIPE_SEED, nearest
 from spartito.registry import default_name, simplest_first, strategy_info, strategy_names
 
 ALL = "all"
 SWEEPS = ("workers", "batch_size")
 PROCESSES, COMPOSE = "processes", "compose"
-PLACES = (PROCESSES, COMPOSE)
-"""Where the runs of a comparison take place: --on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Target:
-    """What is trained: a recipe, or the user's script with its own arguments."""
-
-    name: str
-    arguments: tuple[str, ...] = ()
-    is_recipe: bool = False
-
-    @property
-    def title(self) -> str:
-        """What the comparison is called."""
-        return self.name if self.is_recipe else Path(self.name).name
+RUNNERS = (PROCESSES, COMPOSE)
+"""What runs the tasks of a comparison: --on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +57,7 @@ class Planned:
         parts += [f"repeat {self.repeat}"] if self.repeat > 1 else []
         parts += [f"{self.ps} ps"] if self.ps else []
         parts += [f"batch size {self.batch_size}"] if self.batch_size is not None else []
-        parts += [f"{task} at {share:.0%}" for task, share in self.slow.items()]
+        parts += [f"{task} at {fraction:.0%}" for task, fraction in self.slow.items()]
         return ", ".join(parts)
 
 
@@ -83,7 +70,7 @@ class Plan:
     their own: ``seed``, or the recipe's, and those that follow it.
     """
 
-    target: Target
+    program: Program
     runs: Sequence[Planned]
     out: Path
     goal: tuple[str, float] | None = None
@@ -95,9 +82,32 @@ class Plan:
 
     def seed_of(self, planned: Planned) -> int | None:
         """The seed that the run ``planned`` gets; None: that of the recipe, or the script's own."""
-        if not self.target.is_recipe or (self.seed is None and planned.repeat == 1):
+        if not self.is_recipe or (self.seed is None and planned.repeat == 1):
             return self.seed
         return (RECIPE_SEED if self.seed is None else self.seed) + planned.repeat - 1
+
+    @property
+    def is_recipe(self) -> bool:
+        """Whether a recipe is trained, whose options are ours to give."""
+        return self.program.kind == "recipe"
+
+    def program_of(self, planned: Planned) -> Program:
+        """What the run ``planned`` trains, a recipe with its options."""
+        if not self.is_recipe:
+            return self.program
+        given = {
+            "--epochs": self.epochs,
+            "--batch-size": planned.batch_size,
+            "--seed": self.seed_of(planned),
+        }
+        options = (f"{name}={value}" for name, value in given.items() if value is not None)
+        return replace(self.program, arguments=tuple(options))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """What tells a script its number of epochs."""
+        told = self.epochs is not None and not self.is_recipe
+        return {ENV_EPOCHS: str(self.epochs)} if told else {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,10 +125,10 @@ class Launch:
 def containers_for(on: str, options: Compose) -> Compose | None:
     """What ``--on`` and the ``options`` of containers mean: these, or None for processes.
 
-    Raises `UserError` for another place, and for options of containers without containers.
+    Raises `UserError` for another word, and for options of containers without containers.
     """
-    if on not in PLACES:
-        raise UserError(f"--on {on} is no place for a job", nearest(on, PLACES))
+    if on not in RUNNERS:
+        raise UserError(f"--on {on} is neither {PROCESSES} nor {COMPOSE}", nearest(on, RUNNERS))
     if on == COMPOSE:
         return options
     for one in fields(options):
@@ -165,7 +175,7 @@ def make_plan(
     does not disturb one strategy alone. Of ``all`` strategies those that ``containers`` do not
     allow are left out.
     """
-    what = _target(target, arguments)
+    program = _program(target, arguments)
     chosen = _strategies(strategies, strategy_names() if known is None else known)
     apart = containers if workers > 1 else None
     against = {name: apart and _against(apart, name) for name in chosen}
@@ -185,7 +195,7 @@ def make_plan(
         given = {"--data": data, **given}
     given["--sweep batch_size"] = wanted.get("batch_size")
     for option, value in given.items():
-        if value is not None and not what.is_recipe:
+        if value is not None and program.kind != "recipe":
             raise UserError(
                 f"{option} is for recipes, and {target} is a script",
                 "A script has its own arguments: give them after --, at the end.",
@@ -213,7 +223,7 @@ def make_plan(
         raise UserError(f"--repeat {repeat} is less than 1", "1 runs everything once.")
     once = _slowed(runs, slow)
     return Plan(
-        what,
+        program,
         [replace(run, repeat=number) for number in range(1, repeat + 1) for run in once],
         folder,
         _goal(goal),
@@ -225,19 +235,16 @@ def make_plan(
     )
 
 
-def _target(name: str, arguments: Sequence[str]) -> Target:
-    if name in RECIPES:
-        if arguments:
-            raise UserError(
-                f"{arguments[0]!r} after {name}: a recipe takes no arguments of its own",
-                "Its options are those of spartito compare.",
-            )
-        return Target(name, is_recipe=True)
-    script = Path(name)
-    if script.is_dir() or not (script.is_file() or script.suffix == ".py"):
-        raise UserError(f"{name!r} is neither a recipe nor a script", nearest(name, RECIPES))
-    check_program([name], module=False)
-    return Target(name, tuple(arguments))
+def _program(target: str, arguments: Sequence[str]) -> Program:
+    if target.endswith(".py"):
+        check_program([target], module=False)
+    program = Program.find(target, tuple(arguments))
+    if program.kind == "recipe" and arguments:
+        raise UserError(
+            f"{arguments[0]!r} after {target}: a recipe takes no arguments of its own",
+            "Its options are those of spartito compare.",
+        )
+    return program
 
 
 def _strategies(text: str, known: Sequence[str]) -> list[str]:
@@ -305,7 +312,7 @@ def _setting(sweep: str, value: int) -> dict[str, Any]:
 
 def _slowed(runs: Sequence[Planned], texts: Iterable[str]) -> list[Planned]:
     """``runs``, each with those slow tasks that it has."""
-    shares = slow_tasks(texts)
+    fractions = slow_tasks(texts)
     tasks = [
         {
             f"{kind}:{n}"
@@ -315,10 +322,10 @@ def _slowed(runs: Sequence[Planned], texts: Iterable[str]) -> list[Planned]:
         for r in runs
     ]
     there = sorted(set().union(*tasks))
-    for task in shares:
+    for task in fractions:
         if task not in there:
             raise UserError(f"--slow {task} is in no run of this", nearest(task, there))
     return [
-        replace(run, slow={t: s for t, s in shares.items() if t in mine and s < FULL})
+        replace(run, slow={t: s for t, s in fractions.items() if t in mine and s < FULL})
         for run, mine in zip(runs, tasks, strict=True)
     ]

@@ -18,7 +18,7 @@ from types import FrameType
 from typing import IO, Any, BinaryIO, Protocol
 
 from spartito.cluster.resolver import check_alone
-from spartito.comparison.containers import InContainers
+from spartito.comparison.containers import ContainerRunner
 from spartito.comparison.plan import Launch, Plan, Planned
 from spartito.device import available_cores
 from spartito.errors import UserError
@@ -44,8 +44,8 @@ NO_HISTORY = (
 )
 
 
-class Place(Protocol):
-    """Where runs take place: processes here, or containers."""
+class Runner(Protocol):
+    """What starts the runs: as processes here, or in containers."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
@@ -56,7 +56,7 @@ class Place(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class InProcesses:
+class ProcessRunner:
     """Starts runs as processes of this machine."""
 
     plan: Plan
@@ -67,16 +67,14 @@ class InProcesses:
         return {}
 
     def prepare(self, planned: Planned) -> Launch:
-        """As `Place.prepare`: ``spartito run``."""
-        plan = self.plan
-        own = {ENV_RUN_DIR: str((plan.out / planned.folder).resolve())}
-        if plan.epochs is not None and not plan.target.is_recipe:
-            own[ENV_EPOCHS] = str(plan.epochs)
-        return Launch(command(plan, planned), own)
+        """As `Runner.prepare`: ``spartito run``."""
+        folder = (self.plan.out / planned.folder).resolve()
+        own = {ENV_RUN_DIR: str(folder), **self.plan.environment}
+        return Launch(command(self.plan, planned), own)
 
 
 def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
-    """Run all of ``plan`` in its order; answers the exit code.
+    """Run all of ``plan`` in its order; returns the exit code.
 
     ``compare.json`` is written after every run, ``compare.html`` at the end. 0 when all went
     well, 1 when a run failed (the others are run all the same), 128 + n when signal n stopped
@@ -87,8 +85,10 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
     variables = os.environ if env is None else env
     check_alone(variables, "spartito compare")
     base = {name: value for name, value in variables.items() if name not in NOT_INHERITED}
-    place = InContainers.of(plan, plan.containers) if plan.containers else InProcesses(plan)
-    board = _Board(plan, place)
+    runner: Runner = ProcessRunner(plan)
+    if plan.containers:
+        runner = ContainerRunner.of(plan, plan.containers)
+    results = _Results(plan, runner)
     for why in plan.left_out:
         _say(why)
     reaper = Reaper()
@@ -98,15 +98,15 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
                 if stop.number is not None:
                     break
                 _say(f"run {number} of {len(plan.runs)}: {planned}")
-                board.add(planned, _run(place, planned, base, reaper, stop))
-                board.check_goal()
-            board.show()
+                results.add(planned, _run(runner, planned, base, reaper, stop))
+                results.check_goal()
+            results.show()
     finally:
         reaper.close()
     if stop.number is not None:
-        _say(f"stopped by {stop.number.name} after {len(board.runs)} of {len(plan.runs)} runs")
+        _say(f"stopped by {stop.number.name} after {len(results.runs)} of {len(plan.runs)} runs")
         return 128 + stop.number
-    return board.exit_code
+    return results.exit_code
 
 
 @dataclass
@@ -151,11 +151,11 @@ class _Stop:
 
 
 @dataclass
-class _Board:
+class _Results:
     """The results so far, written out with each that comes."""
 
     plan: Plan
-    place: Place
+    runner: Runner
     runs: list[dict[str, Any]] = field(default_factory=list)
     started: str = field(default_factory=lambda: time.strftime("%Y-%m-%d %H:%M:%S"))
 
@@ -170,12 +170,12 @@ class _Board:
         plan = self.plan
         goal = plan.goal and {"name": plan.goal[0], "value": plan.goal[1]}
         return {
-            "target": plan.target.title,
-            "arguments": list(plan.target.arguments),
+            "target": plan.program.title,
+            "arguments": list(plan.program.arguments),
             "started": self.started,
             "planned": len(plan.runs),
             "goal": goal,
-            "machine": machine_facts() | dict(self.place.facts),
+            "machine": machine_facts() | dict(self.runner.facts),
             "runs": self.runs,
         }
 
@@ -197,7 +197,7 @@ class _Board:
                 "ps": planned.ps,
                 "batch_size": planned.batch_size or fit.get("batch_size"),
                 "sweep": planned.sweep,
-                "slow": {task.replace(":", " "): share for task, share in planned.slow.items()},
+                "slow": {task.replace(":", " "): part for task, part in planned.slow.items()},
                 **result,
                 **ended,
                 "error": error,
@@ -239,22 +239,13 @@ class _Board:
 
 def command(plan: Plan, planned: Planned) -> list[str]:
     """What starts the run ``planned``, as a user would type it."""
-    target = plan.target
     words = [sys.executable, "-m", "spartito", "run", f"--strategy={planned.strategy}"]
     words += [f"--workers={planned.workers}"]
     words += [f"--ps={planned.ps}"] if planned.ps else []
-    words += [f"--slow={task}={share}" for task, share in planned.slow.items()]
-    if not target.is_recipe:
-        return [*words, target.name, *target.arguments]
-    given = {
-        "--out": plan.out / planned.folder,
-        "--epochs": plan.epochs,
-        "--data": plan.data,
-        "--batch-size": planned.batch_size,
-        "--seed": plan.seed_of(planned),
-    }
-    options = [f"{name}={value}" for name, value in given.items() if value is not None]
-    return [*words, "-m", f"spartito.recipes.{target.name}", *options]
+    words += [f"--slow={task}={fraction}" for task, fraction in planned.slow.items()]
+    data = None if plan.data is None else str(plan.data)
+    out = str(plan.out / planned.folder)
+    return [*words, *plan.program_of(planned).argv(out=out, data=data)]
 
 
 def machine_facts() -> dict[str, Any]:
@@ -265,10 +256,10 @@ def machine_facts() -> dict[str, Any]:
 
 
 def _run(
-    place: Place, planned: Planned, base: Mapping[str, str], reaper: Reaper, stop: _Stop
+    runner: Runner, planned: Planned, base: Mapping[str, str], reaper: Reaper, stop: _Stop
 ) -> dict[str, Any]:
     """One run from its start to its end: seconds, exit code, and its error if it failed."""
-    launch = place.prepare(planned)
+    launch = runner.prepare(planned)
     began = time.monotonic()
     popen = subprocess.Popen(
         launch.command,

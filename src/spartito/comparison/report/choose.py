@@ -22,7 +22,7 @@ MOST = 6
 """Sentences that a reader takes in before the table."""
 
 MARGIN = 0.05
-"""The share by which two speeds or times differ at least before we call them different.
+"""The fraction by which two speeds or times differ at least before we call them different.
 
 Two that differ by less are equal. Two that differ by more, but not beyond their noise, are not
 equal: they cannot be told apart.
@@ -348,7 +348,7 @@ def _is_same_speed(one: Figures, other: Figures) -> bool:
 
 
 def _variation(run: Figures) -> float:
-    """How much the speed of its epochs varies, as a share of it."""
+    """How much the speed of its epochs varies, as a fraction of it."""
     return (run.rate_noise or 0.0) / (_rate(run) or math.inf)
 
 
