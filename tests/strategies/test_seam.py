@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import ast
 import inspect
+import os
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
+import torch
 
 import spartito as sp
 from spartito import training
+from spartito.cluster.ports import free_port
+from spartito.strategies import strategy_class
+from tests.collectives.group import spec
 
 MOST = 9
 TRAINING = Path(training.__file__).parent
@@ -47,3 +55,39 @@ def test_the_seam_does_not_grow() -> None:
     assert len(abstract()) <= MOST, sorted(abstract())
     assert abstract() <= {name for name, _ in inspect.getmembers(sp.Strategy)}
     assert "coordination" in found
+
+
+def sockets() -> set[str]:
+    """The sockets that this process has open."""
+    found = set()
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found.add(os.readlink(f"/proc/self/fd/{name}"))
+    return {name for name in found if name.startswith("socket:")}
+
+
+@pytest.mark.parametrize("name", ["mirrored", "central_storage", "multi_worker_mirrored"])
+def test_building_a_strategy_talks_to_nobody(name: str) -> None:
+    """Rank 0 of two, of which the other one never comes."""
+    before, environment, threads = sockets(), dict(os.environ), torch.get_num_threads()
+    port = free_port()
+    try:
+        with strategy_class(name)(cluster=spec(0, 2, port)) as strategy:
+            assert strategy.data_shard == (0, 2)
+            assert sockets() == before
+    finally:
+        torch.set_num_threads(threads)
+    assert dict(os.environ) == environment
+
+
+def test_a_strategy_closes_with_its_block() -> None:
+    closed = []
+
+    class Own(sp.OneDeviceStrategy):
+        def close(self) -> None:
+            closed.append(self)
+            super().close()
+
+    with pytest.raises(ZeroDivisionError), Own(cluster=sp.ClusterSpec.alone()) as strategy:
+        raise ZeroDivisionError
+    assert closed == [strategy]

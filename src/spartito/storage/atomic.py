@@ -85,7 +85,8 @@ def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) ->
         try:
             with new.open("xb") as file, _held(new):
                 file.write(data)
-            replace_durably(new, path)
+                file.flush()
+                replace_durably(new, path)  # held until it has its name: no sweep takes it
         except BaseException:
             new.unlink(missing_ok=True)
             raise
