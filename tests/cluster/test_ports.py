@@ -41,7 +41,7 @@ def test_a_port_that_is_held_is_for_our_tasks_alone() -> None:
         assert free_port(HOST, [first], held) == first
         with pytest.raises(UserError, match="0 of the ports"):
             free_port(HOST, [first])
-        for _ in range(2):  # the task, and the one that is started in its place
+        for _ in range(2):  # the task, and the one that is started instead
             with listen(Endpoint("ps 0", HOST, (first,)), 30.0) as listener:
                 assert listener.getsockname()[1] == first
     assert free_port(HOST, [first]) == first

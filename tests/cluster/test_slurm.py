@@ -222,9 +222,9 @@ def test_ports_are_stable_and_out_of_the_way(job: int, step: int) -> None:
 def test_all_tasks_read_one_cluster(counts: list[int], cyclic: bool, data: st.DataObject) -> None:
     tasks = sum(counts)
     servers = data.draw(st.integers(0, tasks - 1))
-    places = [(node, local) for node, n in enumerate(counts) for local in range(n)]
+    slots = [(node, local) for node, n in enumerate(counts) for local in range(n)]
     if cyclic:
-        places.sort(key=lambda place: (place[1], place[0]))
+        slots.sort(key=lambda slot: (slot[1], slot[0]))
     specs = [
         from_slurm(
             ALLOCATION
@@ -240,7 +240,7 @@ def test_all_tasks_read_one_cluster(counts: list[int], cyclic: bool, data: st.Da
                 "SPARTITO_PS": str(servers),
             }
         )
-        for rank, (node, local) in enumerate(places)
+        for rank, (node, local) in enumerate(slots)
     ]
     if tasks == 1:
         assert specs == [None]

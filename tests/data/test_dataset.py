@@ -34,7 +34,7 @@ def labels(chain: Dataset) -> list[list[int]]:
     return [batch[1].tolist() for batch in chain]
 
 
-def test_every_step_answers_a_new_chain() -> None:
+def test_every_method_returns_a_new_data_set() -> None:
     chain = arrays(X, Y)
     longer = chain.shuffle(3).batch(4).repeat(2).prefetch(2).skip_corrupt(1)
     assert (chain.batched, chain.shuffled, chain.repeats) == (False, False, 1)

@@ -49,8 +49,8 @@ def test_replicas_share_a_folder(folder: Path) -> None:
     chain = image_folder(folder, (4, 4), validation_split=None, subset=None).shuffle().batch(4)
     alone = [batch.x for batch in Loader(chain)]
     parts = [[batch.x for batch in Loader(chain, (rank, 3))] for rank in range(3)]
-    for whole, pieces in zip(alone, zip(*parts, strict=True), strict=True):
-        assert torch.equal(whole, torch.cat(pieces))
+    for whole, shards in zip(alone, zip(*parts, strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(shards))
 
 
 def test_a_broken_image_is_left_out(folder: Path) -> None:

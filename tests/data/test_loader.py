@@ -1,4 +1,4 @@
-"""What replicas read together is what one would read, from any place on."""
+"""What replicas read together is what one would read, from any position on."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_a_seed_of_its_own() -> None:
     assert order(chain.shuffle(0), 9) == order(chain.shuffle(), 0)
 
 
-def test_padding_makes_equal_shares() -> None:
+def test_padding_makes_equal_shards() -> None:
     chain = Dataset(Numbers(7), batch_size=4, padded=True)
     shares = [[b.x[:, 0].tolist() for b in Loader(chain, (rank, 3))] for rank in range(3)]
     assert shares == [[[0, 1], [4]], [[2, 3], [5]], [[3, 3], [6]]]
@@ -196,7 +196,7 @@ def test_an_empty_share_has_the_shape_of_a_full_one() -> None:
 
 
 class TestCorruptExamples:
-    def test_they_keep_their_places(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_they_keep_their_offsets(self, caplog: pytest.LogCaptureFixture) -> None:
         chain = Dataset(Numbers(9, broken=(1, 4, 5))).batch(6)
         loaders = [Loader(chain, (rank, 2)) for rank in range(2)]
         with caplog.at_level(logging.WARNING, "spartito"):
@@ -212,7 +212,7 @@ class TestCorruptExamples:
         assert sorted(set(named)) == [1, 4, 5]
         assert len(set(messages)) == 3  # each once, in three epochs
 
-    def test_a_share_of_nothing_but_them(self) -> None:
+    def test_a_shard_of_nothing_but_them(self) -> None:
         chain = Dataset(Numbers(8, broken=(0, 1))).batch(4)
         first = next(iter(Loader(chain, (0, 2))))
         assert (first.size, first.x.shape, first.y.shape) == (0, (0, 1), (0,))
@@ -313,7 +313,7 @@ def test_an_error_of_a_data_set_names_the_example(ahead: int) -> None:
 
 
 def test_mappings_of_any_kind_and_depth() -> None:
-    """A tokenizer answers a UserDict, and examples may be nested."""
+    """A tokenizer returns a UserDict, and examples may be nested."""
     x = torch.arange(12.0).view(6, 2)
     tokens = UserDict({"input_ids": x, "more": {"mask": x[:, 0]}})
     nested = ((x, {"again": -x}), torch.arange(6))

@@ -43,7 +43,7 @@ def test_slow_tasks_come_in_their_order_too() -> None:
 
 
 @pytest.mark.parametrize("depth", [0, 1, 5])
-def test_an_error_comes_in_its_place(depth: int) -> None:
+def test_an_error_comes_in_its_order(depth: int) -> None:
     def fail() -> int:
         raise ValueError("broken")
 

@@ -83,7 +83,7 @@ def test_two_directions_are_drawn_apart() -> None:
 def test_no_rotation_changes_nothing(image: torch.Tensor) -> None:
     transform = RandomRotation(0.0)
     assert torch.equal(transform.apply(image, np.random.default_rng(1)), image)
-    # Without the short cut for no angle, too, up to rounding in a place (of 1e-6 of a side).
+    # Without the short cut for no angle, too, up to rounding of a coordinate (of 1e-6 of a side).
     for fill in ("reflect", "nearest"):
         assert torch.allclose(rotate(image, 2 * math.pi, fill), image, rtol=0, atol=0.01)
 

@@ -1,8 +1,8 @@
-"""Who we are by a shared directory, where tasks whose addresses nobody knows before meet.
+"""The cluster by a shared directory, where tasks find each other whose addresses nobody knows.
 
-Each task has one file there. It says the task's address, a word that this start of the task
-made up, and the words of those that it has seen. A task is there for us once its file has our
-word: so a file that an earlier job left behind counts for nothing, and no clocks are compared.
+Each task has one file there, with the task's address, a random token of this start, and the
+tokens of those that it has seen. A task is present for us once its file has our token: a file
+that an earlier job left behind counts for nothing, and no clocks are compared.
 """
 
 from __future__ import annotations
@@ -64,15 +64,15 @@ def from_directory(env: Mapping[str, str]) -> ClusterSpec | None:
     ``SPARTITO_TASK`` says who we are, ``SPARTITO_WORKERS``, ``SPARTITO_PS``, ``SPARTITO_CHIEF``
     and ``SPARTITO_EVALUATOR`` how many there will be. Waits until all are there, or raises
     `TaskLostError` that names those who did not come within ``SPARTITO_TIMEOUT`` seconds (300).
-    Within one process the same call answers the same cluster.
+    Within one process the same call returns the same cluster.
     """
     if not speaks(env):
         return None
     task, expected = _named(env)
     folder = Path(env[VARIABLE].strip())
     given = env.get(ENV_ADDRESS, "").strip()
-    way = chosen_interface(env), port_range(env)
-    found = _join(folder, task, expected, given, way, time_limit(env=env))
+    listens = chosen_interface(env), port_range(env)
+    found = _join(folder, task, expected, given, listens, time_limit(env=env))
     cluster: dict[str, tuple[str, ...]] = {}
     for other in expected:
         cluster[other.type] = (*cluster.get(other.type, ()), found[other])
@@ -88,10 +88,10 @@ def own_task(env: Mapping[str, str]) -> Task | None:
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """What a task says in its file: where it is, its word, and whose words it has seen."""
+    """What a task says in its file: where it is, its token, and whose tokens it has seen."""
 
     address: str
-    word: str
+    token: str
     seen: Mapping[str, str]
 
     @classmethod
@@ -110,14 +110,14 @@ class Card:
     def parse(cls, value: Any) -> Card | None:
         """The card that ``value``, from JSON, is; None if it is none."""
         fields = value if isinstance(value, dict) else {}
-        where, word, seen = (fields.get(name) for name in ("address", "word", "seen"))
-        good = isinstance(where, str) and isinstance(word, str) and isinstance(seen, dict)
-        return cls(str(where), str(word), dict(seen or {})) if good else None
+        where, token, seen = (fields.get(name) for name in ("address", "token", "seen"))
+        good = isinstance(where, str) and isinstance(token, str) and isinstance(seen, dict)
+        return cls(str(where), str(token), dict(seen or {})) if good else None
 
     def write(self, path: Path) -> None:
         """Put it into ``path`` at once: no reader sees a half of it."""
-        fields = {"address": self.address, "word": self.word, "seen": dict(self.seen)}
-        part = path.with_name(f".{path.name}.{self.word}")
+        fields = {"address": self.address, "token": self.token, "seen": dict(self.seen)}
+        part = path.with_name(f".{path.name}.{self.token}")
         part.write_text(json.dumps(fields))
         part.replace(path)
 
@@ -128,15 +128,15 @@ def _join(
     task: Task,
     expected: tuple[Task, ...],
     given: str,
-    way: tuple[str, range | None],
+    listens: tuple[str, range | None],
     limit: float,
 ) -> dict[Task, str]:
     """The address of each expected task, once all have seen each other.
 
-    Ours is ``given``; else ``way`` is the host by which we go, "" for any, and the ports allowed.
+    Ours is ``given``; else ``listens`` is our host, "" for any, and the ports allowed.
     """
     end = time.monotonic() + limit
-    host, allowed = way
+    host, allowed = listens
     ports = _ports(allowed, expected.index(task), len(expected))
     card = Card(given or _own_address(host, ports), secrets.token_hex(8), {})
     split_address(card.address)
@@ -146,22 +146,22 @@ def _join(
         card.write(_path(folder, task))
         while True:
             cards = {other: Card.read(_path(folder, other)) for other in others}
-            seen = {str(other): read.word for other, read in cards.items() if read}
+            seen = {str(other): read.token for other, read in cards.items() if read}
             if seen != card.seen:
-                card = Card(card.address, card.word, seen)
+                card = Card(card.address, card.token, seen)
                 card.write(_path(folder, task))
             there = {
                 other: read.address
                 for other, read in cards.items()
-                if read and read.seen.get(str(task)) == card.word
+                if read and read.seen.get(str(task)) == card.token
             }
             if len(there) == len(others):
                 return {task: card.address, **there}
             if time.monotonic() > end:
-                absent = [str(other) for other in others if other not in there]
+                missing = [str(other) for other in others if other not in there]
                 _path(folder, task).unlink(missing_ok=True)  # who comes now comes too late
                 raise TaskLostError(
-                    f"{' and '.join(absent)} did not come to {folder} within {limit:g} s",
+                    f"{' and '.join(missing)} did not come to {folder} within {limit:g} s",
                     f"Start it with the same {VARIABLE}; {ENV_TIMEOUT} sets the limit in seconds.",
                 )
             time.sleep(LOOK_SECONDS)
@@ -204,8 +204,8 @@ def _expected(env: Mapping[str, str]) -> tuple[Task, ...]:
 def _ports(allowed: range | None, number: int, count: int) -> Sequence[int]:
     """Ports to try for the ``number``-th of ``count`` tasks: those of one host must differ."""
     if allowed is None:
-        share = BELOW_EPHEMERAL[number::count]
-        return random.sample(share, min(TRIES, len(share)))
+        ports = BELOW_EPHEMERAL[number::count]
+        return random.sample(ports, min(TRIES, len(ports)))
     start = number % len(allowed)
     return (*allowed[start:], *allowed[:start])
 

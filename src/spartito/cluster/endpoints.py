@@ -1,4 +1,4 @@
-"""Where each task listens: the one place that training and the doctor both ask."""
+"""Where each task listens: training and the doctor both ask this."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def server_endpoint(spec: ClusterSpec, env: Mapping[str, str] = os.environ) -> E
 
 
 def peer_endpoint(spec: ClusterSpec, env: Mapping[str, str] = os.environ) -> Endpoint:
-    """Where this replica listens for those before it, where replicas talk by sockets.
+    """Where this replica listens for those before it, where replicas use sockets.
 
     A range of ports comes first; else the task's own port, by the cluster or by
     ``SPARTITO_ADDRESS``, and where that is taken or nobody says one, a port that is drawn.
@@ -137,15 +137,15 @@ def check_drawn(env: Mapping[str, str] = os.environ) -> None:
 
 def training_endpoints(spec: ClusterSpec, env: Mapping[str, str], *, group: bool) -> list[Endpoint]:
     """Where this task listens in training; ``group``: replicas form a process group."""
-    leads = spec.task == spec.replica_tasks[0]
-    meeting = [rendezvous_endpoint(spec, env)] if leads else []
+    is_first = spec.task == spec.replica_tasks[0]
+    rendezvous = [rendezvous_endpoint(spec, env)] if is_first else []
     if spec.addresses.get("ps"):
-        return [server_endpoint(spec, env)] if spec.task.type == "ps" else meeting
+        return [server_endpoint(spec, env)] if spec.task.type == "ps" else rendezvous
     if spec.task not in spec.replica_tasks:
         return []
     if group:
-        return [*meeting, group_endpoint(spec, env)]
-    return meeting or [peer_endpoint(spec, env)]
+        return [*rendezvous, group_endpoint(spec, env)]
+    return rendezvous or [peer_endpoint(spec, env)]
 
 
 def _is_number(text: str) -> bool:

@@ -1,4 +1,4 @@
-"""Who we are by a plain file that lists all tasks."""
+"""The cluster by a plain file that lists all tasks."""
 
 from __future__ import annotations
 

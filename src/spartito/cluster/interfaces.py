@@ -14,7 +14,7 @@ from spartito.cluster.spec import is_loopback
 SIOCGIFADDR = 0x8915
 IPV6_TABLE = Path("/proc/net/if_inet6")
 ELSEWHERE = "192.0.2.1"
-"""An address for documentation: the default route leads there."""
+"""An address for documentation: the default route goes there."""
 
 
 def address_of(interface: str) -> str:
@@ -64,7 +64,7 @@ def own_address(host: str, port: int, others: Sequence[str] = ()) -> str:
     found = _source(host, port)
     if is_loopback(found) and not is_loopback(host):
         for other in (*others, ELSEWHERE):
-            with suppress(OSError):  # no way leads there; if none does, all are on this machine
+            with suppress(OSError):  # no route; if there is none at all, all are on this machine
                 if not is_loopback(way := _source(other, port)):
                     return way
     return found
@@ -85,10 +85,10 @@ def _ipv4(interface: str) -> str:
     request = struct.pack("256s", interface.encode()[:15])
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            answer = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
+            found = fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)
         except OSError:
             return ""  # there is no such interface, or it has no IPv4 address
-    return socket.inet_ntoa(answer[20:24])
+    return socket.inet_ntoa(found[20:24])
 
 
 def _ipv6_addresses() -> list[tuple[str, str, str]]:

@@ -1,4 +1,4 @@
-"""Who we are in Kubernetes: a pod of an indexed Job or JobSet, or of Kubeflow's PyTorchJob.
+"""The cluster in Kubernetes: a pod of an indexed Job or JobSet, or of Kubeflow's PyTorchJob.
 
 Tested with environments as they are documented, not on a cluster.
 """

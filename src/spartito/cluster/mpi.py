@@ -1,4 +1,4 @@
-"""Who we are by the variables of ``mpirun`` and of other launchers that number processes.
+"""The cluster by the variables of ``mpirun`` and of other launchers that number processes.
 
 Open MPI, MVAPICH, MPICH and Intel MPI, ``flux run``, LSF's ``jsrun``, HPE's PALS. They tell ranks
 but no addresses. What tells a rank and leaves out the rest is refused: to train alone beside the

@@ -1,4 +1,4 @@
-"""How Slurm writes lists shortly: ``node[01-03,07],gpu5`` of nodes, ``2(x3),1`` of counts."""
+"""Slurm's short forms of lists: ``node[01-03,07],gpu5`` of nodes, ``2(x3),1`` of counts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import product
 from spartito.errors import UserError
 
 MOST_NODES = 65_536
-"""The largest list that is written out; a longer one is a slip of the pen."""
+"""The largest list that is written out; a longer one is a typing mistake."""
 
 _ITEM = re.compile(r"(?:[^\[\],\s]|\[[^\[\],\s]+(?:,[^\[\],\s]+)*\])+")
 _PART = re.compile(r"\[([^\]]*)\]|([^\[\]]+)")
@@ -52,18 +52,18 @@ def expand_counts(counts: str) -> tuple[int, ...]:
 
 def _items(nodelist: str) -> Iterator[str]:
     """What stands between the commas that are outside of brackets."""
-    place = 0
+    position = 0
     while True:
-        found = _ITEM.match(nodelist, place)
+        found = _ITEM.match(nodelist, position)
         if found is None:
-            raise _wrong(nodelist, f"no node's name begins at {nodelist[place:]!r}")
+            raise _wrong(nodelist, f"no node's name begins at {nodelist[position:]!r}")
         yield found[0]
-        place = found.end()
-        if place == len(nodelist):
+        position = found.end()
+        if position == len(nodelist):
             return
-        if nodelist[place] != ",":
-            raise _wrong(nodelist, f"a comma is expected at {nodelist[place:]!r}")
-        place += 1
+        if nodelist[position] != ",":
+            raise _wrong(nodelist, f"a comma is expected at {nodelist[position:]!r}")
+        position += 1
 
 
 def _numbers(nodelist: str, bracket: str) -> list[str]:

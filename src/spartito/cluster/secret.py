@@ -1,4 +1,4 @@
-"""The secret of a job: its tasks know it, strangers do not.
+"""The secret of a job, which only its tasks know.
 
 A launcher makes one for each job that it starts and gives it to the tasks by their environment,
 or by a file; never by a command line, which every user of a machine can read.

@@ -1,4 +1,4 @@
-"""Who we are by Slurm's variables: one task of a step that ``srun`` started."""
+"""The cluster by Slurm's variables: one task of a step that ``srun`` started."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
     The last ``SPARTITO_PS`` tasks are parameter servers, the others workers; after the servers
     comes an evaluator where ``SPARTITO_EVALUATOR`` is 1. A task listens at
     its node's name, on a port that follows from the job's number, or from ``MASTER_PORT``, and
-    its place on the node. ``MASTER_ADDR`` is the name of the first task's node, where Slurm's
+    its index on the node. ``MASTER_ADDR`` is the name of the first task's node, where Slurm's
     own name for it does not serve.
     """
     if not speaks(env):
@@ -68,12 +68,12 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
             f"Slurm distributes the tasks by {rule!r}, which says nothing about who is where",
             "Start it with srun --distribution=block, or cyclic.",
         )
-    places = _cyclic(counts) if rule.startswith("cyclic") else _block(counts)
-    _check_place(env, rank, places[rank], rule)
+    slots = _cyclic(counts) if rule.startswith("cyclic") else _block(counts)
+    _check_slot(env, rank, slots[rank], rule)
     base = _first_port(env, max(counts))
     # Within one node a name that nobody can resolve does no harm.
     hosts = nodes if len(nodes) > 1 else (LOOPBACK,)
-    everyone = [address(hosts[node], base + local) for node, local in places]
+    everyone = [address(hosts[node], base + local) for node, local in slots]
     found = _roles(env, everyone)
     check_addresses(found, SOURCE)
     spec = spec_of(found, _task(rank, found), SOURCE)
@@ -125,21 +125,21 @@ def _counts(env: Mapping[str, str]) -> tuple[int, ...]:
 
 
 def _block(counts: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Node and place on the node of each rank, where a node is filled before the next."""
+    """Node and index on the node of each rank, where a node is filled before the next."""
     return [(node, local) for node, tasks in enumerate(counts) for local in range(tasks)]
 
 
 def _cyclic(counts: tuple[int, ...]) -> list[tuple[int, int]]:
     """The same where each node in turn gets one task, until it has all its own."""
-    return sorted(_block(counts), key=lambda place: (place[1], place[0]))
+    return sorted(_block(counts), key=lambda slot: (slot[1], slot[0]))
 
 
-def _check_place(env: Mapping[str, str], rank: int, place: tuple[int, int], rule: str) -> None:
-    told = count(env, "SLURM_NODEID", place[0]), count(env, "SLURM_LOCALID", place[1])
-    if told != place:
+def _check_slot(env: Mapping[str, str], rank: int, slot: tuple[int, int], rule: str) -> None:
+    given = count(env, "SLURM_NODEID", slot[0]), count(env, "SLURM_LOCALID", slot[1])
+    if given != slot:
         raise UserError(
-            f"Slurm has task {rank} as number {told[1]} on node {told[0]}, but by distribution "
-            f"{rule!r} it is number {place[1]} on node {place[0]}",
+            f"Slurm has task {rank} as number {given[1]} on node {given[0]}, but by distribution "
+            f"{rule!r} it is number {slot[1]} on node {slot[0]}",
             "Start it with srun --distribution=block",
         )
 
@@ -158,8 +158,8 @@ def _first_port(env: Mapping[str, str], tasks: int) -> int:
         return count(env, "MASTER_PORT")
     step = count(env, "SLURM_STEP_ID", 0)
     # Steps of one job may run side by side.
-    slot = (count(env, "SLURM_JOB_ID", 0) + 131 * step) % PORT_SLOTS
-    return FIRST_PORT + slot * PORT_STRIDE
+    offset = (count(env, "SLURM_JOB_ID", 0) + 131 * step) % PORT_SLOTS
+    return FIRST_PORT + offset * PORT_STRIDE
 
 
 def _meeting(spec: ClusterSpec, host: str, port: int, nodes: int) -> ClusterSpec:

@@ -15,7 +15,7 @@ ROLES = ("chief", "worker", "ps", "evaluator")
 """What a task can be."""
 
 EVALUATOR = "evaluator"
-"""The role that stands outside the training and looks at its checkpoints."""
+"""The role that does not train, and evaluates the checkpoints."""
 
 REPLICA_ROLES = ("chief", "worker")
 """The roles that train, in rank order."""
@@ -66,7 +66,7 @@ class ClusterSpec:
 
     @classmethod
     def alone(cls) -> Self:
-        """The cluster of one process that nobody told anything."""
+        """The cluster of one process that is not part of a job."""
         return cls({"worker": ("",)}, Task("worker", 0), 0, 1, 0, 1, None, "no cluster")
 
     @property
@@ -104,7 +104,7 @@ class ClusterSpec:
 
     @property
     def num_computing(self) -> int:
-        """How many replicas compute gradients: beside parameter servers a chief only leads."""
+        """How many replicas compute gradients: beside parameter servers a chief computes none."""
         served = bool(self.addresses.get("ps"))
         return sum(not served or task.type == "worker" for task in self.replica_tasks)
 
@@ -123,7 +123,7 @@ class ClusterSpec:
         return f"{task} ({address})" if address else str(task)
 
     def from_source(self, source: str) -> Self:
-        """The same cluster, told by ``source``."""
+        """The same cluster, read from ``source``."""
         return replace(self, source=source)
 
     def _figures(self) -> str:

@@ -1,4 +1,4 @@
-"""Who we are by ``TF_CONFIG``, the JSON of the tf.distribute tutorials."""
+"""The cluster by ``TF_CONFIG``, the JSON of the tf.distribute tutorials."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who we are by torchrun's variables, which ``spartito run`` sets as well."""
+"""The cluster by torchrun's variables, which ``spartito run`` sets as well."""
 
 from __future__ import annotations
 

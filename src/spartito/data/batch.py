@@ -1,4 +1,4 @@
-"""One replica's share of a global batch, and where its rows stand in it."""
+"""One data shard of a global batch, and the offsets of its rows."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Batch:
     their parts may be tuples and dicts again.
     ``offsets`` are the rows' positions inside the global batch, shape ``(size,)`` int64.
     ``global_size`` counts the examples that the order gave to the step over all replicas;
-    a corrupt example keeps its place there, so ``size`` may be less than this replica's share.
+    a corrupt example is counted there, so ``size`` may be less than this data shard has.
     ``drawn`` is a checksum of the order of the whole pass, 0 where the data has no indices.
     ``spare`` stands in for ``data`` without rows where a model has to be run in any case: up to
     two rows of other examples, which count for nothing; None where there are rows.

@@ -62,7 +62,7 @@ class Report:
 
     @property
     def left(self) -> int:
-        """How many bad files are still in their place."""
+        """How many bad files were neither removed nor moved."""
         return len(self.findings) - len(self.removed) - len(self.moved)
 
     @property
@@ -140,7 +140,7 @@ def main_check(
     move_to: Path | str | None = None,
     json: bool = False,
 ) -> int:
-    """Check, print counts and names, and answer the exit code.
+    """Check, print counts and names, and return the exit code.
 
     0: every file is good, or every bad one was removed or moved. 1: bad files are left. 2: the
     user's mistake, told on standard error. With ``json`` the last line has it all as JSON.
@@ -239,13 +239,13 @@ def _move(report: Report, target: Path) -> Report:
     failed: list[tuple[Path, str]] = []
     for finding in report.findings:
         try:
-            place = _take_name(target / finding.path.relative_to(report.directory))
+            destination = _take_name(target / finding.path.relative_to(report.directory))
             try:
-                shutil.move(finding.path, place)
+                shutil.move(finding.path, destination)
             except BaseException:
-                place.unlink()
+                destination.unlink()
                 raise
-            moved.append((finding.path, place))
+            moved.append((finding.path, destination))
         except OSError as error:
             failed.append((finding.path, error.strerror or str(error)))
     return replace(report, moved=tuple(moved), failed=tuple(failed))

@@ -37,7 +37,7 @@ def tidy(data: Any) -> Any:
     """A batch of somebody else's making as ours are: arrays as tensors, lists of such as tuples,
     any mapping (a tokenizer's ``BatchEncoding``) as a dict.
 
-    torch's own collate function answers a list ``[x, y]`` for examples ``(x, y)``. Lists of
+    torch's own collate function returns a list ``[x, y]`` for examples ``(x, y)``. Lists of
     anything else (texts, one per example) stay lists.
     """
     if isinstance(data, np.ndarray) and data.dtype.kind in "biufc":

@@ -103,7 +103,7 @@ class Dataset:
         return replace(self, shuffled=True, seed=seed)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Group examples into global batches: each replica gets its share of one."""
+        """Group examples into global batches: each replica gets one data shard."""
         if not isinstance(batch_size, int) or batch_size < 1:
             raise UserError(f"batch({batch_size!r})", "A global batch has at least one example.")
         if self.batched or isinstance(self.source, BatchStream | PerWorker):

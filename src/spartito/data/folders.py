@@ -24,7 +24,7 @@ def image_folder(
 ) -> Dataset:
     """Images in one folder per class as ``(x, y)``, any size of image.
 
-    ``x`` is float32 0 to 255 of shape ``(3, height, width)``, ``y`` the class' place in
+    ``x`` is float32 0 to 255 of shape ``(3, height, width)``, ``y`` the class' index in
     ``.classes``. ``validation_split`` keeps that share for ``subset="validation"``;
     ``validation_split=None, subset=None`` takes all. Read ahead in the background. ``options``
     go to `image_folder_source` (``color``, ``dtype``, ``extensions``).

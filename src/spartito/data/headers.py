@@ -173,7 +173,7 @@ def _verify_gif(data: bytes) -> None:
 
 
 def _gif_end(data: bytes, at: int) -> int:
-    """Where a chain of pieces ends, each with its length in front; behind the data if it is cut."""
+    """Where a chain of blocks ends, each with its length in front; behind the data if it is cut."""
     while length := data[at : at + 1]:
         at += 1 + length[0]
         if not length[0]:

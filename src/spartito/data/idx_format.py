@@ -21,7 +21,7 @@ from spartito.names import nearest
 
 TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 SPLITS = {"train": "train", "test": "t10k"}
-_PIECE = 1 << 20
+_CHUNK = 1 << 20
 
 Split = Literal["train", "test"]
 
@@ -104,10 +104,10 @@ def _read(file: BinaryIO, path: Path | str) -> NDArray[np.generic]:
 
 
 def _read_up_to(file: BinaryIO, count: int) -> bytearray:
-    """At most ``count`` bytes, in pieces: a header that lies must not make us allocate."""
+    """At most ``count`` bytes, in chunks: a header that lies must not make us allocate."""
     values = bytearray()
-    while piece := file.read(min(_PIECE, count - len(values))):
-        values += piece
+    while chunk := file.read(min(_CHUNK, count - len(values))):
+        values += chunk
     return values
 
 

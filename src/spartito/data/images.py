@@ -78,7 +78,7 @@ def split_order(
 class ImageFolder:
     """A source of samples ``(x, y)``: the images below one folder per class.
 
-    ``x`` is as `read_image` gives it, ``y`` the class' place in ``classes``, a 0-d int64 tensor.
+    ``x`` is as `read_image` gives it, ``y`` the class' index in ``classes``, a 0-d int64 tensor.
     Reading is safe from many threads, and Pillow lets them run side by side.
     """
 

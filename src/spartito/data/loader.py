@@ -65,7 +65,7 @@ class Loader:
         self._step = 0
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the present place to the end of the epoch (of the passes that it has)."""
+        """From the present position to the end of the epoch (of the passes that it has)."""
         while True:
             fresh = self._step == 0
             yield from self.rest_of_pass()
@@ -98,20 +98,20 @@ class Loader:
         self._pass, self._step = self._pass + 1, 0
 
     def endless(self) -> Iterator[Batch]:
-        """From the present place on, pass after pass."""
+        """From the present position on, pass after pass."""
         while True:
             yield from self
 
     def state_dict(self) -> dict[str, int]:
-        """The place of the next batch: pass and step."""
+        """The position of the next batch: pass and step."""
         return {"pass": self._pass, "step": self._step}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Go to a place that `state_dict` returned, under any number of replicas."""
+        """Go to a position that `state_dict` returned, under any number of replicas."""
         self._pass, self._step = state["pass"], state["step"]
 
     def rest_of_pass(self) -> Iterator[Batch]:
-        """From the present place to the end of the pass, and no further."""
+        """From the present position to the end of the pass, and no further."""
         tasks = self._feed.tasks(self._pass, self._step)
         batches = read_ahead(tasks, self.dataset.ahead, self.dataset.threads)
         try:

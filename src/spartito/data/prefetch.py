@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def read_ahead(tasks: Iterator[Callable[[], T]], depth: int, threads: int) -> Generator[T]:
-    """The answers of ``tasks`` in their order, up to ``depth`` of them made ahead of time.
+    """The results of ``tasks`` in their order, up to ``depth`` of them made ahead of time.
 
     With depth 0 each is made when it is asked for. Closing the iterator ends the threads.
     """

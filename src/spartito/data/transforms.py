@@ -90,7 +90,7 @@ class RandomRotation(RandomTransform):
         if not 0 <= self.factor <= 1:
             raise UserError(
                 f"rotation factor {self.factor} is not within 0 and 1",
-                "It is a share of a full turn: 0.1 is up to 36 degrees either way.",
+                "It is a fraction of a full turn: 0.1 is up to 36 degrees either way.",
             )
         if self.fill_mode not in FILLS:
             raise UserError(
@@ -115,7 +115,7 @@ def rotate(image: torch.Tensor, angle: float, fill_mode: str = "reflect") -> tor
     source = exact.numpy()
     turned = grid_sample(
         exact[None],
-        torch.from_numpy(_places(angle, *source.shape[1:]).astype(source.dtype)),
+        torch.from_numpy(_coordinates(angle, *source.shape[1:]).astype(source.dtype)),
         mode="bilinear",
         padding_mode=FILLS[fill_mode],
         align_corners=False,
@@ -126,7 +126,7 @@ def rotate(image: torch.Tensor, angle: float, fill_mode: str = "reflect") -> tor
     return torch.from_numpy(result).to(image.dtype)
 
 
-def _places(angle: float, height: int, width: int) -> NDArray[np.float64]:
+def _coordinates(angle: float, height: int, width: int) -> NDArray[np.float64]:
     """Where each pixel of a turned image comes from: (x, y), both sides from -1 to 1.
 
     Of shape ``(1, height, width, 2)``. An oblong needs the ratio of its sides.
@@ -134,10 +134,10 @@ def _places(angle: float, height: int, width: int) -> NDArray[np.float64]:
     cos, sin = math.cos(angle), math.sin(angle)
     x = (2 * np.arange(width) + 1) / width - 1
     y = ((2 * np.arange(height) + 1) / height - 1)[:, None]
-    places = np.empty((1, height, width, 2))
-    np.subtract(cos * x, sin * height / width * y, out=places[0, ..., 0])
-    np.add(sin * width / height * x, cos * y, out=places[0, ..., 1])
-    return places
+    coordinates = np.empty((1, height, width, 2))
+    np.subtract(cos * x, sin * height / width * y, out=coordinates[0, ..., 0])
+    np.add(sin * width / height * x, cos * y, out=coordinates[0, ..., 1])
+    return coordinates
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Which image files lie below a directory: one answer for training and for the check."""
+"""Which image files lie below a directory: the same for training and for the check."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ def _is_image(name: str, endings: tuple[str, ...]) -> bool:
 
 
 def _is_folder(entry: os.DirEntry[str]) -> bool:
-    # Of a link that leads to itself `DirEntry.is_dir` raises; of a plain file it costs nothing.
+    # Of a link to itself `DirEntry.is_dir` raises; of a plain file it costs nothing.
     return os.path.isdir(entry.path) if entry.is_symlink() else entry.is_dir()
 
 
 def _walk(directory: str, seen: set[tuple[int, int]]) -> Iterator[str]:
     entries = _entries(directory)
     status = os.stat(directory)
-    if (status.st_dev, status.st_ino) in seen:  # a link that leads back up
+    if (status.st_dev, status.st_ino) in seen:  # a link back up
         return
     seen.add((status.st_dev, status.st_ino))
     for entry in entries:
