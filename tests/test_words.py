@@ -38,8 +38,6 @@ BANNED = {
 UNSWEPT: tuple[str, ...] = (
     "src/spartito/checkpoint/",
     "src/spartito/cli/",
-    "src/spartito/cluster/",
-    "src/spartito/data/",
     "src/spartito/launch/",
     "src/spartito/report/",
     "src/spartito/comparison/",
@@ -49,7 +47,6 @@ UNSWEPT: tuple[str, ...] = (
     "docs/architecture.md",
     "docs/clusters.md",
     "docs/containers.md",
-    "docs/data.md",
     "examples/",
     "benchmarks/",
     "tests/",

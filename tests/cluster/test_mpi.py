@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from spartito.cluster import ClusterSpec, Task, resolve
-from spartito.cluster.mpi import check_told, from_mpi
+from spartito.cluster.mpi import check_complete, from_mpi
 from spartito.cluster.resolver import joined
 from spartito.errors import UserError
 from tests.cluster.environments import (
@@ -64,7 +64,7 @@ def test_without_others_it_says_nothing() -> None:
     assert from_mpi(alone) is None
     for env in ({"PMI_RANK": "0", "PMI_SIZE": "1"}, {"PMIX_RANK": "0", **alone}):
         assert from_mpi(env) is None
-        check_told(env)
+        check_complete(env)
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def test_each_source_is_heard_and_the_first_of_several_decides(tmp_path: Path) -
     sources = everything(tmp_path)
     assert len(sources) == len(RESOLVERS)
     for resolver, env in zip(RESOLVERS, sources, strict=True):
-        assert [r.name for r in RESOLVERS if r.speaks(env)] == [resolver.name]
+        assert [r.name for r in RESOLVERS if r.applies(env)] == [resolver.name]
         spec = resolver.read(env)
         assert spec is not None
         assert resolve(env) == spec
@@ -66,7 +66,7 @@ def test_mpirun_under_slurm_is_mpis() -> None:
 @pytest.mark.parametrize("resolver", RESOLVERS, ids=lambda resolver: resolver.name)
 def test_a_source_that_does_not_speak_reads_nothing(resolver: object) -> None:
     found = next(r for r in RESOLVERS if r is resolver)
-    assert not found.speaks({})
+    assert not found.applies({})
     assert found.read({}) is None
 
 

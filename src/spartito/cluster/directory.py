@@ -8,16 +8,15 @@ that an earlier job left behind counts for nothing, and no clocks are compared.
 from __future__ import annotations
 
 import errno
-import json
 import random
 import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+
+import msgspec
 
 from spartito.cluster.endpoints import chosen_interface, port_range
 from spartito.cluster.interfaces import ELSEWHERE
@@ -53,7 +52,7 @@ TRIES = 50  # ports of which one must be free
 LOOK_SECONDS = 0.1  # between two looks into the directory
 
 
-def speaks(env: Mapping[str, str]) -> bool:
+def applies(env: Mapping[str, str]) -> bool:
     """Whether ``SPARTITO_CLUSTER_DIR`` names a directory."""
     return bool(env.get(VARIABLE, "").strip())
 
@@ -66,7 +65,7 @@ def from_directory(env: Mapping[str, str]) -> ClusterSpec | None:
     `TaskLostError` that names those who did not come within ``SPARTITO_TIMEOUT`` seconds (300).
     Within one process the same call returns the same cluster.
     """
-    if not speaks(env):
+    if not applies(env):
         return None
     task, expected = _named(env)
     folder = Path(env[VARIABLE].strip())
@@ -86,19 +85,18 @@ def own_task(env: Mapping[str, str]) -> Task | None:
     return task if len(expected) > 1 else None
 
 
-@dataclass(frozen=True, slots=True)
-class Card:
-    """What a task says in its file: where it is, its token, and whose tokens it has seen."""
+class Card(msgspec.Struct, frozen=True):
+    """What a task says in its file: its address, its token, and the tokens that it has seen."""
 
     address: str
     token: str
-    seen: Mapping[str, str]
+    seen: dict[str, str]
 
     @classmethod
     def read(cls, path: Path) -> Card | None:
         """The card in ``path``; None where there is none, or something else."""
         try:
-            return cls.parse(json.loads(path.read_bytes()))
+            return msgspec.json.decode(path.read_bytes(), type=cls)
         except OSError as error:
             if error.errno not in (errno.ENOENT, errno.ESTALE):  # stale: replaced as we looked
                 raise
@@ -106,19 +104,10 @@ class Card:
         except ValueError:
             return None  # not ours: a task that comes writes over it
 
-    @classmethod
-    def parse(cls, value: Any) -> Card | None:
-        """The card that ``value``, from JSON, is; None if it is none."""
-        fields = value if isinstance(value, dict) else {}
-        where, token, seen = (fields.get(name) for name in ("address", "token", "seen"))
-        good = isinstance(where, str) and isinstance(token, str) and isinstance(seen, dict)
-        return cls(str(where), str(token), dict(seen or {})) if good else None
-
     def write(self, path: Path) -> None:
         """Put it into ``path`` at once: no reader sees a half of it."""
-        fields = {"address": self.address, "token": self.token, "seen": dict(self.seen)}
         part = path.with_name(f".{path.name}.{self.token}")
-        part.write_text(json.dumps(fields))
+        part.write_bytes(msgspec.json.encode(self))
         part.replace(path)
 
 

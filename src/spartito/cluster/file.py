@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 from spartito.cluster.interfaces import is_here
-from spartito.cluster.listed import ENV_TASK, check_addresses, named_task, spec_of
-from spartito.cluster.spec import REPLICA_ROLES, ROLES, ClusterSpec, Task, canonical, split_address
+from spartito.cluster.listed import ENV_TASK, named_task, roles_of, spec_of
+from spartito.cluster.spec import ClusterSpec, Task, canonical, split_address
 from spartito.errors import UserError
-from spartito.names import nearest
 
 VARIABLE = "SPARTITO_CLUSTER"
 EXAMPLE = "worker: [a:29500, b:29500]"
+LIKE = f"It looks like {EXAMPLE}"
 
 
-def speaks(env: Mapping[str, str]) -> bool:
+def applies(env: Mapping[str, str]) -> bool:
     """Whether ``SPARTITO_CLUSTER`` names a file."""
     return bool(env.get(VARIABLE, "").strip())
 
@@ -30,10 +30,10 @@ def from_file(
     The file maps roles to addresses: ``worker: [a:29500, b:29500]``. We are the task that
     ``SPARTITO_TASK`` names, else the only one whose host ``is_ours``, by default `is_this_machine`.
     """
-    if not speaks(env):
+    if not applies(env):
         return None
     path = Path(env[VARIABLE].strip())
-    cluster = _cluster(_read(path), f"{path}")
+    cluster = roles_of(_read(path), f"{path}", LIKE)
     task = named_task(env) or _by_host(cluster, is_ours or is_this_machine, f"{path}")
     if task.index >= len(cluster.get(task.type, ())):
         listed = ", ".join(f"{len(tasks)} {role}" for role, tasks in cluster.items())
@@ -59,24 +59,7 @@ def _read(path: Path) -> Any:
         raise UserError(f"{VARIABLE}={str(path)!r} cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         where = " ".join(str(error).split())
-        raise UserError(f"{path} is neither YAML nor JSON: {where}", _like()) from error
-
-
-def _cluster(given: Any, source: str) -> dict[str, tuple[str, ...]]:
-    if not isinstance(given, dict):
-        raise UserError(f"{source} must map roles to addresses, but is {given!r}", _like())
-    for role, tasks in given.items():
-        if role not in ROLES:
-            raise UserError(f"{source}: {role!r} is not a role", nearest(str(role), ROLES))
-        if not isinstance(tasks, list) or not all(isinstance(a, str) for a in tasks):
-            raise UserError(
-                f"{source}: {role!r} must be a list of host:port, but is {tasks!r}", _like()
-            )
-    cluster = {role: tuple(tasks) for role, tasks in given.items() if tasks}
-    if not any(role in cluster for role in REPLICA_ROLES):
-        raise UserError(f"{source} has no chief and no worker", _like())
-    check_addresses(cluster, source)
-    return cluster
+        raise UserError(f"{path} is neither YAML nor JSON: {where}", LIKE) from error
 
 
 def _by_host(
@@ -93,7 +76,3 @@ def _by_host(
     here = f"this machine ({socket.gethostname()})"
     what = f"{' and '.join(map(str, found))} are on {here}" if found else f"no task is on {here}"
     raise UserError(f"{source}: {what}", f"Say which task this is: {ENV_TASK}='worker 0'")
-
-
-def _like() -> str:
-    return f"It looks like {EXAMPLE}"

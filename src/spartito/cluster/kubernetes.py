@@ -13,11 +13,12 @@ from spartito.cluster.listed import (
     address,
     check_addresses,
     count,
+    numbered,
     spec_of,
     task_of,
     with_servers,
 )
-from spartito.cluster.spec import ClusterSpec, Task
+from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
 
 JOB = "Kubernetes' indexed Job"
@@ -28,13 +29,13 @@ ENV_PODS = "SPARTITO_PODS"
 and the headless service."""
 
 
-def speaks(env: Mapping[str, str]) -> bool:
+def applies(env: Mapping[str, str]) -> bool:
     """Whether a Job says our index and we know how many there are, or Kubeflow says our node."""
     return _in_job(env) or _in_kubeflow(env)
 
 
 def from_kubernetes(env: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster of the pods; None where `speaks` hears nothing.
+    """The cluster of the pods; None outside of `applies`.
 
     Indexed Job: ``SPARTITO_WORKERS`` pods are workers, the ``SPARTITO_PS`` after them parameter
     servers, ``JOB_COMPLETION_INDEX`` is our number and ``SPARTITO_PODS`` everyone's address.
@@ -47,7 +48,7 @@ def from_kubernetes(env: Mapping[str, str]) -> ClusterSpec | None:
 
 
 def remark(env: Mapping[str, str]) -> str | None:
-    """What to tell the one process of a pod that is told to have several.
+    """What the one process of a pod should know that is said to have several.
 
     Kubeflow tells torchrun so, of its own accord where the pod has a CPU limit; who starts
     ``python`` has one.
@@ -97,14 +98,4 @@ def _from_kubeflow(env: Mapping[str, str]) -> ClusterSpec:
     if not host:
         raise UserError("PET_NNODES is set, but PET_MASTER_ADDR is not; Kubeflow sets both")
     port = count(env, "PET_MASTER_PORT" if env.get("PET_MASTER_PORT") else "MASTER_PORT", 29_500)
-    meeting = address(host, port)
-    return ClusterSpec(
-        addresses={"worker": (meeting, *[""] * (nodes - 1))},
-        task=Task("worker", rank),
-        rank=rank,
-        world_size=nodes,
-        local_rank=0,
-        local_size=1,
-        rendezvous=meeting,
-        source=KUBEFLOW,
-    )
+    return numbered(rank, nodes, 0, 1, address(host, port), KUBEFLOW)

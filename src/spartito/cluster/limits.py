@@ -29,8 +29,8 @@ def time_limit(given: float | None = None, env: Mapping[str, str] = os.environ) 
     return _checked(seconds, f"{ENV_TIMEOUT}={text!r}")
 
 
-def _checked(seconds: Any, told: str) -> float:
+def _checked(seconds: Any, source: str) -> float:
     number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
     if not number or not 0 < seconds <= MOST_SECONDS:
-        raise UserError(f"{told} is not a number of seconds above 0 and up to {MOST_SECONDS:,}")
+        raise UserError(f"{source} is not a number of seconds above 0 and up to {MOST_SECONDS:,}")
     return float(seconds)

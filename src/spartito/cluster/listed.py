@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from spartito.cluster.spec import (
     NO_RANK,
@@ -53,6 +54,40 @@ def spec_of(cluster: Mapping[str, tuple[str, ...]], task: Task, source: str) -> 
     )
 
 
+def numbered(
+    rank: int, size: int, local_rank: int, local_size: int, meeting: str, source: str
+) -> ClusterSpec:
+    """The cluster of ``size`` workers of which we only know where they meet."""
+    return ClusterSpec(
+        addresses={"worker": (meeting if size > 1 else "", *[""] * (size - 1))},
+        task=Task("worker", rank),
+        rank=rank,
+        world_size=size,
+        local_rank=local_rank,
+        local_size=local_size,
+        rendezvous=meeting if size > 1 else None,
+        source=source,
+    )
+
+
+def roles_of(given: Any, source: str, advice: str) -> dict[str, tuple[str, ...]]:
+    """The addresses by role that somebody wrote down; `UserError` unless they can be a job."""
+    if not isinstance(given, dict):
+        raise UserError(f"{source} must map roles to addresses, but has {given!r}", advice)
+    for role, tasks in given.items():
+        if role not in ROLES:
+            raise UserError(f"{source}: {role!r} is not a role", nearest(str(role), ROLES))
+        if not isinstance(tasks, list) or not all(isinstance(a, str) for a in tasks):
+            raise UserError(
+                f"{source}: {role!r} must be a list of host:port, but is {tasks!r}", advice
+            )
+    cluster = {role: tuple(tasks) for role, tasks in given.items() if tasks}
+    if not any(role in cluster for role in REPLICA_ROLES):
+        raise UserError(f"{source}: the cluster {given!r} has no chief and no worker", advice)
+    check_addresses(cluster, source)
+    return cluster
+
+
 def with_servers(addresses: Sequence[str], servers: int) -> dict[str, tuple[str, ...]]:
     """The roles of numbered tasks: workers, and the last ``servers`` of them are ps."""
     split = len(addresses) - servers
@@ -78,9 +113,9 @@ def check_addresses(cluster: Mapping[str, tuple[str, ...]], source: str) -> None
                 host, port = split_address(address)
             except UserError as error:
                 raise UserError(f"{source}, {task}: {error}") from error
-            twin, told = seen.setdefault((canonical(host), port), (task, address))
+            twin, other = seen.setdefault((canonical(host), port), (task, address))
             if twin != task:
-                same = address if told == address else f"{told}, which is {address}"
+                same = address if other == address else f"{other}, which is {address}"
                 raise UserError(
                     f"{source}: {twin} and {task} have one address, {same}",
                     "Give each task a port of its own.",

@@ -1,7 +1,7 @@
 """The cluster by the variables of ``mpirun`` and of other launchers that number processes.
 
-Open MPI, MVAPICH, MPICH and Intel MPI, ``flux run``, LSF's ``jsrun``, HPE's PALS. They tell ranks
-but no addresses. What tells a rank and leaves out the rest is refused: to train alone beside the
+Open MPI, MVAPICH, MPICH and Intel MPI, ``flux run``, LSF's ``jsrun``, HPE's PALS. They set ranks
+but no addresses. What sets a rank and leaves out the rest is refused: to train alone beside the
 others would be wrong.
 """
 
@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spartito.cluster import srun
-from spartito.cluster.listed import address, count
-from spartito.cluster.spec import ClusterSpec, Task, is_loopback
+from spartito.cluster.listed import address, count, numbered
+from spartito.cluster.spec import ClusterSpec, is_loopback
 from spartito.errors import UserError
 
 PORT = 29_500
@@ -89,12 +89,12 @@ FAMILIES = (
     ),
     Family("PMIx", "PMIX_RANK"),
 )
-"""Intel MPI speaks as MPICH does. What is inside of another comes first: PALS beside PMI."""
+"""Intel MPI sets what MPICH does. What is inside of another comes first: PALS beside PMI."""
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
-    """The variables by which a launcher told this process something; ``""`` where it did not."""
+class Found:
+    """The variables that a launcher set for this process; ``""`` where it did not."""
 
     family: Family
     rank: str
@@ -104,7 +104,7 @@ class Told:
 
     @property
     def whole(self) -> bool:
-        """Whether it told everything but addresses."""
+        """Whether it set everything but addresses."""
         return bool(self.size and self.local_rank and self.local_size)
 
     def alone(self, env: Mapping[str, str]) -> bool:
@@ -114,74 +114,65 @@ class Told:
 
 def started(env: Mapping[str, str]) -> bool:
     """Whether such a launcher started this process; not ``srun``, which sets some of these too."""
-    return _told(env) is not None
+    return _found(env) is not None
 
 
-def speaks(env: Mapping[str, str]) -> bool:
-    """Whether a launcher started this process beside others, and told all that we must know."""
-    told = _told(env)
-    return told is not None and told.whole and not told.alone(env)
+def applies(env: Mapping[str, str]) -> bool:
+    """Whether a launcher started this process beside others, and set all that we must know."""
+    found = _found(env)
+    return found is not None and found.whole and not found.alone(env)
 
 
 def from_mpi(env: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster of so many workers; None outside of `speaks`.
+    """The cluster of so many workers; None outside of `applies`.
 
     They meet at ``MASTER_ADDR`` and ``MASTER_PORT`` (29500), on one machine at its loopback.
     """
-    told = _told(env)
-    if told is None or not speaks(env):
+    found = _found(env)
+    if found is None or not applies(env):
         return None
-    names = told.rank, told.size, told.local_rank, told.local_size
+    names = found.rank, found.size, found.local_rank, found.local_size
     rank, world, local_rank, local_size = (count(env, name) for name in names)
-    meeting = address(_host(env, told.family, world, local_size), count(env, "MASTER_PORT", PORT))
-    return ClusterSpec(
-        addresses={"worker": (meeting, *[""] * (world - 1))},
-        task=Task("worker", rank),
-        rank=rank,
-        world_size=world,
-        local_rank=local_rank,
-        local_size=local_size,
-        rendezvous=meeting,
-        source=told.family.name,
-    )
+    meeting = address(_host(env, found.family, world, local_size), count(env, "MASTER_PORT", PORT))
+    return numbered(rank, world, local_rank, local_size, meeting, found.family.name)
 
 
-def check_told(env: Mapping[str, str]) -> None:
+def check_complete(env: Mapping[str, str]) -> None:
     """Raise `UserError` where a launcher says that we have a rank, but not enough to find others.
 
     For who has asked everybody else: the process would train alone, and so would its peers.
     """
-    told = _told(env)
-    if told is None or told.whole or told.alone(env):
+    found = _found(env)
+    if found is None or found.whole or found.alone(env):
         return
-    if not told.size:
+    if not found.size:
         raise UserError(
-            f"{told.rank}={env[told.rank]} says that a launcher numbers its processes, but nothing "
-            "says how many there are",
+            f"{found.rank}={env[found.rank]} says that a launcher numbers its processes, but "
+            "nothing says how many there are",
             f"Set RANK, WORLD_SIZE, {LOCAL_RANK}, {LOCAL_SIZE}, MASTER_ADDR and MASTER_PORT for "
-            f"each, or unset {told.rank} if this process is alone.",
+            f"each, or unset {found.rank} if this process is alone.",
         )
-    names = [LOCAL_SIZE] if told.local_rank else [LOCAL_RANK, LOCAL_SIZE]
+    names = [LOCAL_SIZE] if found.local_rank else [LOCAL_RANK, LOCAL_SIZE]
     raise UserError(
-        f"{told.rank}={env[told.rank]} and {told.size}={env[told.size]} say that this process has "
-        "others beside it, but nothing says which of them share a machine",
+        f"{found.rank}={env[found.rank]} and {found.size}={env[found.size]} say that this process "
+        "has others beside it, but nothing says which of them share a machine",
         f"All on one: set MASTER_ADDR=127.0.0.1. On several: set {' and '.join(names)} for each, "
         "and MASTER_ADDR to the machine of process 0.",
     )
 
 
-def _told(env: Mapping[str, str]) -> Told | None:
-    """The first launcher that told everything, else the first that told a rank."""
-    found = [told for family in FAMILIES if (told := _read(env, family))]
-    chosen = next((told for told in found if told.whole or told.alone(env)), None)
-    told = chosen or (found[0] if found else None)
-    if told is None or srun.says(env, env[told.rank].strip(), env.get(told.size, "").strip()):
+def _found(env: Mapping[str, str]) -> Found | None:
+    """The first launcher that set everything, else the first that set a rank."""
+    set_ = [each for family in FAMILIES if (each := _read(env, family))]
+    whole = next((each for each in set_ if each.whole or each.alone(env)), None)
+    found = whole or (set_[0] if set_ else None)
+    if found is None or srun.says(env, env[found.rank].strip(), env.get(found.size, "").strip()):
         return None
-    return told
+    return found
 
 
-def _read(env: Mapping[str, str], family: Family) -> Told | None:
-    """What ``family`` told; what it left out as the user says it, or one machine makes it clear."""
+def _read(env: Mapping[str, str], family: Family) -> Found | None:
+    """What ``family`` set; what it left out as the user says, or as one machine makes clear."""
     rank, size = _set(env, family.rank), _set(env, *family.size)
     if not rank:
         return None
@@ -189,7 +180,7 @@ def _read(env: Mapping[str, str], family: Family) -> Told | None:
     local_size = _set(env, *family.local_size, LOCAL_SIZE)
     if env.get(family.nodes) == "1" or is_loopback(env.get("MASTER_ADDR", "").strip()):
         local_rank, local_size = local_rank or rank, local_size or size
-    return Told(family, rank, size, local_rank, local_size)
+    return Found(family, rank, size, local_rank, local_size)
 
 
 def _set(env: Mapping[str, str], *names: str) -> str:

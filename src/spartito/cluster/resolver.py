@@ -1,4 +1,4 @@
-"""Ask each source in turn who we are; the first that knows decides."""
+"""The sources of the cluster in order of precedence: the first that applies decides."""
 
 from __future__ import annotations
 
@@ -15,25 +15,29 @@ from spartito.errors import UserError
 class Resolver:
     """One source of the cluster.
 
-    ``speaks`` tells whether an environment says anything of this kind; ``read`` answers the
-    cluster, None where it does not, `UserError` where it is wrong. ``task`` is for a source whose
-    ``read`` waits for the other tasks: it answers at once who we are, None when alone.
+    Attributes:
+        name: What messages call it.
+        applies: Whether an environment has variables of this kind.
+        read: The cluster of an environment; None where it does not apply, `UserError` where it is
+            wrong.
+        task: For a source whose ``read`` waits for the other tasks: which one we are, without
+            waiting; None when alone.
     """
 
     name: str
-    speaks: Callable[[Mapping[str, str]], bool]
+    applies: Callable[[Mapping[str, str]], bool]
     read: Callable[[Mapping[str, str]], ClusterSpec | None]
     task: Callable[[Mapping[str, str]], Task | None] | None = None
 
 
 RESOLVERS: tuple[Resolver, ...] = (
-    Resolver(tf_config.VARIABLE, tf_config.speaks, tf_config.from_tf_config),
-    Resolver(torchrun.SOURCE, torchrun.speaks, torchrun.from_torchrun),
-    Resolver("Kubernetes", kubernetes.speaks, kubernetes.from_kubernetes),
-    Resolver(slurm.SOURCE, slurm.speaks, slurm.from_slurm),
-    Resolver("MPI", mpi.speaks, mpi.from_mpi),
-    Resolver(file.VARIABLE, file.speaks, file.from_file),
-    Resolver(directory.VARIABLE, directory.speaks, directory.from_directory, directory.own_task),
+    Resolver(tf_config.VARIABLE, tf_config.applies, tf_config.from_tf_config),
+    Resolver(torchrun.SOURCE, torchrun.applies, torchrun.from_torchrun),
+    Resolver("Kubernetes", kubernetes.applies, kubernetes.from_kubernetes),
+    Resolver(slurm.SOURCE, slurm.applies, slurm.from_slurm),
+    Resolver("MPI", mpi.applies, mpi.from_mpi),
+    Resolver(file.VARIABLE, file.applies, file.from_file),
+    Resolver(directory.VARIABLE, directory.applies, directory.from_directory, directory.own_task),
 )
 """In order of precedence."""
 
@@ -45,7 +49,7 @@ def resolve(env: Mapping[str, str] | None = None) -> ClusterSpec:
         spec = resolver.read(variables)
         if spec is not None:
             return spec
-    mpi.check_told(variables)
+    mpi.check_complete(variables)
     return ClusterSpec.alone()
 
 
@@ -82,14 +86,14 @@ def joined(env: Mapping[str, str]) -> Joined | None:
     Waits for nobody; raises `UserError` as `resolve` does.
     """
     for resolver in RESOLVERS:
-        if resolver.task is not None and resolver.speaks(env):
+        if resolver.task is not None and resolver.applies(env):
             task = resolver.task(env)
             return None if task is None else Joined(resolver.name, task, None)
         spec = resolver.read(env)
         if spec is not None:
             several = sum(map(len, spec.addresses.values())) > 1
             return Joined(spec.source, spec.task, spec) if several else None
-    mpi.check_told(env)
+    mpi.check_complete(env)
     return None
 
 
@@ -109,20 +113,20 @@ def check_alone(env: Mapping[str, str], what: str) -> None:
 def remarks(spec: ClusterSpec, env: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """What a reader should know about where ``spec`` comes from; mostly nothing.
 
-    Which sources in ``env`` tell otherwise and were passed over, that one is alone in an
-    allocation for several tasks, and that a pod is told to have several processes.
+    Which sources in ``env`` differ and were passed over, that one is alone in an
+    allocation for several tasks, and that a pod is said to have several processes.
     """
     variables = os.environ if env is None else env
-    speaking = [resolver for resolver in RESOLVERS if resolver.speaks(variables)]
-    others = [r.name for r in speaking[1:] if not _agrees(r, spec, variables)]
+    applying = [resolver for resolver in RESOLVERS if resolver.applies(variables)]
+    others = [r.name for r in applying[1:] if not _agrees(r, spec, variables)]
     passed = f"the cluster comes from {spec.source}; passed over: {', '.join(others)}"
-    alone = None if speaking else slurm.remark(variables)
-    told = (passed if others else None, alone, kubernetes.remark(variables))
-    return tuple(remark for remark in told if remark)
+    alone = None if applying else slurm.remark(variables)
+    found = (passed if others else None, alone, kubernetes.remark(variables))
+    return tuple(remark for remark in found if remark)
 
 
 def _agrees(resolver: Resolver, spec: ClusterSpec, env: Mapping[str, str]) -> bool:
-    """Whether ``resolver`` would have told the same of us."""
+    """Whether ``resolver`` says the same of us."""
     if resolver.task is not None:
         return False  # it would wait
     try:

@@ -42,20 +42,20 @@ def read_secret(env: Mapping[str, str] | None = None) -> str:
     Raises `UserError` for one that is too short, or whose file cannot be read.
     """
     variables = os.environ if env is None else env
-    text, told = variables.get(ENV_SECRET, "").strip(), ENV_SECRET
+    text, source = variables.get(ENV_SECRET, "").strip(), ENV_SECRET
     path = variables.get(ENV_SECRET_FILE)
     if not text and path:
-        told = f"{ENV_SECRET_FILE}={path}"
+        source = f"{ENV_SECRET_FILE}={path}"
         try:
             text = Path(path).read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{told} cannot be read: {error}", ADVICE) from error
+            raise UserError(f"{source} cannot be read: {error}", ADVICE) from error
         if not text:
-            raise UserError(f"{told} is empty", ADVICE)
+            raise UserError(f"{source} is empty", ADVICE)
     if not text.isprintable():
-        raise UserError(f"{told} has more than one line", ADVICE)
+        raise UserError(f"{source} has more than one line", ADVICE)
     if text and len(text) < LEAST:
-        raise UserError(f"{told} has {len(text)} characters, at least {LEAST} are needed", ADVICE)
+        raise UserError(f"{source} has {len(text)} characters, at least {LEAST} are needed", ADVICE)
     return text
 
 

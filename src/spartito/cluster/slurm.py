@@ -32,7 +32,7 @@ LOOPBACK = "127.0.0.1"
 """Where the tasks of a step on one node meet."""
 
 
-def speaks(env: Mapping[str, str]) -> bool:
+def applies(env: Mapping[str, str]) -> bool:
     """Whether this is one of several tasks of a step.
 
     A batch script's own shell and that of ``salloc`` have a job but no step, ``srun --pty bash``
@@ -44,7 +44,7 @@ def speaks(env: Mapping[str, str]) -> bool:
 
 
 def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
-    """The cluster of the step's tasks by ``SLURM_PROCID``; None outside of `speaks`.
+    """The cluster of the step's tasks by ``SLURM_PROCID``; None outside of `applies`.
 
     The last ``SPARTITO_PS`` tasks are parameter servers, the others workers; after the servers
     comes an evaluator where ``SPARTITO_EVALUATOR`` is 1. A task listens at
@@ -52,7 +52,7 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
     its index on the node. ``MASTER_ADDR`` is the name of the first task's node, where Slurm's
     own name for it does not serve.
     """
-    if not speaks(env):
+    if not applies(env):
         return None
     tasks, rank = count({"tasks": srun.tasks(env)}, "tasks"), count(env, "SLURM_PROCID")
     nodes, counts = _nodes(env), _counts(env)

@@ -6,16 +6,17 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from spartito.cluster.listed import check_addresses, spec_of
-from spartito.cluster.spec import REPLICA_ROLES, ROLES, ClusterSpec, Task
+from spartito.cluster.listed import roles_of, spec_of
+from spartito.cluster.spec import ROLES, ClusterSpec, Task
 from spartito.errors import UserError
 from spartito.names import nearest
 
 VARIABLE = "TF_CONFIG"
 EXAMPLE = '{"cluster": {"worker": ["a:29500", "b:29500"]}, "task": {"type": "worker", "index": 0}}'
+LIKE = f"It looks like {EXAMPLE}"
 
 
-def speaks(env: Mapping[str, str]) -> bool:
+def applies(env: Mapping[str, str]) -> bool:
     """Whether ``TF_CONFIG`` is set."""
     return bool(env.get(VARIABLE, "").strip())
 
@@ -30,7 +31,9 @@ def from_tf_config(env: Mapping[str, str]) -> ClusterSpec | None:
     if not text:
         return None
     config = _object(_parse(text), "the whole")
-    cluster = _cluster(_object(_part(config, "cluster"), "'cluster'"))
+    cluster = roles_of(_part(config, "cluster"), VARIABLE, LIKE)
+    if len(cluster.get("chief", ())) > 1:
+        raise _wrong(f"the cluster has {len(cluster['chief'])} chiefs, but one is the most")
     task = _task(_object(_part(config, "task"), "'task'"), cluster)
     if task.type == "evaluator":
         cluster.setdefault("evaluator", ("",))
@@ -54,21 +57,6 @@ def _part(config: Mapping[str, Any], name: str) -> Any:
     if name not in config:
         raise _wrong(f"{json.dumps(config)} has no {name!r}")
     return config[name]
-
-
-def _cluster(given: Mapping[str, Any]) -> dict[str, tuple[str, ...]]:
-    for role, tasks in given.items():
-        if role not in ROLES:
-            raise UserError(f"{VARIABLE}: {role!r} is not a role", nearest(role, ROLES))
-        if not isinstance(tasks, list) or not all(isinstance(a, str) for a in tasks):
-            raise _wrong(f"{role!r} must be a list of host:port, but is {json.dumps(tasks)}")
-    cluster = {role: tuple(tasks) for role, tasks in given.items() if tasks}
-    if not any(role in cluster for role in REPLICA_ROLES):
-        raise _wrong(f"the cluster {json.dumps(given)} has no chief and no worker")
-    if len(cluster.get("chief", ())) > 1:
-        raise _wrong(f"the cluster has {len(cluster['chief'])} chiefs, but one is the most")
-    check_addresses(cluster, VARIABLE)
-    return cluster
 
 
 def _task(given: Mapping[str, Any], cluster: Mapping[str, tuple[str, ...]]) -> Task:
@@ -95,4 +83,4 @@ def _task(given: Mapping[str, Any], cluster: Mapping[str, tuple[str, ...]]) -> T
 
 
 def _wrong(what: str) -> UserError:
-    return UserError(f"{VARIABLE}: {what}", f"It looks like {EXAMPLE}")
+    return UserError(f"{VARIABLE}: {what}", LIKE)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from spartito.cluster.spec import ClusterSpec, Task, split_address
+from spartito.cluster.listed import address, count, numbered
+from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
 
 COUNTS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -12,7 +13,7 @@ VARIABLES = (*COUNTS, "MASTER_ADDR", "MASTER_PORT")
 SOURCE = "torchrun's variables"
 
 
-def speaks(env: Mapping[str, str]) -> bool:
+def applies(env: Mapping[str, str]) -> bool:
     """Whether ``RANK`` or ``WORLD_SIZE`` is set, and not for a whole pod (Kubeflow's)."""
     pod = "PET_NNODES" in env and not env.get("LOCAL_RANK")
     return bool(env.get("RANK") or env.get("WORLD_SIZE")) and not pod
@@ -20,7 +21,7 @@ def speaks(env: Mapping[str, str]) -> bool:
 
 def from_torchrun(env: Mapping[str, str]) -> ClusterSpec | None:
     """The cluster of ``RANK`` of ``WORLD_SIZE`` workers; None where neither is set."""
-    if not speaks(env):
+    if not applies(env):
         return None
     missing = [name for name in VARIABLES if not env.get(name)]
     if missing:
@@ -31,7 +32,7 @@ def from_torchrun(env: Mapping[str, str]) -> ClusterSpec | None:
             f"Start with torchrun, set {', '.join(missing)}"
             f"{one_each if 'LOCAL_RANK' in missing else ''}, or unset RANK and WORLD_SIZE.",
         )
-    rank, size, local_rank, local_size = (_count(env, name) for name in COUNTS)
+    rank, size, local_rank, local_size = (count(env, name) for name in COUNTS)
     for name, value, limit in (
         ("RANK", rank, size),
         ("LOCAL_RANK", local_rank, local_size),
@@ -41,23 +42,5 @@ def from_torchrun(env: Mapping[str, str]) -> ClusterSpec | None:
         if value >= limit:
             given = " ".join(f"{name}={env[name]}" for name in COUNTS)
             raise UserError(f"{name}={value} must be less than {limit} with {given}")
-    host, port = env["MASTER_ADDR"], env["MASTER_PORT"]
-    meeting = f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
-    split_address(meeting)
-    return ClusterSpec(
-        addresses={"worker": (meeting if size > 1 else "", *[""] * (size - 1))},
-        task=Task("worker", rank),
-        rank=rank,
-        world_size=size,
-        local_rank=local_rank,
-        local_size=local_size,
-        rendezvous=meeting if size > 1 else None,
-        source=SOURCE,
-    )
-
-
-def _count(env: Mapping[str, str], name: str) -> int:
-    text = env[name].strip()
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(f"{name}={env[name]!r} is not a whole number")
-    return int(text)
+    meeting = address(env["MASTER_ADDR"], count(env, "MASTER_PORT"))
+    return numbered(rank, size, local_rank, local_size, meeting, SOURCE)
