@@ -127,18 +127,18 @@ def weighted(
         loss_divisor = gradients.begin(float(whole))
         if batch.size:
             found = weigh(evaluate_loss(function, model(batch.x), batch), batch)
-            scale = found.scale / loss_divisor if found.weight else 0.0
+            scale = found.scale / loss_divisor if found.counts else 0.0
             found.value.backward(torch.full_like(found.value, scale))
-            value = found.value.item() * found.scale if found.weight else 0.0
+            value = found.value.item() * found.scale if found.counts else 0.0
             gradients.add(value, found.weight)
-    weight, total, piggybacked = gradients.reduce((2.0,))
+    weight, total, (piggybacked,) = gradients.reduce((2.0,))
     assert piggybacked == 2.0 * collective.world_size
     if clip is not None:
         gradients.clip(clip, gradients.norm())
     result = [p.grad.clone() for p in parameters if p.grad is not None]
     gradients.clear()
     assert all(p.grad is None for p in parameters)
-    return total / weight, result
+    return float(total / weight), result
 
 
 Case = tuple[list[list[int]], str, float | None, bool]

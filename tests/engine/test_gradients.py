@@ -94,13 +94,13 @@ def test_weights_go_with_gradients_that_the_user_drops() -> None:
     assert gradients.begin(4.0) == 4.0
     weight.grad = torch.ones(2)
     gradients.add(3.0, 4.0)
-    assert gradients.begin(2.0) == 4.0  # the loss_divisor of the first batch, until it is cleared
+    assert gradients.begin(2.0) == 4.0  # the divisor of the first batch, until it is cleared
     weight.grad = None
     assert gradients.begin(2.0) == 4.0  # who had no rows does not see what was dropped
     assert (gradients.weight, gradients.loss) == (0.0, 0.0)
     weight.grad = torch.ones(2)
     gradients.add(5.0, 1.0)
-    assert gradients.reduce((7.0,)) == (1.0, 5.0, 7.0)
+    assert gradients.reduce((7.0,)) == (1.0, 5.0, (7.0,))
     assert weight.grad.tolist() == [4.0, 4.0]
 
 

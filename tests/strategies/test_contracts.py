@@ -13,7 +13,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.replicas import ReplicaError, Replicas
-from tests.skips import skip
 from tests.strategies import jobs
 
 Case = tuple[str, int, dict[str, Any]]
@@ -211,7 +210,8 @@ def test_replicas_with_uneven_data_end_together(replicas: Replicas, case: Case) 
 
 @every_strategy
 def test_one_replica_can_stop_all(replicas: Replicas, case: Case) -> None:
-    assert run(replicas, case, jobs.stop_by_one) == 5
+    late = case[2].get("communication") == "ddp"  # its scalars are read one update later
+    assert run(replicas, case, jobs.stop_by_one) == 5 + late
 
 
 @every_strategy
@@ -307,7 +307,9 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
     drifts = {"value": "parameters than", "frozen": "that learn than", "seed": "in another order"}
     for what, text in drifts.items():
         for step, error in replicas(jobs.drift, world_size, name, options, what):
-            if world_size > 1:
+            if options.get("communication") == "ddp" and what == "frozen":
+                assert "the replicas make different calls" in error  # at once: DDP is set up anew
+            elif world_size > 1:
                 assert step == 4, error
                 assert error.startswith(f"the replicas have drifted apart: worker {last} has ")
                 assert text in error
@@ -350,8 +352,6 @@ def test_a_strategy_goes_with_its_model_and_memory(
     replicas: Replicas, case: Case, closes: bool
 ) -> None:
     name, world_size, options = case
-    if options.get("communication") == "ddp":
-        skip("case", "DDP is kept until the process ends")
     for folds in replicas(jobs.folds, world_size, name, options, closes):
         assert [fold[:2] for fold in folds] == [(True, True)] * 3
         assert folds[2][2] == folds[0][2]
@@ -360,7 +360,5 @@ def test_a_strategy_goes_with_its_model_and_memory(
 @every_synchronous
 def test_a_closed_strategy_leaves_its_address_to_the_next(replicas: Replicas, case: Case) -> None:
     name, world_size, options = case
-    if options.get("communication") == "ddp":
-        skip("case", "DDP, and with it the store, is kept until the process ends")
     for steps in replicas(jobs.one_after_the_other, world_size, name, options):
         assert steps == [2, 2, 2]

@@ -36,7 +36,7 @@ def test_what_was_not_seen_is_not_among_the_figures() -> None:
     assert dict(logs) == {}
     assert len(logs) == 0
     assert isnan(logs["loss"])
-    logs.last, logs.seen = 0.5, True
+    logs.last = torch.tensor(1.0), 2.0
     assert dict(logs) == {"loss": 0.5}
     target = torch.tensor([0, 1, 2, 0])
     metrics.update(torch.eye(4), Batch((torch.eye(4), target), 4, 4, torch.arange(4), 0, 0))

@@ -135,10 +135,11 @@ class Collective(ABC):
     def close(self) -> None:
         """Leave the group. Calling it again changes nothing."""
 
-    def _compare(self, peer: int, tag: int) -> None:
-        """Raise if rank ``peer`` is in the call ``tag``, and we are at another."""
-        if tag != self.current_call.tag:
-            calls = {self.rank: self.current_call.tag, peer: tag}
+    def _compare(self, peer: int, tag: int, own: int | None = None) -> None:
+        """Raise if rank ``peer`` is in the call ``tag``, and we are at another: ``own``."""
+        own = self.current_call.tag if own is None else own
+        if tag != own:
+            calls = {self.rank: own, peer: tag}
             error = mismatch({self.names[rank]: calls[rank] for rank in sorted(calls)})
             self.abort(error)
             raise error

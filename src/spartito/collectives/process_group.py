@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
+from spartito.collectives.calls import encode
 from spartito.collectives.collective import (
     MAX_PIGGYBACKED,
     Collective,
@@ -31,6 +32,9 @@ from spartito.errors import SpartitoError, install_excepthook
 GLOO_AT_ADDRESS = "gloo_at_address"
 """gloo as a backend that takes options: torch drops those that are given to its own "gloo", which
 then guesses an address by the machine's name, a loopback one on Debian."""
+
+
+_SCALARS = encode("reduce", 0, torch.float64)
 
 
 def gloo_options(address: str, limit: timedelta) -> Any:
@@ -107,6 +111,7 @@ class ProcessGroupCollective(Collective):
                 self.process_group = dist.distributed_c10d._get_default_group()
 
         self._joined = True
+        self._unverified: Scalars | None = None
         group.ask(join, group.timeout + 2 * GRACE)  # the error itself takes a while to name a task
         install_excepthook()  # torch has put its own before ours, which drops the exit code
 
@@ -140,6 +145,7 @@ class ProcessGroupCollective(Collective):
         waits for ever where operations do.
         """
         own = torch.zeros(1 + MAX_PIGGYBACKED, dtype=torch.float64)
+        self._verify()
         own[1 : 1 + len(piggybacked)] = torch.tensor(piggybacked, dtype=torch.float64)
         own.view(torch.int64)[0] = self.current_call.tag
         source = own.view(torch.int64).to(self._device)
@@ -152,6 +158,35 @@ class ProcessGroupCollective(Collective):
         brought = came.view(torch.float64)[:, 1 : 1 + len(piggybacked)].tolist()
         return add_piggybacked([tuple(each) for each in brought])
 
+    def gather_scalars(self, numbers: Sequence[float | Tensor]) -> Scalars:
+        """The ``numbers`` of all replicas, without waiting for them.
+
+        Who meets us in another call is found out in our next one.
+        """
+        own = torch.zeros(1 + MAX_PIGGYBACKED, dtype=torch.float64)
+        fixed = [0.0 if isinstance(each, Tensor) else each for each in numbers]
+        own[1 : 1 + len(numbers)] = torch.tensor(fixed, dtype=torch.float64)
+        with self.current_call.call(_SCALARS):
+            tag = self.current_call.tag
+        own.view(torch.int64)[0] = tag
+        source = own.to(self._device, non_blocking=True)
+        for offset, each in enumerate(numbers, 1):
+            if isinstance(each, Tensor):
+                source[offset] = each
+        heads = [torch.empty_like(source.view(torch.int64)) for _ in range(self.world_size)]
+        self._verify()
+        with self._named():
+            dist.all_gather(heads, source.view(torch.int64), self.process_group)
+        self._unverified = Scalars(torch.stack(heads), len(numbers), tag)
+        return self._unverified
+
+    def _verify(self) -> None:
+        """Compare the calls in which replicas have met in `gather_scalars` before."""
+        before, self._unverified = self._unverified, None
+        if before is not None:
+            for peer, tag in enumerate(before.tags()):
+                self._compare(peer, tag, before.tag)
+
     def sum(self, tensor: Tensor) -> None:
         """Sum one block over the replicas, in place, after a `synchronize`."""
         self.traffic.moved(tensor.nbytes)
@@ -161,6 +196,7 @@ class ProcessGroupCollective(Collective):
     def close(self) -> None:
         if self._joined and dist.is_initialized():  # it may be another's by now
             dist.destroy_process_group(self.process_group)
+            del self.process_group  # its store goes with it
         self._joined = False
         self.__dict__.pop("process_group", None)  # it holds the store, and so the job's address
         self._liveness.close()
@@ -183,6 +219,36 @@ class ProcessGroupCollective(Collective):
 
     def _named(self) -> _Named:
         return _Named(self._liveness, self.traffic)
+
+
+class Scalars:
+    """A few numbers of each replica: their sums on the device, the rows on the host later."""
+
+    def __init__(self, came: Tensor, count: int, tag: int) -> None:
+        self.tag = tag
+        numbers = came.view(torch.float64)[:, 1 : 1 + count]
+        self.sums = numbers.sum(0).unbind()
+        self._count = count
+        self._host, self._event = came, None
+        if came.is_cuda:
+            self._host = torch.empty(came.shape, dtype=came.dtype, pin_memory=True)
+            self._host.copy_(came, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def tags(self) -> list[int]:
+        """The call in which each replica was."""
+        return [row[0] for row in self._rows().tolist()]
+
+    def rows(self) -> list[tuple[float, ...]]:
+        """The numbers of each replica."""
+        numbers = self._rows().view(torch.float64)[:, 1 : 1 + self._count]
+        return [tuple(row) for row in numbers.tolist()]
+
+    def _rows(self) -> Tensor:
+        if self._event is not None:
+            self._event.synchronize()  # of the step before: over by now
+        return self._host
 
 
 class _Named:

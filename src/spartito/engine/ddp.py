@@ -1,36 +1,102 @@
 """Gradients that torch's DistributedDataParallel reduces while backward still runs.
 
 The engine for GPUs, where NCCL's traffic hides behind the computation. On CPUs it runs on gloo.
+The first update is made without it, and shows whether all parameters get a gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from operator import add
 from typing import Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from spartito.collectives.collective import Collective, Piggybacked
-from spartito.engine.gradients import PackedGradients, scale_gradients
+from spartito.collectives.collective import Piggybacked, add_piggybacked
+from spartito.collectives.process_group import ProcessGroupCollective, Scalars
+from spartito.engine.gradients import (
+    Number,
+    PackedGradients,
+    different_batches,
+    quotient,
+    scale_gradients,
+)
+from spartito.engine.optimizers import Wrapper
+from spartito.errors import UserError
+
+_SETTLED = 3
+"""Forward passes after which DDP's buckets are what they stay."""
 
 
-def overlap(model: nn.Module, device: torch.device) -> nn.Module:
-    """``model`` wrapped so that every backward pass averages its gradients over the replicas.
+class Overlapped(Wrapper):
+    """The user's ``module``, whose backward passes average gradients once `wrap` was called.
 
-    Buffers stay each replica's own, as under every strategy; parameters may go unused.
+    Buffers stay each replica's own, as under every strategy.
     """
-    model.register_forward_hook(_as_dict)
-    return DistributedDataParallel(
-        model,
-        device_ids=[device] if device.type == "cuda" else None,
-        broadcast_buffers=False,
-        find_unused_parameters=True,
-        gradient_as_bucket_view=True,
-    )
+
+    def __init__(self, module: nn.Module, group: ProcessGroupCollective) -> None:
+        super().__init__(module)
+        self._group = group
+        self._forwards = 0
+        self._parallel: list[DistributedDataParallel] = []  # in a list: it is no submodule
+        self.follow: Callable[[], Callable[[], None] | None] = lambda: None
+        """What to call before a forward pass with gradients."""
+        self.finds_unused = False
+        """Whether parameters may go without a gradient."""
+        self.synchronizes = True
+        """Whether the next backward pass averages; not so while batches accumulate."""
+        self.averaged = False
+        """Whether gradients that wait were averaged."""
+        module.register_forward_hook(_as_dict)
+
+    @property
+    def is_wrapped(self) -> bool:
+        """Whether backward passes average gradients."""
+        return bool(self._parallel)
+
+    def wrap(self, parameters: list[nn.Parameter], finds_unused: bool) -> None:
+        """Have backward passes average the gradients of ``parameters``; all replicas call it."""
+        kept = {id(parameter) for parameter in parameters}
+        names = [name for name, p in self.module.named_parameters() if id(p) not in kept]
+        self.module.__dict__["_ddp_params_and_buffers_to_ignore"] = names
+        self.finds_unused, self._forwards = finds_unused, 0
+        self._parallel = [
+            DistributedDataParallel(
+                self.module,
+                process_group=self._group.process_group,
+                broadcast_buffers=False,
+                init_sync=False,  # all begin with the same; BatchNorm's statistics may differ
+                find_unused_parameters=finds_unused,
+                gradient_as_bucket_view=True,
+            )
+        ]
+
+    def unwrap(self) -> None:
+        """Leave gradients where they are again, and hold on to no process group."""
+        for parallel in self._parallel:
+            vars(parallel).clear()  # at once: somebody may hold on to it
+        self._parallel.clear()
+        self.averaged = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The output of the user's module."""
+        follow = self.follow()
+        if torch.is_grad_enabled() and follow is not None:
+            follow()
+        if not self._parallel or not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
+        parallel = self._parallel[0]
+        self.averaged = self.averaged or self.synchronizes
+        if self.synchronizes and self._forwards < _SETTLED:
+            self._forwards += 1
+            self._group.barrier()  # DDP agrees on its buckets in here
+        with nullcontext() if self.synchronizes else parallel.no_sync():
+            return parallel(*args, **kwargs)
 
 
 def _as_dict(model: nn.Module, given: Any, output: Any) -> Any:
@@ -39,41 +105,112 @@ def _as_dict(model: nn.Module, given: Any, output: Any) -> Any:
 
 
 class OverlappedGradients(PackedGradients):
-    """Gradients that backward has reduced already; only the weights are left to agree on.
+    """Gradients that backward has averaged already; only the weights are left to agree on.
 
-    Parameters that DDP did not see learn when it wrapped ``model`` are reduced after backward.
+    The first update is made as in `PackedGradients`, and so is one after other parameters learn.
+    Then DDP is given what learns, and looks for unused parameters in every step only where that
+    update had some on any replica, or where ``finds_unused`` says so.
     """
 
-    def __init__(self, optimizer: Optimizer, collective: Collective, model: nn.Module) -> None:
-        self._wrapped = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self.replicas = float(collective.world_size)  # DDP divides by it; we want the sum
+    _collective: ProcessGroupCollective
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        collective: ProcessGroupCollective,
+        model: Overlapped,
+        finds_unused: bool | None = None,
+    ) -> None:
+        self._model, self._finds_unused = model, finds_unused
+        model.follow = WeakMethod(self._follow)
+        self._is_measured = False
+        self._earlier: Scalars | None = None
         super().__init__(optimizer, collective)
 
     def begin(self, loss_divisor: float) -> float:
         """As `Gradients.begin`; backward begins once all replicas are about to."""
         found = super().begin(loss_divisor)
-        if self.parameters and not self.parameters[0].is_cuda:
+        if self._model.averaged and not self.parameters[0].is_cuda:
             self._collective.barrier()  # gloo would wait there for one that is at another call
         return found
 
-    def _is_summed(self, parameter: nn.Parameter) -> bool:
-        return any(parameter is wrapped for wrapped in self._wrapped)
+    def before_forward(self, is_last: bool) -> None:
+        """As `Gradients.before_forward`; batches that only accumulate exchange nothing."""
+        self._model.synchronizes = is_last
 
-    @property
-    def _packed(self) -> list[nn.Parameter]:
-        wrapped = {id(parameter) for parameter in self._wrapped}
-        return [parameter for parameter in self.parameters if id(parameter) not in wrapped]
+    def _follow(self) -> None:
+        """Give up DDP before a forward pass where other parameters learn than it was told."""
+        if not self.counts:
+            self._model.averaged = False
+        self.refresh()
+        if self._model.is_wrapped and not all(p.requires_grad for p in self._wrapped):
+            self._plan()  # some were frozen: DDP would wait for their gradients
+
+    def _plan(self) -> None:
+        if self._model.averaged:
+            raise UserError(
+                "other parameters learn now than when this batch went through the model",
+                "Freeze and unfreeze between two batches.",
+            )
+        self._model.unwrap()
+        self._is_measured = False
+        super()._plan()
 
     def discarding(self) -> AbstractContextManager[None]:
-        """The others' gradients come in by this pass too."""
-        return nullcontext()
+        """The others' gradients may come by this pass too."""
+        return nullcontext() if self._model.averaged else super().discarding()
 
-    def reduce(self, piggybacked: Piggybacked = ()) -> Piggybacked:
-        total = super().reduce(piggybacked)
-        late = self._packed
-        ours = {id(parameter) for parameter in late}
-        if total[0] and total[0] != self.loss_divisor:
-            overlapped = [p for p in self.parameters if id(p) not in ours]
-            scale_gradients(overlapped, self.loss_divisor / total[0])
-        scale_gradients(late, 1 / self.replicas)
-        return total
+    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
+        self.refresh()
+        if not self._model.averaged:  # the first update, or one of batches that only accumulated
+            if self._model.is_wrapped:
+                super()._plan()
+            weight, loss, others = super().reduce(piggybacked)
+            self._is_measured = True
+            return weight, loss, tuple(map(add, others, self._others(None, len(others))))
+        self._refuse_unused()
+        mine = float(self._collective.rank == 0) if self.normalized else self.weight
+        came = self._collective.gather_scalars((self.loss_divisor, mine, self.loss, *piggybacked))
+        _, weight, loss, *_ = came.sums
+        world = self._collective.world_size
+        scale_gradients(self.parameters, quotient(self.loss_divisor * world, weight))
+        return weight, loss, self._others(came, len(piggybacked))
+
+    def _others(self, came: Scalars | None, count: int) -> Piggybacked:
+        """The sums of the piggybacked scalars of the exchange before: so nobody waits for this one.
+
+        More than one comes in deterministic training only, which compares them at once.
+        """
+        earlier, self._earlier = self._earlier, came
+        if count > 1 and came is not None:
+            earlier, self._earlier = came, None
+        if earlier is None:
+            return (0.0,) * count
+        rows = earlier.rows()
+        if len({row[0] for row in rows}) > 1:
+            raise different_batches(rows[self._collective.rank][0])
+        return add_piggybacked([row[3:] for row in rows])
+
+    def clear(self) -> None:
+        """As `Gradients.clear`; then DDP takes over, with what the first update has shown."""
+        super().clear()
+        self._model.averaged = False
+        if not self._is_measured:
+            return
+        self._packs = []
+        if not self._model.is_wrapped and self.parameters:
+            self._wrapped = [parameter for parameter in self.parameters if parameter.requires_grad]
+            frozen = len(self.parameters) - len(self._wrapped)
+            found = self.absent != frozen * self._collective.world_size
+            asked = self._finds_unused
+            self._model.wrap(self._wrapped, found if asked is None else asked)
+
+    def _refuse_unused(self) -> None:
+        if self._model.finds_unused:
+            return
+        unused = sum(p.grad is None and p.requires_grad for p in self.parameters)
+        if unused:
+            raise UserError(
+                f"{unused} parameters got no gradient in this update, and all did in the first",
+                "Give the strategy find_unused_parameters=True: it costs a search per step.",
+            )

@@ -22,6 +22,9 @@ from spartito.collectives.collective import Collective, Piggybacked, Reducer
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
 
+Number = float | Tensor
+"""A number that the host knows, or a 0-d tensor on the device that nobody waits for."""
+
 
 @dataclass(frozen=True, slots=True)
 class Accumulated:
@@ -40,16 +43,15 @@ class Gradients(ABC):
     that are added, and parameters that are unfrozen, replaced or taken out later, are followed.
     """
 
-    replicas = 1.0
-    """What a backward pass divides by on its own."""
-
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
         self._given: list[nn.Parameter] = []
         self._frozen: list[nn.Parameter] = []
         self.parameters: list[nn.Parameter] = []
         """Those that learn, or did."""
-        self.loss_divisor = self.weight = self.loss = 0.0
+        self.loss_divisor = 0.0
+        self.weight: Number = 0.0
+        self.loss: Number = 0.0
         self.backward_calls = 0
         """Backward passes of a loop of the user's own since the last update, on all replicas."""
         self.normalized = False
@@ -63,10 +65,13 @@ class Gradients(ABC):
         (``optimizer.zero_grad()``) take their weight along.
         """
         self.refresh()
-        if self.weight and all(parameter.grad is None for parameter in self.parameters):
+        if self.counts and all(parameter.grad is None for parameter in self.parameters):
             self.weight = self.loss = 0.0
         self.loss_divisor = self.loss_divisor or loss_divisor
         return self.loss_divisor
+
+    def before_forward(self, is_last: bool) -> None:  # noqa: B027 - few have something to do
+        """Before a forward pass; ``is_last``: an update follows on its backward pass."""
 
     def rescale(self, loss_divisor: float) -> None:
         """Divide what waits by another loss_divisor, as the next backward pass does."""
@@ -106,22 +111,27 @@ class Gradients(ABC):
         """For a backward pass that counts for nothing: afterwards what waits is as it was."""
         return _discarding(self.parameters)
 
-    def add(self, loss: float, weight: float) -> None:
-        """After it: the sum of the local losses, and how much they weigh."""
-        self.loss += loss
-        self.weight += weight
+    def add(self, loss: Number, weight: Number) -> None:
+        """After a backward pass: the sum of the local losses, and how much they weigh."""
+        self.loss = self.loss + loss if self.counts else loss
+        self.weight = self.weight + weight if self.counts else weight
+
+    @property
+    def counts(self) -> bool:
+        """Whether a batch with a weight waits on this replica."""
+        return isinstance(self.weight, Tensor) or self.weight != 0
 
     @abstractmethod
-    def reduce(self, piggybacked: Piggybacked = ()) -> Piggybacked:
+    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         """Make every ``.grad`` the weighted mean over all replicas.
 
-        Returns the sums over the replicas of (weight, loss, *piggybacked).
+        Returns weight, loss and each piggybacked scalar, summed over the replicas.
         """
 
     def accumulated(self) -> Accumulated:
         """What waits for the update, over all replicas, which all call this. It stays as it is."""
         grads = [None if p.grad is None else p.grad.detach().clone() for p in self.parameters]
-        return Accumulated(grads, self.loss_divisor, self.weight, self.loss)
+        return Accumulated(grads, self.loss_divisor, float(self.weight), float(self.loss))
 
     def load_accumulated(self, waiting: Accumulated, rank: int) -> None:
         """Go on with what `waiting` returned, under any number of replicas, for `parameters`."""
@@ -130,12 +140,8 @@ class Gradients(ABC):
         if rank == 0:  # the sum over the replicas is what it was
             self.weight, self.loss = waiting.weight, waiting.loss
         for parameter, grad in zip(self.parameters, waiting.grads, strict=True):
-            if rank == 0 or self._is_summed(parameter):
+            if rank == 0:
                 parameter.grad = None if grad is None else torch.empty_like(parameter).copy_(grad)
-
-    def _is_summed(self, parameter: nn.Parameter) -> bool:
-        """Whether its ``.grad`` is the sum over all replicas already."""
-        return False
 
     def clear(self) -> None:
         """Forget it all, after the update."""
@@ -180,17 +186,24 @@ def same(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
 class LocalGradients(Gradients):
     """One replica: the gradients are where backward left them."""
 
-    def reduce(self, piggybacked: Piggybacked = ()) -> Piggybacked:
+    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         self.refresh()
-        if self.weight and self.weight != self.loss_divisor and not self.normalized:
-            scale_gradients(self.parameters, self.loss_divisor / self.weight)
-        return (self.weight, self.loss, *piggybacked)
+        if self.counts and not self.normalized:
+            scale_gradients(self.parameters, quotient(self.loss_divisor, self.weight))
+        return self.weight, self.loss, piggybacked
 
 
-def scale_gradients(parameters: Sequence[nn.Parameter], factor: float) -> None:
+def quotient(loss_divisor: float, weight: Number) -> Number:
+    """What makes the mean of gradients that were divided by ``loss_divisor``; 0 for no weight."""
+    if isinstance(weight, Tensor):
+        return (loss_divisor / weight.double()).nan_to_num(posinf=0.0)
+    return loss_divisor / weight if weight else 0.0
+
+
+def scale_gradients(parameters: Sequence[nn.Parameter], factor: Number) -> None:
     """Multiply the gradients that there are, in place."""
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if grads:
+    if grads and (isinstance(factor, Tensor) or factor != 1.0):
         torch._foreach_mul_(grads, factor)
 
 
@@ -202,16 +215,13 @@ class PackedGradients(Gradients):
 
     def __init__(self, optimizer: Optimizer, collective: Collective) -> None:
         self._collective = collective
+        self.absent = 0.0
+        """Parameters without a gradient in the last update, counted over the replicas."""
         super().__init__(optimizer)
-
-    @property
-    def _packed(self) -> list[nn.Parameter]:
-        """What is to be reduced here."""
-        return self.parameters
 
     def _plan(self) -> None:
         self._checked = False
-        packed = self._packed
+        packed = self.parameters
         private = not all(group.get("fused") for group in self._optimizer.param_groups)
         kinds = dict.fromkeys((p.dtype, p.device) for p in packed)
         self._packs = [
@@ -221,30 +231,28 @@ class PackedGradients(Gradients):
         if not self._packs:
             self._bare = self._collective.reducer(0, torch.float64, torch.device("cpu"))
 
-    def reduce(self, piggybacked: Piggybacked = ()) -> Piggybacked:
+    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         self.refresh()
-        packed = self._packed
+        packed = self.parameters
         if not self._checked:
             _refuse_sparse(packed)
             self._checked = True
-        absent = sum(parameter.grad is None for parameter in packed)
-        weight = float(self._collective.rank == 0) if self.normalized else self.weight
-        brought = (weight, self.loss, *piggybacked, float(absent), self.loss_divisor)
+        # Who had no rows has no gradient either; that says nothing about the model.
+        absent = sum(parameter.grad is None for parameter in packed) if self.counts else 0
+        weight = float(self._collective.rank == 0) if self.normalized else float(self.weight)
+        brought = (weight, float(self.loss), *piggybacked, float(absent), self.loss_divisor)
         for pack in self._packs:
             pack.fill()
             total = pack.reducer.reduce(brought, self.loss_divisor)
         if not self._packs:
             total = self._bare.reduce(brought, self.loss_divisor)
         if total[-1] != self.loss_divisor * self._collective.world_size:
-            raise UserError(
-                f"an update of batches of {self.loss_divisor:g} examples here, "
-                "of another number elsewhere",
-                "Call backward() on every replica for every batch, also for one without rows.",
-            )
-        unused = self._unused(packed) if total[-2] else frozenset()
+            raise different_batches(self.loss_divisor)
+        self.absent = total[-2]
+        unused = self._unused(packed) if self.absent else frozenset()
         for pack in self._packs:
             pack.give_back(unused)
-        return total[:-2]
+        return total[0], total[1], total[2:-2]
 
     def accumulated(self) -> Accumulated:
         own = super().accumulated()
@@ -252,7 +260,7 @@ class PackedGradients(Gradients):
         self._collective.all_reduce(used)
         grads: list[Tensor | None] = []
         for parameter, grad, count in zip(self.parameters, own.grads, used.tolist(), strict=True):
-            if count and not self._is_summed(parameter):
+            if count:
                 shown = torch.zeros_like(parameter.detach()) if grad is None else grad
                 grad = self._collective.all_reduce(shown)
             grads.append(grad)
@@ -269,6 +277,14 @@ class PackedGradients(Gradients):
             for parameter, count in zip(packed, used.tolist(), strict=True)
             if not count
         )
+
+
+def different_batches(loss_divisor: float) -> UserError:
+    """The error for replicas that update after batches of different sizes."""
+    return UserError(
+        f"an update of batches of {loss_divisor:g} examples here, of another number elsewhere",
+        "Call backward() on every replica for every batch, also for one without rows.",
+    )
 
 
 class _Pack:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -23,12 +24,19 @@ LossFunction = Callable[[Any, Any], Any]
 class WeightedLoss:
     """``value`` whose gradient is wanted, times ``scale`` the sum over the examples here.
 
-    ``weight`` is what that sum is to be divided by, before the other replicas join in.
+    ``weight`` is what that sum is to be divided by, before those of the other replicas are added.
+    It is a number where batch sizes tell it, else a 0-d tensor on the device, which nobody waits
+    for.
     """
 
     value: Tensor
     scale: float
-    weight: float
+    weight: float | Tensor
+
+    @property
+    def counts(self) -> bool:
+        """Whether anything may come of it: not so of rows that stand in for missing ones."""
+        return isinstance(self.weight, Tensor) or self.weight != 0
 
 
 def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
@@ -167,23 +175,38 @@ def _exact(loss: LossFunction, output: Any, target: Any) -> Any:
         raise TypeError("both are tensors")
     if isinstance(loss, _ELEMENTWISE) and output.shape != target.shape:
         raise ValueError("the shapes differ")
-    value = loss(output, target)
-    if not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) or value.dim():
-        return value
-    if target.is_floating_point() or (
-        loss.weight is None and target.dim() == 1 and all_count(target, loss.ignore_index)
+    if (
+        not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
+        or loss.reduction != "mean"
+        or target.is_floating_point()
     ):
-        return value
+        return loss(output, target)
     # torch divides by the weights of the classes that count, not by the examples.
-    counted = target[target != loss.ignore_index]
-    weight = float(counted.numel() if loss.weight is None else loss.weight[counted].sum())
-    return (value * weight if weight else output.sum() * 0.0, weight)
+    weight = _class_weight(loss, target)
+    if target.dim() == 1 and isinstance(weight, int) and weight == target.numel():
+        return loss(output, target)
+    options: Any = {"weight": loss.weight, "ignore_index": loss.ignore_index, "reduction": "sum"}
+    if isinstance(loss, nn.NLLLoss):
+        return functional.nll_loss(output, target, **options), weight
+    smoothing = loss.label_smoothing
+    return functional.cross_entropy(output, target, **options, label_smoothing=smoothing), weight
 
 
-def all_count(target: Tensor, ignored: int) -> bool:
-    """Whether none of the classes is the one to be left out."""
-    # A class below 0 is no class: the smallest tells. This is cheaper than to compare them all.
-    return ignored < 0 and (not target.numel() or int(target.min()) >= 0)
+def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> int | Tensor:
+    """The sum of the weights of the targets that are not to be ignored.
+
+    Targets in the host's memory came from the data: to look at them there waits for nothing.
+    """
+    ignored = loss.ignore_index
+    if loss.weight is None and target.device.type == "cpu":
+        classes = target.numpy()
+        if ignored < 0 and (not classes.size or classes.min() >= 0):  # no class is below 0
+            return classes.size
+        return int(np.count_nonzero(classes != ignored))
+    counted = torch.ne(target, ignored)
+    if loss.weight is None:
+        return counted.count_nonzero()
+    return (loss.weight[target.masked_fill(~counted, 0)] * counted).sum()
 
 
 _ELEMENTWISE = (
@@ -213,11 +236,13 @@ def own_loss(output: Any) -> Any:
         return found
     if not isinstance(found, Tensor) or found.dim():
         raise UserError(f"a loss of {describe(found)} beside num_items", "It is their scalar mean.")
+    if isinstance(items, Tensor) and items.device.type != "cpu":
+        return torch.where(items.view(()) > 0, found * items.view(()), 0.0), items
     return (found * items if items else _nothing(output, found), items)
 
 
 def _nothing(output: Any, found: Tensor) -> Tensor:
-    """0, with a gradient of 0 for the model: a mean over nothing has NaN for both."""
+    """0, with a gradient of 0 for the model: a mean over no items is NaN."""
     parts = output.values() if isinstance(output, Mapping) else vars(output).values()
     attached = [p for p in parts if isinstance(p, Tensor) and p is not found and p.requires_grad]
     return (attached[0] if attached else found.nan_to_num()).sum() * 0.0
@@ -243,7 +268,7 @@ class TokenWatch:
         for labels in parts if isinstance(parts, tuple | list) else ():
             if not isinstance(labels, Tensor) or labels.dim() < 2 or labels.is_floating_point():
                 continue
-            uneven = self._width not in (0, labels.shape[1]) or bool((labels == IGNORED).any())
+            uneven = self._width not in (0, labels.shape[1]) or self._ignores(labels)
             self._width = labels.shape[1]
             if uneven:
                 self._left = 0
@@ -253,6 +278,11 @@ class TokenWatch:
                     '{"loss": ..., "num_items": the number of tokens}, or (sum, number).'
                 )
                 return
+
+    @staticmethod
+    def _ignores(labels: Tensor) -> bool:
+        """Whether labels in the host's memory are left out; elsewhere nobody waits to see."""
+        return labels.device.type == "cpu" and bool((labels.numpy() == IGNORED).any())
 
 
 IGNORED = -100
@@ -273,7 +303,9 @@ def weigh(given: Any, batch: Batch) -> WeightedLoss:
                 "As (sum, weight) it is the scalar sum over the examples, and its divisor. "
                 'A model that computes its loss returns {"loss": ..., "output": ...}.',
             )
-        return WeightedLoss(given[0], 1.0, float(given[1]))
+        divisor = given[1]
+        weight = divisor.detach().view(()) if isinstance(divisor, Tensor) else float(divisor)
+        return WeightedLoss(given[0], 1.0, weight)
     if not isinstance(given, Tensor):
         raise UserError(
             f"a loss of {describe(given)}",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,9 +28,17 @@ class NoOptimizer(Optimizer):
         raise UserError("a step without an optimizer", "Give the Trainer an optimizer.")
 
 
+class Wrapper(nn.Module):
+    """Stands around the user's own ``module``."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
 def unwrap(model: nn.Module) -> nn.Module:
-    """The user's own module: inside of what ``torch.compile`` or torch's parallel wrappers hold."""
-    if isinstance(model, DistributedDataParallel | nn.DataParallel):
+    """The user's own module: inside of what ``torch.compile`` or parallel wrappers hold."""
+    if isinstance(model, Wrapper | DistributedDataParallel | nn.DataParallel):
         return unwrap(model.module)
     inner = getattr(model, "_orig_mod", model)
     return inner if isinstance(inner, nn.Module) else model
@@ -122,14 +131,33 @@ def fuse(optimizer: Optimizer) -> None:
                 setattr(optimizer, _FILLS, optimizer.register_step_pre_hook(_fill_momentum))
 
 
+@contextmanager
+def skipping(optimizer: Optimizer, weight: float | Tensor) -> Iterator[bool]:
+    """A block in which a step of ``optimizer`` is left out where ``weight`` is 0.
+
+    torch's fused optimizers look at it on the device. For others the host has to: the block gets
+    whether the step is due.
+    """
+    if not isinstance(weight, Tensor) or not all(g.get("fused") for g in optimizer.param_groups):
+        yield float(weight) != 0
+        return
+    if isinstance(optimizer, SGD):
+        _fill_momentum(optimizer, all_fresh=True)
+    optimizer.found_inf = (weight == 0).float()  # type: ignore[attr-defined]
+    try:
+        yield True
+    finally:
+        del optimizer.found_inf  # type: ignore[attr-defined]
+
+
 _FILLS = "_spartito_fills_momentum"
 
 
-def _fill_momentum(optimizer: Optimizer, *_: object) -> None:
+def _fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> None:
     """Begin with zeros the momentum of parameters that learn later than others.
 
     torch's fused SGD wants it of all parameters or of none. Without dampening zeros are what a
-    first step begins with.
+    first step begins with. ``all_fresh``: where the first step may be left out, too.
     """
     for group in optimizer.param_groups:
         if not (group["fused"] and group["momentum"]):
@@ -137,7 +165,7 @@ def _fill_momentum(optimizer: Optimizer, *_: object) -> None:
         learn = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [optimizer.state[parameter] for parameter in learn]
         fresh = [state.get("momentum_buffer") is None for state in states]
-        if any(fresh) and not all(fresh):
+        if any(fresh) and (all_fresh or not all(fresh)):
             for parameter, state, is_fresh in zip(learn, states, fresh, strict=True):
                 if is_fresh:
                     state["momentum_buffer"] = torch.zeros_like(parameter)

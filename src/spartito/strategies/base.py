@@ -54,8 +54,8 @@ class StepResult:
     examples: int
     batches: int = 1
     updates: int = 0
-    loss: float = 0.0
-    weight: float = 0.0
+    loss: float | Tensor = 0.0
+    weight: float | Tensor = 0.0
     stop: bool = False
 
 

@@ -145,7 +145,7 @@ class Pusher:
 
     def _send(self, push: Push, place: Place) -> tuple[float, float]:
         pair = self.pair
-        weight, loss = pair.gradients.reduce()
+        weight, loss = map(float, pair.gradients.reduce()[:2])
         if weight and pair.clip_norm is not None:
             pair.gradients.clip(pair.clip_norm, pair.gradients.norm())
         absent, finite = self.servers.fill()

@@ -144,7 +144,7 @@ class ReplicaStrategy(Strategy):
             found = weigh(evaluate_loss(loss, output, batch), batch)
         if not has_rows:  # others may have waited for this pass; it counts for nothing
             return 0.0, 0.0, None
-        return found.value.item() * found.scale, found.weight, output
+        return found.value.item() * found.scale, float(found.weight), output
 
     def predict(self, batch: Batch, has_loss: bool) -> Any:
         pair = self._pairs.only
@@ -164,7 +164,9 @@ class ReplicaStrategy(Strategy):
         loss_divisor = 0.0
         if again:  # what waits becomes the mean of its own batch, and this one joins it as such
             weights = [found.weight, *(pair.gradients.weight for pair in again)]
-            total, *before = self.reduce("sum", torch.tensor(weights).double()).tolist()
+            total, *before = self.reduce(
+                "sum", torch.tensor([float(w) for w in weights]).double()
+            ).tolist()
             loss_divisor = total or 1.0
             for pair, weight in zip(again, before, strict=True):
                 pair.gradients.normalize(weight)
@@ -233,6 +235,8 @@ class ReplicaStrategy(Strategy):
         for pair in self._pairs.all:
             if pair.new:
                 self._welcome(pair)
+        for pair in self._pairs.all:
+            pair.gradients.before_forward(pair.passes + 1 >= pair.accumulate)
         if self._needs_context:
             seed = self._seed if self._pairs.used is None else self._pairs.used.seed
             step = batch.epoch << 32 | batch.step
@@ -345,14 +349,14 @@ class ReplicaStrategy(Strategy):
             loss_divisor = loss_divisor or own
             if not is_mean:
                 pair.gradients.rescale(loss_divisor)
-        scale = found.scale * pairs[0].gradients.replicas / loss_divisor if found.weight else 0.0
+        scale = found.scale / loss_divisor if found.counts else 0.0
         with ExitStack() as stack:
-            for pair in () if found.weight else pairs:
+            for pair in () if found.counts else pairs:
                 stack.enter_context(pair.gradients.discarding())
             if any(pair.randomness for pair in pairs):
                 stack.enter_context(replaying())
             found.value.backward(torch.full_like(found.value, scale))
-        loss = found.value.detach().item() * found.scale if found.weight else 0.0
+        loss = found.value.detach().double() * found.scale if found.counts else 0.0
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,15 +12,17 @@ from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
+from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
-from spartito.engine.ddp import OverlappedGradients, overlap
+from spartito.engine.context import enter
+from spartito.engine.ddp import Overlapped, OverlappedGradients
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction
-from spartito.errors import UserError
+from spartito.engine.optimizers import skipping
 from spartito.strategies.base import Distributed, StepResult
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.groups import Groups, one_shard_each
@@ -39,7 +40,8 @@ class SynchronousStrategy(ReplicaStrategy):
     ``communication`` "auto" takes the fastest way that all replicas share: on CPUs shared memory
     inside a machine and sockets between machines, on GPUs NCCL. "sockets" leaves shared memory
     out. "process_group" goes by gloo or NCCL in any case; "ddp" does too, and reduces while
-    backward runs, as GPUs do.
+    backward runs, as GPUs do. ``find_unused_parameters`` is about that: True searches in every step
+    for parameters that get no gradient, False refuses them, None does what the first update needs.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class SynchronousStrategy(ReplicaStrategy):
         sync_batchnorm: bool | None = None,
         timeout: float | None = None,
         communication: str = "auto",
+        find_unused_parameters: bool | None = None,
     ) -> None:
         super().__init__(cluster, device, sync_batchnorm)
         rendezvous = Rendezvous(self.cluster, self.device, timeout, communication)
@@ -60,12 +63,9 @@ class SynchronousStrategy(ReplicaStrategy):
         self._overlaps = self.num_replicas_in_sync > 1 and (
             communication == "ddp" or (communication == "auto" and self.device.type == "cuda")
         )
-        # gloo aborts a process that ends with its group open. DDP stays until then: letting go of
-        # it waits for the group's threads with the interpreter's lock, which one of them may want.
-        if self._overlaps:
-            atexit.register(self.close)
-        else:
-            weakref.finalize(self, self.groups.close)
+        self._finds_unused = find_unused_parameters
+        self._overlapped: list[Overlapped] = []
+        self._leave = weakref.finalize(self, _leave, self._overlapped, self.groups)
 
     @staticmethod
     def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
@@ -98,6 +98,10 @@ class SynchronousStrategy(ReplicaStrategy):
         batches = Together(loader, group) if uneven else loader
         return Placed(batches, self.device, self.enter, group, self._pairs if training else None)
 
+    def close(self) -> None:
+        enter(None)
+        self._leave()
+
     def state_dict(self) -> dict[str, Any]:
         self.coordination.compare()
         return super().state_dict()
@@ -120,29 +124,28 @@ class SynchronousStrategy(ReplicaStrategy):
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
         if self.num_replicas_in_sync == 1:
             return model, LocalGradients(optimizer)
-        if self._overlaps:
-            if self._group is not self.groups.world:
-                raise UserError(
-                    f"{self.name} with DDP, which sums gradients over all tasks",
-                    "Choose another communication where several tasks compute one data shard.",
-                )
-            gradients = OverlappedGradients(optimizer, self._group, model)
-            return overlap(model, self.device) if gradients.parameters else model, gradients
-        return model, PackedGradients(optimizer, self._group)
+        group = self._group
+        if self._overlaps and isinstance(group, ProcessGroupCollective):
+            whole = Overlapped(model, group)
+            self._overlapped.append(whole)
+            return whole, OverlappedGradients(optimizer, group, whole, self._finds_unused)
+        return model, PackedGradients(optimizer, group)
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         randomness = pair.randomness
         drawn = () if randomness is None else randomness.piggybacked()
         with self._group.current_call.during("update"):
-            weight, loss, stops, *drawn_by_all = pair.gradients.reduce((float(stop), *drawn))
+            weight, loss, (stops, *drawn_by_all) = pair.gradients.reduce((float(stop), *drawn))
             if self._parts.world_size > 1:  # of one model: they end together too
                 stops = self._parts.all_reduce(torch.tensor([stops], dtype=torch.float64)).item()
         if randomness is not None:
             randomness.check(drawn_by_all)
-        if weight:
+        if isinstance(weight, Tensor) or weight:
             if pair.clip_norm is not None:
                 pair.gradients.clip(pair.clip_norm, self.global_norm(pair))
-            self._optimize(pair)
+            with skipping(pair.optimizer, weight) as is_due:
+                if is_due:
+                    self._optimize(pair)
         pair.gradients.clear()
         pair.passes = 0
         return StepResult(output, examples, updates=1, loss=loss, weight=weight, stop=stops > 0)
@@ -161,3 +164,14 @@ class SynchronousStrategy(ReplicaStrategy):
     def _optimize(self, pair: Pair) -> None:
         """Let the optimizer use the reduced gradients."""
         pair.optimizer.step()
+
+
+def _leave(overlapped: list[Overlapped], groups: Groups) -> None:
+    """Leave the groups: by `close`, with the strategy, or when the process ends.
+
+    gloo aborts a process that ends with its group open. DDP goes first: else letting go of it would
+    wait for the group's threads with the interpreter's lock, which one of them may want.
+    """
+    for model in overlapped:
+        model.unwrap()
+    groups.close()

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
@@ -86,14 +86,17 @@ class StepLogs(Mapping[str, Value]):
 
     def __init__(self, metrics: MetricSet) -> None:
         self._metrics = metrics
-        self.last = float("nan")
-        self.seen = False
+        self.last: tuple[float | Tensor, float | Tensor] | None = None
+        """The loss of the last update, and what it is divided by."""
 
     def __getitem__(self, name: str) -> Value:
-        return self.last if name == "loss" else self._metrics.value(name)
+        if name != "loss":
+            return self._metrics.value(name)
+        loss, weight = map(float, self.last or (0.0, 0.0))
+        return loss / weight if weight else float("nan")
 
     def __iter__(self) -> Iterator[str]:
-        if self.seen:
+        if self.last is not None:
             yield "loss"
         yield from self._metrics.names()
 
@@ -103,6 +106,9 @@ class StepLogs(Mapping[str, Value]):
 
 class TrainingLoop:
     """Runs epochs over one data set, and knows where it is in them."""
+
+    _loss: float | Tensor
+    _weight: float | Tensor
 
     def __init__(self, trainer: Training, chain: Dataset, before: TrainingLoop | None) -> None:
         self.chain = chain
@@ -266,10 +272,10 @@ class TrainingLoop:
         """Count what was done, here and by others."""
         self._done += result.batches
         self.clock.examples += result.examples
-        self._loss += result.loss
-        self._weight += result.weight
-        if result.weight:
-            self._logs.last, self._logs.seen = result.loss / result.weight, True
+        self._loss = self._loss + result.loss
+        self._weight = self._weight + result.weight
+        if isinstance(result.weight, Tensor) or result.weight:
+            self._logs.last = result.loss, result.weight
         trainer = self._trainer
         trainer.step += result.updates
         if self._coordination.decides:  # under servers the chief's options are everybody's
@@ -293,7 +299,7 @@ class TrainingLoop:
 
     def sums(self) -> list[float]:
         """This task's sums of the epoch: loss and its weight."""
-        return [self._loss, self._weight]
+        return [float(self._loss), float(self._weight)]
 
     def take(self) -> bytes:
         """The state of this task's metrics since the last call."""
@@ -367,7 +373,7 @@ class Evaluation:
                 examples += batch.size
                 self._metrics.update(output, batch)
                 if end and losses[1]:
-                    logs.last, logs.seen = losses[0] / losses[1], True
+                    logs.last = losses[0], losses[1]
                 for hook in end:
                     hook(number, logs)
         loss, weight, examples_in_all = self._batches.total((), [*losses, examples])

@@ -1,0 +1,83 @@
+"""How often a training reads the value of a tensor, which waits for the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import spartito as sp
+
+aten = torch.ops.aten
+READS = (aten._local_scalar_dense, aten.item, aten.is_nonzero, aten.equal)
+
+
+class Reads(TorchDispatchMode):
+    """Counts what brings a value of a tensor to the host."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        to_host = func.overloadpacket is aten._to_copy and (
+            str(kwargs.get("device")) == "cpu" and args[0].device.type != "cpu"
+        )
+        self.count += to_host or func.overloadpacket in READS
+        return func(*args, **kwargs)
+
+
+class Looks(sp.Callback):
+    """Looks at the loss after every step."""
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, float]) -> None:
+        assert logs["loss"] > 0
+
+
+def make(name: str, options: dict[str, Any], settings: dict[str, Any]) -> sp.Trainer:
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3))
+    weight = torch.tensor([1.0, 2.0, 0.5]) if settings.pop("classes", False) else None
+    return sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1, momentum=0.9),
+        loss=nn.CrossEntropyLoss(weight),
+        metrics=["accuracy"],
+        strategy=sp.strategy(name, **options),
+        **settings,
+    )
+
+
+def reads_per_step(
+    name: str, options: dict[str, Any], settings: dict[str, Any], looks: bool = False
+) -> float:
+    """Reads in an epoch of 14 steps more than in one of 6, by step, after a first epoch."""
+    trainer = make(name, options, dict(settings))
+    x = torch.randn(56, 6, generator=torch.Generator().manual_seed(1))
+    data = sp.data.arrays(x, torch.arange(56) % 3).batch(4).repeat()
+    callbacks = [Looks()] if looks else []
+    counts = []
+    for steps in (2, 6, 14):
+        with Reads() as reads:
+            trainer.fit(data, epochs=1, steps_per_epoch=steps, verbose=0, callbacks=callbacks)
+        counts.append(reads.count)
+    trainer.strategy.close()
+    return float(counts[2] - counts[1]) / 8
+
+
+def counted(values: Tensor) -> int:
+    """Reads of five kinds."""
+    with Reads() as reads:
+        assert values.max().item() > 0
+        assert float(values[0]) > 0
+        assert values[0]
+        assert torch.equal(values, values)
+        assert int(values.min()) >= 0
+        assert [values[1], 3][int(values[2])]
+    return int(reads.count)
