@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
 from spartito.data.packaged import TRAINING
@@ -142,6 +143,66 @@ def test_deterministic_training_has_the_same_bits_in_every_run(
         assert run.first["histories"] == runs[0].first["histories"]
         for name, value in run.first["weights"].items():
             assert torch.equal(value, runs[0].first["weights"][name]), name
+
+
+@pytest.mark.parametrize(("ps", "accumulate"), [(2, 1), (1, 3)])
+def test_a_worker_that_is_alone_clips_as_a_plain_loop(
+    replicas: Replicas, tmp_path: Path, ps: int, accumulate: int
+) -> None:
+    """No push is stale then, so the values are those of SGD with `clip_grad_norm_`."""
+    asked = Asked(
+        epochs=2, optimizer="SGD", rate=0.5, clip=0.05, accumulate=accumulate, stream=True
+    )
+    run = Run(replicas, tmp_path, 1, ps, asked)
+    net = ps_jobs.network(asked)
+    optimizer = ps_jobs.make_optimizer(asked, net)
+    x, y = blobs(asked.examples, torch.float32)
+    before = 0.0
+    for _ in range(asked.epochs):
+        for batch in range(0, asked.examples, asked.batch * accumulate):
+            rows = slice(batch, batch + asked.batch * accumulate)
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(net(x[rows]), y[rows]).backward()
+            before = max(before, float(nn.utils.clip_grad_norm_(net.parameters(), 0.05)))
+            optimizer.step()
+    assert before > 0.5  # it was clipped
+    for name, value in net.state_dict().items():
+        torch.testing.assert_close(run.first["weights"][name], value, atol=1e-5, rtol=0)
+
+
+def test_a_narrow_wire_carries_half_the_bytes(replicas: Replicas, tmp_path: Path) -> None:
+    asked = Asked(epochs=1, width=64, options={"shared_memory": False})
+    sizes = []
+    for wire_dtype in (None, "bf16"):
+        options = {**asked.options, "wire_dtype": wire_dtype}
+        folder = tmp_path / str(wire_dtype)
+        run = Run(replicas, folder, 1, 1, dataclasses.replace(asked, options=options))
+        (record,) = run.servers()
+        sizes.append((record["bytes_sent"], record["bytes_received"]))
+    (sent, received), (half_sent, half_received) = sizes
+    assert half_sent < 0.75 * sent
+    assert half_received < 0.75 * received
+
+
+@pytest.mark.parametrize("on_stale", ["reject", "compensate"])
+def test_what_becomes_of_a_stale_push_is_as_asked(tmp_path: Path, on_stale: str) -> None:
+    """Worker 0 computes one batch while worker 1 makes six updates: more than the bound."""
+    options = {"max_staleness": 2, "on_stale": on_stale}
+    asked = Asked(options=options, holds={"worker 0": 2, "worker 1": (2, 8)})
+    with processes(tmp_path, asked, worker=2, ps=1) as found:
+        found.held("worker 0", "worker 1")
+        found.go("worker 1")
+        found.held("worker 1")
+        found.go("worker 0", "worker 1")
+        found.finish()
+        record = found.record("ps 0")
+    staleness = max(map(int, record["staleness"]))
+    if on_stale == "reject":
+        assert record["refused"] >= 1
+        assert staleness <= 2
+    else:
+        assert record["refused"] == 0
+        assert staleness >= 6
 
 
 def test_stale_pushes_are_computed_again(replicas: Replicas, tmp_path: Path) -> None:
