@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import UserError
-from spartito.strategies.central_storage import CentralStorageStrategy, balanced, places
+from spartito.strategies.central_storage import CentralStorageStrategy, balanced, line_offsets
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import central_jobs as jobs
 
@@ -29,7 +29,7 @@ def test_shares_are_even_but_for_the_largest(sizes: list[int], ranks: int) -> No
 
 @given(st.lists(st.integers(0, 1000)))
 def test_blocks_do_not_overlap(sizes: list[int]) -> None:
-    offsets, end = places(sizes)
+    offsets, end = line_offsets(sizes)
     assert end > 0
     for offset, size, following in zip(offsets, sizes, [*offsets[1:], end], strict=False):
         assert offset % 64 == 0

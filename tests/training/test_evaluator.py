@@ -18,8 +18,8 @@ from spartito.cluster.spec import Task
 from spartito.errors import TaskLostError, UserError
 from spartito.report.evaluations import EVALUATIONS, keep_until, with_evaluations
 from spartito.report.page import read_run
-from spartito.training.beacon import FILE, look, process_began
 from spartito.training.evaluator import Evaluator
+from spartito.training.heartbeat import FILE, look, process_began
 from spartito.training.loop import Evaluation
 from tests.commands import eventually
 from tests.strategies.ps_jobs import Asked, job
@@ -95,8 +95,8 @@ def test_the_chief_leaves_the_validation_to_it(tmp_path: Path) -> None:
 
 def test_it_evaluates_the_newest_and_ends(tmp_path: Path, capsys: Any) -> None:
     train(tmp_path)
-    boards = sp.callbacks.TensorBoard()
-    found = look_on(tmp_path, callbacks=[sp.callbacks.ModelCheckpoint(), boards])
+    tensorboards = sp.callbacks.TensorBoard()
+    found = look_on(tmp_path, callbacks=[sp.callbacks.ModelCheckpoint(), tensorboards])
     newest = CheckpointManager(tmp_path / "checkpoints").latest()
     assert newest is not None
     expected = figures_of(newest)

@@ -69,9 +69,9 @@ class CentralCoordination(SynchronousCoordination):
 
 
 class CentralStorageStrategy(SynchronousStrategy):
-    """Replicas on the CPUs of one machine that compute with the same memory, read in place.
+    """Replicas on the CPUs of one machine that compute with the same memory, read in index.
 
-    Gradients are summed as in mirrored. Then each replica updates its share of the parameters,
+    Gradients are summed as in mirrored. Then each replica updates its part of the parameters,
     and holds the optimizer's state of that share alone; the numbers are those of one device.
     An optimizer that is not one of torch's own may look at all parameters at once: the chief
     updates them all. Buffers stay each replica's own.
@@ -140,7 +140,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         for buffer in tensors:
             if not isinstance(buffer, nn.Parameter):
                 self._group.broadcast(buffer)
-        offsets, size = places([p.numel() * p.element_size() for p in parameters])
+        offsets, size = line_offsets([p.numel() * p.element_size() for p in parameters])
         segment = self._group.segment(size)
         for parameter, offset in zip(parameters, offsets, strict=True):
             view = _view(segment, offset, parameter)
@@ -225,13 +225,13 @@ def balanced(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:
     """
     loads = list(loads)
     owners = [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
-        owners[place] = loads.index(min(loads))
-        loads[owners[place]] += sizes[place]
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        owners[index] = loads.index(min(loads))
+        loads[owners[index]] += sizes[index]
     return owners
 
 
-def places(sizes: Sequence[int]) -> tuple[list[int], int]:
+def line_offsets(sizes: Sequence[int]) -> tuple[list[int], int]:
     """Where blocks of ``sizes`` bytes begin, each on a cache line, and how long all are."""
     offsets, end = [], 0
     for size in sizes:

@@ -1,4 +1,4 @@
-"""A worker's batches under a parameter server: the pieces that the coordinator leases to it."""
+"""A worker's batches under a parameter server: the work items that the coordinator leases to it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from spartito.ps.protocol.work import Complete, Lease, Pause, Report, WorkSource
 from spartito.ps.scheduler.plan import Plan
 from spartito.strategies.base import Distributed, Figures, StepResult
 from spartito.strategies.leased import LeasedCoordination
-from spartito.strategies.pusher import Place, Pusher
+from spartito.strategies.pusher import Pusher, WorkPosition
 from spartito.strategies.sharing import WAITING
 
 NO_EPOCH = -1  # is always complete: no work is given for it
@@ -38,7 +38,7 @@ class Computer(Protocol):
     coordination: LeasedCoordination
 
     def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
-        """How a stream is divided into pieces."""
+        """How a stream is divided into work items."""
         ...
 
     def enter(self, batch: Batch) -> None:
@@ -64,7 +64,7 @@ class Leased(Distributed):
     def __init__(self, computer: Computer, chain: Dataset, seed: int) -> None:
         if isinstance(chain.source, PerWorker):
             raise UserError(
-                "per_worker data under parameter_server, where any task may get any piece",
+                "per_worker data under parameter_server, where any task may get any part",
                 "Use a data set that every task can read, or a synchronous strategy.",
             )
         given = used_up(chain)
@@ -160,9 +160,9 @@ class Leased(Distributed):
         chief, pusher = self._coordination.chief, self._coordination.pusher
         if chief is None or self._stream is None:
             return self._start
-        place = pusher.place if pusher else None
-        if place is not None and place.lease.group:  # all are at the same step
-            return place.lease.pass_, place.step + 1
+        current = pusher.current if pusher else None
+        if current is not None and current.lease.group:  # all are at the same step
+            return current.lease.pass_, current.step + 1
         return chief.coordinator.frontier(self._stream)
 
     def watch(self) -> Iterator[StepResult]:
@@ -206,20 +206,20 @@ class Leased(Distributed):
         before = figures.sums()
         while True:
             began = time.perf_counter()
-            answer = work.take(stream, epoch, report, wait=False)
-            if isinstance(answer, Pause):
+            found = work.take(stream, epoch, report, wait=False)
+            if isinstance(found, Pause):
                 pusher.servers.release()
-                answer = work.take(stream, epoch, None)
+                found = work.take(stream, epoch, None)
             pusher.servers.waited += time.perf_counter() - began
             self.waited += time.perf_counter() - began
             self._coordination.take_options(work.timetable)
-            if isinstance(answer, Complete):
+            if isinstance(found, Complete):
                 pusher.servers.release()  # who has not done its own yet need not wait for us
                 return
-            if isinstance(answer, Lease):
-                place = pusher.place = Place(stream, answer)
+            if isinstance(found, Lease):
+                current = pusher.current = WorkPosition(stream, found)
                 try:
-                    ended = yield from self._pieces(place)
+                    ended = yield from self._work_items(current)
                     pusher.settle()
                 except BaseException as why:  # left in the middle: others do the rest
                     try:
@@ -228,31 +228,31 @@ class Leased(Distributed):
                     finally:
                         self._partial = _since(figures.sums(), before)
                         self._partial_metrics = figures.take()
-                        given_up = Report(answer.id, [], abandoned=True)
+                        given_up = Report(found.id, [], abandoned=True)
                         with suppress(SpartitoError):  # the first cause is what is told
                             work.take(stream, NO_EPOCH, given_up, wait=False)
                     raise
                 finally:
-                    pusher.place = None
+                    pusher.current = None
                 now = figures.sums()
                 report = Report(
-                    answer.id,
+                    found.id,
                     _since(now, before),
                     ended,
-                    place.bad,
-                    place.detail,
-                    place.abandoned,
+                    current.bad,
+                    current.detail,
+                    current.abandoned,
                     figures.take(),
                 )
                 before = now
 
-    def _pieces(self, place: Place) -> Generator[Batch, None, int | None]:
-        """The batches of a lease; answers where its pass ended, if that was found."""
-        lease, expected = place.lease, place.lease.start
+    def _work_items(self, current: WorkPosition) -> Generator[Batch, None, int | None]:
+        """The batches of a lease; returns where its pass ended, if that was found."""
+        lease, expected = current.lease, current.lease.start
         batches = self._reader.read(lease)
         try:
             for batch in batches:
-                place.step = expected
+                current.step = expected
                 expected += 1
                 batch = self._placed(batch)
                 began = time.perf_counter()
@@ -260,7 +260,7 @@ class Leased(Distributed):
                 self.waited += time.perf_counter() - began
                 self._computer.enter(batch)
                 yield batch
-                if place.abandoned:
+                if current.abandoned:
                     return None
         finally:
             batches.close()
@@ -291,7 +291,7 @@ class Reader(Protocol):
 
 
 class IndexedReader:
-    """Examples by index: any piece can be read at any time.
+    """Examples by index: any work item can be read at any time.
 
     A lease mostly goes on where the last one ended: what was read ahead then is there already.
     """
@@ -332,7 +332,7 @@ class IndexedReader:
 
 
 class StreamReader:
-    """A stream is read in its order; only a lease from before its place makes it start anew."""
+    """A stream is read in its order; only a lease from before its position makes it start anew."""
 
     def __init__(self, chain: Dataset, slices: int, seed: int) -> None:
         self._chain, self._slices, self._seed = chain, slices, seed

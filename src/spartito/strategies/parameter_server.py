@@ -42,9 +42,9 @@ START_SECONDS = 60.0  # that a chief waits for workers which start more slowly
 
 
 class ParameterServerStrategy(ReplicaStrategy):
-    """Workers push gradients to parameter servers and pull values, each at its own pace.
+    """Workers push gradients to parameter servers and pull values, each at its own speed.
 
-    The batch size is global: one push is a worker's share of it. ``max_staleness`` None lets
+    The batch size is global: one push is a worker's part of it. ``max_staleness`` None lets
     nobody wait for anybody; s >= 1 grants a pull only while no push can get staler than s
     updates; 0 averages one push per worker, which equals `MirroredStrategy`. ``on_stale`` says
     what becomes of a push beyond the bound: "wait" lets it not happen, "reject" has it computed
@@ -206,7 +206,7 @@ class ParameterServerStrategy(ReplicaStrategy):
     # What the leases ask for
 
     def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
-        """How a stream is divided into pieces."""
+        """How a stream is divided into work items."""
         return Plan(
             data_shards=self._rules.workers,
             steps_per_pass=chain.steps_per_pass,
@@ -225,8 +225,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         return float(batch.size or 1)  # a push is the mean over its own examples
 
     def _is_due(self, pair: Pair) -> bool:
-        place = self.coordination.computing.place
-        return super()._is_due(pair) or (place is not None and place.is_last)
+        current = self.coordination.computing.current
+        return super()._is_due(pair) or (current is not None and current.is_last)
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         loss, weight = self.coordination.computing.push()
@@ -248,7 +248,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         return whole, ServedGradients(optimizer)
 
     def _join(self, pair: Pair) -> None:
-        """Take our place in the job: a ps serves, all others come back with links."""
+        """Join the job: a ps serves, all others return with connections."""
         if self.is_evaluator:
             return
         job = Job(self.cluster, self._rules, self._options, unwrap(pair.model), pair.optimizer)

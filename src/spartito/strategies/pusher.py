@@ -18,7 +18,7 @@ from spartito.strategies.pair import Pair
 
 
 class ServedGradients(LocalGradients):
-    """Gradients of parameters whose places on the servers were laid out once."""
+    """Gradients of parameters whose offsets on the servers were laid out once."""
 
     _planned = False
 
@@ -32,25 +32,25 @@ class ServedGradients(LocalGradients):
         self._planned = True
 
 
-class Place:
-    """The piece that is computed now: where it is in its lease."""
+class WorkPosition:
+    """The work item that is computed now: where it is in its lease."""
 
     def __init__(self, stream: int, lease: Lease) -> None:
         self.stream, self.lease = stream, lease
         self.step = lease.start
-        self.first = lease.start  # of the pieces that the next push covers
+        self.first = lease.start  # of the work items that the next push covers
         self.bad = 0
         self.detail = ""
         self.abandoned = False
 
     @property
     def is_last(self) -> bool:
-        """Whether the lease ends with this piece."""
+        """Whether the lease ends with this work item."""
         return self.step + 1 == self.lease.stop
 
     @property
     def keys(self) -> list[tuple[int, int, int, int]]:
-        """The pieces since the last push, as a push is keyed."""
+        """The work items since the last push, as a push is keyed."""
         lease = self.lease
         return [
             (self.stream, lease.pass_, step, lease.data_shard)
@@ -59,7 +59,7 @@ class Place:
 
 
 class Pusher:
-    """Pushes what a task computes, piece by piece of its leases.
+    """Pushes what a task computes, one work item of its leases after the other.
 
     ``servers`` take the gradients; ``compute`` computes the gradients of a batch again,
     when the first ones came too late.
@@ -69,8 +69,8 @@ class Pusher:
         self, pair: Pair, servers: Servers, rules: Rules, compute: Callable[[Batch], Any]
     ) -> None:
         self.pair, self.servers = pair, servers
-        self.place: Place | None = None
-        """Which piece is computed now."""
+        self.current: WorkPosition | None = None
+        """Which work item is computed now."""
         self.repeats = True
         """Whether `compute` can do what was done: not so in loops that users write."""
         self._rules, self._compute = rules, compute
@@ -86,47 +86,47 @@ class Pusher:
         self._batches.append(batch)
 
     def push(self) -> tuple[float, float]:
-        """Send the gradients that wait; answers the loss and the weight in them.
+        """Send the gradients that wait; returns the loss and the weight in them.
 
-        The answer is awaited when the values are needed.
+        The reply is awaited when the values are needed.
         """
-        place = self.place
-        if place is None:
+        current = self.current
+        if current is None:
             raise UserError(
                 "an update outside of the batches that the chief gave out",
                 "Iterate over strategy.distribute(data), and update once for each batch.",
             )
-        lease = place.lease
+        lease = current.lease
         self._sent = Push(
-            keys=place.keys,
+            keys=current.keys,
             pulled=0,
             weight=0.0,
             examples=sum(batch.size for batch in self._batches),
             absent=[],
             group=lease.group,
-            index=place.first - lease.start,
-            parties=lease.parties(place.first - lease.start),
+            index=current.first - lease.start,
+            parties=lease.parties(current.first - lease.start),
         )
-        found = self._send(self._sent, place)
-        place.first = place.step + 1
+        found = self._send(self._sent, current)
+        current.first = current.step + 1
         if self._rules.together:  # nobody goes on before all have come
             self.arrive()
         return found
 
     def arrive(self) -> None:
-        """Have the last push answered, and computed again if it was too stale."""
+        """Await the reply to the last push, and compute again if it was too stale."""
         outcome = self.servers.result()
-        while outcome is Outcome.STALE and self.repeats and self._sent and self.place:
+        while outcome is Outcome.STALE and self.repeats and self._sent and self.current:
             self.servers.admit()
             for batch in self._batches:
                 self._compute(batch)
-            self._send(self._sent, self.place)
+            self._send(self._sent, self.current)
             outcome = self.servers.result()
-        if outcome in (Outcome.STALE, Outcome.EXPIRED) and self.place is not None:
-            self.place.abandoned = True  # others, or we ourselves, compute the lease again
+        if outcome in (Outcome.STALE, Outcome.EXPIRED) and self.current is not None:
+            self.current.abandoned = True  # others, or we ourselves, compute the lease again
 
     def settle(self) -> None:
-        """Have everything pushed, and answered."""
+        """Have everything pushed, and all replies here."""
         if self.pair.passes:
             self.push()
         self.arrive()
@@ -143,16 +143,16 @@ class Pusher:
         self.arrive()
         self.servers.look()
 
-    def _send(self, push: Push, place: Place) -> tuple[float, float]:
+    def _send(self, push: Push, current: WorkPosition) -> tuple[float, float]:
         pair = self.pair
         weight, loss = map(float, pair.gradients.reduce()[:2])
         if weight and pair.clip_norm is not None:
             pair.gradients.clip(pair.clip_norm, pair.gradients.norm())
         absent, finite = self.servers.fill()
         if not finite:
-            place.bad += 1
-            place.detail = (
-                f"pass {place.lease.pass_}, step {place.step}, slice {place.lease.data_shard}"
+            current.bad += 1
+            current.detail = (
+                f"pass {current.lease.pass_}, step {current.step}, slice {current.lease.data_shard}"
             )
             weight = loss = 0.0
         nothing = not weight and not push.group

@@ -1,4 +1,4 @@
-"""What one process does with its share of a step, whoever the others are."""
+"""What one process does with its part of a step, whoever the others are."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from spartito.strategies.pair import Pair
 
 
 class ReplicaStrategy(Strategy):
-    """A model that lives whole in this process, and computes its share of the global batch.
+    """A model that lives whole in this process, and computes its part of the global batch.
 
     What is left to the kinds of it: how gradients become an update (`_update`), and who else
     is there. ``device`` None takes this process's own GPU, else the CPU. ``sync_batchnorm``
@@ -310,8 +310,8 @@ class ReplicaStrategy(Strategy):
             output = forward(pair.model, batch.data, loss is not None)
             divided = pair.randomness is not None and self._group.world_size > 1
             with RandomnessForbidden() if divided else nullcontext():
-                answer = evaluate_loss(loss, output, batch)
-        return output, weigh(answer, batch)
+                found = evaluate_loss(loss, output, batch)
+        return output, weigh(found, batch)
 
     @property
     def _runs_without_rows(self) -> bool:
@@ -332,7 +332,7 @@ class ReplicaStrategy(Strategy):
         """Add the gradients of a loss, divided by ``loss_divisor`` (0: that of those that wait)."""
         if not found.value.requires_grad:
             raise UserError(
-                "the loss has no gradient: no parameter that learns leads to it",
+                "the loss has no gradient: it depends on no parameter that learns",
                 "Compute it from the model's output by differentiable functions of torch, "
                 "and leave requires_grad on where it is to learn.",
             )
@@ -362,7 +362,7 @@ class ReplicaStrategy(Strategy):
 
 
 def _of_spare_rows(batch: Batch) -> Batch:
-    """The spare rows of a batch without rows, in their place."""
+    """A batch without rows, with its spare rows as data."""
     if batch.spare is None:
         return batch
     return replace(batch, data=batch.spare, size=count_rows(batch.spare))

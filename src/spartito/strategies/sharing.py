@@ -27,19 +27,19 @@ class Share(Protocol):
     """Where one replica's batches come from: a `Loader`, or what stands around it."""
 
     def __iter__(self) -> Iterator[Batch]:
-        """From the present place to the end of the epoch."""
+        """From the present position to the end of the epoch."""
         ...
 
     def endless(self) -> Iterator[Batch]:
-        """From the present place on, epoch after epoch."""
+        """From the present position on, epoch after epoch."""
         ...
 
     def state_dict(self) -> dict[str, int]:
-        """The place of the next batch."""
+        """The position of the next batch."""
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go to that place."""
+        """Go to that position."""
         ...
 
 
@@ -63,16 +63,16 @@ class Placed(Distributed):
         self.waited = 0.0
 
     def __iter__(self) -> Iterator[Batch]:
-        return self._place(iter(self._batches))
+        return self._on_device(iter(self._batches))
 
     def epochs(
         self, count: int, steps: int | None, done: int, figures: Figures | None = None
     ) -> Generator[Generator[Batch]]:
         if steps is None:
             for _ in range(count):
-                yield self._place(iter(self._batches))
+                yield self._on_device(iter(self._batches))
             return
-        stream = self._place(self._batches.endless())  # stays open, with what it has read ahead
+        stream = self._on_device(self._batches.endless())  # stays open, with what it has read ahead
         try:
             for _ in range(count):
                 yield _next(stream, steps - done)
@@ -108,7 +108,7 @@ class Placed(Distributed):
         if self._pairs is not None and state.get(WAITING):
             self._pairs.only.go_on_accumulating(self._group.rank)
 
-    def _place(self, batches: Iterator[Batch]) -> Generator[Batch]:
+    def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:
         for batch in batches:
             if self._device.type != "cpu":
                 data, spare = rows(batch.data, self._move), rows(batch.spare, self._move)

@@ -32,7 +32,7 @@ from spartito.strategies.sharing import Placed, Together
 
 
 class SynchronousStrategy(ReplicaStrategy):
-    """Every replica computes its share of the global batch; gradients are averaged exactly.
+    """Every replica computes its part of the global batch; gradients are averaged exactly.
 
     ``cluster`` None asks the environment who takes part; ``device`` None takes this process's
     own GPU, else the CPU. ``sync_batchnorm`` makes BatchNorm one over the global batch; None

@@ -21,11 +21,11 @@ from spartito.log import note, warn
 from spartito.report.evaluations import append_evaluation
 from spartito.report.figures import VALIDATION, duration, figure, scalars
 from spartito.report.page import write_report
-from spartito.training.beacon import Sighting, Signal, look, process_began
 from spartito.training.callback import Callback, Training
 from spartito.training.callbacks.early_stopping import EarlyStopping
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.tensorboard import TensorBoard
+from spartito.training.heartbeat import Observation, Signal, look, process_began
 from spartito.training.history import History
 from spartito.training.loop import Evaluation
 
@@ -77,7 +77,7 @@ def own_checkpoint(run_dir: Path | None) -> ModelCheckpoint:
 class Evaluator:
     """Evaluates each new checkpoint of the ``fit``-th `fit`, the newest first, until its end.
 
-    ``checkpoint`` says where they are and what makes one the best; ``boards`` get the figures
+    ``checkpoint`` says where they are and what makes one the best; ``tensorboards`` get the figures
     too. A signal or checkpoint that was there before ``since`` (seconds since 1970, when this
     process began) is of an earlier job.
     """
@@ -89,13 +89,13 @@ class Evaluator:
         evaluation: Evaluation,
         fit: int,
         *,
-        boards: Sequence[TensorBoard] = (),
+        tensorboards: Sequence[TensorBoard] = (),
         verbose: bool = True,
         since: float | None = None,
     ) -> None:
         """Look where the chief is; nothing is read yet."""
         self._trainer, self._evaluation, self._verbose = trainer, evaluation, verbose
-        self._fit, self._boards, self._monitor = fit, boards, checkpoint.monitor
+        self._fit, self._tensorboards, self._monitor = fit, tensorboards, checkpoint.monitor
         self._manager: CheckpointManager = checkpoint.manager
         self._since = process_began() if since is None else since
         self._chief = trainer.coordination.job.name_of(0)
@@ -123,8 +123,8 @@ class Evaluator:
                 break
             else:
                 self._wait(seen)
-        for board in self._boards:
-            board.on_train_end()
+        for tensorboard in self._tensorboards:
+            tensorboard.on_train_end()
         if self._trainer.run_dir is not None and self._history.epoch:
             write_report(self._trainer.run_dir)
         if seen.signal.state == "failed" and seen.signal.fit == self._fit:
@@ -134,7 +134,7 @@ class Evaluator:
             )
         return self._history
 
-    def _look(self) -> Sighting | None:
+    def _look(self) -> Observation | None:
         """The chief's signal, once it is of this job and of this fit or a later one."""
         seen = look(self._manager.directory)
         if seen is None:
@@ -195,19 +195,19 @@ class Evaluator:
         self._history.add(epoch, figures)
         self._say(figures, seconds)
         if trainer.run_dir is not None:
-            place = {"epoch": trainer.epoch, "step": trainer.step}
-            append_evaluation(trainer.run_dir, {**place, **figures, "seconds": seconds})
+            position = {"epoch": trainer.epoch, "step": trainer.step}
+            append_evaluation(trainer.run_dir, {**position, **figures, "seconds": seconds})
         if not begun:
-            for board in self._boards:
-                board.write(epoch, figures)
+            for tensorboard in self._tensorboards:
+                tensorboard.write(epoch, figures)
         self._judge(path, figures)
 
     def _say(self, figures: dict[str, Any], seconds: float) -> None:
         if not self._verbose:
             return
         shown = [f"{name} {figure(name, value)}" for name, value in scalars(figures).items()]
-        place = f"epoch {self._trainer.epoch}  step {self._trainer.step}"
-        print("  ".join([place, *shown, duration(seconds)]), flush=True)
+        position = f"epoch {self._trainer.epoch}  step {self._trainer.step}"
+        print("  ".join([position, *shown, duration(seconds)]), flush=True)
 
     def _judge(self, path: Path, figures: dict[str, Any]) -> None:
         """Point to this checkpoint if it is the best of those that are still there."""
@@ -220,7 +220,7 @@ class Evaluator:
             self._manager.name_best(Best(path.name, monitor.name, value))
             self._best = value
 
-    def _wait(self, seen: Sighting | None) -> None:
+    def _wait(self, seen: Observation | None) -> None:
         directory = self._manager.directory
         if self._silence.seconds > self._limit:
             if seen is None:

@@ -1,4 +1,4 @@
-"""What `fit` answers, as in Keras."""
+"""What `fit` returns, as in Keras."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ from spartito.training.resume import check_position, meaning, next_epoch
 class Clock:
     """Where the time of an epoch goes, and how many examples it saw.
 
-    ``others`` answers the seconds so far in which other tasks kept this one from its next batch.
+    ``others`` returns the seconds so far in which other tasks kept this one from its next batch.
     With ``overlaps`` they train while this one evaluates, so that this time counts for the rate.
     """
 
@@ -164,7 +164,7 @@ class TrainingLoop:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loop is: the place in the data, and the sums of the epoch over all replicas."""
+        """Where the loop is: the position in the data, and the sums of the epoch over all."""
         loss, weight = self._sums()
         metrics = self._whole_metrics() if self._done else []
         return {

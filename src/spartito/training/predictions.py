@@ -1,4 +1,4 @@
-"""What a model answers for the batches of a data set, put together."""
+"""What a model returns for the batches of a data set, put together."""
 
 from __future__ import annotations
 
@@ -78,4 +78,4 @@ def joined(parts: list[Any]) -> Any:
         return tuple(joined(list(column)) for column in zip(*parts, strict=True))
     if isinstance(first, Mapping):
         return {name: joined([part[name] for part in parts]) for name in first}
-    raise UserError(f"the model answered {type(first).__name__}", "Predictions are tensors.")
+    raise UserError(f"the model returned {type(first).__name__}", "Predictions are tensors.")

@@ -94,7 +94,7 @@ class Summary:
 
 
 def summary(model: nn.Module, example: Any = None) -> Summary:
-    """Print the layers of ``model`` and its counts, and answer them; see `summarize`."""
+    """Print the layers of ``model`` and its counts, and return them; see `summarize`."""
     found = summarize(model, example)
     print(found)
     return found

@@ -22,7 +22,6 @@ from spartito.storage.atomic import write_directory
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
 from spartito.training.arguments import asked_epochs, known_names
-from spartito.training.beacon import Beacon
 from spartito.training.callback import Callback, check_given
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.progress_bar import ProgressBar
@@ -33,6 +32,7 @@ from spartito.training.evaluator import (
     first_checkpoint,
     own_checkpoint,
 )
+from spartito.training.heartbeat import Heartbeat
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics.names import MetricLike, make_metrics
@@ -52,7 +52,7 @@ class Trainer:
     """Trains, evaluates and applies one model under any strategy.
 
     ``optimizer`` is fresh, or a function of the parameters. ``loss`` is a torch loss that is a
-    mean over examples, or a function ``(output, target)`` that answers one loss per example,
+    mean over examples, or a function ``(output, target)`` that returns one loss per example,
     their mean, or ``(sum, weight)``; None for a model that computes its own. ``metrics`` are
     names or functions. ``scheduler`` (one, or a function of the optimizer) is stepped once per
     global step, or with ``scheduler_interval="epoch"`` after each epoch; `ReduceLROnPlateau`
@@ -140,7 +140,7 @@ class Trainer:
         batch_size: int = 32,
         verbose: bool | int = True,
     ) -> History:
-        """Train, and answer the figures of every epoch, equal on all replicas.
+        """Train, and return the figures of every epoch, equal on all replicas.
 
             for each epoch:
                 for each global batch of the epoch:        # steps_per_epoch, or all there are
@@ -156,7 +156,7 @@ class Trainer:
         from its first batch instead; ``SPARTITO_EPOCHS`` overrides ``epochs``.
 
         In a job with an evaluator the validation is left to it. On the evaluator itself `fit`
-        trains nothing: it evaluates each new checkpoint until the training ends, and answers
+        trains nothing: it evaluates each new checkpoint until the training ends, and returns
         their figures. Raises `UserError`, or `TaskLostError` when a replica is lost.
         """
         epochs = asked_epochs(epochs)
@@ -378,7 +378,7 @@ class Trainer:
             own.append(checkpoint)
         if checkpoint is not None and self.is_chief:
             checkpoint.set_trainer(self)
-            own.append(Beacon(checkpoint.manager, self._fits))
+            own.append(Heartbeat(checkpoint.manager, self._fits))
         if self.left_to_evaluator and self.is_chief:
             note("validation is left to the evaluator: this history has no val_ figures")
         return sorted([*self._given, *own], key=_turn)
@@ -392,9 +392,14 @@ class Trainer:
         checkpoint = first_checkpoint(self._given) or own_checkpoint(self.run_dir)
         for callback in (checkpoint, *self._given):
             callback.set_trainer(self)
-        boards = [callback for callback in self._given if isinstance(callback, TensorBoard)]
+        tensorboards = [callback for callback in self._given if isinstance(callback, TensorBoard)]
         evaluator = Evaluator(
-            self, checkpoint, validation, self._fits, boards=boards, verbose=bool(verbose)
+            self,
+            checkpoint,
+            validation,
+            self._fits,
+            tensorboards=tensorboards,
+            verbose=bool(verbose),
         )
         self.history = evaluator.run()
         return self.history
@@ -407,4 +412,4 @@ class Trainer:
 
 
 def _turn(callback: Callback) -> int:
-    return 2 * isinstance(callback, Beacon) + isinstance(callback, ModelCheckpoint)
+    return 2 * isinstance(callback, Heartbeat) + isinstance(callback, ModelCheckpoint)

@@ -49,7 +49,7 @@ from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 from spartito.ps.server.update_log import PushLog
-from spartito.strategies.pusher import Place, Pusher
+from spartito.strategies.pusher import Pusher, WorkPosition
 from tests.ps.simulation.network import Faults, Network
 from tests.ps.simulation.scheduler import Process, Simulation, Stuck, Task
 
@@ -413,7 +413,7 @@ class World:
             report = self.do(work, pusher, compute)
 
     def do(self, lease: Lease, pusher: Pusher, compute: Callable[[Any], None]) -> Report:
-        place = pusher.place = Place(STREAM, lease)
+        place = pusher.current = WorkPosition(STREAM, lease)
 
         def given_up() -> bool:
             return place.abandoned
@@ -434,7 +434,7 @@ class World:
                     break
             pusher.settle()
         finally:
-            pusher.place = None
+            pusher.current = None
         sums = [float(len(numbers)), sum(numbers)]
         return Report(lease.id, sums, None, place.bad, place.detail, place.abandoned)
 

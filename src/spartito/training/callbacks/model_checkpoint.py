@@ -62,7 +62,7 @@ class ModelCheckpoint(Callback):
 
     @property
     def manager(self) -> CheckpointManager:
-        """The checkpoints of this training; a `UserError` when there is no place for them."""
+        """The checkpoints of this training; a `UserError` when it is not known where."""
         directory = self.directory
         if directory is None:
             if self.trainer.run_dir is None:

@@ -37,11 +37,11 @@ class Display(Protocol):
 
 
 class ProgressBar(Callback):
-    """Shows step, loss, metrics, examples/s, time left, and the share of time waiting for data.
+    """Shows step, loss, metrics, examples/s, time left, and the fraction of time waiting for data.
 
     On a terminal a bar that is drawn anew every ``refresh_seconds``; elsewhere a plain line at
     most every five seconds. Each epoch ends in a line with its exact figures, validation too.
-    The metrics shown within an epoch are the chief's share of it. The chief alone writes, to
+    The metrics shown within an epoch are those of the chief's rows. The chief alone writes, to
     ``stream`` (standard output). Between two refreshes a step costs one look at the clock.
     """
 
@@ -51,7 +51,7 @@ class ProgressBar(Callback):
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Nothing is shown before training begins; ``clock`` answers seconds."""
+        """Nothing is shown before training begins; ``clock`` returns seconds."""
         if not refresh_seconds > 0:
             raise UserError(f"refresh_seconds is {refresh_seconds}", "It must be more than 0.")
         self.refresh_seconds = refresh_seconds
@@ -144,8 +144,8 @@ class Lines:
 
     def step(self, title: str, done: int, total: int | None, figures: str) -> None:
         """Print where the epoch is."""
-        place = f"step {done}" if total is None else f"step {done}/{total}"
-        print(_join(title, place, figures), file=self._stream, flush=True)
+        position = f"step {done}" if total is None else f"step {done}/{total}"
+        print(_join(title, position, figures), file=self._stream, flush=True)
 
     def epoch(self, title: str, figures: str) -> None:
         """Print what the epoch came to."""
@@ -169,13 +169,13 @@ class Bar:
 
     def step(self, title: str, done: int, total: int | None, figures: str) -> None:
         """Draw the bar; a short epoch never comes to it."""
-        place = f"{done}" if total is None else f"{done}/{total}"
+        position = f"{done}" if total is None else f"{done}/{total}"
         bar = max(8, min(24, self._console.width // 6))
-        room = self._console.width - len(title) - bar - len(place) - 4
+        width = self._console.width - len(title) - bar - len(position) - 4
         fields: dict[str, Any] = {
             "title": title,
-            "place": place,
-            "figures": figures[: max(room, 0)],
+            "position": position,
+            "figures": figures[: max(width, 0)],
         }
         if self._progress is None:
             self._progress = self._make(bar)
@@ -201,7 +201,7 @@ class Bar:
         return Progress(
             TextColumn("{task.fields[title]}", "bold", markup=False),
             BarColumn(bar),
-            TextColumn("{task.fields[place]}", markup=False),
+            TextColumn("{task.fields[position]}", markup=False),
             TextColumn("{task.fields[figures]}", markup=False),
             console=self._console,
             auto_refresh=False,  # a thread of its own would take time from the training

@@ -29,7 +29,7 @@ class TensorBoard(Callback):
 
     def on_train_begin(self) -> None:
         """Open the event file of the training; that of validation comes with its first figure."""
-        self._place()
+        self._folder()
         if self.trainer.is_chief:
             self._open(_RUNS[0])
 
@@ -57,7 +57,7 @@ class TensorBoard(Callback):
         """Close the files; what was written stays."""
         self._close()
 
-    def _place(self) -> Path:
+    def _folder(self) -> Path:
         if self.directory is not None:
             return self.directory
         if self.trainer.run_dir is None:
@@ -69,7 +69,7 @@ class TensorBoard(Callback):
 
     def _open(self, run: str) -> EventFile:
         if run not in self._files:
-            directory = self._place() / run
+            directory = self._folder() / run
             try:
                 self._files[run] = EventFile(directory)
             except OSError as error:

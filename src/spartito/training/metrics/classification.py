@@ -59,7 +59,7 @@ class ClassMetric(Metric):
 
     @property
     def threshold(self) -> float:
-        """From which output on the answer is yes."""
+        """From which output on the prediction is yes."""
         return 0.5 if self.from_logits is False else 0.0
 
     def reset(self) -> None:
@@ -304,9 +304,9 @@ def _columns(scores: Tensor, labels: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 def _levels(scores: Tensor, positive: Tensor) -> tuple[Tensor, Tensor]:
     """How many positives and negatives have each score, the highest first."""
-    values, place = torch.unique(scores, return_inverse=True)
-    yes = torch.bincount(place, positive.double(), len(values)).flip(0)
-    return yes, torch.bincount(place, minlength=len(values)).double().flip(0) - yes
+    values, index = torch.unique(scores, return_inverse=True)
+    yes = torch.bincount(index, positive.double(), len(values)).flip(0)
+    return yes, torch.bincount(index, minlength=len(values)).double().flip(0) - yes
 
 
 def _roc(scores: Tensor, positive: Tensor) -> float:

@@ -38,7 +38,7 @@ class Signal:
 
 
 @dataclass(frozen=True, slots=True)
-class Sighting:
+class Observation:
     """A signal as it was seen: ``time`` of its last beat (seconds), ``mark`` changes with it."""
 
     signal: Signal
@@ -46,14 +46,14 @@ class Sighting:
     mark: tuple[int, int]
 
 
-def look(directory: Path) -> Sighting | None:
+def look(directory: Path) -> Observation | None:
     """The signal in ``directory``, None where there is none; `UserError` for another file."""
     file = directory / FILE
     try:
         with file.open("rb") as opened:
             facts = os.fstat(opened.fileno())
             raw = json.load(opened)
-        return Sighting(Signal(**raw), facts.st_mtime, (facts.st_mtime_ns, facts.st_ino))
+        return Observation(Signal(**raw), facts.st_mtime, (facts.st_mtime_ns, facts.st_ino))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
@@ -70,7 +70,7 @@ def process_began() -> float:
     return time.time() - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot)
 
 
-class Beacon(Callback):
+class Heartbeat(Callback):
     """Keeps the signal beside the checkpoints of a `fit`; the chief alone has one.
 
     It comes after all other callbacks: what it announces has been written.
