@@ -112,27 +112,138 @@ def test_a_healthy_cluster_has_no_verdict() -> None:
     assert closing(report(), []).startswith("3 of 3 tasks are here; all is well")
 
 
-def test_a_task_that_did_not_come_is_named_with_what_the_others_find() -> None:
-    refused = [probe(W0, W2, "refused"), probe(W1, W2, "refused")]
-    given = report(facts(W0), facts(W1), probes=refused)
-    verdict = the_verdict(given, "missing")
-    assert verdict.severity == "missing"
-    assert "worker 2 (c:21000) did not come within 10 s" in verdict.message
-    assert "worker 0 and worker 1 find at c:21000: refused" in verdict.message
-    assert exit_code(judge(given)) == 69
+def alone(**changes: object) -> Findings:
+    """Worker 2 did not come."""
+    return report(facts(W0), facts(W1), **changes)
 
 
-def test_one_that_is_reached_but_did_not_come_does_not_reach_the_leader() -> None:
-    given = report(facts(W0), facts(W1), probes=[probe(W0, W2), probe(W1, W2)])
-    verdict = the_verdict(given, "missing")
-    assert "it runs but does not reach worker 0" in verdict.message
-    assert "worker 2 to worker 0 at a:21000" in verdict.advice
+def one_other(task: str, **changes: object) -> Findings:
+    """Three healthy tasks, but for the ``changes`` of one."""
+    return report(*(facts(each, **(changes if each == task else {})) for each in ADDRESSES))
 
 
-def test_one_that_fell_silent_is_missing_too() -> None:
-    given = report(unresponsive=[W1], probes=[probe(W0, W1, "silent")])
-    assert "worker 1 came, then stopped responding" in the_verdict(given, "unresponsive").message
-    assert exit_code(judge(given)) == 69
+@pytest.mark.parametrize(
+    ("given", "kind", "severity", "says", "code"),
+    [
+        (
+            alone(probes=[probe(W0, W2, "refused"), probe(W1, W2, "refused")]),
+            "missing",
+            "missing",
+            "worker 2 (c:21000) did not come within 10 s; worker 0 and worker 1 find at c:21000: "
+            "refused",
+            69,
+        ),
+        (
+            alone(probes=[probe(W0, W2), probe(W1, W2)]),
+            "missing",
+            "missing",
+            "it runs but does not reach worker 0|Open the port from worker 2 to worker 0 at a:2100",
+            69,
+        ),
+        (
+            alone(probes=[probe(W0, W2, "other secret")]),
+            "secret",
+            "error",
+            "at c:21000 is a task of Spartito with another secret than worker 0",
+            1,
+        ),
+        (
+            report(unresponsive=[W1], probes=[probe(W0, W1, "silent")]),
+            "unresponsive",
+            "missing",
+            "worker 1 came, then stopped responding",
+            69,
+        ),
+        (
+            one_other(W0, names=[Name("a", ["127.0.1.1"])]),
+            "loopback",
+            "warning",
+            "its own name a means 127.0.1.1",
+            0,
+        ),
+        (
+            one_other(W0, names=[Name("b", error="Name or service not known")]),
+            "name",
+            "error",
+            "the name b does not resolve on worker 0: Name",
+            1,
+        ),
+        (
+            one_other(W0, port=Port(21000, False, "nginx (process 7)")),
+            "port",
+            "error",
+            "port 21000 of worker 0 on a is taken by nginx (process 7)",
+            1,
+        ),
+        (
+            one_other(W1, port=Port(21000, True, foreign=True)),
+            "foreign address",
+            "note",
+            "b is no address of an interface of worker 1",
+            0,
+        ),
+        (
+            with_probes(probe(W1, W2, "dropped"), probe(W2, W1, "unroutable")),
+            "unreachable",
+            "error",
+            "worker 1 finds at c:21000: no reply|worker 2 finds at b:21000: no route",
+            1,
+        ),
+        (
+            with_probes(probe(W1, W2, "dropped")),
+            "one way",
+            "error",
+            "worker 2 reaches worker 1, but worker 1 does not reach worker 2|"
+            "Open the port from the host of worker 1 to c:21000",
+            1,
+        ),
+        (
+            with_probes(probe(W0, W1, "other task", W2)),
+            "one way",
+            "error",
+            "worker 2 is there",
+            1,
+        ),
+        (
+            with_probes(probe(W2, W1, "dropped")),
+            "unused connection",
+            "note",
+            "worker 2 finds at b:21000",
+            0,
+        ),
+        *(
+            (
+                one_other(W1, versions=HEALTHY.versions | {package: version}),
+                "version",
+                severity,
+                f"of {package}: {HEALTHY.versions[package]} on worker 0 and worker 2|"
+                f"{version} on worker 1",
+                code,
+            )
+            for package, version, severity, code in (
+                ("spartito", "0.0.1", "error", 1),
+                ("torch", "0.0.1", "error", 1),
+                ("torch", HEALTHY.versions["torch"] + "+cpu", "warning", 0),
+            )
+        ),
+    ],
+)
+def test_what_is_wrong_is_said_with_what_to_do(
+    given: Findings, kind: str, severity: str, says: str, code: int
+) -> None:
+    verdict = the_verdict(given, kind)
+    assert verdict.severity == severity
+    for part in says.split("|"):
+        assert part in f"{verdict.message}\n{verdict.advice}"
+    assert exit_code(judge(given)) == code
+
+
+def test_a_caller_with_another_secret_stands_for_the_missing_task_of_its_host() -> None:
+    names = [Name("c", ["10.0.0.3"])]
+    given = report(facts(W0, names=names), facts(W1), other_secrets=["10.0.0.3"], probes=[])
+    assert "at 10.0.0.3 is a task" in the_verdict(given, "secret").message
+    assert exit_code(judge(given)) == 1
+    assert exit_code(judge(msgspec.structs.replace(given, other_secrets=["10.0.0.9"]))) == 69
 
 
 @pytest.mark.parametrize("networks", [("net-a", "net-b"), ("net-a", "net-a")])
@@ -154,13 +265,6 @@ def test_loopback_addresses_are_told_when_a_task_does_not_come() -> None:
     assert "only tasks on that same machine" in the_verdict(given, "loopback").message
 
 
-def test_an_own_name_that_means_the_loopback() -> None:
-    given = report(facts(W0, names=[Name("a", ["127.0.1.1"])]), facts(W1), facts(W2))
-    verdict = the_verdict(given, "loopback")
-    assert (verdict.severity, verdict.tasks) == ("warning", [W0])
-    assert "its own name a means 127.0.1.1" in verdict.message
-
-
 def test_a_name_that_does_not_resolve_is_told_once_for_all_tasks() -> None:
     broken = [Name("b", error="Name or service not known")]
     given = report(facts(W0, names=broken), facts(W1), facts(W2, names=broken))
@@ -169,63 +273,9 @@ def test_a_name_that_does_not_resolve_is_told_once_for_all_tasks() -> None:
     assert verdict.severity == "error"
 
 
-def test_a_port_that_another_program_has() -> None:
-    taken = facts(W0, port=Port(21000, False, "nginx (process 7)"))
-    verdict = the_verdict(report(taken, facts(W1), facts(W2)), "port")
-    assert verdict.message == "port 21000 of worker 0 on a is taken by nginx (process 7)"
-    assert verdict.severity == "error"
-
-
 def test_the_port_of_torchruns_agent_is_as_it_should_be() -> None:
     agent = facts(W0, port=Port(21000, False, "python (process 7)", agent=True))
     assert judge(report(agent, facts(W1), facts(W2))) == []
-
-
-def test_a_service_name_is_no_fault() -> None:
-    behind = facts(W1, port=Port(21000, True, foreign=True))
-    given = report(facts(W0), behind, facts(W2))
-    assert the_verdict(given, "foreign address").severity == "note"
-    assert exit_code(judge(given)) == 0
-
-
-def test_a_way_that_fails_in_both_directions_is_told_from_both_sides() -> None:
-    given = with_probes(probe(W1, W2, "dropped"), probe(W2, W1, "unroutable"))
-    verdict = the_verdict(given, "unreachable")
-    assert verdict.tasks == [W1, W2]
-    assert "worker 1 finds at c:21000: no reply" in verdict.message
-    assert "worker 2 finds at b:21000: no route" in verdict.message
-    assert exit_code(judge(given)) == 1
-
-
-def test_a_way_that_fails_in_one_direction() -> None:
-    verdict = the_verdict(with_probes(probe(W1, W2, "dropped")), "one way")
-    assert "worker 2 reaches worker 1, but worker 1 does not reach worker 2" in verdict.message
-    assert "Open the port from the host of worker 1 to c:21000" in verdict.advice
-
-
-def test_a_way_that_training_does_not_go_is_no_fault() -> None:
-    given = with_probes(probe(W2, W1, "dropped"))
-    assert "worker 2 finds at b:21000" in the_verdict(given, "unused connection").message
-    assert exit_code(judge(given)) == 0
-
-
-def test_an_address_at_which_another_task_listens() -> None:
-    verdict = the_verdict(with_probes(probe(W0, W1, "other task", W2)), "one way")
-    assert "worker 2 is there" in verdict.message
-
-
-@pytest.mark.parametrize("package", ["spartito", "torch"])
-def test_versions_that_differ(package: str) -> None:
-    other = facts(W1, versions=HEALTHY.versions | {package: "0.0.1"})
-    verdict = the_verdict(report(facts(W0), other, facts(W2)), "version")
-    assert verdict.severity == "error"
-    assert f"of {package}: {HEALTHY.versions[package]} on worker 0 and worker 2" in verdict.message
-    assert "0.0.1 on worker 1" in verdict.message
-
-
-def test_another_build_of_torch_is_a_warning() -> None:
-    other = facts(W1, versions=HEALTHY.versions | {"torch": HEALTHY.versions["torch"] + "+cpu"})
-    assert the_verdict(report(facts(W0), other, facts(W2)), "version").severity == "warning"
 
 
 @pytest.mark.parametrize(("python", "told"), [("3.11.9", False), ("3.12.1", True)])

@@ -18,6 +18,9 @@ from spartito.report.figures import (
     size,
 )
 
+UNSTEADY = 0.5
+"""A speed whose epochs vary by this fraction of it says little: something disturbed the run."""
+
 MOST = 6
 """Sentences that a reader takes in before the table."""
 
@@ -62,6 +65,7 @@ def _recommendation(found: Comparison) -> str:
         return (
             f"Choose {pick.strategy}: no other reaches {found.goal} clearly earlier ({after}), "
             f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
+            + _doubt(equal)
         )
     fastest = max(good, key=_rate)
     equal = [run for run in good if _is_same_speed(run, fastest)]
@@ -77,9 +81,21 @@ def _recommendation(found: Comparison) -> str:
         return (
             f"Choose {pick.strategy}: no other is clearly faster ({speed}), "
             f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
+            + _doubt(equal)
         )
     return f"Choose {pick.strategy}: it is clearly the fastest ({speed})" + (
         f" and its {label(pick.quality)} is not behind the others'." if _noise_known(done) else "."
+    )
+
+
+def _doubt(equal: Sequence[Figures]) -> str:
+    """What to do where speeds that differ much look equal only because one of them jumps."""
+    worst = max(equal, key=_variation)
+    if len(worst.rates) > 1 or _variation(worst) < UNSTEADY:
+        return ""
+    return (
+        f" But the speed of {worst.strategy} varied by {_variation(worst):.0%} from epoch to "
+        "epoch, so repeat this with --repeat 3 before you rely on it."
     )
 
 

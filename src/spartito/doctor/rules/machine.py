@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from spartito.cluster.spec import EVALUATOR
 from spartito.collectives.versions import Versions
 from spartito.doctor.findings import Facts, Findings
-from spartito.doctor.rules.verdict import Verdict, Verdicts
+from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
 from spartito.doctor.wording import amount, duration, joined
 from spartito.launch.containers.plan import LEAST_MEMORY
 
+SAME = "Install the same on all."
 CLOCK_SECONDS = 1.0
 """Clocks may differ by so much."""
 
@@ -29,23 +30,15 @@ def versions(findings: Findings) -> Verdicts:
         have = _grouped({task: found.get(package, "?") for task, found in installed.items()})
         if len(have) > 1:
             alike = package == "torch" and len({Versions("", v).torch_series for v in have}) == 1
-            yield Verdict(
-                "version",
-                "warning" if alike else "error",
-                f"the tasks have different versions of {package}: {_listed(have)}",
-                "Install the same on all.",
-                [task for tasks in have.values() for task in tasks],
-            )
+            severity: Severity = "warning" if alike else "error"
+            what = f"the tasks have different versions of {package}: {_listed(have)}"
+            yield Verdict("version", severity, what, SAME, list(findings.facts))
         elif "not installed" in have:
             yield Verdict("version", "error", f"{package} is not installed", "Install it.")
     pythons = _by(findings, lambda facts: facts.python)
     if len({python.rpartition(".")[0] for python in pythons}) > 1:
-        yield Verdict(
-            "version",
-            "warning",
-            f"the tasks have different versions of Python: {_listed(pythons)}",
-            "Install the same on all.",
-        )
+        what = f"the tasks have different versions of Python: {_listed(pythons)}"
+        yield Verdict("version", "warning", what, SAME)
 
 
 def sources(findings: Findings) -> Verdicts:
@@ -55,12 +48,9 @@ def sources(findings: Findings) -> Verdicts:
             yield Verdict("source", "note", f"{joined(tasks)}: {remark}", tasks=tasks)
     described = _by(findings, lambda facts: facts.source)
     if len(described) > 1:
-        yield Verdict(
-            "source",
-            "warning",
-            f"the tasks read the cluster from different sources: {_listed(described)}",
-            "Start all tasks in the same way.",
-        )
+        what = f"the tasks read the cluster from different sources: {_listed(described)}"
+        advice = "Start all tasks in the same way."
+        yield Verdict("source", "warning", what, advice)
 
 
 def clocks(findings: Findings) -> Verdicts:
@@ -69,14 +59,12 @@ def clocks(findings: Findings) -> Verdicts:
         ahead = findings.clock(task)
         if ahead is not None and abs(ahead) > CLOCK_SECONDS:
             side = "ahead of" if ahead > 0 else "behind"
-            yield Verdict(
-                "clock",
-                "warning",
+            what = (
                 f"the clock of {task} is {duration(abs(ahead))} {side} that of "
-                f"{findings.coordinator}",
-                "Let both machines set their clocks by NTP.",
-                [task],
+                f"{findings.coordinator}"
             )
+            advice = "Let both machines set their clocks by NTP."
+            yield Verdict("clock", "warning", what, advice, [task])
 
 
 def shared_memory(findings: Findings) -> Verdicts:
@@ -85,15 +73,15 @@ def shared_memory(findings: Findings) -> Verdicts:
         for task in tasks:
             shm = findings.facts[task].shm
             if len(tasks) > 1 and shm is not None and shm.free < LEAST_SHM:
-                yield Verdict(
-                    "shared memory",
-                    "error",
+                what = (
                     f"{shm.path} of {task} has {amount(shm.free)} free of {amount(shm.size)}: "
-                    f"{joined(tasks)} exchange gradients there",
-                    "Start the container with --shm-size 1g (shm_size in a compose file), or "
-                    "free some.",
-                    [task],
+                    f"{joined(tasks)} exchange gradients there"
                 )
+                advice = (
+                    "Start the container with --shm-size 1g (shm_size in a compose file), or "
+                    "free some."
+                )
+                yield Verdict("shared memory", "error", what, advice, [task])
 
 
 def threads(findings: Findings) -> Verdicts:
@@ -109,14 +97,12 @@ def threads(findings: Findings) -> Verdicts:
             continue
         unset = [each.task for each in facts if each.omp_num_threads is None]
         why = f"OMP_NUM_THREADS is not set for {joined(unset)}" if unset else "by OMP_NUM_THREADS"
-        yield Verdict(
-            "threads",
-            "warning",
-            f"{joined(tasks)} want {sum(counts)} threads on {cores} cores ({why})",
+        what = f"{joined(tasks)} want {sum(counts)} threads on {cores} cores ({why})"
+        advice = (
             f"Set OMP_NUM_THREADS={max(1, cores // len(tasks))}; 'spartito run' does where it "
-            "starts the tasks.",
-            tasks,
+            "starts the tasks."
         )
+        yield Verdict("threads", "warning", what, advice, tasks)
 
 
 def memory(findings: Findings) -> Verdicts:
@@ -125,14 +111,13 @@ def memory(findings: Findings) -> Verdicts:
         free, limit = facts.memory.available, facts.memory.limit
         if facts.memory.total > 0 and free < LITTLE_MEMORY:
             bound = f" of the {amount(limit)} of its container" if limit is not None else ""
-            yield Verdict(
-                "memory",
-                "error" if free < LEAST_MEMORY else "warning",
+            what = (
                 f"{task} has {amount(free)} of memory left{bound}; Python and torch alone take "
-                f"{amount(LEAST_MEMORY)}",
-                "End other programs there, or raise the container's limit.",
-                [task],
+                f"{amount(LEAST_MEMORY)}"
             )
+            advice = "End other programs there, or raise the container's limit."
+            severity: Severity = "error" if free < LEAST_MEMORY else "warning"
+            yield Verdict("memory", severity, what, advice, [task])
 
 
 def disks(findings: Findings) -> Verdicts:
@@ -140,13 +125,9 @@ def disks(findings: Findings) -> Verdicts:
     for task, facts in findings.facts.items():
         for disk in facts.disks:
             if disk.free < LEAST_DISK:
-                yield Verdict(
-                    "disk",
-                    "warning",
-                    f"the disk of {disk.path} on {task} has {amount(disk.free)} free",
-                    "Checkpoints may not fit: free some space.",
-                    [task],
-                )
+                what = f"the disk of {disk.path} on {task} has {amount(disk.free)} free"
+                advice = "Checkpoints may not fit: free some space."
+                yield Verdict("disk", "warning", what, advice, [task])
 
 
 def gpus(findings: Findings) -> Verdicts:
@@ -158,12 +139,9 @@ def gpus(findings: Findings) -> Verdicts:
     }
     have = _grouped({task: f"{len(cards)} GPUs" for task, cards in trains.items()})
     if len(have) > 1:
-        yield Verdict(
-            "GPUs",
-            "warning",
-            f"the tasks see different GPUs: {_listed(have)}",
-            "Look at CUDA_VISIBLE_DEVICES and the driver where they are missing.",
-        )
+        what = f"the tasks see different GPUs: {_listed(have)}"
+        advice = "Look at CUDA_VISIBLE_DEVICES and the driver where they are missing."
+        yield Verdict("GPUs", "warning", what, advice)
     if any(trains.values()):
         yield Verdict("NCCL", "note", "NCCL between the GPUs is not checked")
 

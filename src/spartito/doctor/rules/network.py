@@ -51,13 +51,11 @@ def unresponsive_tasks(findings: Findings) -> Verdicts:
     """Those that came and then stopped responding."""
     for task in findings.unresponsive:
         seen = [p for p in findings.probes if p.target == task and not p.ok]
-        yield Verdict(
-            "unresponsive",
-            "missing",
-            f"{task} came, then stopped responding" + "".join(f"; {one}" for one in _lines(seen)),
-            "Check whether its process is frozen or was killed, or its machine lost the network.",
-            [task],
+        what = f"{task} came, then stopped responding" + "".join(f"; {one}" for one in _lines(seen))
+        advice = (
+            "Check whether its process is frozen or was killed, or its machine lost the network."
         )
+        yield Verdict("unresponsive", "missing", what, advice, [task])
 
 
 def secrets(findings: Findings) -> Verdicts:
@@ -65,15 +63,15 @@ def secrets(findings: Findings) -> Verdicts:
     for task in findings.missing:
         where, knows = _with_other_secret(findings, task)
         if where:
-            yield Verdict(
-                "secret",
-                "error",
+            what = (
                 f"at {where} is a task of Spartito with another secret than {joined(knows)}: "
-                f"{task}, or one of another job",
-                "Give all tasks the same SPARTITO_SECRET or SPARTITO_SECRET_FILE, or none; two "
-                "jobs need different ports.",
-                [task, *knows],
+                f"{task}, or one of another job"
             )
+            advice = (
+                "Give all tasks the same SPARTITO_SECRET or SPARTITO_SECRET_FILE, or none; two "
+                "jobs need different ports."
+            )
+            yield Verdict("secret", "error", what, advice, [task, *knows])
 
 
 def other_tasks(findings: Findings) -> Verdicts:
@@ -115,14 +113,12 @@ def loopback_addresses(findings: Findings) -> Verdicts:
         host = findings.host(task)
         means = [a for name in facts.names if name.host == host for a in name.addresses]
         if host and not is_loopback(host) and means and is_loopback(means[0]):
-            yield Verdict(
-                "loopback",
-                "warning",
+            what = (
                 f"on {task} its own name {host} means {means[0]}, a loopback address, as Debian "
-                "has it: so that others reach it, it listens on all interfaces",
-                f"Take {host} off the line of {means[0]} in its /etc/hosts.",
-                [task],
+                "has it: so that others reach it, it listens on all interfaces"
             )
+            advice = f"Take {host} off the line of {means[0]} in its /etc/hosts."
+            yield Verdict("loopback", "warning", what, advice, [task])
 
 
 def names(findings: Findings) -> Verdicts:
@@ -133,13 +129,9 @@ def names(findings: Findings) -> Verdicts:
             if name.error:
                 unknown.setdefault((name.host, name.error), []).append(task)
     for (host, error), tasks in unknown.items():
-        yield Verdict(
-            "name",
-            "error",
-            f"the name {host} does not resolve on {joined(tasks)}: {error}",
-            "Correct the name, add it to DNS or /etc/hosts there, or use an address.",
-            tasks,
-        )
+        what = f"the name {host} does not resolve on {joined(tasks)}: {error}"
+        advice = "Correct the name, add it to DNS or /etc/hosts there, or use an address."
+        yield Verdict("name", "error", what, advice, tasks)
 
 
 def ports(findings: Findings) -> Verdicts:
@@ -162,13 +154,11 @@ def ports(findings: Findings) -> Verdicts:
             advice = "End that program, or choose another port if a firewall is between the hosts."
             yield Verdict("port", "warning", what, advice, [task])
         if port.foreign and not any(name.error for name in facts.names if name.host == host):
-            yield Verdict(
-                "foreign address",
-                "note",
+            what = (
                 f"{host} is no address of an interface of {task} (a service name or translated "
-                "address): it listens on all of them",
-                tasks=[task],
+                "address): it listens on all of them"
             )
+            yield Verdict("foreign address", "note", what, tasks=[task])
 
 
 def port_refusals(findings: Findings) -> Verdicts:
@@ -196,35 +186,25 @@ def connections(findings: Findings) -> Verdicts:
             what = f"{seen}; training does not make this connection"
             yield Verdict("unused connection", "note", what)
         elif len(failed) == 2:
-            yield Verdict(
-                "unreachable",
-                "error",
-                f"{a} and {b} do not reach each other: {seen}",
-                "Open the ports between their hosts, or give addresses of a common network.",
-                [a, b],
-            )
+            what = f"{a} and {b} do not reach each other: {seen}"
+            advice = "Open the ports between their hosts, or give addresses of a common network."
+            yield Verdict("unreachable", "error", what, advice, [a, b])
         else:
-            yield Verdict(
-                "one way",
-                "error",
-                f"{target} reaches {source}, but {source} does not reach {target}: {seen}",
-                f"Open the port from the host of {source} to {failed[0].address}.",
-                [source, target],
-            )
+            what = f"{target} reaches {source}, but {source} does not reach {target}: {seen}"
+            advice = f"Open the port from the host of {source} to {failed[0].address}."
+            yield Verdict("one way", "error", what, advice, [source, target])
 
 
 def slow_pairs(findings: Findings) -> Verdicts:
     """Pairs that are far slower than the others."""
     for speed in findings.speeds:
         if speed.pair in findings.slow:
-            yield Verdict(
-                "slow",
-                "warning",
+            what = (
                 f"the connection from {speed.source} to {speed.target} is far slower than the "
-                f"others: {duration(speed.latency)} round trip, {rate(speed.bandwidth)}",
-                "Look at the cable, the interface and the load of these two.",
-                [speed.source, speed.target],
+                f"others: {duration(speed.latency)} round trip, {rate(speed.bandwidth)}"
             )
+            advice = "Look at the cable, the interface and the load of these two."
+            yield Verdict("slow", "warning", what, advice, [speed.source, speed.target])
 
 
 def unmeasured_pairs(findings: Findings) -> Verdicts:
@@ -233,24 +213,22 @@ def unmeasured_pairs(findings: Findings) -> Verdicts:
     reached = {(probe.source, probe.target) for probe in findings.probes if probe.ok}
     left = (reached & set(permutations(findings.responsive, 2))) - measured
     if left:
-        yield Verdict(
-            "not measured",
-            "note",
+        what = (
             f"{len(left)} connections between tasks were not measured: the time was over, or a "
-            "task stopped responding",
-            "--timeout SECONDS gives more time.",
+            "task stopped responding"
         )
+        advice = "--timeout SECONDS gives more time."
+        yield Verdict("not measured", "note", what, advice)
 
 
 def unknown_peers(findings: Findings) -> Verdicts:
     """Programs that connected to the coordinator and are no doctors of this job."""
     if findings.unknown_peers:
-        yield Verdict(
-            "unknown peer",
-            "note",
+        what = (
             f"something at {joined(sorted(set(findings.unknown_peers)))} connected to "
-            f"{findings.coordinator} and is no task of Spartito; the connection was closed",
+            f"{findings.coordinator} and is no task of Spartito; the connection was closed"
         )
+        yield Verdict("unknown peer", "note", what)
 
 
 def _with_other_secret(findings: Findings, task: str) -> tuple[str, list[str]]:
