@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from spartito.cluster import resolve
-from spartito.cluster.secret import job_key, new_secret, read_secret, with_secret
+from spartito.cluster.secret import (
+    check_secrets,
+    fingerprint,
+    job_key,
+    new_secret,
+    read_secret,
+    with_secret,
+)
 from spartito.errors import UserError
 
 GIVEN = "known to the tasks alone"
@@ -71,3 +78,13 @@ def test_a_job_that_others_could_join_is_told_so(
         key = job_key(resolve(variables), variables)
     assert key == env.get("SPARTITO_SECRET", "").encode()
     assert ("this job has no secret: whoever reaches 10.0.0.1" in caplog.text) == warns
+
+
+def test_secrets_that_differ_are_named_by_task() -> None:
+    a, b = fingerprint("a" * 16), fingerprint("b" * 16)
+    check_secrets({"worker 0": a, "worker 1": a})
+    check_secrets({"worker 0": "", "worker 1": fingerprint("")})
+    with pytest.raises(UserError, match="worker 0 and worker 2 one, worker 1 one"):
+        check_secrets({"worker 0": a, "worker 1": b, "worker 2": a})
+    with pytest.raises(UserError, match="worker 0 one, worker 1 none"):
+        check_secrets({"worker 0": a, "worker 1": ""})

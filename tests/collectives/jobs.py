@@ -473,6 +473,13 @@ def only_join(_: Connection, rank: int, world_size: int, port: int, limit: float
     return "joined"
 
 
+def join_with_a_secret(_: Connection, rank: int, port: int, way: str) -> Any:
+    """Come to the rendezvous with a secret that no other task has."""
+    os.environ["SPARTITO_SECRET"] = f"the secret of rank {rank}"
+    join(rank, 2, port, LONG, way).close()
+    return "joined"
+
+
 def come_as_rank_1(_: Connection, _number: int, world_size: int, port: int, limit: float) -> str:
     """Come to the rendezvous where another process is rank 1."""
     join(1, world_size, port, limit, "sockets").close()

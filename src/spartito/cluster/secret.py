@@ -6,6 +6,7 @@ or by a file; never by a command line, which every user of a machine can read.
 
 from __future__ import annotations
 
+import hmac
 import os
 import secrets
 from collections.abc import Mapping
@@ -57,6 +58,27 @@ def read_secret(env: Mapping[str, str] | None = None) -> str:
     if text and len(text) < LEAST:
         raise UserError(f"{source} has {len(text)} characters, at least {LEAST} are needed", ADVICE)
     return text
+
+
+def fingerprint(secret: str) -> str:
+    """What tasks show each other to see whether their secrets are equal; "" where none is."""
+    return hmac.digest(secret.encode(), b"spartito fingerprint", "sha256").hex() if secret else ""
+
+
+def check_secrets(fingerprints: Mapping[str, str]) -> None:
+    """Raise `UserError` unless the tasks of these names have one secret, or none has any."""
+    having: dict[str, list[str]] = {}
+    for name, found in fingerprints.items():
+        having.setdefault(found, []).append(name)
+    if len(having) > 1:
+        listed = ", ".join(
+            f"{' and '.join(names)} {'one' if found else 'none'}" for found, names in having.items()
+        )
+        raise UserError(
+            f"the tasks do not have the same secret: {listed}",
+            f"Give all tasks the same {ENV_SECRET} or {ENV_SECRET_FILE}, or none; two jobs need "
+            "different ports.",
+        )
 
 
 def job_key(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> bytes:

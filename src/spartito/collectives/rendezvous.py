@@ -23,7 +23,7 @@ from spartito.cluster.endpoints import (
 )
 from spartito.cluster.interfaces import interface_of
 from spartito.cluster.limits import time_limit
-from spartito.cluster.secret import job_key
+from spartito.cluster.secret import check_secrets, fingerprint, job_key, read_secret
 from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.hierarchical import HierarchicalCollective, Inside
@@ -47,11 +47,15 @@ _visits = 0  # of this process to a store so far
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
-    """What each task says of itself; equal texts ``host`` share memory."""
+    """What each task says of itself; equal texts ``host`` share memory.
+
+    What is added to it later has a default, so that one release can refuse another by its name.
+    """
 
     host: str
     versions: Versions
-    cores: Cores
+    cores: Cores = Cores((), "")
+    secret: str = ""
 
 
 class Rendezvous:
@@ -105,7 +109,8 @@ class Rendezvous:
 
         Raises:
             TaskLostError: Names the tasks that did not come within the time limit.
-            UserError: On all tasks, where their versions of Spartito or torch do not fit together.
+            UserError: On all tasks, where their versions of Spartito or torch do not fit together,
+                or their secrets differ and they are to connect by sockets.
         """
         world = range(len(self._names))
         members = tuple(world) if ranks is None else tuple(sorted(set(ranks)))
@@ -155,7 +160,7 @@ class Rendezvous:
         world = self._member(self._store, range(len(self._names)))
         rank = self._cluster.rank
         here = (self._host or host_key()) if supported() else f"rank {rank}"
-        own = TaskInfo(here, Versions.own(), Cores.own())
+        own = TaskInfo(here, Versions.own(), Cores.own(), fingerprint(read_secret()))
 
         def exchange() -> list[TaskInfo]:
             world.store.set(f"came as/{rank}", msgspec.json.encode(own).decode())
@@ -164,9 +169,10 @@ class Rendezvous:
 
         tasks = world.ask(exchange)
         try:
-            check_versions(
-                {name: task.versions for name, task in zip(world.names, tasks, strict=True)}
-            )
+            named = dict(zip(world.names, tasks, strict=True))
+            check_versions({name: task.versions for name, task in named.items()})
+            if not self._shares_memory or len({task.host for task in tasks}) > 1:
+                check_secrets({name: task.secret for name, task in named.items()})
         except UserError:
             # The store goes with its keeper: that one leaves when all have read it.
             world.under("refused").missing(FAREWELL)
