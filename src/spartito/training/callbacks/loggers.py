@@ -62,8 +62,8 @@ class Logger(Callback):
     def _settings(self) -> dict[str, Any]:
         trainer = self.trainer
         return {
-            "strategy": trainer.strategy.name,
-            "replicas": trainer.strategy.cluster.num_computing,
+            "strategy": trainer.coordination.name,
+            "replicas": trainer.coordination.cluster.num_computing,
             "epochs": trainer.epochs,
             "batch_size": trainer.batch_size,
             "precision": trainer.precision,
