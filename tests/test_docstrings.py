@@ -17,6 +17,7 @@ PUBLIC = (
     "spartito.launch",
     "spartito.models",
     "spartito.training.callbacks",
+    "spartito.training.metrics",
 )
 """Packages whose ``__all__`` is what a user may import."""
 
@@ -27,7 +28,6 @@ TO_DO = (
     "spartito.launch",
     "spartito.models",
     "spartito.strategies",
-    "spartito.training",
 )
 """Packages whose docstrings do not have all sections yet."""
 

@@ -33,6 +33,7 @@ LAYERS = [
     {"launch", "models", "recipes"},
     {"comparison", "doctor"},
     {"cli", "__main__"},
+    {"extend"},
 ]
 """Packages and modules by layer, lowest first: each imports from itself and from those below.
 

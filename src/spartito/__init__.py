@@ -21,7 +21,7 @@ from spartito.errors import (
 from spartito.log import configure as _configure
 
 if TYPE_CHECKING:
-    from spartito import data, models
+    from spartito import data, extend, models
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.data.batch import Batch
     from spartito.strategies import (
@@ -62,6 +62,7 @@ __getattr__ = _attach(
     {
         "callbacks": "spartito.training.callbacks",
         "data": "spartito.data",
+        "extend": "spartito.extend",
         "metrics": "spartito.training.metrics",
         "models": "spartito.models",
     },
@@ -86,6 +87,7 @@ __all__ = [
     "UserError",
     "callbacks",
     "data",
+    "extend",
     "metrics",
     "models",
     "strategy",

@@ -149,8 +149,13 @@ def fit_metrics(name: str, options: dict[str, Any], kind: str) -> dict[str, Any]
     )
     x, y = blobs(29)
     data = sp.data.arrays(x, y)
+    halving = sp.callbacks.LearningRateScheduler(lambda epoch, rate: 0.2 / 2**epoch)
     history = trainer.fit(
-        data.shuffle().batch(7), epochs=2, validation_data=data.batch(5), verbose=0
+        data.shuffle().batch(7),
+        epochs=2,
+        validation_data=data.batch(5),
+        callbacks=[halving],
+        verbose=0,
     )
     answer = {"history": history.history, "predictions": trainer.predict(x)}
     strategy.close()
