@@ -11,15 +11,22 @@ from typing import Any
 class History:
     """The figures of every epoch, equal on all replicas.
 
-    ``epoch`` counts from 0; ``history`` maps a name (``loss``, ``accuracy``, ``val_loss``, ...)
-    to its value in each of those epochs.
+    Args:
+        epoch: The numbers of the epochs, counted from 0.
+        history: Name (``loss``, ``accuracy``, ``val_loss``, ...) to the values in these epochs;
+            a value is a float, or nested lists (a confusion matrix).
     """
 
     epoch: list[int] = field(default_factory=list)
     history: dict[str, list[Any]] = field(default_factory=dict)
 
     def add(self, epoch: int, logs: Mapping[str, Any]) -> None:
-        """Append the figures of one epoch."""
+        """Append the figures of one epoch.
+
+        Args:
+            epoch: Its number.
+            logs: Its figures by name.
+        """
         self.epoch.append(epoch)
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)

@@ -94,7 +94,23 @@ class Summary:
 
 
 def summary(model: nn.Module, example: Any = None) -> Summary:
-    """Print the layers of ``model`` and its counts, and return them; see `summarize`."""
+    """Print the layers of a model and how many numbers they hold.
+
+    A statistic is a number that the model saves and no optimizer changes: BatchNorm's running
+    mean and variance count, its integer counter of batches does not. Shared parameters count
+    once, where they come first.
+
+    Args:
+        model: The module; it is left as it was.
+        example: What the model takes, or the size of a tensor as ``(1, 3, 180, 180)``: adds
+            output shapes, for which the model computes once. None: without them.
+
+    Returns:
+        The same as an object.
+
+    Raises:
+        UserError: The model does not take the example.
+    """
     found = summarize(model, example)
     print(found)
     return found

@@ -23,8 +23,6 @@ from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
 from spartito.training.arguments import asked_epochs, known_names
 from spartito.training.callback import Callback, check_given
-from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
-from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.callbacks.tensorboard import TensorBoard
 from spartito.training.evaluator import (
     Evaluator,
@@ -32,10 +30,10 @@ from spartito.training.evaluator import (
     first_checkpoint,
     own_checkpoint,
 )
-from spartito.training.heartbeat import Heartbeat
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics.names import MetricLike, make_metrics
+from spartito.training.own_callbacks import with_own
 from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
 from spartito.training.resume import find_together, restore
@@ -51,17 +49,33 @@ from spartito.training.schedule import (
 class Trainer:
     """Trains, evaluates and applies one model under any strategy.
 
-    ``optimizer`` is fresh, or a function of the parameters. ``loss`` is a torch loss that is a
-    mean over examples, or a function ``(output, target)`` that returns one loss per example,
-    their mean, or ``(sum, weight)``; None for a model that computes its own. ``metrics`` are
-    names or functions. ``scheduler`` (one, or a function of the optimizer) is stepped once per
-    global step, or with ``scheduler_interval="epoch"`` after each epoch; `ReduceLROnPlateau`
-    always is, and watches ``scheduler_monitor`` (``val_loss``, or ``loss`` without validation).
-    ``accumulate`` batches make one step. ``clip_norm`` bounds the gradient's global norm.
-    ``precision`` "bf16" computes under autocast. ``deterministic`` gives one device's numbers
-    at any number of replicas, if all of BatchNorm is torch's; random operations that cannot be
-    divided are refused.
-    ``run_dir`` (or ``SPARTITO_RUN_DIR``) keeps settings, history, checkpoints and a report.
+    Args:
+        model: The module; it is trained in place.
+        optimizer: A fresh one, or a function of the parameters; None for evaluation alone.
+        loss: A torch loss that is a mean over examples, or a function ``(output, target)`` to
+            one loss per example, their mean, or ``(sum, weight)``; None for a model that
+            computes its own.
+        metrics: Names, functions, objects of ``sp.metrics`` or of torchmetrics, one or several.
+        strategy: What `sp.strategy` returns; None lets the launcher or the cluster decide.
+        scheduler: One of torch's, or a function of the optimizer that makes it.
+        scheduler_interval: "step": it is stepped once per global step, or "epoch": after each
+            epoch, as `ReduceLROnPlateau` always is.
+        scheduler_monitor: What `ReduceLROnPlateau` watches; None: ``val_loss``, or ``loss``
+            without validation.
+        accumulate: How many global batches make one step.
+        clip_norm: The bound of the gradient's global norm; None: not clipped.
+        precision: How numbers are computed: "fp32" is the model's own dtype; other names and
+            what they mean are those of `Strategy.prepare`.
+        deterministic: Gives one device's numbers at any number of replicas, if all of BatchNorm
+            is torch's; random operations that cannot be divided are refused.
+        seed: Of the order of examples and of all that is random in training.
+        run_dir: A folder for settings, history, checkpoints and a report; None:
+            ``SPARTITO_RUN_DIR``, else none.
+        about: More settings for ``config.json`` and loggers, as JSON.
+
+    Raises:
+        UserError: Arguments that do not go together.
+        TaskLostError: Another task did not come within the time limit.
     """
 
     @known_names("Trainer")
@@ -140,7 +154,7 @@ class Trainer:
         batch_size: int = 32,
         verbose: bool | int = True,
     ) -> History:
-        """Train, and return the figures of every epoch, equal on all replicas.
+        """Train, in epochs of global steps.
 
             for each epoch:
                 for each global batch of the epoch:        # steps_per_epoch, or all there are
@@ -149,15 +163,28 @@ class Trainer:
                 evaluate(validation_data)
                 callbacks: checkpoint, early stopping, ...
 
-        ``data`` is anything that `as_dataset` takes; ``batch_size`` (global) is used where it
-        brings none. Calling `fit` again goes on with the same weights, optimizer and order of
-        examples. After `load`, training goes on at the position that was saved, up to ``epochs``;
-        in the middle of an epoch the data must be the same. ``initial_epoch`` begins that epoch
-        from its first batch instead; ``SPARTITO_EPOCHS`` overrides ``epochs``.
+        Calling it again continues with the same weights, optimizer and order of examples. After
+        `load` it continues at the position that was saved, up to ``epochs``; in the middle of an
+        epoch the data must be the same. In a job with an evaluator the validation is left to
+        it; there `fit` evaluates each new checkpoint until the training ends.
 
-        In a job with an evaluator the validation is left to it. On the evaluator itself `fit`
-        trains nothing: it evaluates each new checkpoint until the training ends, and returns
-        their figures. Raises `UserError`, or `TaskLostError` when a replica is lost.
+        Args:
+            data: Arrays, a tuple ``(x, y)``, a data set of ``sp.data`` or of torch.
+            epochs: The number of the last epoch; ``SPARTITO_EPOCHS`` overrides it.
+            steps_per_epoch: Global batches of an epoch; None: all of the data.
+            validation_data: What is evaluated after each epoch.
+            validation_steps: How many global batches of it; None: all.
+            callbacks: One or several.
+            initial_epoch: Begins that epoch, counted from 0, from its first batch.
+            batch_size: The global batch size, where ``data`` brings none.
+            verbose: Whether the chief shows progress.
+
+        Returns:
+            The figures of every epoch, equal on all replicas.
+
+        Raises:
+            UserError: Something in the arguments, the data or the model is wrong.
+            TaskLostError: A replica was lost.
         """
         epochs = asked_epochs(epochs)
         if epochs < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
@@ -194,7 +221,11 @@ class Trainer:
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch or chain.steps_per_epoch
         self.batch_size, self.examples = chain.batch_size, chain.examples
         self.stop_training = False
-        self.callbacks = self._with_own(verbose) if self.coordination.decides else []
+        self.callbacks = (
+            with_own(self, self._given, self._folder, self._fits, bool(verbose))
+            if self.coordination.decides
+            else []
+        )
         if self._loop is None or self._loop.chain is not chain:
             self._loop = TrainingLoop(self, chain, self._loop)
         history = self.history = History()
@@ -361,28 +392,6 @@ class Trainer:
             callback.set_trainer(self)
         return given
 
-    def _with_own(self, verbose: bool | int) -> list[Callback]:
-        """The user's callbacks, and those that every `fit` has.
-
-        Checkpoints come late: they hold the state of all others after the same epoch. Last
-        comes what tells of them.
-        """
-        own: list[Callback] = []
-        if verbose and not any(isinstance(callback, ProgressBar) for callback in self._given):
-            own.append(ProgressBar())
-        if self._folder is not None:
-            own.append(self._folder)
-        checkpoint = first_checkpoint(self._given)
-        if checkpoint is None and self.left_to_evaluator:
-            checkpoint = own_checkpoint(self.run_dir)
-            own.append(checkpoint)
-        if checkpoint is not None and self.is_chief:
-            checkpoint.set_trainer(self)
-            own.append(Heartbeat(checkpoint.manager, self._fits))
-        if self.left_to_evaluator and self.is_chief:
-            note("validation is left to the evaluator: this history has no val_ figures")
-        return sorted([*self._given, *own], key=_turn)
-
     def _evaluate_checkpoints(self, validation: Evaluation | None, verbose: bool | int) -> History:
         """What `fit` is on the evaluator."""
         self.history = History()
@@ -409,7 +418,3 @@ class Trainer:
         if steps is None and chain.repeats is None:
             raise UserError("validation data that repeats without end", "Give validation_steps.")
         return Evaluation(self.strategy, self.model, self.loss, self.metrics, chain, steps)
-
-
-def _turn(callback: Callback) -> int:
-    return 2 * isinstance(callback, Heartbeat) + isinstance(callback, ModelCheckpoint)

@@ -11,11 +11,17 @@ from spartito.training.callback import Callback, Logs
 
 
 class CSVLogger(Callback):
-    """Writes one row per epoch into the file ``filename``; the first epoch gives the header.
+    """Writes one row per epoch into a CSV file; the first epoch gives the header.
 
-    Each fit starts the file anew, unless ``append``: then rows are added under the header that
-    the file has. The chief alone writes, and every row is in the file when its epoch has ended.
-    Raises `UserError` when the file cannot be written.
+    The chief alone writes, and every row is in the file when its epoch has ended.
+
+    Args:
+        filename: The file; its folder is made.
+        append: Whether rows are added under the header that the file has; each fit starts the
+            file anew otherwise.
+
+    Raises:
+        UserError: The file cannot be written.
     """
 
     def __init__(self, filename: str | os.PathLike[str], append: bool = False) -> None:

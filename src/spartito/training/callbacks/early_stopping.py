@@ -14,13 +14,21 @@ from spartito.training.callbacks.monitor import Monitor
 
 
 class EarlyStopping(Callback):
-    """Stops when ``monitor`` has not improved for ``patience`` epochs, as in Keras.
+    """Stops when a figure has not improved for some epochs, as in Keras.
 
-    An improvement is more than ``min_delta`` (``mode`` "auto": accuracies up, everything else
-    down). Epochs before ``start_from_epoch``, counted from 0, are not looked at. With
-    ``restore_best_weights`` the model ends with the weights of its best epoch; they are held in
-    memory, so after a resume only epochs since then can be restored. All replicas see the same
-    logs and stop together. Raises `UserError` when no epoch reports the monitor.
+    All replicas see the same logs and stop together.
+
+    Args:
+        monitor: The figure to watch.
+        min_delta: An improvement is more than this.
+        patience: Epochs without improvement before it stops.
+        mode: "min", "max", or "auto": accuracies up, everything else down.
+        restore_best_weights: Whether the model ends with the weights of its best epoch. They are
+            held in memory, so after a resume only epochs since then can be restored.
+        start_from_epoch: Epochs before this one, counted from 0, are not looked at.
+
+    Raises:
+        UserError: No epoch reports the monitor.
     """
 
     best: float | None

@@ -30,6 +30,11 @@ class LearningRateScheduler(Callback):
         self._takes_rate = len(signature(schedule).parameters) > 1
 
     def on_epoch_begin(self, epoch: int) -> None:
+        """Set the rate.
+
+        Raises:
+            UserError: The schedule returns no finite number of 0 or more.
+        """
         for group in self.trainer.optimizer.param_groups:
             before = float(group["lr"])
             rate = self.schedule(epoch, before) if self._takes_rate else self.schedule(epoch)

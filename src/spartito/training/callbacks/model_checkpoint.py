@@ -18,17 +18,22 @@ _DEFAULT = "val_loss"
 class ModelCheckpoint(Callback):
     """Saves a checkpoint after every epoch and remembers which one is the best.
 
-    ``directory`` is the run folder's ``checkpoints`` when not given. Each checkpoint is a
-    directory ``step-00000400`` with ``model.safetensors`` under the model's own names;
-    ``best.json`` points to the one whose ``monitor`` was best (``mode`` "auto": accuracies up,
-    everything else down). A fit without validation data watches ``loss`` in place of the default
-    ``val_loss``. With ``save_best_only`` an epoch is saved only when it is the best so far.
-    ``keep`` is how many of the newest stay, all when None; the best always stays.
-    ``every_steps`` saves after so many global steps too. In a job with an evaluator every epoch
-    is saved, and the evaluator points to the best by its own ``val_`` figures.
+    Each checkpoint is a directory ``step-00000400`` with ``model.safetensors`` under the model's
+    own names; ``best.json`` points to the best one. In a job with an evaluator every epoch is
+    saved, and the evaluator points to the best by its own ``val_`` figures. All replicas take
+    part in collecting the state, the chief alone writes.
 
-    All replicas take part in collecting the state, the chief alone writes. Raises `UserError`
-    when the directory cannot be written, or no epoch reports the monitor.
+    Args:
+        directory: Where they are; None: ``checkpoints`` in the run folder.
+        monitor: The figure that makes one the best. A fit without validation data watches
+            ``loss`` in place of the default.
+        mode: "min", "max", or "auto": accuracies up, everything else down.
+        save_best_only: Whether an epoch is saved only when it is the best so far.
+        keep: How many of the newest stay; None: all. The best always stays.
+        every_steps: Saves after so many global steps too; None: after epochs alone.
+
+    Raises:
+        UserError: The directory cannot be written, or no epoch reports the monitor.
     """
 
     def __init__(

@@ -37,12 +37,20 @@ class Display(Protocol):
 
 
 class ProgressBar(Callback):
-    """Shows step, loss, metrics, examples/s, time left, and the fraction of time waiting for data.
+    """Shows step, loss, metrics, examples/s, time left, and how long it waited for data.
 
-    On a terminal a bar that is drawn anew every ``refresh_seconds``; elsewhere a plain line at
-    most every five seconds. Each epoch ends in a line with its exact figures, validation too.
-    The metrics shown within an epoch are those of the chief's rows. The chief alone writes, to
-    ``stream`` (standard output). Between two refreshes a step costs one look at the clock.
+    On a terminal a bar; elsewhere a plain line at most every five seconds. Each epoch ends in a
+    line with its exact figures, validation too. The metrics shown within an epoch are those of
+    the chief's rows. The chief alone writes. Between two refreshes a step costs one look at the
+    clock.
+
+    Args:
+        refresh_seconds: How often a bar is drawn anew.
+        stream: Where to; None: standard output.
+        clock: What tells the time, in seconds.
+
+    Raises:
+        UserError: ``refresh_seconds`` is not more than 0.
     """
 
     def __init__(

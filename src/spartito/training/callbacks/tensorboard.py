@@ -16,10 +16,15 @@ _RUNS = ("train", "validation")
 class TensorBoard(Callback):
     """Writes ``epoch_loss``, ``epoch_<metric>`` and the speed of each epoch, counted from 1.
 
-    ``directory`` is the run folder's ``logs`` when not given. Training and validation are two
-    runs, the subfolders ``train`` and ``validation``, with the same tags, so their curves lie
-    over each other. The chief alone writes. Look at them with ``tensorboard --logdir DIRECTORY``.
-    Raises `UserError` when the directory cannot be written.
+    Training and validation are two runs, the subfolders ``train`` and ``validation``, with the
+    same tags, so their curves lie over each other. The chief alone writes. Look at them with
+    ``tensorboard --logdir DIRECTORY``.
+
+    Args:
+        directory: Where the runs are; None: ``logs`` in the run folder.
+
+    Raises:
+        UserError: The directory cannot be written.
     """
 
     def __init__(self, directory: str | os.PathLike[str] | None = None) -> None:
@@ -40,7 +45,12 @@ class TensorBoard(Callback):
         self.write(epoch, logs)
 
     def write(self, epoch: int, logs: Logs) -> None:
-        """Add the figures of epoch ``epoch``, counted from 0; an evaluator calls this itself."""
+        """Add the figures of an epoch; an evaluator calls this itself.
+
+        Args:
+            epoch: Its number, counted from 0.
+            logs: Its figures by name.
+        """
         figures = {n: value for n, value in scalars(logs).items() if n not in ("epoch", "step")}
         validation = {n: v for n, v in figures.items() if n.startswith(VALIDATION)}
         parts = ({n: v for n, v in figures.items() if n not in validation}, validation)

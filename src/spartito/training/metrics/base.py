@@ -75,13 +75,25 @@ class Metric(ABC):
 
     @abstractmethod
     def compute(self) -> Value:
-        """The figure of the state; NaN before the first example."""
+        """Compute the figure of the state.
+
+        Returns:
+            A float (NaN before the first example), or lists or a mapping of floats.
+        """
 
     def adapt(self, loss: LossFunction | None) -> None:  # noqa: B027 - few have to
-        """Learn from the trainer's loss how outputs are to be read: as logits, say."""
+        """Learn from the trainer's loss how outputs are to be read: as logits, say.
+
+        Args:
+            loss: The trainer's; None where the model computes its own.
+        """
 
     def state_dict(self) -> State:
-        """The state, which is sent to other tasks and saved with a checkpoint."""
+        """What is sent to other tasks and saved with a checkpoint.
+
+        Returns:
+            The state: tensors, and lists of tensors, by name.
+        """
         return self.state
 
     def merge(self, states: Sequence[State]) -> None:
@@ -96,7 +108,11 @@ class Metric(ABC):
             self.state[name] = merged(parts, self.reductions.get(name, "sum"))
 
     def fresh(self) -> Self:
-        """A metric of the same kind that has seen nothing."""
+        """A metric of the same kind that has seen nothing.
+
+        Returns:
+            The copy.
+        """
         made = copy.copy(self)
         made.reset()
         return made

@@ -59,14 +59,25 @@ class ClassMetric(Metric):
 
     @property
     def threshold(self) -> float:
-        """From which output on the prediction is yes."""
+        """Outputs above this are a yes."""
         return 0.5 if self.from_logits is False else 0.0
 
     def reset(self) -> None:
         self.state = {}
 
     def read(self, output: Any, target: Any) -> Classes:
-        """What the model's ``output`` and the batch's ``target`` mean."""
+        """What an output and a target mean.
+
+        Args:
+            output: What the model returned.
+            target: The batch's target.
+
+        Returns:
+            Scores and labels, one row per decision.
+
+        Raises:
+            UserError: The two do not belong together.
+        """
         scores, labels = find(output, target)
         if scores.dim() == labels.dim() + 1 and scores.shape[1] > 1:
             at = 1 if scores.shape[2:] == labels.shape[1:] else -1
@@ -127,6 +138,14 @@ class _PerClass(ClassMetric):
         self._add("counts", counts if counts.dim() == 2 else counts[None])
 
     def compute(self) -> Value:
+        """Average the figure over the classes.
+
+        Returns:
+            A float, or one for each class.
+
+        Raises:
+            UserError: ``average="binary"`` of more than two classes.
+        """
         if not self.state:
             return NAN
         counts = self.state["counts"].double()
@@ -217,6 +236,11 @@ class ConfusionMatrix(ClassMetric):
         super().__init__(name, from_logits=from_logits)
 
     def update(self, output: Any, target: Any, size: int) -> None:
+        """Add the counts of a local batch.
+
+        Raises:
+            UserError: Several labels may hold at once.
+        """
         kind, scores, labels, counted = self.read(output, target)
         if kind == "labels":
             raise UserError(

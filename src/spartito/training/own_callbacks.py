@@ -1,0 +1,46 @@
+"""The callbacks that every `fit` has beside those of the user."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from spartito.log import note
+from spartito.training.callback import Callback, Training
+from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
+from spartito.training.callbacks.progress_bar import ProgressBar
+from spartito.training.evaluator import first_checkpoint, own_checkpoint
+from spartito.training.heartbeat import Heartbeat
+from spartito.training.run_folder import RunFolder
+
+
+def with_own(
+    trainer: Training,
+    given: Sequence[Callback],
+    folder: RunFolder | None,
+    fit: int,
+    verbose: bool,
+) -> list[Callback]:
+    """The user's callbacks, and those that every `fit` has.
+
+    Checkpoints come late: they hold the state of all others after the same epoch. Last
+    comes what tells of them.
+    """
+    own: list[Callback] = []
+    if verbose and not any(isinstance(callback, ProgressBar) for callback in given):
+        own.append(ProgressBar())
+    if folder is not None:
+        own.append(folder)
+    checkpoint = first_checkpoint(given)
+    if checkpoint is None and trainer.left_to_evaluator:
+        checkpoint = own_checkpoint(trainer.run_dir)
+        own.append(checkpoint)
+    if checkpoint is not None and trainer.is_chief:
+        checkpoint.set_trainer(trainer)
+        own.append(Heartbeat(checkpoint.manager, fit))
+    if trainer.left_to_evaluator and trainer.is_chief:
+        note("validation is left to the evaluator: this history has no val_ figures")
+    return sorted([*given, *own], key=_turn)
+
+
+def _turn(callback: Callback) -> int:
+    return 2 * isinstance(callback, Heartbeat) + isinstance(callback, ModelCheckpoint)
