@@ -226,9 +226,12 @@ def test_a_writer_killed_before_it_names_the_best_has_named_it(tmp_path: Path) -
     assert names(manager) == ["step-3", "step-4"]
 
 
-def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    path = CheckpointManager(tmp_path).save(state(), "one")
-    manifest = json.loads((path / "manifest.json").read_text())
-    (path / "manifest.json").write_text(json.dumps({**manifest, "format": 2}))
-    with pytest.raises(UserError, match="format 2, and this version reads up to 1"):
-        read_checkpoint(path)
+def test_a_checkpoint_of_a_later_version_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    manager.save({"model": {"w": torch.ones(1)}}, "old")
+    newest = manager.save({"model": {"w": torch.ones(1)}}, "new")
+    manifest = json.loads((newest / "manifest.json").read_text())
+    (newest / "manifest.json").write_text(json.dumps(manifest | {"format": manifest["format"] + 1}))
+    for read in (lambda: manager.load("new"), manager.latest):
+        with pytest.raises(UserError, match=r"new has format 2, and this version .* up to 1\n"):
+            read()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from spartito.storage.atomic import FORMAT
 from tests.replicas import Replicas
 from tests.strategies import jobs
 from tests.strategies.test_contracts import CASES, Case, close, every_strategy, named, run
@@ -53,3 +57,28 @@ def test_a_checkpoint_of_any_strategy_loads(
             {name: values[sure:] for name, values in answer["history"].items()},
             {name: values[2 + sure :] for name, values in whole["history"].items()},
         )
+
+
+GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("format-*/*"))
+
+
+@pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: f"{path.parent.name}-{path.name}")
+@pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=named)
+def test_a_checkpoint_of_an_earlier_version_loads(
+    replicas: Replicas, case: Case, folder: Path, whole: Answer
+) -> None:
+    """They were written by ``tests/golden/make.py``, on another machine and by another torch."""
+    job = jobs.checkpoint_and_resume
+    if folder.name == "accumulated":
+        job = partial(job, accumulate=2)
+        whole = run(replicas, CASES[0], job, folder="", phase="whole")
+    resumed = run(replicas, case, job, folder=str(folder), phase="resume")
+    assert resumed["epochs"] == [2, 3]
+    for name, value in whole["weights"].items():
+        assert torch.allclose(resumed["weights"][name], value, rtol=0, atol=1e-8), name
+
+
+def test_each_format_has_its_checkpoints() -> None:
+    formats = {path.parent.name for path in GOLDEN}
+    assert formats == {f"format-{number}" for number in range(1, FORMAT + 1)}
+    assert len(GOLDEN) == 5 * FORMAT

@@ -32,6 +32,7 @@ from spartito.failpoints import failpoint
 from spartito.log import warn
 from spartito.storage.atomic import (
     MANIFEST,
+    NewerFormatError,
     is_leftover,
     read_manifest,
     sweep,
@@ -201,7 +202,8 @@ class CheckpointManager:
     def latest(self) -> Path | None:
         """The newest checkpoint whose files are all whole, or None.
 
-        A damaged one is named in the log, and the one before it is taken.
+        A damaged one is named in the log, and the one before it is taken. One that a later version
+        has written is a `UserError`.
         """
         paths = self.all()
         # One whose order is lost might have been the newest: say so before passing it by.
@@ -209,6 +211,8 @@ class CheckpointManager:
         for path in [*reversed(unordered), *(p for p in reversed(paths) if p not in unordered)]:
             try:
                 verify(path)
+            except NewerFormatError:  # an older one would be silently another model
+                raise
             except UserError as error:
                 warn("%s is passed over: %s", path.name, error)
             else:

@@ -25,7 +25,12 @@ from spartito.failpoints import failpoint
 MANIFEST = "manifest.json"
 _NEW = ".new"
 _OLD = ".old"
-_FORMAT = 1
+FORMAT = 1
+"""The format of the directories that this version writes; it reads this one and older ones."""
+
+
+class NewerFormatError(UserError):
+    """A directory that a later version has written."""
 
 
 @dataclass(frozen=True)
@@ -104,14 +109,19 @@ def replace_durably(new: Path, path: Path) -> None:
 
 
 def read_manifest(path: str | os.PathLike[str]) -> Manifest:
-    """The manifest of the directory ``path``; a `UserError` when there is none or it is broken."""
+    """The manifest of the directory ``path``.
+
+    Raises `UserError` when there is none or it is broken, and `NewerFormatError`, which is one
+    too, when only a later version of Spartito can read the directory.
+    """
     file = Path(path) / MANIFEST
     try:
         raw = json.loads(file.read_bytes())
-        if raw.get("format", _FORMAT) > _FORMAT:
-            raise UserError(
-                f"{file} has format {raw['format']}, and this version reads up to {_FORMAT}",
-                "Install a newer version of Spartito.",
+        if raw["format"] > FORMAT:
+            raise NewerFormatError(
+                f"{path} has format {raw['format']}, and this version of Spartito reads up to "
+                f"{FORMAT}",
+                "Read it with the version that wrote it, or a later one.",
             )
         files = {_relative(n): FileFact(f["size"], f["sha256"]) for n, f in raw["files"].items()}
         return Manifest(files, dict(raw["about"]))
@@ -204,7 +214,7 @@ def _write_manifest(directory: Path, about: Mapping[str, Any]) -> None:
         _sync(file)
     facts = {name: _fact(file) for name, file in files.items()}
     manifest = {
-        "format": _FORMAT,
+        "format": FORMAT,
         "about": dict(about),
         "files": {n: {"size": f.size, "sha256": f.sha256} for n, f in facts.items()},
     }
