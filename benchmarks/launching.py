@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.cluster.ports import free_port
-from spartito.launch.local import MALLOC, Place, environments, role_environments
+from spartito.launch.local import MALLOC, Position, environments, role_environments
 from spartito.launch.roles import Roles
 from spartito.names import (
     ENV_EPOCHS,
@@ -47,7 +47,7 @@ def run_job(
     (without ``malloc`` glibc's own). Whoever is not ours gets the same. Ends the program with
     what a process said if it fails or outlives ``limit`` seconds.
     """
-    place = Place(0, 1, "127.0.0.1", free_port())
+    place = Position(0, 1, "127.0.0.1", free_port())
     told = environments(_base(env), place, workers)
     return _run([python, *program], _malloc(told, malloc), limit, ends_alone=False)
 

@@ -44,7 +44,7 @@ def need_image() -> str:
         skip("docker", "there is no docker command here")
     asked = subprocess.run(["docker", "version"], capture_output=True, text=True, timeout=60)
     if asked.returncode:
-        skip("docker", f"no container engine answers: {asked.stderr.strip().splitlines()[-1]}")
+        skip("docker", f"no container engine runs: {asked.stderr.strip().splitlines()[-1]}")
     if not docker("image", "ls", "--quiet", "spartito").strip():
         skip("docker", "no image 'spartito' to begin with; build it: spartito cluster image")
     base = ["--base", BASE] if docker("image", "ls", "--quiet", BASE).strip() else []

@@ -98,7 +98,7 @@ class Slurm:
         return ended.stdout
 
     def submit(self, *words: str, env: Mapping[str, str] | None = None) -> int:
-        """Submit a job by ``sbatch``; answers its number."""
+        """Submit a job by ``sbatch``; returns its number."""
         return int(self.run("sbatch", "--parsable", *words, env=env))
 
     def wait(self, job: int, limit: float = LIMIT) -> Job:
@@ -230,7 +230,7 @@ def _await_nodes(slurm: Slurm) -> None:
     end = time.monotonic() + LIMIT
     said = ""
     while time.monotonic() < end:
-        with contextlib.suppress(AssertionError):  # the controller does not answer yet
+        with contextlib.suppress(AssertionError):  # the controller does not reply yet
             said = slurm.run("sinfo", "--noheader", "--Node", "--format=%N %T")
             if said.split() == ["node1", "idle", "node2", "idle"]:
                 return

@@ -78,7 +78,7 @@ def supervised(folder: Path) -> Iterator[Start]:
         policies: Sequence[Mapping[str, Any]] = (),
         **patience: float,
     ) -> Job:
-        files = [folder / f"task{place}.py" for place in range(len(scripts))]
+        files = [folder / f"task{index}.py" for index in range(len(scripts))]
         for file, script in zip(files, scripts, strict=True):
             file.write_text(script)
         job = {
@@ -144,8 +144,8 @@ def wait_until(holds: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
-def pid_of(job: Job, place: int) -> int:
-    """The pid, among those that were printed, of the task at ``place``."""
-    script = f"task{place}.py".encode()
+def pid_of(job: Job, index: int) -> int:
+    """The pid, among those that were printed, of the task ``index``."""
+    script = f"task{index}.py".encode()
     (pid,) = (p for p in job.pids if script in Path(f"/proc/{p}/cmdline").read_bytes())
     return pid

@@ -261,8 +261,8 @@ def test_an_unknown_complaint_is_passed_on() -> None:
     assert str(error) == "the container engine failed: something odd"
 
 
-def test_an_engine_that_does_not_answer_is_given_up() -> None:
-    with pytest.raises(SpartitoError, match=r"gave no answer within 0\.2 s"):
+def test_an_engine_that_does_not_end_is_given_up() -> None:
+    with pytest.raises(SpartitoError, match=r"did not end within 0\.2 s"):
         call([sys.executable, "-c", "import time; time.sleep(60)"], 0.2)
 
 

@@ -28,9 +28,9 @@ import os
 import torch
 import spartito as sp
 
-def gate(place):
+def gate(point):
     if os.path.exists("/scripts/gate"):
-        print("waits before", place, flush=True)
+        print("waits before", point, flush=True)
         open("/scripts/gate", "rb", 0).read(1)
 
 class Gate(sp.callbacks.Callback):
@@ -56,15 +56,15 @@ strategy.close()
 
 def begin(job: Job, following: Following) -> None:
     """Have a job meet and train for an epoch; now it waits before the second one."""
-    for place in ("the meeting", "epoch 1"):
-        arrive(following, place)
+    for point in ("the meeting", "epoch 1"):
+        arrive(following, point)
         job.open_gate(WORKERS)
     arrive(following, "epoch 2")
 
 
-def arrive(following: Following, place: str) -> None:
+def arrive(following: Following, point: str) -> None:
     for _ in range(WORKERS):
-        following.until(f"waits before {place}")
+        following.until(f"waits before {point}")
 
 
 def undisturbed(folder: Path) -> list[dict[str, Any]]:

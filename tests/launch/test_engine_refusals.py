@@ -56,11 +56,11 @@ def container_named(name: str) -> Iterator[None]:
 
 def test_an_engine_that_does_not_run(container_job: Make) -> None:
     job = container_job("--workers", "2")
-    for place in ("unix:///run/no-engine.sock", "tcp://127.0.0.1:9"):
-        code, text = up(job, DOCKER_HOST=place)
+    for address in ("unix:///run/no-engine.sock", "tcp://127.0.0.1:9"):
+        code, text = up(job, DOCKER_HOST=address)
         assert code == 2
         assert "the container engine does not run" in text
-        assert place in text
+        assert address in text
 
 
 def test_no_right_to_the_engine(container_job: Make) -> None:

@@ -27,16 +27,16 @@ LIMIT = 30.0
 DOCKER = f"""#!{sys.executable} -ISs
 import json, os, pathlib, signal, subprocess, sys
 
-room = pathlib.Path(__file__).parent.parent
+engine_folder = pathlib.Path(__file__).parent.parent
 words = sys.argv[1:]
 
 def note(text):
-    with open(room / "events", "w") as events:
+    with open(engine_folder / "events", "w") as events:
         print(text, file=events)
 
 def wait(name):
-    if (room / name).exists():
-        (room / name).open().read()
+    if (engine_folder / name).exists():
+        (engine_folder / name).open().read()
 
 if words[0] == "compose" and words[1] != "version":
     if "PLUGIN" not in os.environ:
@@ -48,15 +48,15 @@ if words[0] == "compose" and words[1] != "version":
     wait(f"{{verb}}-gate")
     note(f"{{verb}} done")
 elif words[:2] == ["image", "ls"]:
-    print((room / "listed").read_text())
+    print((engine_folder / "listed").read_text())
 elif words[:2] == ["image", "inspect"]:
     print("{{}}")
 elif words[0] == "ps":
-    print(" ".join(["worker-0"] if (room / "status").exists() else []))
+    print(" ".join(["worker-0"] if (engine_folder / "status").exists() else []))
 elif words[0] == "inspect":
     wait("inspect-gate")
-    code = int((room / "code").read_text()) if (room / "code").exists() else 0
-    state = {{"Status": (room / "status").read_text(), "ExitCode": code}}
+    code = int((engine_folder / "code").read_text()) if (engine_folder / "code").exists() else 0
+    state = {{"Status": (engine_folder / "status").read_text(), "ExitCode": code}}
     state["Health"] = {{"Status": "unhealthy"}}
     labels = {{"com.docker.compose.service": "worker-0"}}
     print(json.dumps([{{"Id": "worker-0", "Config": {{"Labels": labels}}, "State": state}}]))
@@ -65,11 +65,11 @@ elif words[0] == "logs":
     wait("logs-gate")
     print("2 two\\n3 three", flush=True)
 elif words[0] in ("build", "pull"):
-    sys.exit(int((room / words[0]).read_text()))
+    sys.exit(int((engine_folder / words[0]).read_text()))
 """
 
 
-class Room:
+class EngineFolder:
     """A folder with a job's file, a ``docker``, and FIFOs at which that waits for the test."""
 
     def __init__(self, folder: Path, with_docker: Callable[[str], None]) -> None:
@@ -89,7 +89,7 @@ class Room:
         self._started: list[subprocess.Popen[str]] = []
 
     def tell(self, name: str, text: str) -> None:
-        """Change what the ``docker`` answers."""
+        """Change what the ``docker`` prints."""
         new = self.folder / f"{name}.new"
         new.write_text(text)
         new.rename(self.folder / name)
@@ -99,7 +99,7 @@ class Room:
         os.mkfifo(self.folder / f"{name}-gate")
 
     def meet(self, name: str) -> int:
-        """Answers, once somebody waits at the gate, what lets him go when it is closed."""
+        """Wait until somebody waits at the gate; returns what opens it when closed."""
         self._held.append(os.open(self.folder / f"{name}-gate", os.O_WRONLY))
         return self._held[-1]
 
@@ -136,8 +136,8 @@ class Room:
 
 
 @pytest.fixture
-def room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Room]:
-    made = Room(tmp_path, lambda path: monkeypatch.setenv("PATH", path))
+def engine_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineFolder]:
+    made = EngineFolder(tmp_path, lambda path: monkeypatch.setenv("PATH", path))
     yield made
     made.close()
 
@@ -155,36 +155,40 @@ UP, DOCTOR = ("cluster", "up"), ("doctor", "--compose")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 @pytest.mark.parametrize("command", [UP, DOCTOR])
 def test_an_interrupt_amid_the_removal_does_not_disturb_it(
-    room: Room, command: tuple[str, ...], number: signal.Signals
+    engine_folder: EngineFolder, command: tuple[str, ...], number: signal.Signals
 ) -> None:
-    room.bar("down")
-    room.bar("up")
-    popen = room.start(*command, str(room.file))
-    up = room.meet("up")
-    room.tell("status", "exited")
-    room.open(up)
-    assert [room.event(), room.event(), room.event()] == ["up", "up done", "down"]
-    down = room.meet("down")
+    engine_folder.bar("down")
+    engine_folder.bar("up")
+    popen = engine_folder.start(*command, str(engine_folder.file))
+    up = engine_folder.meet("up")
+    engine_folder.tell("status", "exited")
+    engine_folder.open(up)
+    assert [engine_folder.event(), engine_folder.event(), engine_folder.event()] == [
+        "up",
+        "up done",
+        "down",
+    ]
+    down = engine_folder.meet("down")
     os.killpg(popen.pid, number)  # as a terminal does
-    room.open(down)
-    assert room.event() == "down done"
+    engine_folder.open(down)
+    assert engine_folder.event() == "down done"
     assert popen.wait(LIMIT) == 0
 
 
-def test_a_second_interrupt_does_not_disturb_the_removal(room: Room) -> None:
-    room.bar("up")
-    room.bar("down")
-    popen = room.start("cluster", "up", str(room.file))
-    up = room.meet("up")
-    room.tell("status", "running")
-    room.open(up)
+def test_a_second_interrupt_does_not_disturb_the_removal(engine_folder: EngineFolder) -> None:
+    engine_folder.bar("up")
+    engine_folder.bar("down")
+    popen = engine_folder.start("cluster", "up", str(engine_folder.file))
+    up = engine_folder.meet("up")
+    engine_folder.tell("status", "running")
+    engine_folder.open(up)
     assert popen.stdout is not None
     assert popen.stdout.readline() == "[worker 0] one\n"
     os.killpg(popen.pid, signal.SIGINT)
-    down = room.meet("down")
+    down = engine_folder.meet("down")
     os.killpg(popen.pid, signal.SIGINT)
-    room.open(down)
-    assert [room.event() for _ in range(4)] == ["up", "up done", "down", "down done"]
+    engine_folder.open(down)
+    assert [engine_folder.event() for _ in range(4)] == ["up", "up done", "down", "down done"]
     assert popen.wait(LIMIT) == 130
 
 
@@ -192,12 +196,14 @@ def test_a_second_interrupt_does_not_disturb_the_removal(room: Room) -> None:
     ("code", "ended"), [("0", "all is well"), ("3", "worker 0 failed with exit code 3")]
 )
 def test_the_status_of_a_job_that_has_ended_is_how_it_ended(
-    room: Room, code: str, ended: str
+    engine_folder: EngineFolder, code: str, ended: str
 ) -> None:
-    room.tell("code", code)
+    engine_folder.tell("code", code)
     for status, health in (("running", "unhealthy"), ("exited", "")):
-        room.tell("status", status)
-        out, _ = (popen := room.start("cluster", "status", str(room.file))).communicate()
+        engine_folder.tell("status", status)
+        out, _ = (
+            popen := engine_folder.start("cluster", "status", str(engine_folder.file))
+        ).communicate()
         task = out.splitlines()[1].split()
         assert task[:2] + task[2:3] * bool(health) == ["worker-0", status, *health.split()]
     assert "unhealthy" not in out
@@ -207,42 +213,42 @@ def test_the_status_of_a_job_that_has_ended_is_how_it_ended(
 
 @pytest.mark.parametrize("number", [None, signal.SIGINT])
 def test_who_waits_gets_the_exit_code_and_removes_nothing(
-    room: Room, number: signal.Signals | None
+    engine_folder: EngineFolder, number: signal.Signals | None
 ) -> None:
-    room.tell("status", "running")
-    room.bar("inspect")
-    popen = room.start("cluster", "wait", str(room.file))
-    inspecting = room.meet("inspect")
+    engine_folder.tell("status", "running")
+    engine_folder.bar("inspect")
+    popen = engine_folder.start("cluster", "wait", str(engine_folder.file))
+    inspecting = engine_folder.meet("inspect")
     if number is not None:
         popen.send_signal(number)
-    room.tell("code", "137")
-    room.tell("status", "exited")
-    (room.folder / "inspect-gate").unlink()
-    room.open(inspecting)
+    engine_folder.tell("code", "137")
+    engine_folder.tell("status", "exited")
+    (engine_folder.folder / "inspect-gate").unlink()
+    engine_folder.open(inspecting)
     _, err = popen.communicate()
     assert popen.returncode == (69 if number is None else 130)
     if number is None:
         assert err.splitlines() == [
             "spartito: worker 0 was killed by signal 9",
-            f"spartito: the run folder is {room.folder / 'out'}",
+            f"spartito: the run folder is {engine_folder.folder / 'out'}",
         ]
-    room.tell("status", "running")
-    room.start("cluster", "down", str(room.file))
-    assert room.event() == "down"  # the first word that the composer has heard
+    engine_folder.tell("status", "running")
+    engine_folder.start("cluster", "down", str(engine_folder.file))
+    assert engine_folder.event() == "down"  # the first word that the composer has heard
 
 
 @pytest.mark.parametrize("command", [UP, DOCTOR])
 def test_who_is_interrupted_at_the_start_leaves_no_composer(
-    room: Room, command: tuple[str, ...]
+    engine_folder: EngineFolder, command: tuple[str, ...]
 ) -> None:
-    room.bar("up")
-    room.bar("down")
-    popen = room.start(*command, str(room.file))
-    up = room.meet("up")
+    engine_folder.bar("up")
+    engine_folder.bar("down")
+    popen = engine_folder.start(*command, str(engine_folder.file))
+    up = engine_folder.meet("up")
     popen.send_signal(signal.SIGTERM)
     assert goes_away(up)
-    room.open(room.meet("down"))
-    assert [room.event() for _ in range(3)] == ["up", "down", "down done"]
+    engine_folder.open(engine_folder.meet("down"))
+    assert [engine_folder.event() for _ in range(3)] == ["up", "down", "down done"]
     assert popen.wait(LIMIT) == 143
 
 
@@ -252,7 +258,7 @@ def test_what_a_late_command_has_started_ends_with_it(tmp_path: Path) -> None:
     ours, theirs = os.pipe()
     child = f"echo; exec cat {tmp_path / 'gate'}"
     try:
-        with pytest.raises(SpartitoError, match="gave no answer within 5 s"):
+        with pytest.raises(SpartitoError, match="did not end within 5 s"):
             call(["sh", "-c", f"({child}) > /proc/{os.getpid()}/fd/{theirs} & wait"], 5)
         os.close(theirs)
         assert os.read(ours, 9) == b"\n"
@@ -263,78 +269,87 @@ def test_what_a_late_command_has_started_ends_with_it(tmp_path: Path) -> None:
         os.close(ours)
 
 
-def test_a_composer_that_does_not_answer_is_none() -> None:
+def test_a_composer_that_does_not_reply_is_none() -> None:
     assert engines._works(["true"])
     assert not engines._works(["false"])
     assert not engines._works(["tail", "-f", "/dev/null"], 0.1)
 
 
 @pytest.mark.parametrize(("listed", "pull"), [("abc", 1), ("", 0)])
-def test_a_build_that_fails_on_a_base_that_is_there(room: Room, listed: str, pull: int) -> None:
-    build(room, listed, pull)
-    assert build_image("x", room.folder, "1", {}) == 7
+def test_a_build_that_fails_on_a_base_that_is_there(
+    engine_folder: EngineFolder, listed: str, pull: int
+) -> None:
+    build(engine_folder, listed, pull)
+    assert build_image("x", engine_folder.folder, "1", {}) == 7
 
 
-def test_a_build_that_fails_without_its_base(room: Room) -> None:
-    build(room, "", 1)
+def test_a_build_that_fails_without_its_base(engine_folder: EngineFolder) -> None:
+    build(engine_folder, "", 1)
     with pytest.raises(UserError, match="the base image nice:1 is not on this machine"):
-        build_image("x", room.folder, "1", {"BASE": "nice:1"})
+        build_image("x", engine_folder.folder, "1", {"BASE": "nice:1"})
 
 
-def build(room: Room, listed: str, pull: int) -> None:
-    (room.folder / "docker").mkdir()
-    (room.folder / "docker" / "Dockerfile").touch()
+def build(engine_folder: EngineFolder, listed: str, pull: int) -> None:
+    (engine_folder.folder / "docker").mkdir()
+    (engine_folder.folder / "docker" / "Dockerfile").touch()
     for name, text in {"build": "7", "listed": listed, "pull": str(pull)}.items():
-        room.tell(name, text)
+        engine_folder.tell(name, text)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-def test_who_follows_logs_leaves_nothing(room: Room, number: signal.Signals) -> None:
-    room.bar("logs")
-    room.tell("status", "running")
-    popen = room.start("cluster", "logs", "--follow", str(room.file))
+def test_who_follows_logs_leaves_nothing(
+    engine_folder: EngineFolder, number: signal.Signals
+) -> None:
+    engine_folder.bar("logs")
+    engine_folder.tell("status", "running")
+    popen = engine_folder.start("cluster", "logs", "--follow", str(engine_folder.file))
     assert popen.stdout is not None
     assert popen.stdout.readline() == "[worker 0] one\n"
-    logs = room.meet("logs")
+    logs = engine_folder.meet("logs")
     popen.send_signal(number)
     assert goes_away(logs)
     assert popen.wait(LIMIT) == 128 + number
 
 
 @pytest.mark.parametrize("words", [("up",), ("logs", "--follow")])
-def test_when_nobody_reads_the_output_there_is_no_noise(room: Room, words: tuple[str, ...]) -> None:
-    room.bar("logs")
-    room.bar("up")
+def test_when_nobody_reads_the_output_there_is_no_noise(
+    engine_folder: EngineFolder, words: tuple[str, ...]
+) -> None:
+    engine_folder.bar("logs")
+    engine_folder.bar("up")
     if words[0] == "logs":
-        room.tell("status", "running")
-    popen = room.start("cluster", *words, str(room.file))
+        engine_folder.tell("status", "running")
+    popen = engine_folder.start("cluster", *words, str(engine_folder.file))
     if words[0] == "up":
-        up = room.meet("up")
-        room.tell("status", "running")
-        room.open(up)
+        up = engine_folder.meet("up")
+        engine_folder.tell("status", "running")
+        engine_folder.open(up)
     assert popen.stdout is not None
     assert popen.stdout.readline() == "[worker 0] one\n"
     popen.stdout.close()
-    logs = room.meet("logs")
-    (room.folder / "logs-gate").unlink()
-    room.open(logs)
-    room.tell("status", "exited")
+    logs = engine_folder.meet("logs")
+    (engine_folder.folder / "logs-gate").unlink()
+    engine_folder.open(logs)
+    engine_folder.tell("status", "exited")
     assert popen.stderr is not None
     said = popen.stderr.read().splitlines()
     assert popen.wait(LIMIT) == 0
-    told = ["spartito: digits: 1 containers", f"spartito: the run folder is {room.folder / 'out'}"]
+    told = [
+        "spartito: digits: 1 containers",
+        f"spartito: the run folder is {engine_folder.folder / 'out'}",
+    ]
     assert said == (told if words[0] == "up" else [])
 
 
 def test_an_engine_that_does_not_print_its_logs(
-    room: Room, monkeypatch: pytest.MonkeyPatch
+    engine_folder: EngineFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from spartito.doctor.launch import containers as doctor
 
-    room.bar("logs")
-    room.tell("status", "exited")
+    engine_folder.bar("logs")
+    engine_folder.tell("status", "exited")
     monkeypatch.setattr(doctor, "ASK_SECONDS", 0.2)
     engine = Engine.find()
-    state = engine.states(read_job(room.file))[0]
-    with pytest.raises(SpartitoError, match=r"logs worker-0 gave no answer within 0\.2 s"):
+    state = engine.states(read_job(engine_folder.file))[0]
+    with pytest.raises(SpartitoError, match=r"logs worker-0 did not end within 0\.2 s"):
         doctor._show(engine, state)

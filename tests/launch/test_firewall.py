@@ -76,19 +76,19 @@ def train(_: Connection, rank: int, host: Machine, env: Mapping[str, str]) -> An
 
 
 class Job:
-    """A job of one task on each place, by its doctor and by its training."""
+    """A job of one task on each machine, by its doctor and by its training."""
 
     def __init__(
         self,
         commands: Commands,
         cluster: Mapping[str, Sequence[str]],
-        places: Mapping[Who, Machine],
+        machines: Mapping[Who, Machine],
         **told: str,
     ) -> None:
-        self.commands, self.places = commands, places
+        self.commands, self.machines = commands, machines
         self.env = {
             who: {**tf_config(cluster, *who), "SPARTITO_TIMEOUT": f"{LIMIT:g}", **told}
-            for who in places
+            for who in machines
         }
 
     def doctor(self, limit: float = 60.0) -> dict[str, Any]:
@@ -97,7 +97,7 @@ class Job:
             self.commands.start(
                 *host.enters, *SPARTITO, "doctor", "--json", f"--timeout={limit}", env=self.env[who]
             )
-            for who, host in self.places.items()
+            for who, host in self.machines.items()
         ]
         found = report(first.end())
         for other in others:
@@ -107,9 +107,9 @@ class Job:
     def train(self) -> list[Any]:
         """How training ended on each task."""
         with running() as group:
-            for number, (who, host) in enumerate(self.places.items()):
+            for number, (who, host) in enumerate(self.machines.items()):
                 group.start(number, train, host, self.env[who])
-            return [group.result(number) for number in range(len(self.places))]
+            return [group.result(number) for number in range(len(self.machines))]
 
 
 def workers(hosts: Sequence[Machine], ports: Sequence[int]) -> tuple[Any, Any]:
@@ -150,8 +150,8 @@ def test_only_the_leaders_of_machines_need_a_way(commands: Commands, hosts: list
 
 
 def test_a_range_comes_before_the_declared_port(commands: Commands, hosts: list[Machine]) -> None:
-    cluster, places = workers(hosts, [FIRST, LAST + 1])
-    job = Job(commands, cluster, places, SPARTITO_PORTS=f"{FIRST + 4}-{FIRST + 5}")
+    cluster, machines = workers(hosts, [FIRST, LAST + 1])
+    job = Job(commands, cluster, machines, SPARTITO_PORTS=f"{FIRST + 4}-{FIRST + 5}")
     found = job.doctor()
     assert found["exit_code"] == 0
     assert found["facts"]["worker 1"]["port"]["number"] == FIRST + 4
@@ -177,8 +177,8 @@ def test_a_program_at_the_declared_port(commands: Commands, hosts: list[Machine]
 def test_process_groups_need_what_the_system_draws(
     commands: Commands, hosts: list[Machine]
 ) -> None:
-    cluster, places = workers(hosts, [FIRST, FIRST + 1])
-    job = Job(commands, cluster, places, SPARTITO_STRATEGY_OPTIONS=GLOO)
+    cluster, machines = workers(hosts, [FIRST, FIRST + 1])
+    job = Job(commands, cluster, machines, SPARTITO_STRATEGY_OPTIONS=GLOO)
     found = job.doctor()
     assert found["exit_code"] == 1
     assert "worker 0 and worker 1 do not reach each other" in what(found, "unreachable")
@@ -187,7 +187,7 @@ def test_process_groups_need_what_the_system_draws(
     assert re.search(r"worker 1 \(.*\) did not come to 10\.77\.0\.2:\d+ within 3 s", ended[0][1])
     assert re.search(r"worker 0 \(.*\) did not reach 10\.77\.0\.2:\d+ within 3 s", ended[1][1])
     allowed = {"SPARTITO_STRATEGY_OPTIONS": GLOO, "SPARTITO_PORTS": f"{FIRST + 1}-{LAST}"}
-    job = Job(commands, cluster, places, **allowed)
+    job = Job(commands, cluster, machines, **allowed)
     assert "that the system draws from 32768" in what(job.doctor(), "port")
     assert {kind for kind, _ in job.train()} == {"UserError"}
     for host in hosts:
@@ -200,9 +200,9 @@ def test_servers_and_their_chief_at_their_declared_ports(
     commands: Commands, hosts: list[Machine]
 ) -> None:
     alpha, beta = hosts
-    places = {("worker", 0): alpha, ("worker", 1): beta, ("ps", 0): beta}
+    machines = {("worker", 0): alpha, ("worker", 1): beta, ("ps", 0): beta}
     cluster = {"worker": [f"alpha:{FIRST}", f"beta:{LAST + 1}"], "ps": [f"beta:{FIRST}"]}
-    job = Job(commands, cluster, places)
+    job = Job(commands, cluster, machines)
     found = job.doctor()
     assert found["exit_code"] == 0  # nobody calls a worker
     assert f"worker 0 finds at beta:{LAST + 1}" in what(found, "unused connection")
@@ -212,17 +212,17 @@ def test_servers_and_their_chief_at_their_declared_ports(
 def test_servers_need_no_way_to_the_chief(commands: Commands, hosts: list[Machine]) -> None:
     alpha, beta = hosts
     alpha.drop(beta, FIRST, first=True)
-    places = {("worker", 0): alpha, ("ps", 0): beta}
-    job = Job(commands, {"worker": [f"alpha:{FIRST}"], "ps": [f"beta:{FIRST}"]}, places)
+    machines = {("worker", 0): alpha, ("ps", 0): beta}
+    job = Job(commands, {"worker": [f"alpha:{FIRST}"], "ps": [f"beta:{FIRST}"]}, machines)
     assert job.doctor(20.0)["exit_code"] == 0
     assert job.train() == [2, "server 0"]
 
 
 def test_servers_at_a_closed_port(commands: Commands, hosts: list[Machine]) -> None:
     alpha, beta = hosts
-    places = {("worker", 0): alpha, ("worker", 1): beta, ("ps", 0): beta}
+    machines = {("worker", 0): alpha, ("worker", 1): beta, ("ps", 0): beta}
     cluster = {"worker": [f"alpha:{FIRST}", f"beta:{FIRST}"], "ps": [f"beta:{LAST + 1}"]}
-    job = Job(commands, cluster, places)
+    job = Job(commands, cluster, machines)
     found = job.doctor()
     assert found["exit_code"] == 1
     assert f"worker 0 does not reach ps 0: worker 0 finds at beta:{LAST + 1}" in what(

@@ -19,7 +19,7 @@ from spartito.comparison.plan import make_plan
 from spartito.comparison.run import compare_strategies
 from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
-from spartito.launch.local import RUNTIME, Local, Place, environments
+from spartito.launch.local import RUNTIME, Local, Position, environments
 from tests.cluster.environments import (
     TORCHRUN,
     hydra_alone,
@@ -369,7 +369,7 @@ def test_nodes_that_meet_on_localhost_are_worth_a_note(tmp_path: Path) -> None:
 def test_ranks_of_all_nodes_are_all_ranks(nodes: int, workers: int, cores: int) -> None:
     specs = []
     for node in range(nodes):
-        for env in environments({}, Place(node, nodes, "a", 1), workers, cores):
+        for env in environments({}, Position(node, nodes, "a", 1), workers, cores):
             assert env["OMP_NUM_THREADS"] == str(max(1, cores // workers))
             specs.append(resolve(env))
     assert [spec.rank for spec in specs] == list(range(nodes * workers))
@@ -406,7 +406,7 @@ def test_ranks_of_all_nodes_are_all_ranks(nodes: int, workers: int, cores: int) 
         ({"strategy": "one_device", "env": srun(1)}, ["one_device", "4"]),
         ({"env": hydra_alone(1)}, ["PMI_SIZE=2", "LOCAL_WORLD_SIZE"]),
         ({"slow": ("worker:1=0.5",)}, ["'worker:1'", "Known: worker:0"]),
-        ({"slow": ("worker:0=0",)}, ["share 0"]),
+        ({"slow": ("worker:0=0",)}, ["fraction 0"]),
         ({"strategy_options": "{"}, ["'{'", "not JSON"]),
         ({"strategy_options": "[1]"}, ["'[1]'", "JSON object"]),
         ({"workers": 0}, ["--workers 0"]),

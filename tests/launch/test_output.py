@@ -14,12 +14,12 @@ from spartito.launch.output import Channel, ErrorChannel, LineCutter, Sink, begi
 
 
 @given(st.lists(st.binary(max_size=20).map(lambda b: b.replace(b"a", b"\n"))))
-def test_pieces_of_any_size_become_the_lines_of_the_whole(pieces: list[bytes]) -> None:
+def test_parts_of_any_size_become_the_lines_of_the_whole(parts: list[bytes]) -> None:
     cutter = LineCutter()
-    lines = [line for piece in pieces for line in cutter.feed(piece)]
+    lines = [line for part in parts for line in cutter.feed(part)]
     assert all(line.endswith(b"\n") and line.count(b"\n") == 1 for line in lines)
     lines += cutter.finish()
-    whole = b"".join(pieces)
+    whole = b"".join(parts)
     assert b"".join(lines) == whole + (b"" if whole.endswith(b"\n") or not whole else b"\n")
 
 
@@ -40,7 +40,7 @@ def test_only_a_terminal_gets_colours(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setenv("TERM", "xterm")
     assert Sink.of(io.BytesIO()).prefix("worker 1", 1) == b"[worker 1] "
-    zero, one = (Sink.of(Terminal()).prefix("w", place) for place in (0, 1))
+    zero, one = (Sink.of(Terminal()).prefix("w", index) for index in (0, 1))
     assert zero.startswith(b"\033[")
     assert zero != one
     monkeypatch.setenv("NO_COLOR", "1")

@@ -17,7 +17,7 @@ CASTS = st.builds(Roles, st.integers(1, 4), st.integers(0, 3), st.booleans(), st
 
 @given(CASTS)
 def test_each_task_reads_who_it_is(roles: Roles) -> None:
-    ports = [20000 + place for place in range(len(roles.tasks))]
+    ports = [20000 + index for index in range(len(roles.tasks))]
     told = task_environments({"A": "1", "RANK": "7", "MASTER_ADDR": "x"}, roles, ports)
     specs = [resolve(env) for env in told]
     assert [spec.task for spec in specs] == list(roles.tasks)
@@ -74,7 +74,7 @@ def test_the_policy_of_each_role(roles: Roles, restarted: str, not_vital: str) -
     assert ", ".join(str(task) for task in roles.tasks if not roles.is_vital(task)) == not_vital
 
 
-def test_the_one_that_leads_comes_first() -> None:
+def test_the_coordinator_comes_first() -> None:
     assert Roles(2, 1, True).tasks[0] == Task("worker", 0)
     assert Roles(2, 1, True, chief=True).tasks[0] == Task("chief", 0)
 

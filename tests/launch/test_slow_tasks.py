@@ -7,19 +7,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from spartito.errors import UserError
-from spartito.launch.throttle import shares_of, slow_tasks
+from spartito.launch.throttle import fractions_of, slow_tasks
 
 NAMES = ["worker 0", "worker 1", "ps 0"]
 
 
-def test_what_the_user_types_is_a_share_per_task() -> None:
+def test_what_the_user_types_is_a_fraction_per_task() -> None:
     assert slow_tasks(["worker:1=0.25", "ps:0=1"]) == {"worker:1": 0.25, "ps:0": 1.0}
     assert slow_tasks([]) == {}
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z]+:\d", fullmatch=True), st.floats(0.001, 1)))
-def test_every_share_comes_through(shares: dict[str, float]) -> None:
-    assert slow_tasks([f"{task}={share!r}" for task, share in shares.items()]) == shares
+def test_every_share_comes_through(fractions: dict[str, float]) -> None:
+    assert slow_tasks([f"{task}={fraction!r}" for task, fraction in fractions.items()]) == fractions
 
 
 @pytest.mark.parametrize(
@@ -28,10 +28,10 @@ def test_every_share_comes_through(shares: dict[str, float]) -> None:
         (["worker:1"], ["'worker:1'", "worker:1=0.25"]),
         (["=0.5"], ["'=0.5'"]),
         (["worker:1=fast"], ["'fast'", "not a number"]),
-        (["worker:1=0"], ["share 0", "above 0"]),
-        (["worker:1=1.5"], ["share 1.5", "at most 1"]),
-        (["worker:1=-1"], ["share -1"]),
-        (["worker:1=nan"], ["share nan"]),
+        (["worker:1=0"], ["fraction 0", "above 0"]),
+        (["worker:1=1.5"], ["fraction 1.5", "at most 1"]),
+        (["worker:1=-1"], ["fraction -1"]),
+        (["worker:1=nan"], ["fraction nan"]),
         (["worker:1=0.5", "worker:1=0.7"], ["worker:1 twice"]),
     ],
 )
@@ -42,15 +42,15 @@ def test_each_mistake_is_named(texts: list[str], words: list[str]) -> None:
 
 
 def test_tasks_that_nobody_slows_down_run_all_the_time() -> None:
-    assert shares_of(NAMES, {"worker:1": 0.25}) == [1.0, 0.25, 1.0]
+    assert fractions_of(NAMES, {"worker:1": 0.25}) == [1.0, 0.25, 1.0]
 
 
-@pytest.mark.parametrize("share", [0.0, -1.0, 2.0, math.nan])
-def test_a_share_that_cannot_be_is_named(share: float) -> None:
-    with pytest.raises(UserError, match=f"share {share:g} is not"):
-        shares_of(NAMES, {"worker:1": share})
+@pytest.mark.parametrize("fraction", [0.0, -1.0, 2.0, math.nan])
+def test_a_fraction_that_cannot_be_is_named(fraction: float) -> None:
+    with pytest.raises(UserError, match=f"fraction {fraction:g} is not"):
+        fractions_of(NAMES, {"worker:1": fraction})
 
 
 def test_an_unknown_task_gets_the_nearest() -> None:
     with pytest.raises(UserError, match=r"'worker:7' .*\n.*Known: ps:0, worker:0, worker:1"):
-        shares_of(NAMES, {"worker:7": 0.5})
+        fractions_of(NAMES, {"worker:7": 0.5})

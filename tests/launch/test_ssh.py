@@ -20,8 +20,8 @@ from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.check import ask_hosts, notes
 from spartito.launch.hosts.facts import Facts, Question, facts, parse
 from spartito.launch.hosts.names import Host, check_names, parse_hosts
-from spartito.launch.hosts.plan import OF_A_PLACE, Plan, check_passed, travelling
-from spartito.launch.hosts.ssh import MOST, Answer, Ssh, address_of, ask_all, parse_ssh, refusal
+from spartito.launch.hosts.plan import MEMBERSHIP, Plan, check_passed, travelling
+from spartito.launch.hosts.ssh import MOST, Reply, Ssh, address_of, ask_all, parse_ssh, refusal
 from spartito.launch.roles import Roles
 
 SSH = Ssh(("ssh", "-F", "my config"), "/home/me/job", "/opt/python")
@@ -29,8 +29,8 @@ WORDS = st.text(st.characters(exclude_characters="\0", exclude_categories=["Cs"]
 NAMES = st.from_regex(r"[A-Z_][A-Z0-9_]{0,8}", fullmatch=True)
 PLANS = st.builds(
     lambda here, each, ps, evaluator, chief: Plan(
-        tuple(Host(f"h{place}", f"h{place}", own) for place, own in enumerate(here)),
-        tuple(4 * (place + 1) for place in range(len(here))),
+        tuple(Host(f"h{index}", f"h{index}", own) for index, own in enumerate(here)),
+        tuple(4 * (index + 1) for index in range(len(here))),
         Roles(each * len(here), ps, evaluator, chief),
         ("train.py", "--name=it's"),
         SSH,
@@ -88,7 +88,7 @@ def test_each_task_learns_who_it_is_and_where(plan: Plan) -> None:
     assert [spec.task for spec in specs] == list(tasks)
     workers = [plan.machine_of(task) for task in tasks if task.type == "worker"]
     assert workers == sorted(workers)
-    assert {workers.count(place) for place in range(len(plan.hosts))} == {plan.workers}
+    assert {workers.count(index) for index in range(len(plan.hosts))} == {plan.workers}
     firsts = {task.type: plan.machine_of(task) for task in tasks if task.type[0] in "ce"}
     assert set(firsts.values()) <= {0}
     addresses = [plan.address(task) for task in tasks]
@@ -123,9 +123,11 @@ def test_only_what_is_elsewhere_needs_ssh(plan: Plan) -> None:
             assert process.argv == [sys.executable, "train.py", "--name=it's"]
             assert env.items() <= process.env.items()
             continue
-        told = json.loads(process.env[client.TOLD])
+        told = json.loads(process.env[client.FIRST_LINE])
         assert told == plan.environment(task, {"SPARTITO_TIMEOUT": "9", **secret})
-        assert process.env.items() - env.items() == {(client.TOLD, process.env[client.TOLD])}
+        assert process.env.items() - env.items() == {
+            (client.FIRST_LINE, process.env[client.FIRST_LINE])
+        }
         assert process.argv[3:8] == [host.name, "0", *SSH.words]
         assert process.argv[-2] == host.name
         (script,) = shlex.split(process.argv[-1])[3:]
@@ -135,7 +137,7 @@ def test_only_what_is_elsewhere_needs_ssh(plan: Plan) -> None:
         assert "=" not in " ".join(words[:4])
 
 
-def test_many_tasks_of_a_machine_do_not_knock_all_at_once() -> None:
+def test_many_tasks_of_a_machine_do_not_connect_all_at_once() -> None:
     plan = Plan((Host("a", "a"), Host("b", "b")), (1, 1), Roles(40), ("x.py",), SSH)
     waits = [plan.process(task, {}).argv[4] for task in plan.roles.tasks]
     assert waits == 2 * (8 * ["0"] + 8 * ["1"] + 4 * ["2"])
@@ -163,7 +165,7 @@ def test_a_range_of_ports_must_do_for_all_tasks_of_a_machine() -> None:
 @given(st.dictionaries(NAMES, WORDS))
 def test_only_our_own_settings_travel(env: dict[str, str]) -> None:
     ours = {"SPARTITO_TIMEOUT": "5", "OMP_NUM_THREADS": "2", "TORCH_CPP_LOG_LEVEL": "INFO"}
-    assert travelling(env | dict.fromkeys(OF_A_PLACE, "x") | ours) == ours
+    assert travelling(env | dict.fromkeys(MEMBERSHIP, "x") | ours) == ours
 
 
 @settings(max_examples=60)
@@ -192,7 +194,7 @@ def test_a_variable_of_the_users_travels_by_its_name() -> None:
         assert "hunter2" not in str(error.value)
     plan = Plan((Host("a", "a"),), (1,), Roles(1), ("x.py",), SSH, passed=("TOKEN",))
     with pytest.raises(UserError, match="the environment for worker 0 has"):
-        plan.process(plan.roles.tasks[0], {"TOKEN": "x" * client.MOST_TOLD})
+        plan.process(plan.roles.tasks[0], {"TOKEN": "x" * client.MOST_BYTES})
 
 
 def test_a_folder_below_the_home_there() -> None:
@@ -215,7 +217,7 @@ def test_a_python_below_the_home_there(tmp_path: Path) -> None:
     with subprocess.Popen(words, env=home, text=True, stdin=pipe, stdout=pipe) as there:
         assert there.stdin is not None
         assert there.stdout is not None
-        there.stdin.write(agent.tell(home))
+        there.stdin.write(agent.first_line(home))
         there.stdin.flush()
         assert there.stdout.read() == f"{python.parent} ~/as it is\n"
 
@@ -235,30 +237,30 @@ def test_a_command_that_is_no_ssh(words: str, rule: str) -> None:
 
 
 def refused(code: int | None, err: str = "") -> str:
-    found = refusal("b", SSH, Answer(code, "", err))
+    found = refusal("b", SSH, Reply(code, "", err))
     assert found is not None
     return "\n".join(found)
 
 
 def test_what_is_wrong_with_a_machine() -> None:
-    assert "b did not answer within 30 s" in refused(None)
+    assert "b did not reply within 30 s" in refused(None)
     assert "no folder /home/me/job" in refused(81)
     assert "no Python at /opt/python" in refused(82)
     assert "no Spartito, or another version" in refused(1, "x: No module named 'spartito'")
     assert "ssh to b failed with exit code 3: last" in refused(3, "first\nlast\n\n")
     timed_out = refused(255, "ssh: connect to host b port 22: Connection timed out\n")
-    assert "it does not answer" in timed_out
+    assert "it does not reply" in timed_out
     denied = refused(255, "me@b: Permission denied (publickey,password).")
     assert "ssh-copy-id b" in denied
     assert "ssh -F 'my config' b true" in denied
-    assert refusal("b", SSH, Answer(0, "", "a banner: permission denied to rabbits")) is None
+    assert refusal("b", SSH, Reply(0, "", "a banner: permission denied to rabbits")) is None
 
 
-def test_a_machine_that_does_not_answer_is_left() -> None:
+def test_a_machine_that_does_not_reply_is_left() -> None:
     slow = [sys.executable, "-S", "-c", "import time; time.sleep(300)"]
     quick = [sys.executable, "-S", "-c", "print('here')"]
-    answers = ask_all({"a": slow, "b": quick}, limit=3.0)
-    assert answers == [Answer(None), Answer(0, "here\n", "")]
+    replies = ask_all({"a": slow, "b": quick}, limit=3.0)
+    assert replies == [Reply(None), Reply(0, "here\n", "")]
 
 
 def test_what_this_machine_says_of_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

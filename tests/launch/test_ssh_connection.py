@@ -1,4 +1,4 @@
-"""Both ends of a connection to another machine, with a pipe in the place of ssh."""
+"""Both ends of a connection to another machine, with a pipe instead of ssh."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def start(commands: Commands) -> Callable[[str], Program]:
     def starter(script: str) -> Program:
         python = [sys.executable, "-S", commands.write("task.py", script)]
         remote = agent.command(list(map(str, python)), sys.executable)
-        told = agent.tell({"TOLD": TOLD})
-        return commands.start(*client.command("b", remote), env={client.TOLD: told})
+        told = agent.first_line({"TOLD": TOLD})
+        return commands.start(*client.command("b", remote), env={client.FIRST_LINE: told})
 
     return starter
 
@@ -80,7 +80,7 @@ def test_a_killed_keeper_is_a_lost_connection(start: Callable[[str], Program]) -
 
 
 @pytest.mark.parametrize("words", [["sh", "-c", "exit 255"], ["sh", "-c", "kill -9 $$"]])
-def test_a_lost_connection_is_a_hang_up(commands: Commands, words: list[str]) -> None:
+def test_a_lost_connection_ends_by_sighup(commands: Commands, words: list[str]) -> None:
     ended = commands.start(*client.command("b", words)).end()
     assert ended.code == -signal.SIGHUP
     assert ended.err == "spartito: the connection to b is lost\n"
@@ -150,7 +150,7 @@ def test_silence_ends_the_task() -> None:
     with remote:
         assert remote.stdin is not None
         assert remote.stdout is not None
-        print(agent.tell({}), end="", file=remote.stdin, flush=True)
+        print(agent.first_line({}), end="", file=remote.stdin, flush=True)
         pid = int(remote.stdout.readline().split()[1])
         assert remote.wait(60) == 128 + signal.SIGKILL
     assert not is_alive(pid)
@@ -160,10 +160,10 @@ def test_the_client_side_keeps_speaking(commands: Commands) -> None:
     reads = "import os; [os.read(0, 2) for _ in range(4)]; print('three', flush=True)"
     quick = (
         "import sys\nfrom spartito.launch.hosts import client\n"
-        "client.BEATS = 0.1\nsys.exit(client.main(sys.argv[1:]))"
+        "client.HEARTBEAT = 0.1\nsys.exit(client.main(sys.argv[1:]))"
     )
     words = ("-c", quick, "b", "0", sys.executable, "-S", "-c", reads)
-    ended = commands.python(*words, env={client.TOLD: "x\n"})
+    ended = commands.python(*words, env={client.FIRST_LINE: "x\n"})
     assert (ended.code, ended.out) == (0, "three\n")
 
 
@@ -171,4 +171,4 @@ def test_a_task_is_gone_before_ssh_gives_its_connection_up() -> None:
     """So one that is started again finds its port free."""
     told = dict(option.split("=") for option in OPTIONS)
     gives_up = int(told["ServerAliveInterval"]) * (int(told["ServerAliveCountMax"]) + 1)
-    assert 3 * agent.BEATS < agent.SILENCE < gives_up
+    assert 3 * agent.HEARTBEAT < agent.SILENCE < gives_up

@@ -188,7 +188,7 @@ def test_a_signal_while_the_machines_are_asked(site: Site, commands: Commands) -
 
 
 def sleepers(program: Program) -> list[int]:
-    """The processes that stand for a machine which does not answer."""
+    """The processes that stand for a machine which does not reply."""
     found = []
     for pid in running(program.mark):
         with suppress(OSError):  # it ended meanwhile
@@ -304,7 +304,7 @@ def test_a_machine_where_something_is_missing(site: Site, commands: Commands) ->
     for words, told in (
         (["--remote-python", "/no/python"], "node1 has no Python at /no/python"),
         (["--remote-dir", "/no/folder"], "node1 has no folder /no/folder"),
-        (["--remote-python", "/bin/true"], "node1 answered what we do not understand"),
+        (["--remote-python", "/bin/true"], "node1 printed what cannot be read"),
         (["--remote-python", bare], f"{bare} on node1 has no Spartito"),
         (["--remote-dir", "/"], "on node1 there is no script 'never.py'"),
     ):

@@ -196,14 +196,14 @@ def test_a_traceback_that_nobody_has_read_yet_counts_too(tmp_path: Path) -> None
     )
     second = f"import os\nwhile not os.path.exists({raised!r}): pass\nraise ValueError('second')"
     tasks = [
-        Process(f"worker {place}", [sys.executable, "-S", "-c", script], dict(os.environ))
-        for place, script in enumerate((first, second))
+        Process(f"worker {index}", [sys.executable, "-S", "-c", script], dict(os.environ))
+        for index, script in enumerate((first, second))
     ]
     shown = Sink(io.BytesIO(), False)
     job = _Supervisor(tasks, Patience(cause=LIMIT), shown, shown, None, before_exec=None)
     try:
-        for place in range(2):
-            job._start(place)
+        for index in range(2):
+            job._start(index)
         job.tasks[1].popen.wait(LIMIT)
         assert job._reap()
         job._decide()
@@ -383,14 +383,14 @@ def test_who_does_not_hear_a_signal_is_killed_in_the_end(start: Start) -> None:
     assert job.end()[0] == 130
 
 
-TALKS = (  # past python's buffer, which would be written at the end of the task
+PRINTS = (  # past python's buffer, which would be written at the end of the task
     "import os\nprint('pid', os.getpid(), flush=True)\n"
     "while True: os.write(1, b'x' * 1000 + b'\\n')"
 )
 
 
 def test_ctrl_c_reaches_tasks_though_nobody_reads_our_output(start: Start) -> None:
-    job = start(TALKS, TALKS)
+    job = start(PRINTS, PRINTS)
     job.wait_for_pids(2)
     job.popen.send_signal(signal.SIGINT)  # our pipe is full; the tasks end before it is read
     assert vanished(job.pids)
@@ -430,7 +430,7 @@ def test_the_result_is_the_last_line_and_has_no_name(start: Start) -> None:
 
 
 def test_who_closes_our_output_ends_the_job(start: Start) -> None:
-    job = start(TALKS, TALKS)
+    job = start(PRINTS, PRINTS)
     job.wait_for_pids(2)
     assert job.popen.stdout is not None
     job.popen.stdout.close()

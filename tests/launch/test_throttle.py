@@ -54,7 +54,7 @@ def state(pid: int) -> str:
 
 
 @pytest.mark.parametrize("late", [0.0, 0.003, 0.1])
-def test_a_process_gets_its_share_however_late_we_wake(
+def test_a_process_gets_its_fraction_however_late_we_wake(
     late: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spent = {signal.SIGCONT: 0.0, signal.SIGSTOP: 0.0}

@@ -61,7 +61,7 @@ def __getattr__(name: str) -> typer.Typer:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command with ``argv`` (by default the process's own); answers the exit code."""
+    """Run the command with ``argv`` (by default the process's own); returns the exit code."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         application(words)(args=words, prog_name="spartito")

@@ -32,9 +32,9 @@ def _present(proc: Path) -> int:
     if shutil.which("nvidia-smi") is None:
         return 0
     try:
-        answer = subprocess.run(
+        printed = subprocess.run(
             ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=QUERY_SECONDS
         )
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return sum(1 for line in answer.stdout.splitlines() if line.startswith("GPU "))
+    return sum(1 for line in printed.stdout.splitlines() if line.startswith("GPU "))

@@ -24,14 +24,14 @@ from spartito.launch.job import JobSpec, option
 from spartito.launch.process import Process, with_logs
 from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
 from spartito.launch.supervisor import Patience, supervise
-from spartito.launch.throttle import shares_of, slow_tasks
+from spartito.launch.throttle import fractions_of, slow_tasks
 from spartito.log import TORCH_LEVEL
 from spartito.names import (
     ENV_SNAPSHOT_DIR,
 )
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-"""glibc's settings: keep what tensors free, so that the next step finds its pages in place.
+"""glibc's settings: keep what tensors free, so that the next step finds its pages in position.
 
 Measured on one thread against glibc's defaults: 1.15 times the steps of a convolutional network,
 the same of an MLP, the same peak of memory. With 65536 for both, which gives freed memory back
@@ -47,8 +47,8 @@ SETTINGS = RUNTIME | {"PYTHONUNBUFFERED": "1"}
 MANY, MANY_PER_CORE = 64, 16
 """More processes than both numbers allow are hardly meant: each takes 300 MiB for torch alone."""
 
-WORD = 5.0
-"""Seconds in which tasks may tell those on other machines whom they lost."""
+LAST_REPORT = 5.0
+"""Seconds in which tasks may report to other machines whom they lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +118,9 @@ class Local(Processes):
         with ExitStack() as held:  # the job's ports
             if joins is None:
                 at = None if roles.asked else held
-                place = _place(machines, self.node_rank, self.master_addr, allowed, at)
+                position = _position(machines, self.node_rank, self.master_addr, allowed, at)
             elif self.master_addr is None:
-                place = _place_in(joins, roles.workers, allowed, held)
+                position = _position_in(joins, roles.workers, allowed, held)
             else:
                 raise UserError(
                     f"--master-addr {self.master_addr}, but {source} says already that this is "
@@ -128,20 +128,22 @@ class Local(Processes):
                     "Leave it out; or give --nnodes and --node-rank as well.",
                 )
             servers = len(joins.spec.addresses.get("ps", ())) if joins and joins.spec else None
-            count, here = place.nodes * roles.workers, place.locals * roles.workers
+            count, here = position.nodes * roles.workers, position.locals * roles.workers
             job.choose(roles, count, here, servers=servers, env=variables, source=source)
-            for note in _notes(place, roles.workers):
+            for note in _notes(position, roles.workers):
                 print(f"spartito: note: {note}", file=sys.stderr, flush=True)
-            if place.task is None and place.nodes == 1:  # else others start the rest of the job
+            if (
+                position.task is None and position.nodes == 1
+            ):  # else others start the rest of the job
                 variables = with_secret(variables)
             command = [sys.executable, *job.argv()]
             with snapshots(roles, variables) as (folder, variables):
-                started = _processes(command, variables, place, roles, slow, held)
+                started = _processes(command, variables, position, roles, slow, held)
                 # Elsewhere nobody sees what fails here unless one of our tasks says it.
-                others = place.nodes > place.locals
+                others = position.nodes > position.locals
                 return supervise(
                     with_logs(started, self.log_dir),
-                    patience=Patience(word=WORD) if others else Patience(),
+                    patience=Patience(report=LAST_REPORT) if others else Patience(),
                     result_of=0 if self.result else None,
                     private=folder,
                 )
@@ -163,12 +165,12 @@ def snapshots(roles: Roles, env: dict[str, str]) -> Iterator[tuple[str | None, d
 def _processes(
     command: Sequence[str],
     env: Mapping[str, str],
-    place: Place,
+    position: Position,
     roles: Roles,
     slow: Mapping[str, float],
     held: ExitStack,
 ) -> list[Process]:
-    """What starts here; the first is the one that leads."""
+    """What starts here; the first is the coordinator."""
     if roles.asked:
         started = [
             Process(
@@ -185,16 +187,19 @@ def _processes(
         ]
     else:
         started = [
-            Process(place.name(local, roles.workers), command, environment)
-            for local, environment in enumerate(environments(env, place, roles.workers))
+            Process(position.name(local, roles.workers), command, environment)
+            for local, environment in enumerate(environments(env, position, roles.workers))
         ]
-    shares = shares_of([process.name for process in started], slow)
-    return [replace(process, share=share) for process, share in zip(started, shares, strict=True)]
+    fractions = fractions_of([process.name for process in started], slow)
+    return [
+        replace(process, fraction=fraction)
+        for process, fraction in zip(started, fractions, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """This launcher's place in the job: the ``node``-th of ``nodes``, which meet at ``host:port``.
+class Position:
+    """Which launcher of the job this is: the ``node``-th of ``nodes``, which meet at ``host:port``.
 
     Several launchers may share a machine (two tasks of a `TF_CONFIG` on one host): this one is
     the ``local``-th of ``locals`` there. ``task`` is the one that we are already, if any; with
@@ -225,43 +230,43 @@ class Place:
 
 
 def environments(
-    env: Mapping[str, str], place: Place, workers: int, usable: int | None = None
+    env: Mapping[str, str], position: Position, workers: int, usable: int | None = None
 ) -> list[dict[str, str]]:
     """The environment of each of the ``workers`` processes: ``env``, and who the process is.
 
     The names are torchrun's. Cores (``usable``, by default those of this process) are shared
     out as threads, unless ``env`` says otherwise.
     """
-    if place.itself:
+    if position.itself:
         return [SETTINGS | dict(env)]
-    here = place.locals * workers
+    here = position.locals * workers
     cores = available_cores() if usable is None else usable
     base = defaults(max(1, cores // here)) | {n: v for n, v in env.items() if n != ENV_ADDRESS}
-    if not place.trains:
+    if not position.trains:
         return [
-            base | _address(place, env, 0)
+            base | _address(position, env, 0)
         ]  # such a task has no rank: its environment says all, and it is one process
-    if place.task is None or workers > 1:
+    if position.task is None or workers > 1:
         base.pop(tf_config.VARIABLE, None)
     return [
         base
         | {
-            "RANK": str(place.node * workers + index),
-            "WORLD_SIZE": str(place.nodes * workers),
-            "LOCAL_RANK": str(place.local * workers + index),
+            "RANK": str(position.node * workers + index),
+            "WORLD_SIZE": str(position.nodes * workers),
+            "LOCAL_RANK": str(position.local * workers + index),
             "LOCAL_WORLD_SIZE": str(here),
-            "GROUP_RANK": str(place.node),
-            "MASTER_ADDR": place.host,
-            "MASTER_PORT": str(place.port),
+            "GROUP_RANK": str(position.node),
+            "MASTER_ADDR": position.host,
+            "MASTER_PORT": str(position.port),
         }
-        | _address(place, env, index)
+        | _address(position, env, index)
         for index in range(workers)
     ]
 
 
-def _address(place: Place, env: Mapping[str, str], index: int) -> dict[str, str]:
+def _address(position: Position, env: Mapping[str, str], index: int) -> dict[str, str]:
     """Where the ``index``-th process here listens: the first one, at the launcher's own address."""
-    own = place.address or env.get(ENV_ADDRESS, "")
+    own = position.address or env.get(ENV_ADDRESS, "")
     return {ENV_ADDRESS: own} if index == 0 and own else {}
 
 
@@ -290,13 +295,13 @@ def defaults(threads: int) -> dict[str, str]:
     return SETTINGS | {"OMP_NUM_THREADS": str(threads)}
 
 
-def _place(
+def _position(
     nnodes: int,
     node_rank: int,
     master_addr: str | None,
     allowed: range | None,
     held: ExitStack | None,
-) -> Place:
+) -> Position:
     """What the arguments say, else this machine alone, at one of the ports that are ``allowed``."""
     if nnodes < 1:
         raise UserError(f"--nnodes {nnodes} is less than 1")
@@ -306,28 +311,28 @@ def _place(
         )
     if master_addr is not None:
         host, port = split_address(master_addr)
-        return Place(node_rank, nnodes, host, port)
+        return Position(node_rank, nnodes, host, port)
     if nnodes > 1:
         raise UserError(
-            f"--nnodes {nnodes} needs a place where the machines meet",
+            f"--nnodes {nnodes} needs an address where the machines meet",
             "Give each the address of the first: --master-addr host:29500",
         )
-    return Place(0, 1, HOST, free_port(allowed=allowed, held=held))
+    return Position(0, 1, HOST, free_port(allowed=allowed, held=held))
 
 
-def _place_in(job: Joined, workers: int, allowed: range | None, held: ExitStack) -> Place:
-    """The place of a launcher of so many ``workers`` that is one of the tasks of ``job``."""
+def _position_in(job: Joined, workers: int, allowed: range | None, held: ExitStack) -> Position:
+    """The position of a launcher with so many ``workers`` that is one of the tasks of ``job``."""
     itself = workers == 1 and job.source != tf_config.VARIABLE
     spec = job.spec
     if spec is None or spec.rendezvous is None:
         port = free_port(allowed=allowed, held=held)
-        return Place(0, 1, HOST, port, task=job.task, itself=itself)
+        return Position(0, 1, HOST, port, task=job.task, itself=itself)
     host, port = split_address(spec.rendezvous)
     if spec.rank == NO_RANK:
-        return Place(0, 1, host, port, task=job.task, itself=itself)
+        return Position(0, 1, host, port, task=job.task, itself=itself)
     counts = spec.rank, spec.world_size, host, port, spec.local_rank, spec.local_size
     own = spec.address_of(spec.task)
-    return Place(*counts, task=job.task, itself=itself, address=own)
+    return Position(*counts, task=job.task, itself=itself, address=own)
 
 
 def _count_workers(workers: int | None, env: Mapping[str, str], job: Joined | None) -> int:
@@ -358,14 +363,15 @@ def check_number(processes: int, cores: int, yes: bool, where: str = "this machi
         raise UserError(f"{what}: nothing was started", "Give --workers a smaller number.")
 
 
-def _notes(place: Place, workers: int) -> list[str]:
+def _notes(position: Position, workers: int) -> list[str]:
     """What is allowed, but worth a line."""
     notes = []
     cores = available_cores()
-    if place.locals * workers > cores:
-        notes.append(f"{place.locals * workers} workers share {cores} cores")
-    if place.task is None and place.nodes > 1 and is_loopback(place.host):
+    if position.locals * workers > cores:
+        notes.append(f"{position.locals * workers} workers share {cores} cores")
+    if position.task is None and position.nodes > 1 and is_loopback(position.host):
         notes.append(
-            f"{place.host} is each machine itself, so all {place.nodes} nodes must run on this one"
+            f"{position.host} is each machine itself, so all {position.nodes} nodes must run on "
+            "this one"
         )
     return notes

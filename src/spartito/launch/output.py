@@ -155,13 +155,13 @@ class Sink:
             rest = rest[self.stream.write(rest) :]
         self.stream.flush()
 
-    def prefix(self, name: str, place: int) -> bytes:
-        """What stands before each line of the task ``name``, the ``place``-th; "" has nothing."""
+    def prefix(self, name: str, index: int) -> bytes:
+        """What stands before each line of the task ``name``, the ``index``-th; "" has nothing."""
         if not name:
             return b""
         text = f"[{name}] "
         if self.coloured:
-            text = f"\033[{COLOURS[place % len(COLOURS)]}m[{name}]\033[0m "
+            text = f"\033[{COLOURS[index % len(COLOURS)]}m[{name}]\033[0m "
         return text.encode()
 
 

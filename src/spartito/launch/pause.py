@@ -10,8 +10,8 @@ from types import FrameType
 
 
 @contextmanager
-def pausing(pause: Callable[[], None], go_on: Callable[[], None]) -> Iterator[None]:
-    """In the block SIGTSTP calls ``pause`` and stops this process, SIGCONT calls ``go_on``.
+def pausing(pause: Callable[[], None], resume: Callable[[], None]) -> Iterator[None]:
+    """In the block SIGTSTP calls ``pause`` and stops this process, SIGCONT calls ``resume``.
 
     Needed where the tasks are in sessions of their own: the terminal's signal does not reach
     them. Must be called from the main thread. A SIGTSTP that is ignored stays so.
@@ -22,7 +22,7 @@ def pausing(pause: Callable[[], None], go_on: Callable[[], None]) -> Iterator[No
         os.kill(os.getpid(), signal.SIGSTOP)  # SIGTSTP would do nothing in an orphaned group
 
     def wake(number: int, frame: FrameType | None) -> None:
-        go_on()
+        resume()
 
     if signal.getsignal(signal.SIGTSTP) == signal.SIG_IGN:
         yield

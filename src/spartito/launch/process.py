@@ -25,7 +25,7 @@ class Process:
     """One task to start: its name as ``worker 1``, what to run, its whole environment.
 
     When it is killed from outside it is started again ``restarts`` times; after that the others
-    go on without it unless it is ``vital``. It runs only ``share`` of the time. One that
+    go on without it unless it is ``vital``. It runs only ``fraction`` of the time. One that
     ``outlives`` the job ends by itself, however long after all vital ones. ``log`` is a file for
     all that it prints. One that is ``remote`` stands for a task on another machine.
     """
@@ -35,7 +35,7 @@ class Process:
     env: Mapping[str, str]
     restarts: int = 0
     vital: bool = True
-    share: float = FULL
+    fraction: float = FULL
     outlives: bool = False
     remote: bool = False
     log: Path | None = None
@@ -60,14 +60,14 @@ def with_logs(processes: Sequence[Process], folder: Path | None) -> list[Process
 
 @dataclass
 class Running:
-    """One started process, the ``starts``-th at this ``place`` of the job.
+    """One started process, the ``starts``-th start of the task with this ``index``.
 
     ``throttle`` is the process that slows it down, until it is ``released``. Once it is
     ``let_go``, how it ended does not matter to the job. ``memory`` says whether it had run out.
     """
 
     process: Process
-    place: int
+    index: int
     popen: subprocess.Popen[bytes]
     channels: list[Channel]
     starts: int = 1
@@ -109,12 +109,12 @@ class Running:
         if self.throttle is not None:
             self.throttle.send_signal(signal.SIGSTOP)
         if self.process.remote:
-            self.popen.send_signal(signal.SIGTSTP)  # it tells the other machine
+            self.popen.send_signal(signal.SIGTSTP)  # it passes that on
         else:
             self.signal_group(signal.SIGSTOP)
 
-    def go_on(self) -> None:
-        """The end of a `pause`."""
+    def resume(self) -> None:
+        """End a `pause`."""
         self.signal_group(signal.SIGCONT)
         if self.throttle is not None:
             self.throttle.send_signal(signal.SIGCONT)

@@ -41,7 +41,7 @@ class Roles:
 
     @property
     def tasks(self) -> tuple[Task, ...]:
-        """All tasks; the first is the one that leads."""
+        """All tasks; the first is the coordinator."""
         counts = {
             "chief": int(self.chief),
             "worker": self.workers,
@@ -53,7 +53,7 @@ class Roles:
     def restarts(self, task: Task) -> int:
         """How often ``task`` is started again after it was killed from outside.
 
-        With parameter servers all but the one that leads: the others do not stop for it.
+        With parameter servers all but the coordinator: the others do not stop for it.
         """
         goes_on = task.type == "evaluator" or (self.ps > 0 and task != self.tasks[0])
         return RESTARTS if goes_on else 0

@@ -307,6 +307,6 @@ def _memory(text: str, nodes: int, roles: Roles) -> int:
         raise UserError(
             f"--memory {text} of each node is too small: Python and torch alone take "
             f"{least >> 20}m for the tasks there",
-            "Give the model, its optimizer and a batch room as well.",
+            "The model, its optimizer and a batch need memory as well.",
         )
     return size >> 20

@@ -56,7 +56,7 @@ def time_seconds(text: str) -> int | None:
     for form in (MINUTES, HOURS, DAYS):
         if found := form.fullmatch(text):
             given = found.groupdict(default="0")
-            return sum(int(number) * SECONDS[unit] for unit, number in given.items()) or None
+            return sum(int(number) * SECONDS[name] for name, number in given.items()) or None
     raise UserError(
         f"--time {text!r} is no time limit",
         "Write minutes (90), hours:minutes:seconds (01:30:00), or days-hours (2-12).",

@@ -41,11 +41,11 @@ class Patience:
     """From Ctrl-C or SIGTERM to SIGKILL: a script may write a last checkpoint."""
     cause: float = 2.0
     """For the task that failed first, once another reports that it lost a peer."""
-    word: float = 0.0
-    """From a failure to SIGTERM for the others, while they may tell other machines of it."""
+    report: float = 0.0
+    """From a failure to SIGTERM for the others, while they may report it to other machines."""
     hold: float = 5.0
     """Until a traceback whose task lives on counts as ordinary output."""
-    last_words: float = 30.0
+    own_error: float = 30.0
     """The same for a message of ours, after which a task has only to end."""
 
 
@@ -58,7 +58,7 @@ def supervise(
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
 ) -> int:
-    """Run ``processes`` until all have ended; answers the exit code of the job.
+    """Run ``processes`` until all have ended; returns the exit code of the job.
 
     Each line of output gets its task's name. The first task that fails decides: its traceback
     is shown whole, once, after the others were stopped, and its exit code is the job's; 69 when
@@ -71,7 +71,7 @@ def supervise(
     its `Process` says. Then it does not fail the job; nor does one that is not vital and lost
     the others because they had done their work.
 
-    ``result_of`` is the place of a process whose last line on stdout is the result of the job:
+    ``result_of`` is the index of a process whose last line on stdout is the result of the job:
     it is printed last and as it is. ``private`` is a folder of the job that is removed at its
     end, even when we are killed. ``out`` and ``err`` default to our own streams, which may be
     a notebook's. What a task started ends with the job, in a session of its own too. Must be
@@ -109,19 +109,19 @@ class _Supervisor:
         return [task for task in self.tasks if task.code is None]
 
     def run(self, private: str | None) -> int:
-        with self._signals(), pausing(self._pause, self._go_on):
+        with self._signals(), pausing(self._pause, self._resume):
             reaper = Reaper(private)
             self.mark = reaper.mark
             try:
-                for place in range(len(self.processes)):
+                for index in range(len(self.processes)):
                     if self.interrupted is None:
-                        self._start(place)
+                        self._start(index)
                         reaper.watch(self._groups())
                 self._forward()  # to one that was just starting when the signal came
                 while self._groups():
                     self._wait()
                     if self._reap():
-                        self._mend()
+                        self._recover()
                         reaper.watch(self._groups())
                     self._end_late()
                     self._decide()
@@ -170,9 +170,9 @@ class _Supervisor:
         for task in self.running:
             task.pause()
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         for task in self.running:
-            task.go_on()
+            task.resume()
 
     def _forward(self) -> None:
         if self.interrupted is not None:
@@ -181,9 +181,9 @@ class _Supervisor:
                     task.forwarded = True
                     task.send(self.interrupted)
 
-    def _start(self, place: int, starts: int = 1) -> None:
-        """Start the task of this place, in the stead of one that ended."""
-        process = self.processes[place]
+    def _start(self, index: int, starts: int = 1) -> None:
+        """Start the task with this index, or start it again."""
+        process = self.processes[index]
         log = TaskLog(process.log, starts > 1, self._say) if process.log else None
         pipe = None if self.keeps_terminal and log is None else subprocess.PIPE
         try:
@@ -204,9 +204,9 @@ class _Supervisor:
         channels: list[Channel] = []
         if popen.stdout is not None and popen.stderr is not None:
             name = process.name if len(self.processes) > 1 else ""
-            prefix = self.out.prefix(name, place), self.err.prefix(name, place)
+            prefix = self.out.prefix(name, index), self.err.prefix(name, index)
             write = None if log is None else log.write
-            last = place == self.result_of
+            last = index == self.result_of
             channels = [
                 Channel(popen.stdout.fileno(), self.out, prefix[0], last, log=write),
                 ErrorChannel(popen.stderr.fileno(), self.err, prefix[1], log=write),
@@ -214,16 +214,16 @@ class _Supervisor:
         for channel in channels:
             os.set_blocking(channel.fd, False)
             self.selector.register(channel.fd, selectors.EVENT_READ, channel)
-        task = Running(process, place, popen, channels, starts, log=log)
-        self.tasks[place : place + 1] = [task]
+        task = Running(process, index, popen, channels, starts, log=log)
+        self.tasks[index : index + 1] = [task]
         self._slow_down(task)
         failpoint("launch.supervisor.started")
 
     def _slow_down(self, task: Running) -> None:
-        if task.process.share == FULL:
+        if task.process.fraction == FULL:
             return
         try:
-            task.throttle = start_throttle(task.popen.pid, task.process.share, self.before_exec)
+            task.throttle = start_throttle(task.popen.pid, task.process.fraction, self.before_exec)
         except OSError as error:
             raise UserError(f"{task.name} cannot be slowed down: {error}") from error
         if task.released:  # a signal came meanwhile
@@ -249,7 +249,7 @@ class _Supervisor:
 
     def _deadline(self) -> float:
         times = [time.monotonic() + TICK, self.kill_at]
-        limits = self.patience.cause, self.patience.word
+        limits = self.patience.cause, self.patience.report
         times += [task.ended_at + limit for task in self.tasks if task.code for limit in limits]
         times += [since + self._holds(errors) for since, errors in self._held()]
         now = time.monotonic()
@@ -261,7 +261,7 @@ class _Supervisor:
         return [(e.since, e) for e in errors if e is not None and e.held]
 
     def _holds(self, errors: ErrorChannel) -> float:
-        return self.patience.last_words if errors.is_own_error else self.patience.hold
+        return self.patience.own_error if errors.is_own_error else self.patience.hold
 
     def _reap(self) -> bool:
         """Take note of the processes that ended, and end what they left behind."""
@@ -294,7 +294,7 @@ class _Supervisor:
         before, self.memory = self.memory, memory_kills()
         return out_of_memory(self.memory.since(before))
 
-    def _mend(self) -> None:
+    def _recover(self) -> None:
         """Start again, or do without, those that ended and may; the job then goes on."""
         done = self._done_at() is not None
         for task in [task for task in self.tasks if task.code and not task.let_go]:
@@ -307,7 +307,7 @@ class _Supervisor:
                     f"it is started again ({task.starts} of {process.restarts})"
                 )
                 self._let_go(task)
-                self._start(task.place, task.starts + 1)
+                self._start(task.index, task.starts + 1)
                 self._forward()  # a signal may have come while it was just starting
             elif task.was_lost and not process.vital:
                 self._say(f"{task.name} {task.how_it_failed}; the others go on without it")
@@ -363,20 +363,20 @@ class _Supervisor:
         )
         if another and now < first.ended_at + self.patience.cause:
             return
-        if self._groups() and now < first.ended_at + self.patience.word:
+        if self._groups() and now < first.ended_at + self.patience.report:
             return
         self.cause = first
         self.kill_at = now + self.patience.stop
         for task in self.tasks:
             task.send(signal.SIGTERM)
-            task.send(signal.SIGCONT)  # one that is frozen would not hear it
+            task.send(signal.SIGCONT)  # one that is stopped would not see it
 
     def _kill(self) -> None:
         for task in self.running:
             task.signal_group(signal.SIGKILL)
 
     def _report(self) -> int:
-        """Say how it ended; answers the exit code."""
+        """Say how it ended; returns the exit code."""
         for task in self.tasks:
             for channel in task.channels:
                 channel.close(as_result=self.cause is None and self.interrupted is None)

@@ -74,26 +74,26 @@ def _check_script(name: str) -> None:
 
 def _check_module(name: str) -> None:
     spec: ModuleSpec | None = None
-    places: Sequence[str] | None = [str(Path.cwd()), *sys.path]
+    locations: Sequence[str] | None = [str(Path.cwd()), *sys.path]
     path = ""
     for part in name.split("."):
         path = f"{path}.{part}" if path else part
-        spec = _find(path, places)
+        spec = _find(path, locations)
         if spec is None:
             raise UserError(f"there is no module named {path!r}", "Is its package installed?")
-        places = spec.submodule_search_locations
-    if spec is not None and places is not None and not _find(f"{name}.__main__", places):
+        locations = spec.submodule_search_locations
+    if spec is not None and locations is not None and not _find(f"{name}.__main__", locations):
         raise UserError(
             f"{name!r} is a package without a __main__.py, which Python cannot run",
             f"Name a module in it, as -m {name}.train.",
         )
 
 
-def _find(name: str, places: Sequence[str] | None) -> ModuleSpec | None:
-    """Where a module is; ``places`` are those of its package, or of all packages."""
-    if places is None or not name.rpartition(".")[2].isidentifier():
+def _find(name: str, locations: Sequence[str] | None) -> ModuleSpec | None:
+    """Where a module is; ``locations`` are those of its package, or of all packages."""
+    if locations is None or not name.rpartition(".")[2].isidentifier():
         return None  # what it is to be part of is no package
-    found = PathFinder.find_spec(name, list(places))
+    found = PathFinder.find_spec(name, list(locations))
     if found is not None or "." in name or name == "__main__":
         return found
     return find_spec(name)  # other finders may know it, as those of editable installations

@@ -18,63 +18,63 @@ from spartito.errors import SpartitoError, UserError, show
 from spartito.names import nearest
 
 FULL = 1.0
-"""The share of a task that nobody slows down."""
+"""The fraction of a task that is not slowed down."""
 
 EXAMPLE = "Write it as worker:1=0.25: worker 1 runs a quarter of the time."
 
 
 def slow_tasks(texts: Iterable[str]) -> dict[str, float]:
-    """The share of the time that each task of ``texts`` runs: ``["worker:1=0.25"]`` as a mapping.
+    """The fraction of the time that each task runs, of texts like ``worker:1=0.25``.
 
-    Raises `UserError` for another form, a share that is not in (0, 1], and a task named twice.
+    Raises `UserError` for another form, a fraction that is not in (0, 1], and a task named twice.
     """
-    shares: dict[str, float] = {}
+    fractions: dict[str, float] = {}
     for text in texts:
         task, equals, number = text.partition("=")
         if not (task and equals):
-            raise UserError(f"--slow {text!r} is not a task and its share", EXAMPLE)
-        if task in shares:
-            raise UserError(f"--slow names {task} twice", "Give each task one share.")
-        shares[task] = read_share(number)
-    return shares
+            raise UserError(f"--slow {text!r} is not a task and its fraction", EXAMPLE)
+        if task in fractions:
+            raise UserError(f"--slow names {task} twice", "Give each task one fraction.")
+        fractions[task] = read_fraction(number)
+    return fractions
 
 
-def read_share(text: str) -> float:
-    """The share that ``text`` says; `UserError` if it is none."""
+def read_fraction(text: str) -> float:
+    """The fraction that ``text`` says; `UserError` if it is none."""
     try:
-        return checked_share(float(text))
+        return checked_fraction(float(text))
     except ValueError:
-        raise UserError(f"the share {text!r} is not a number", EXAMPLE) from None
+        raise UserError(f"the fraction {text!r} is not a number", EXAMPLE) from None
 
 
-def checked_share(share: float) -> float:
-    """``share`` itself; `UserError` if it is not in (0, 1]."""
-    if not 0 < share <= FULL:
-        raise UserError(f"the share {share:g} is not above 0 and at most 1", EXAMPLE)
-    return share
+def checked_fraction(fraction: float) -> float:
+    """``fraction`` itself; `UserError` if it is not in (0, 1]."""
+    if not 0 < fraction <= FULL:
+        raise UserError(f"the fraction {fraction:g} is not above 0 and at most 1", EXAMPLE)
+    return fraction
 
 
-def shares_of(names: Sequence[str], slow: Mapping[str, float]) -> list[float]:
-    """The share of each task of ``names`` (as ``worker 1``); ``slow`` says ``worker:1``.
+def fractions_of(names: Sequence[str], slow: Mapping[str, float]) -> list[float]:
+    """The fraction of each task of ``names`` (as ``worker 1``); ``slow`` says ``worker:1``.
 
     Raises `UserError` for a task that is not among ``names``.
     """
     known = [name.replace(" ", ":") for name in names]
-    for task, share in slow.items():
+    for task, fraction in slow.items():
         if task not in known:
             raise UserError(
                 f"{task!r} is to be slow, but is not a task that starts here", nearest(task, known)
             )
-        checked_share(share)
+        checked_fraction(fraction)
     return [slow.get(task, FULL) for task in known]
 
 
 def start_throttle(
-    pid: int, share: float, before_exec: Callable[[], None] | None
+    pid: int, fraction: float, before_exec: Callable[[], None] | None
 ) -> subprocess.Popen[bytes]:
-    """Start what lets process ``pid`` run only ``share`` of the time (see `launch.throttle`)."""
+    """Start what lets process ``pid`` run only ``fraction`` of the time (see `throttle`)."""
     return subprocess.Popen(
-        [sys.executable, "-m", "spartito.launch.throttle", str(pid), repr(share)],
+        [sys.executable, "-m", "spartito.launch.throttle", str(pid), repr(fraction)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         start_new_session=True,
@@ -89,23 +89,23 @@ LONGEST = 1.0
 """Seconds that the process stands still at most in one turn, even if we overslept before."""
 
 
-def throttle(pid: int, share: float) -> None:
-    """Let process ``pid`` run ``share`` of the time, in (0, 1], until it ends.
+def throttle(pid: int, fraction: float) -> None:
+    """Let process ``pid`` run ``fraction`` of the time, in (0, 1], until it ends.
 
-    Where it leads a process group, its children keep step with it. However this ends (an
-    exception of a signal handler too), the process runs on at full speed.
+    Where it has a process group of its own, its children are throttled with it. However
+    this ends (an exception of a signal handler too), the process runs on at full speed.
     """
-    checked_share(share)
+    checked_fraction(fraction)
     try:
         send = os.killpg if os.getpgid(pid) == pid else os.kill
     except ProcessLookupError:
         return
-    idle = (1 - share) / share
+    idle = (1 - fraction) / fraction
     owed = 0.0  # seconds to stand still; what one turn did too long, the next does shorter
     try:
         while True:
             began = time.monotonic()
-            time.sleep(PERIOD * share)
+            time.sleep(PERIOD * fraction)
             os.kill(pid, 0)  # a group may outlive its leader
             send(pid, signal.SIGSTOP)
             stopped = time.monotonic()
@@ -121,23 +121,23 @@ def throttle(pid: int, share: float) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Throttle the process that ``argv`` (PID SHARE) names; answers the exit code."""
+    """Throttle the process that ``argv`` (PID FRACTION) names; returns the exit code."""
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
         signal.signal(number, _end)
     try:
         if len(argv) != 2 or not (argv[0].isascii() and argv[0].isdigit() and int(argv[0])):
             raise UserError(
-                f"{' '.join(argv)!r} is not a process id and a share",
+                f"{' '.join(argv)!r} is not a process id and a fraction",
                 "Write it as: python -m spartito.launch.throttle 4711 0.25",
             )
-        throttle(int(argv[0]), read_share(argv[1]))
+        throttle(int(argv[0]), read_fraction(argv[1]))
     except SpartitoError as error:
         return show(error)
     return 0
 
 
 def _end(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)  # the way out is not to be interrupted
+    signal.signal(number, signal.SIG_IGN)  # the end is not to be interrupted
     sys.exit(0)
 
 

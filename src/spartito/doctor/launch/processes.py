@@ -20,7 +20,7 @@ from spartito.doctor.report import show
 from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Program
-from spartito.launch.local import Place, environments
+from spartito.launch.local import Position, environments
 from spartito.launch.process import Process
 from spartito.launch.supervisor import Patience, supervise
 from spartito.names import ENV_SNAPSHOT_DIR
@@ -45,7 +45,7 @@ def examine_here(
     if workers < 1:
         raise UserError(f"--workers {workers} is less than 1")
     base = with_secret({n: value for n, value in variables.items() if n not in LAUNCHED})
-    here = Place(0, 1, "127.0.0.1", free_port(allowed=port_range(variables)))
+    here = Position(0, 1, "127.0.0.1", free_port(allowed=port_range(variables)))
     processes = [
         Process(f"worker {index}", command, own)
         for index, own in enumerate(environments(base, here, workers))

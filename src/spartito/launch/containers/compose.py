@@ -29,7 +29,7 @@ from spartito.names import (
 )
 
 SHARED_MEMORY = "1g"
-"""Room for gradients in /dev/shm; an engine gives 64 MB by itself."""
+"""The size of /dev/shm, for gradients; an engine gives 64 MB by itself."""
 
 TMP = "/tmp:exec,size=1g"
 """Where torch.compile puts what it loads as code; an engine's own default is noexec, and half of
@@ -59,9 +59,11 @@ def compose_file(job: Containers) -> str:
 
 def machine_files(job: Containers) -> dict[str, str]:
     """One file for each machine of the job, by the machine's name."""
-    places = {task: job.machine_of(task) for task in job.roles.tasks}
+    machines = {task: job.machine_of(task) for task in job.roles.tasks}
     return {
-        machine: _file(job, [task for task in places if places[task] == machine], f"{machine}.yaml")
+        machine: _file(
+            job, [task for task in machines if machines[task] == machine], f"{machine}.yaml"
+        )
         for machine in job.network.machines
     }
 
@@ -136,7 +138,7 @@ def _heading(job: Containers, tasks: Sequence[Task], name: str) -> Iterator[str]
 
 
 def _ports(job: Containers, tasks: Sequence[Task]) -> str:
-    """The ports of ``tasks``, of one machine: GPUs talk at others, which the system draws."""
+    """The ports of ``tasks``, of one machine: GPUs use others, which the system draws."""
     found = [job.address(task)[1] for task in tasks if task.type != "evaluator"]
     drawn = ", its GPUs at ports that the system draws" if job.limits.gpus else ""
     return f"{min(found)} to {max(found)}{drawn}"
@@ -247,7 +249,7 @@ def _tf_config(job: Containers, task: Task) -> str:
 
 
 def _health(job: Containers, task: Task) -> dict[str, Any]:
-    """Healthy is a task that reaches the place where the job meets; a server, which listens."""
+    """Healthy is a task that reaches the rendezvous of the job; a server, which listens."""
     host, port = job.address(task if task.type == "ps" else job.leader)
     look = f"import socket; socket.create_connection(({json.dumps(host)}, {port}), 3)"
     return {

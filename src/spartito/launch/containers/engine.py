@@ -18,7 +18,7 @@ from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.file import JobFile
 
 ASK_SECONDS = 30.0
-"""How long the engine may take to answer a question."""
+"""How long a query of the engine may take."""
 
 START_SECONDS = 300.0
 """How long it may take to make or remove all containers of a job."""
@@ -39,7 +39,7 @@ COMPLAINTS = (
     (
         ("cannot connect to the docker daemon", "connection refused", "error during connect"),
         "the container engine does not run",
-        "Start it: sudo systemctl start docker, or dockerd as root; or mend DOCKER_HOST, if set.",
+        "Start it: sudo systemctl start docker, or dockerd as root; or set DOCKER_HOST right.",
     ),
     (
         ("port is already allocated", "address already in use"),
@@ -68,7 +68,7 @@ COMPLAINTS = (
         "Change cpus or mem_limit in the file.",
     ),
 )
-"""Words of the engine, what they mean, and what to do."""
+"""What the engine prints, what it means, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +107,7 @@ class Engine:
 
     @classmethod
     def find(cls) -> Engine:
-        """The engine, once it has answered; `UserError` where there is none or no right to it."""
+        """The engine, once it has replied; `UserError` where there is none or no right to it."""
         docker = shutil.which("docker")
         if docker is None:
             raise UserError(
@@ -207,7 +207,7 @@ def build_image(
     arguments: Mapping[str, str],
     network: str | None = None,
 ) -> int:
-    """Build the image out of the project in ``context``; answers the builder's exit code.
+    """Build the image out of the project in ``context``; returns the builder's exit code.
 
     ``arguments`` are those of the Dockerfile, ``network`` is what the build may use.
     """
@@ -282,7 +282,7 @@ def run(
                 raise
     except subprocess.TimeoutExpired:
         raise SpartitoError(
-            f"{' '.join(words[:3])} gave no answer within {limit:g} s",
+            f"{' '.join(words[:3])} did not end within {limit:g} s",
             "Does the engine still run? Try: docker ps",
         ) from None
     except OSError as error:

@@ -89,7 +89,7 @@ class JobFile:
 
     @property
     def leader(self) -> str | None:
-        """The service whose task leads the job; None where that runs on another machine.
+        """The service of the coordinator; None where that runs on another machine.
 
         A service that the file does not tell who is in the job is taken for one.
         """

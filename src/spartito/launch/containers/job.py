@@ -28,7 +28,7 @@ FALLEN_SECONDS = 5
 def up(path: Path, detach: bool = False) -> int:
     """Start the job; unless ``detach``, follow it and remove its containers at the end.
 
-    At the end it says where the run folder is. Answers the job's exit code, 69 when a task was
+    At the end it says where the run folder is. Returns the job's exit code, 69 when a task was
     lost. Raises `UserError` before anything starts where the engine, an image or a folder is
     missing, or the job is there already.
     """
@@ -58,7 +58,7 @@ def up(path: Path, detach: bool = False) -> int:
 
 
 def wait(path: Path) -> int:
-    """Wait for the end of a job that runs already; answers its exit code.
+    """Wait for the end of a job that runs already; returns its exit code.
 
     Nothing is removed, and an interrupt ends the waiting alone.
     """
@@ -95,7 +95,7 @@ def _run(engine: Engine, job: JobFile, detach: bool, ignore: Callable[[], None])
 def status(path: Path) -> int:
     """Print how each task goes, and how the job has ended if it has.
 
-    Answers the exit code of a job that has ended; while it runs 0 where all are well, 69 where
+    Returns the exit code of a job that has ended; while it runs 0 where all are well, 69 where
     one is lost or missing.
     """
     job = read_job(path)
@@ -153,7 +153,7 @@ def check_folders(job: JobFile) -> None:
         if not folder.written and not folder.path.is_dir():
             raise UserError(
                 f"{job.path} mounts {folder.path}, which is no folder",
-                "Mend the path; relative ones begin at the file's own folder.",
+                "Correct the path; relative ones begin at the file's own folder.",
             )
         if folder.path.exists():
             _check_open(job, folder)
@@ -181,7 +181,7 @@ def check_ports(job: JobFile) -> None:
 
 
 def make_folders(job: JobFile) -> list[Path]:
-    """Make the folders to write, for the user of the containers; answers the new ones."""
+    """Make the folders to write, for the user of the containers; returns the new ones."""
     made: list[Path] = []
     for folder in job.folders:
         if folder.written and not folder.path.exists():
@@ -238,7 +238,7 @@ def _say_folders(job: JobFile) -> None:
 def _row(service: str, state: TaskState | None, width: int) -> str:
     if state is None:
         return f"{service:<{width}}  missing"
-    # The last look at a container that is over says nothing: it may have been amid its end.
+    # The last health check of a container that has ended says nothing: it may have been stopping.
     code, health = (str(state.code), "") if state.ended else ("", state.health)
     return (
         f"{service:<{width}}  {state.status:<10}  {health:<9}  {state.starts:>6}  {code:>9}"
@@ -246,7 +246,7 @@ def _row(service: str, state: TaskState | None, width: int) -> str:
 
 
 class Interrupted(BaseException):
-    """Somebody wants the job to end."""
+    """A signal asked for the end of the job."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -257,7 +257,7 @@ class Interrupted(BaseException):
 def interrupts() -> Iterator[Callable[[], None]]:
     """Ctrl-C, SIGTERM and a closed terminal raise `Interrupted` in the block, once.
 
-    It gets what makes it deaf to them: to be called, in ``finally``, before it cleans up.
+    It gets a function that makes it ignore them, to be called in ``finally`` before it cleans up.
     """
 
     def ignore() -> None:

@@ -151,7 +151,7 @@ class Compose:
     memory: str | None = option("Memory of each task, as 2g.", metavar="SIZE")
     image: str = option("The image that all run.", IMAGE, metavar="NAME")
     host_network: bool = option("The machine's own network, not a bridge.", False)
-    share_ipc: bool = option("One /dev/shm for all, so that they talk by it.", False)
+    share_ipc: bool = option("One /dev/shm for all, so that they share memory.", False)
     hosts: str | None = option("Several machines, as a,b,c: a file for each.", metavar="LIST")
     into: Path | None = option("With --hosts: the folder for the files.", metavar="DIR")
     timeout: int = option("Seconds that a task waits for another.", 300, least=1)
@@ -286,7 +286,7 @@ def _memory(text: str | None) -> str | None:
     if memory_bytes(text) < LEAST_MEMORY:
         raise UserError(
             f"--memory {text} is too small: Python and torch alone take {LEAST_MEMORY >> 20}m",
-            "Give the model, its optimizer and a batch room as well: --memory 1g, for example.",
+            "The model, its optimizer and a batch need memory as well: --memory 1g, for example.",
         )
     return f"{memory_bytes(text) >> 20}m"
 

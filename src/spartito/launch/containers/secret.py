@@ -29,7 +29,7 @@ def write_secret(path: Path) -> bool:
 
 
 def make_secret(job: JobFile) -> Path | None:
-    """Have the secret ready that the file names, for the containers' user; answers a new one.
+    """Make the secret that the file names, for the containers' user; returns its path if new.
 
     Raises `UserError` where it cannot be written, or must come from another machine.
     """

@@ -93,7 +93,7 @@ class Watch:
     _unread: bool = False
 
     def follow(self) -> int:
-        """Pass on what the tasks print until the job has ended; answers its exit code."""
+        """Pass on what the tasks print until the job has ended; returns its exit code."""
         try:
             while True:
                 self._news.clear()
@@ -112,11 +112,11 @@ class Watch:
         """Follow the output of each container that nobody follows, from where we stopped."""
         if self._unread or self.silent:
             return
-        for place, state in enumerate(states):
+        for index, state in enumerate(states):
             reader = self._readers.get(state.service)
             if reader is not None and (reader.is_alive() or state.status != "running"):
                 continue
-            self._start(state, place)
+            self._start(state, index)
 
     def finish(self, limit: float | None) -> None:
         """Wait until all output has been read, at most ``limit`` seconds."""
@@ -154,7 +154,7 @@ class Watch:
                 self._restarted[state.service] = state.starts
                 say(f"{state.name} ended and is started again")
 
-    def _start(self, state: TaskState, place: int) -> None:
+    def _start(self, state: TaskState, index: int) -> None:
         words = [self.engine.docker, "logs", "--timestamps"]
         words += [] if self.only_now else ["--follow"]
         since = self._last.get(state.service)
@@ -169,7 +169,7 @@ class Watch:
         self._popens[state.service] = popen
         if self._unread:  # since a moment ago
             popen.terminate()
-        prefix = self.sink.prefix(state.name, place)
+        prefix = self.sink.prefix(state.name, index)
         what = (state.service, popen, prefix, since or "")
         reader = threading.Thread(target=self._pass_on, args=what)
         reader.daemon = True

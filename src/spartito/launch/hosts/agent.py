@@ -1,10 +1,10 @@
-"""A task's keeper on another machine: ``python -m spartito.launch.hosts.agent``.
+"""The remote agent of a task on another machine: ``python -m spartito.launch.hosts.agent``.
 
 Its stdin is the connection to the launcher. The first line there is a JSON object: what the task
 is told in its environment, which no command line shows. Every other line is the number of a signal
 for the task (SIGTSTP: it stands still until SIGCONT), 0 means that all is well.
-When the connection closes, or is silent for too long, nobody is there any more who could end the
-task: it ends at once, with all that it started.
+When the connection closes, or is silent for too long, the launcher cannot end the task any more:
+it ends at once, with all that it started.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from spartito.launch.process import out_of_memory
 from spartito.launch.reaper import Reaper, die_with_parent
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 
-BEATS = 5.0
+HEARTBEAT = 5.0
 """Seconds between two lines from the launcher's machine."""
 SILENCE = 18.0
 """Seconds without a line after which the launcher counts as gone.
@@ -39,17 +39,17 @@ OF_SSH = 255
 
 
 def command(argv: Sequence[str], python: str, silence: float = SILENCE) -> list[str]:
-    """What runs ``argv`` in the environment of the other machine and what `tell` tells."""
+    """What runs ``argv`` in the environment of the other machine and what `first_line` says."""
     return [python, "-m", "spartito.launch.hosts.agent", f"{silence:g}", *argv]
 
 
-def tell(env: Mapping[str, str]) -> str:
-    """``env`` as the first line that a far end reads."""
+def first_line(env: Mapping[str, str]) -> str:
+    """``env`` as the first line that a remote agent reads."""
     return json.dumps(dict(env)) + "\n"
 
 
 def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
-    """Run ``argv`` as long as stdin speaks; answers its exit code, 128 + n after signal n.
+    """Run ``argv`` until it ends or the connection does; returns its code, 128 + n after signal n.
 
     As ssh keeps 255 for itself, a task that ends with it is noted and counts as 1.
     """
@@ -71,7 +71,7 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
     finally:
         reaper.close()
     if code == OF_SSH:
-        print("spartito: exit code 255 is told as 1: ssh has 255 for itself", file=sys.stderr)
+        print("spartito: exit code 255 becomes 1: ssh has 255 for itself", file=sys.stderr)
         return 1
     return code if code >= 0 else 128 - code
 
@@ -79,15 +79,15 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
 def main(argv: Sequence[str]) -> int:
     """Do what `command` says, in the environment of this machine and with what is told."""
     silence = float(argv[0])
-    line = _first_line(silence)
+    line = _read_line(silence)
     if not line:
-        return 1  # nobody is there who could want a task
+        return 1  # the launcher is gone
     silent = {tf_config.VARIABLE, *torchrun.VARIABLES, ENV_SECRET, ENV_SECRET_FILE}
     own = {name: value for name, value in os.environ.items() if name not in silent}
     return keep(silence, own | json.loads(line), argv[1:])
 
 
-def _first_line(silence: float) -> bytes:
+def _read_line(silence: float) -> bytes:
     """The first line of stdin, and not a byte more; nothing where it does not come whole."""
     text = b""
     while select.select([0], [], [], silence)[0] and (char := os.read(0, 1)):
@@ -108,7 +108,7 @@ def _listen(task: subprocess.Popen[bytes], silence: float) -> None:
                     _send_all(task, signal.SIGSTOP if number == signal.SIGTSTP else number)
                 elif number:
                     task.send_signal(number)
-                    task.send_signal(signal.SIGCONT)  # one that is frozen would not hear it
+                    task.send_signal(signal.SIGCONT)  # one that is stopped would not see it
     finally:
         _kill(task)
 

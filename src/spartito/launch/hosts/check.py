@@ -39,20 +39,20 @@ def ask_hosts(hosts: Sequence[Host], ssh: Ssh, question: Question) -> list[Facts
         for host in hosts
         if not host.here
     }
-    answers = dict(zip(commands, ask_all(commands), strict=True))
+    replies = dict(zip(commands, ask_all(commands), strict=True))
     troubles: list[tuple[str, str]] = []
     found: list[Facts] = []
     for host in hosts:
         if host.here:
             told: Facts | None = facts(question)
         else:
-            answer = answers[host.name]
-            told = parse(answer.out) if answer.code == 0 else None
-            if wrong := refusal(host.name, ssh, answer):
+            reply = replies[host.name]
+            told = parse(reply.out) if reply.code == 0 else None
+            if wrong := refusal(host.name, ssh, reply):
                 troubles.append(wrong)
                 continue
         if told is None:
-            troubles.append((f"{host.name} answered what we do not understand", ""))
+            troubles.append((f"{host.name} printed what cannot be read", ""))
         elif wrong := _unfit(host, told):
             troubles.append(wrong)
         else:

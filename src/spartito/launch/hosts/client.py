@@ -1,9 +1,9 @@
-"""What stands here for a task on another machine: ``python -m spartito.launch.hosts.client``.
+"""The client side of a task on another machine: ``python -m spartito.launch.hosts.client``.
 
 It runs ssh and ends as the task ended, so that the supervisor sees a task like any other: by the
 same exit code, or by the same signal. What the task is told in its environment and then signals
-go to the far end as lines (see `far_end`): a command line would show the one, and ssh carries none
-of the others. When the connection is lost it ends by SIGHUP, the hang-up.
+go to the remote agent as lines (see `agent`): a command line would show the one, and ssh carries
+none of the others. When the connection is lost it ends by SIGHUP.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
 
-from spartito.launch.hosts.agent import BEATS, OF_SSH, tell
+from spartito.launch.hosts.agent import HEARTBEAT, OF_SSH, first_line
 from spartito.launch.reaper import die_with_parent
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -38,30 +38,30 @@ FATAL = frozenset(
 )
 """By these a task ends when nobody handles them; an exit code of 128 + n tells of one."""
 
-TOLD = "SPARTITO_NEAR_END_TELLS"
-"""The variable with the first line for the far end."""
+FIRST_LINE = "SPARTITO_FIRST_LINE"
+"""The variable with the first line for the remote agent."""
 
-MOST_TOLD = 60_000
+MOST_BYTES = 60_000
 """Bytes of that line: a pipe takes 65,536 that nobody has read yet."""
 
 AT_ONCE = 8
 """Connections that one machine gets at once: sshd begins to drop them at 10 (MaxStartups)."""
 
 
-def command(host: str, ssh: Sequence[str], place: int = 0) -> list[str]:
-    """What runs the words ``ssh`` for a task on ``host``, the ``place``-th there."""
-    seconds = str(place // AT_ONCE)
+def command(host: str, ssh: Sequence[str], index: int = 0) -> list[str]:
+    """What runs the command ``ssh`` for a task on ``host``, the ``index``-th there."""
+    seconds = str(index // AT_ONCE)
     return [sys.executable, "-m", "spartito.launch.hosts.client", host, seconds, *ssh]
 
 
 def main(argv: Sequence[str]) -> int:
     """Run ``HOST SECONDS SSH...``, after so many seconds.
 
-    Answers the task's exit code, or ends by its signal.
+    Returns the task's exit code, or ends by its signal.
     """
     host, seconds, *words = argv
     out, line = os.pipe()
-    os.write(line, os.environ.pop(TOLD, tell({})).encode())
+    os.write(line, os.environ.pop(FIRST_LINE, first_line({})).encode())
 
     def say(number: int, frame: FrameType | None = None) -> None:
         with suppress(BrokenPipeError):  # ssh has ended
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
     ssh = subprocess.Popen(words, stdin=out, preexec_fn=die_with_parent())
     os.close(out)
     signal.signal(signal.SIGALRM, lambda number, frame: say(0))
-    signal.setitimer(signal.ITIMER_REAL, BEATS, BEATS)
+    signal.setitimer(signal.ITIMER_REAL, HEARTBEAT, HEARTBEAT)
     code = ssh.wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
     if code == OF_SSH or code < 0:
@@ -83,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _fall(number: int) -> int:
-    """End by this signal, one of `FATAL`, without leaving a picture of our memory."""
+    """End by this signal, one of `FATAL`, without a core dump."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if number != signal.SIGKILL:
         signal.signal(number, signal.SIG_DFL)

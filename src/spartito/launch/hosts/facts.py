@@ -17,7 +17,7 @@ from spartito.launch.gpus import count_gpus
 from spartito.launch.target import check_program
 
 MARK = "spartito-facts "
-"""Where the answer begins: a machine's login may print something of its own."""
+"""Where the facts begin: a machine's login may print something of its own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """One machine's answer. ``missing`` says why the program is not there, empty where it is."""
+    """What one machine says of itself; ``missing`` is why the program is not there, or empty."""
 
     spartito: str
     python: str
@@ -43,7 +43,7 @@ class Facts:
 
 
 def facts(question: Question) -> Facts:
-    """The answer of this machine."""
+    """What this machine says of itself."""
     try:
         check_program([question.program], question.module)
         missing = ""
@@ -61,7 +61,7 @@ def facts(question: Question) -> Facts:
 
 
 def ask(question: Question) -> list[str]:
-    """The words after ``python`` that have another machine answer ``question``."""
+    """The words after ``python`` by which another machine prints its facts."""
     return ["-m", "spartito.launch.hosts.facts", json.dumps(asdict(question))]
 
 
@@ -74,11 +74,11 @@ def parse(printed: str) -> Facts | None:
 
 
 def main(argv: Sequence[str]) -> None:
-    """Print the answer to the question in ``argv``."""
+    """Print the facts that the question in ``argv`` asks for."""
     question = json.loads(argv[0])
     names = tuple(question["names"])
-    answer = facts(Question(question["program"], question["module"], names))
-    print(MARK + json.dumps(asdict(answer)), flush=True)
+    found = facts(Question(question["program"], question["module"], names))
+    print(MARK + json.dumps(asdict(found)), flush=True)
 
 
 def _version(package: str) -> str:

@@ -14,7 +14,7 @@ from spartito.errors import UserError
 from spartito.launch.hosts.check import ask_hosts, find_hosts, notes
 from spartito.launch.hosts.facts import Facts, Question
 from spartito.launch.hosts.names import Host
-from spartito.launch.hosts.plan import OF_A_PLACE, PORT, Plan, check_passed
+from spartito.launch.hosts.plan import MEMBERSHIP, PORT, Plan, check_passed
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
 from spartito.launch.job import JobSpec, option
 from spartito.launch.local import Processes, check_number, snapshots
@@ -89,7 +89,7 @@ class Hosts(Processes):
         Raises `UserError` where one of them cannot take part, or the job cannot be.
         """
         env = self.variables(job)
-        outside = {name: value for name, value in env.items() if name not in OF_A_PLACE}
+        outside = {name: value for name, value in env.items() if name not in MEMBERSHIP}
         check_alone(outside, "--hosts")
         check_passed(self.env, env)
         ssh = Ssh(

@@ -14,7 +14,7 @@ from spartito.errors import UserError
 from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.ssh import Ssh
-from spartito.launch.local import RUNTIME, Place, defaults, environments
+from spartito.launch.local import RUNTIME, Position, defaults, environments
 from spartito.launch.process import Process
 from spartito.launch.roles import Roles, task_environment
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE
@@ -22,7 +22,7 @@ from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 PORT = 29500
 """Where the tasks of a machine listen: the first one; the others follow."""
 
-OF_A_PLACE = frozenset(
+MEMBERSHIP = frozenset(
     {
         "SPARTITO_ADDRESS",
         "SPARTITO_CHIEF",
@@ -46,7 +46,7 @@ class Plan:
     """A job on ``hosts``: ``argv`` (after ``python``) for each task, ``workers`` on each machine.
 
     ``cores`` are those of each machine. ``passed`` are variables of the user's that go to the
-    other machines too. Pure: all that it answers follows from these.
+    other machines too. Pure: all else follows from these.
     """
 
     hosts: tuple[Host, ...]
@@ -63,7 +63,7 @@ class Plan:
         return self.roles.workers // len(self.hosts)
 
     def machine_of(self, task: Task) -> int:
-        """The place of the task's machine among ``hosts``."""
+        """The index of the task's machine among ``hosts``."""
         return self.roles.machine_of(task, len(self.hosts))
 
     def together(self, task: Task) -> list[Task]:
@@ -93,15 +93,15 @@ class Plan:
             )
 
     def environment(self, task: Task, env: Mapping[str, str]) -> dict[str, str]:
-        """``env``, and what ``task`` must know: who it is, and its share of the cores."""
-        place = self.machine_of(task)
+        """``env``, and what ``task`` must know: who it is, and how many cores it may use."""
+        machine = self.machine_of(task)
         if self.roles.asked:
             addresses = [self.address(other) for other in self.roles.tasks]
-            share = self.cores[place] // self.workers if task.type == "worker" else 1
+            threads = self.cores[machine] // self.workers if task.type == "worker" else 1
             told = task_environment(env, self.roles, addresses, task)
-            return defaults(max(1, share)) | told
-        here = Place(place, len(self.hosts), self.hosts[0].address, self.port)
-        every = environments(env, here, self.workers, self.cores[place])
+            return defaults(max(1, threads)) | told
+        here = Position(machine, len(self.hosts), self.hosts[0].address, self.port)
+        every = environments(env, here, self.workers, self.cores[machine])
         return every[task.index % self.workers] | {ENV_ADDRESS: self.address(task)}
 
     def process(self, task: Task, env: Mapping[str, str]) -> Process:
@@ -110,18 +110,18 @@ class Plan:
         if host.here:
             argv, own = [sys.executable, *self.argv], self.environment(task, env)
         else:
-            told = agent.tell(self.environment(task, travelling(env, self.passed)))
-            if len(told) > client.MOST_TOLD:
+            told = agent.first_line(self.environment(task, travelling(env, self.passed)))
+            if len(told) > client.MOST_BYTES:
                 raise UserError(
                     f"the environment for {task} has {len(told)} bytes, more than "
-                    f"{client.MOST_TOLD}",
+                    f"{client.MOST_BYTES}",
                     "Give what is long in a file that the script reads.",
                 )
             remote = [self.ssh.python, *self.argv]
             keeper = agent.command(remote, self.ssh.python)
             words = self.ssh.python_command(host.name, keeper)
             argv = client.command(host.name, words, self.together(task).index(task))
-            own = {**env, client.TOLD: told}
+            own = {**env, client.FIRST_LINE: told}
         return Process(
             str(task),
             argv,
@@ -155,7 +155,7 @@ def travelling(env: Mapping[str, str], passed: Collection[str] = ()) -> dict[str
         for name, value in env.items()
         if name in TRAVEL
         or name in passed
-        or (name.startswith("SPARTITO_") and name not in OF_A_PLACE | {ENV_SECRET_FILE})
+        or (name.startswith("SPARTITO_") and name not in MEMBERSHIP | {ENV_SECRET_FILE})
     }
     secret = read_secret(env)
     return own | ({ENV_SECRET: secret} if secret else {})
@@ -171,7 +171,7 @@ def check_passed(names: Sequence[str], env: Mapping[str, str]) -> None:
                 "processes",
                 f"Set it here and give its name only: --env {name}",
             )
-        if name in OF_A_PLACE or name in (tf_config.VARIABLE, *torchrun.VARIABLES):
+        if name in MEMBERSHIP or name in (tf_config.VARIABLE, *torchrun.VARIABLES):
             raise UserError(f"--env {name}: who is in the job is what --hosts itself says")
         if name not in env:
             raise UserError(f"--env {name}: no such variable is set here", f"export {name}=...")

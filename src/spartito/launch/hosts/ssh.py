@@ -23,7 +23,7 @@ OPTIONS = (
 connection of its own. What the user's ``--ssh`` says counts first."""
 
 CHECK_SECONDS = 30.0
-"""How long all machines together may take to answer the first question."""
+"""How long all machines together may take to reply to the first question."""
 
 MOST = 100_000
 """Bytes of a command; Linux takes 131,072 in one word."""
@@ -34,7 +34,7 @@ NO_FOLDER, NO_PYTHON = 81, 82
 REFUSALS = {
     "could not resolve hostname": (
         "its name is not known here",
-        "Mend the name, or give it a HostName in ssh's config.",
+        "Correct the name, or give it a HostName in ssh's config.",
     ),
     "connection refused": (
         "nobody listens on its ssh port",
@@ -52,9 +52,9 @@ REFUSALS = {
         "it does not let us in without a password",
         "Give it your key: ssh-copy-id {host}. Then '{ssh} {host} true' must not ask anything.",
     ),
-    "timed out": ("it does not answer", "Is it on, and does a firewall let port 22 through?"),
-    "no route to host": ("no network leads to it", "Is it on, and is the address right?"),
-    "network is unreachable": ("no network leads to it", "Is the address right?"),
+    "timed out": ("it does not reply", "Is it on, and does a firewall let port 22 through?"),
+    "no route to host": ("no route to it", "Is it on, and is the address right?"),
+    "network is unreachable": ("no route to it", "Is the address right?"),
 }
 """What ssh says when it comes to nothing, what that means, and what to do."""
 
@@ -93,7 +93,7 @@ class Ssh:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class Reply:
     """How a command on another machine ended, and what it printed; code None: it did not end."""
 
     code: int | None
@@ -126,13 +126,15 @@ def address_of(words: Sequence[str], name: str) -> str:
     except subprocess.TimeoutExpired as error:
         raise UserError(f"'{shlex.join(words)} -G {name}' did not end") from error
     if got.returncode:
-        raise UserError(f"{shlex.join(words)}: {got.stderr.strip()}", "Mend --ssh or its config.")
+        raise UserError(
+            f"{shlex.join(words)}: {got.stderr.strip()}", "Correct --ssh or its config."
+        )
     pairs = (line.partition(" ") for line in got.stdout.splitlines())
     return next((value for key, _, value in pairs if key == "hostname"), name.rpartition("@")[2])
 
 
-def ask_all(commands: Mapping[str, Sequence[str]], limit: float = CHECK_SECONDS) -> list[Answer]:
-    """Run all ``commands`` (by machine) at once; their answers in order, within ``limit`` s."""
+def ask_all(commands: Mapping[str, Sequence[str]], limit: float = CHECK_SECONDS) -> list[Reply]:
+    """Run all ``commands`` (by machine) at once; their replies in order, within ``limit`` s."""
     end = time.monotonic() + limit
     before = die_with_parent()
     with ExitStack() as started:
@@ -146,45 +148,43 @@ def ask_all(commands: Mapping[str, Sequence[str]], limit: float = CHECK_SECONDS)
             started.enter_context(process)
             started.callback(process.kill)  # runs before the wait of the line above
             asked.append((process, out, err))
-        return [_answer(*one, end - time.monotonic()) for one in asked]
+        return [_reply(*one, end - time.monotonic()) for one in asked]
 
 
-def refusal(host: str, ssh: Ssh, answer: Answer) -> tuple[str, str] | None:
-    """What is wrong with ``host`` by its ``answer``, and what to do; None if Python answered."""
+def refusal(host: str, ssh: Ssh, reply: Reply) -> tuple[str, str] | None:
+    """What is wrong with ``host`` by its ``reply``, and what to do; None if Python ran there."""
     typed = shlex.join(ssh.words)
-    last = next((line for line in reversed(answer.err.splitlines()) if line.strip()), "")
-    if answer.code is None:
-        return f"{host} did not answer within {CHECK_SECONDS:g} s", f"Try it: {typed} {host} true"
-    if answer.code == NO_FOLDER:
+    last = next((line for line in reversed(reply.err.splitlines()) if line.strip()), "")
+    if reply.code is None:
+        return f"{host} did not reply within {CHECK_SECONDS:g} s", f"Try it: {typed} {host} true"
+    if reply.code == NO_FOLDER:
         return f"{host} has no folder {ssh.folder}", "Copy it there, or name one by --remote-dir."
-    if answer.code == NO_PYTHON:
+    if reply.code == NO_PYTHON:
         return (
             f"{host} has no Python at {ssh.python}",
-            "Install Spartito there in the same place, or name a Python by --remote-python.",
+            "Install Spartito there in the same folder, or name a Python by --remote-python.",
         )
     if "No module named" in last and "spartito" in last:
         return (
             f"{ssh.python} on {host} has no Spartito, or another version: {last}",
             "Install the same version there.",
         )
-    if answer.code == 0:
+    if reply.code == 0:
         return None
-    text = answer.err.lower()
+    text = reply.err.lower()
     for sign, (what, do) in REFUSALS.items():
         if sign in text:
             return f"ssh to {host}: {what} ({last.strip()})", do.format(host=host, ssh=typed)
-    return f"ssh to {host} failed with exit code {answer.code}: {last.strip()}", ""
+    return f"ssh to {host} failed with exit code {reply.code}: {last.strip()}", ""
 
 
-def _answer(
-    process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes], limit: float
-) -> Answer:
+def _reply(process: subprocess.Popen[bytes], out: IO[bytes], err: IO[bytes], limit: float) -> Reply:
     try:
         code = process.wait(max(0.0, limit))
     except subprocess.TimeoutExpired:
-        return Answer(None)
+        return Reply(None)
     printed = []
     for file in (out, err):
         file.seek(0)
         printed.append(file.read().decode(errors="replace"))
-    return Answer(code, *printed)
+    return Reply(code, *printed)
