@@ -25,7 +25,6 @@ TO_DO = (
     "spartito.cluster",
     "spartito.data",
     "spartito.errors",
-    "spartito.launch",
     "spartito.models",
     "spartito.strategies",
 )

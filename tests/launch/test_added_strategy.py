@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.commands import LEAN, Commands, commands_in
+from tests.launch.installed import install
 
 PROJECT = """
 [build-system]
@@ -52,13 +51,9 @@ with_torch.close()
 def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder where pip has installed the package."""
     source, target = tmp_path_factory.mktemp("theirs"), tmp_path_factory.mktemp("packages")
-    (source / "theirs").mkdir()
-    (source / "pyproject.toml").write_text(PROJECT)
-    for name, text in (("__init__", ""), ("info", INFO), ("strategy", STRATEGY)):
-        (source / "theirs" / f"{name}.py").write_text(text)
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    offline = ["--no-index", "--no-build-isolation", "--no-deps", "--target", str(target)]
-    subprocess.run([*pip, *offline, str(source)], check=True, timeout=120)
+    package = {"__init__": "", "info": INFO, "strategy": STRATEGY}
+    files = {f"theirs/{name}.py": text for name, text in package.items()}
+    install(source, target, {"pyproject.toml": PROJECT, **files})
     return target
 
 

@@ -24,11 +24,30 @@ SPARTITO = (sys.executable, "-m", "spartito")
 LIMIT = 30.0
 """Seconds until a process that should have ended is taken for one that goes on."""
 
+COMMANDS = (
+    r"version --format {{.Server.Version}}",
+    r"compose version",
+    r"compose --project-name NAME --file - up --detach --no-build( --force-recreate)?",
+    r"compose --project-name NAME --file - down --volumes --remove-orphans --timeout \d+",
+    r"image ls --quiet \S+",
+    r"image inspect --format {{json .Config.Labels}} \S+",
+    r"ps --all --quiet --no-trunc --filter label=com.docker.compose.project=NAME",
+    r"inspect worker-0",
+    r"wait worker-0",
+    r"logs( --timestamps)?( --follow)?( --since \S+)? worker-0",
+    r"build --file \S+ --tag x --label spartito.version=1( --build-arg BASE=\S+)? \S+",
+    r"pull --quiet \S+",
+)
+"""All that the stand-in knows, each with exactly the options that an engine has for it."""
+
 DOCKER = f"""#!{sys.executable} -ISs
-import json, os, pathlib, signal, subprocess, sys
+import json, os, pathlib, re, signal, subprocess, sys
 
 engine_folder = pathlib.Path(__file__).parent.parent
 words = sys.argv[1:]
+known = [command.replace("NAME", "digits(-doctor)?") for command in {COMMANDS!r}]
+if not any(re.fullmatch(command, " ".join(words)) for command in known):
+    sys.exit("unknown command: docker " + " ".join(words))
 
 def note(text):
     with open(engine_folder / "events", "w") as events:
@@ -267,6 +286,16 @@ def test_what_a_late_command_has_started_ends_with_it(tmp_path: Path) -> None:
     finally:
         os.close(holder)
         os.close(ours)
+
+
+@pytest.mark.parametrize(
+    "words", ["compose --project-name digits --file - up", "ps --all", "images", "version"]
+)
+def test_the_stand_in_refuses_what_it_does_not_know(
+    engine_folder: EngineFolder, words: str
+) -> None:
+    with pytest.raises(SpartitoError, match=f"unknown command: docker {words}$"):
+        call(["docker", *words.split()], LIMIT)
 
 
 def test_a_composer_that_does_not_reply_is_none() -> None:

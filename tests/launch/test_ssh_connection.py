@@ -70,7 +70,7 @@ def test_it_ends_here_as_it_ended_there(
     ended = start(script).end()
     assert ended.code == code, ended.text
     assert ended.out == (f"{TOLD}\n" if code == 0 else "")
-    assert ("exit code 255 is told as 1" in ended.err) == ("255" in script)
+    assert ("exit code 255 becomes 1" in ended.err) == ("255" in script)
 
 
 def test_a_killed_keeper_is_a_lost_connection(start: Callable[[str], Program]) -> None:

@@ -123,7 +123,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 def test_the_others_may_get_time_to_say_whom_they_lost(start: Start, tmp_path: Path) -> None:
     files = {name: str(tmp_path / name) for name in ("lock", "held", "ready")}
-    code, out, err = start(TELLS.format(**files), DIES.format(**files), word=LIMIT).end()
+    code, out, err = start(TELLS.format(**files), DIES.format(**files), report=LIMIT).end()
     assert code == 69
     assert "[worker 0] told\n" in out
     assert "worker 0 was stopped because worker 1 was killed by SIGKILL" in err

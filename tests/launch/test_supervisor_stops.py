@@ -104,7 +104,7 @@ def test_a_pause_reaches_all_and_ends_for_all(start: Start) -> None:
 
 
 def test_a_pause_stops_what_slows_a_task_down_too(start: Start) -> None:
-    job = start(SLEEPS, SLEEPS, policies=[{}, {"share": 0.5}])
+    job = start(SLEEPS, SLEEPS, policies=[{}, {"fraction": 0.5}])
     job.wait_for_pids(2)
     wait_until(lambda: len(throttles(job)) == 1)
     everyone = [job.popen.pid, *job.pids, *throttles(job)]

@@ -129,7 +129,7 @@ def throttles_of(pid: int) -> list[int]:
 
 
 def test_a_restarted_task_is_slow_again(start: Start) -> None:
-    job = start(ENDLESS, ENDLESS, policies=[{"share": 0.5, "restarts": 1}, {}])
+    job = start(ENDLESS, ENDLESS, policies=[{"fraction": 0.5, "restarts": 1}, {}])
     job.wait_for_pids(2)
     slow = pid_of(job, 0)
     wait_until(lambda: state(slow) == "T")
@@ -146,7 +146,7 @@ def test_a_restarted_task_is_slow_again(start: Start) -> None:
 
 
 def test_no_throttle_outlives_a_killed_supervisor(start: Start) -> None:
-    job = start(ENDLESS, policies=[{"share": 0.25}])
+    job = start(ENDLESS, policies=[{"fraction": 0.25}])
     job.wait_for_pids(1)
     wait_until(lambda: len(throttles_of(job.pids[0])) == 1)
     job.pids += throttles_of(job.pids[0])
@@ -166,7 +166,7 @@ def test_after_ctrl_c_a_task_runs_at_full_speed(start: Start) -> None:
         "try:\n    print('pid', os.getpid(), flush=True)\n    while True: pass\n"
         "except KeyboardInterrupt:\n    while throttled(): pass\n    print('saved')"
     )
-    job = start(careful, careful, policies=[{"share": 0.2}, {}])
+    job = start(careful, careful, policies=[{"fraction": 0.2}, {}])
     job.wait_for_pids(2)
     slow = pid_of(job, 0)
     wait_until(lambda: state(slow) == "T")
@@ -177,7 +177,7 @@ def test_after_ctrl_c_a_task_runs_at_full_speed(start: Start) -> None:
 
 
 def test_a_task_whose_throttle_is_killed_runs_on(start: Start) -> None:
-    job = start(ENDLESS, ENDLESS, policies=[{"share": 0.05}, {}])
+    job = start(ENDLESS, ENDLESS, policies=[{"fraction": 0.05}, {}])
     job.wait_for_pids(2)
     slow = pid_of(job, 0)
     wait_until(lambda: state(slow) == "T")

@@ -5,10 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cache
 
 from spartito.cluster import directory, file, kubernetes, mpi, slurm, tf_config, torchrun
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import UserError
+from spartito.registry import added_by_packages
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,13 +41,31 @@ RESOLVERS: tuple[Resolver, ...] = (
     Resolver(file.VARIABLE, file.applies, file.from_file),
     Resolver(directory.VARIABLE, directory.applies, directory.from_directory, directory.own_task),
 )
-"""In order of precedence."""
+"""Spartito's own, in order of precedence."""
+
+GROUP = "spartito.resolvers"
+"""The entry points by which packages add resolvers, asked after Spartito's own."""
+
+
+@cache
+def resolvers() -> tuple[Resolver, ...]:
+    """All resolvers in order of precedence; `UserError` for one that cannot be loaded."""
+    found = list(RESOLVERS)
+    for point in sorted(added_by_packages(GROUP), key=lambda point: point.name):
+        try:
+            found.append(point.load())
+        except Exception as error:
+            raise UserError(
+                f"the resolver {point.name!r} cannot be loaded from {point.value}: {error}",
+                "Fix or uninstall the package that adds it.",
+            ) from error
+    return tuple(found)
 
 
 def resolve(env: Mapping[str, str] | None = None) -> ClusterSpec:
     """The cluster that ``env`` (this process's own by default) describes; else alone."""
     variables = os.environ if env is None else env
-    for resolver in RESOLVERS:
+    for resolver in resolvers():
         spec = resolver.read(variables)
         if spec is not None:
             return spec
@@ -85,7 +105,7 @@ def joined(env: Mapping[str, str]) -> Joined | None:
     What starts processes must ask this first: one job in each of the tasks is hardly meant.
     Waits for nobody; raises `UserError` as `resolve` does.
     """
-    for resolver in RESOLVERS:
+    for resolver in resolvers():
         if resolver.task is not None and resolver.applies(env):
             task = resolver.task(env)
             return None if task is None else Joined(resolver.name, task, None)
@@ -117,7 +137,7 @@ def remarks(spec: ClusterSpec, env: Mapping[str, str] | None = None) -> tuple[st
     allocation for several tasks, and that a pod is said to have several processes.
     """
     variables = os.environ if env is None else env
-    applying = [resolver for resolver in RESOLVERS if resolver.applies(variables)]
+    applying = [resolver for resolver in resolvers() if resolver.applies(variables)]
     others = [r.name for r in applying[1:] if not _agrees(r, spec, variables)]
     passed = f"the cluster comes from {spec.source}; passed over: {', '.join(others)}"
     alone = None if applying else slurm.remark(variables)

@@ -52,6 +52,9 @@ def option(
         flag: the option, ``--`` and the field's name by default.
         least: the smallest whole number allowed, for fields that are one.
         metavar: what ``--help`` calls the value.
+
+    Returns:
+        The field.
     """
     return field(default=default, metadata={"option": Option(help, flag, least, metavar)})
 
@@ -72,7 +75,18 @@ class Program:
 
     @classmethod
     def find(cls, target: str, arguments: tuple[str, ...] = ()) -> Program:
-        """The recipe or the script ``target``; `UserError` where it is neither."""
+        """The program that a user named.
+
+        Args:
+            target: a recipe, or the path of a script.
+            arguments: its own arguments.
+
+        Returns:
+            The recipe or the script.
+
+        Raises:
+            UserError: it is neither.
+        """
         if target in RECIPES:
             return cls(target, arguments, "recipe")
         if not Path(target).is_file():
@@ -107,6 +121,9 @@ class Program:
         Args:
             script: the path of the script where the task runs; its name by default.
             folders: a recipe's ``out`` and ``data``; None leaves the option out.
+
+        Returns:
+            The program and its arguments.
         """
         if self.module is None:
             return (script or self.name, *self.arguments)
@@ -173,12 +190,23 @@ class JobSpec:
             _check_options(self.strategy_options)
 
     def argv(self) -> tuple[str, ...]:
-        """The words after ``python`` for tasks that see the folders of this machine."""
+        """The words after ``python`` for tasks that see the folders of this machine.
+
+        Returns:
+            The program, a recipe's folders, and its own arguments.
+        """
         out, data = (None if path is None else str(path) for path in (self.out, self.data))
         return self.program.argv(out=out, data=data)
 
     def roles(self, workers: int | None = None) -> Roles:
-        """How many tasks of each role there are with ``workers`` (by default as asked, or 1)."""
+        """How many tasks of each role the job has.
+
+        Args:
+            workers: the workers; by default as asked, or 1.
+
+        Returns:
+            The roles, not checked yet; see `choose`.
+        """
         return Roles(workers or self.workers or 1, self.ps, self.evaluator, self.chief)
 
     def choose(
@@ -191,7 +219,7 @@ class JobSpec:
         env: Mapping[str, str] | None = None,
         source: str | None = None,
     ) -> str:
-        """Check that the job's roles and its strategy can be so, and return the strategy's name.
+        """Check that the job's roles and its strategy can be so.
 
         Args:
             roles: the tasks that the launcher starts.
@@ -200,6 +228,9 @@ class JobSpec:
             servers: the job's parameter servers; those of ``roles`` by default.
             env: the environment that the tasks inherit, which may name a strategy too.
             source: what says already who is in the job, if anything does.
+
+        Returns:
+            The strategy's name.
 
         Raises:
             UserError: the strategy is unknown, or it or these roles cannot be.
@@ -212,7 +243,14 @@ class JobSpec:
         return name
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
-        """``env``, and there what the job's options say to its tasks."""
+        """What a job's options say to its tasks.
+
+        Args:
+            env: what they inherit.
+
+        Returns:
+            ``env``, and the variables that the options set.
+        """
         said = {
             ENV_STRATEGY: self.strategy,
             ENV_STRATEGY_OPTIONS: self.strategy_options,

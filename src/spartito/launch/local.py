@@ -53,15 +53,7 @@ LAST_REPORT = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Processes:
-    """What the launchers that start processes themselves have in common.
-
-    Args:
-        log_dir: a folder where what each task prints goes into a file as well.
-        yes: whether to start far more processes than cores; without it a terminal is asked.
-        result: whether the last line that the first process prints to stdout is the result of the
-            job: it is printed last, without the task's name.
-        environment: what the tasks inherit; this process's own environment by default.
-    """
+    """What the launchers that start processes themselves have in common."""
 
     log_dir: Path | None = option(
         "A folder for what each task prints: worker-0.log and so on, written anew.", metavar="DIR"
@@ -71,7 +63,14 @@ class Processes:
     environment: Mapping[str, str] | None = None
 
     def variables(self, job: JobSpec) -> dict[str, str]:
-        """What the tasks inherit, and what ``job`` says to them."""
+        """The environment that the tasks get from here.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            What they inherit, and what the job says to them.
+        """
         return job.environment(os.environ if self.environment is None else self.environment)
 
 
@@ -90,6 +89,11 @@ class Local(Processes):
         node_rank: which of them this is.
         master_addr: where they meet, as ``host:port``.
         slow: tasks that run only a fraction of the time, as ``worker:1=0.25``.
+        log_dir: a folder where what each task prints goes into a file as well.
+        yes: whether to start far more processes than cores; without it a terminal is asked.
+        result: whether the last line that the first process prints to stdout is the result of the
+            job: it is printed last, without the task's name.
+        environment: what the tasks inherit; this process's own environment by default.
     """
 
     nnodes: int | None = option(
@@ -104,7 +108,17 @@ class Local(Processes):
     )
 
     def start(self, job: JobSpec) -> int:
-        """See `Launcher.start`."""
+        """Start the processes, and follow them to their end.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            The exit code of the job.
+
+        Raises:
+            UserError: the job cannot run so; nothing was started.
+        """
         variables, slow = self.variables(job), slow_tasks(self.slow)
         job.program.check()
         allowed = port_range(variables)

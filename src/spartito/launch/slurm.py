@@ -51,10 +51,17 @@ class Slurm:
 
     Args:
         nodes: the machines that Slurm gives.
-        partition, account, time, qos, constraint, exclusive, gres, gpus_per_node, signal: as
-            ``sbatch`` has them.
+        partition: their partition.
+        account: the account that pays.
+        time: the time limit, as Slurm writes it.
+        qos: the quality of service.
+        constraint: features of the nodes.
+        exclusive: whether no other job shares the nodes.
+        gres: what each node must have.
+        gpus_per_node: the GPUs of each node.
         sbatch: further options of ``sbatch``.
         setup: lines of the shell before the tasks start.
+        signal: a signal for each task before the time is over, as ``USR1@120``.
         cpus_per_task: the CPUs of each task.
         memory: the memory of each node, as ``8g``.
         python: the nodes' Python; this one by default.
@@ -83,12 +90,32 @@ class Slurm:
     python: str | None = option("The nodes' Python; this one by default.", metavar="PATH")
 
     def start(self, job: JobSpec) -> int:
-        """See `Launcher.start`: prints the file."""
+        """Print the file.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            0.
+
+        Raises:
+            UserError: the job cannot run so.
+        """
         sys.stdout.write(batch_file(self.plan(job)))
         return 0
 
     def plan(self, job: JobSpec) -> BatchJob:
-        """The checked job; raises `UserError` for what cannot run, before it is in a queue."""
+        """Check the job, before it is in a queue.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            What the file says.
+
+        Raises:
+            UserError: the job cannot run so.
+        """
         roles = job.roles()
         if roles.chief:
             raise UserError(

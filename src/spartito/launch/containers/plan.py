@@ -157,7 +157,17 @@ class Compose:
     timeout: int = option("Seconds that a task waits for another.", 300, least=1)
 
     def start(self, job: JobSpec) -> int:
-        """See `Launcher.start`: prints the file, or with ``hosts`` writes one for each machine."""
+        """Print the file, or with ``hosts`` write one for each machine.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            0.
+
+        Raises:
+            UserError: the job cannot run so; nothing was written.
+        """
         from spartito.launch.containers.compose import write_files
 
         if (self.hosts is None) != (self.into is None):
@@ -169,7 +179,17 @@ class Compose:
         return 0
 
     def plan(self, job: JobSpec) -> Containers:
-        """The checked job; raises `UserError` for what cannot run, before there is a file."""
+        """Check the job, before there is a file.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            What the file says.
+
+        Raises:
+            UserError: the job cannot run so.
+        """
         program, roles = job.program, job.roles()
         for word in (program.name, *program.arguments):
             if word.encode("utf-8", "replace").decode() != word:
@@ -226,7 +246,14 @@ class Compose:
             )
 
     def lacks(self, strategy: str) -> list[str]:
-        """The options without which several workers cannot be one machine to ``strategy``."""
+        """What several workers lack to be one machine.
+
+        Args:
+            strategy: the name of the strategy.
+
+        Returns:
+            The missing options; none where the strategy needs no single machine.
+        """
         info = strategy_info(strategy)
         alone = self.hosts is None
         have = {"--host-network": self.host_network and alone, "--share-ipc": self.share_ipc}

@@ -36,6 +36,10 @@ class Hosts(Processes):
         remote_dir: the folder on the other machines; by default the same as here.
         remote_python: the Python of the other machines; by default the same as here.
         env: names of variables that the tasks there get as well.
+        log_dir: as `Local` has it.
+        yes: as `Local` has it.
+        result: as `Local` has it.
+        environment: as `Local` has it.
     """
 
     hosts: str = option(
@@ -64,9 +68,18 @@ class Hosts(Processes):
     )
 
     def start(self, job: JobSpec) -> int:
-        """See `Launcher.start`. Every task is a process of its own here, a remote one behind ssh.
+        """Start the job; every task is a process of its own here, a remote one behind ssh.
 
         All machines are asked before anything starts.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            The exit code of the job.
+
+        Raises:
+            UserError: a machine or the job cannot be; nothing was started.
         """
         plan = self.plan(job)
         roles, hosts = plan.roles, plan.hosts
@@ -86,7 +99,14 @@ class Hosts(Processes):
     def plan(self, job: JobSpec) -> Plan:
         """Ask the machines, and say which task of such a job would be where.
 
-        Raises `UserError` where one of them cannot take part, or the job cannot be.
+        Args:
+            job: what is to run.
+
+        Returns:
+            Where each task would be, and its command.
+
+        Raises:
+            UserError: a machine cannot take part, or the job cannot be.
         """
         env = self.variables(job)
         outside = {name: value for name, value in env.items() if name not in MEMBERSHIP}
