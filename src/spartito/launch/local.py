@@ -297,10 +297,10 @@ def role_environments(
     """
     cores = available_cores() if usable is None else usable
     ports = free_ports(len(roles.tasks), HOST, port_range(env), held)
-    told = task_environments(env, roles, ports)
+    said = task_environments(env, roles, ports)
     return [
         defaults(roles.threads(task, cores)) | own
-        for task, own in zip(roles.tasks, told, strict=True)
+        for task, own in zip(roles.tasks, said, strict=True)
     ]
 
 

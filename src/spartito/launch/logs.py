@@ -9,10 +9,10 @@ from spartito.errors import UserError
 
 
 class TaskLog:
-    """The file of one task. ``again``: the task is started again, and the file goes on.
+    """The file of one task. ``again``: the task is started again, and the file is continued.
 
     Raises `UserError` where the file cannot be opened. When it cannot be written later (the disk
-    is full), ``say`` is told once and the job goes on without it.
+    is full), ``say`` gets one line and the job continues without it.
     """
 
     def __init__(self, path: Path, again: bool, say: Callable[[str], None]) -> None:

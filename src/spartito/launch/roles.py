@@ -118,9 +118,9 @@ def task_environment(
     cluster: dict[str, list[str]] = {}
     for other, address in zip(roles.tasks, addresses, strict=True):
         cluster.setdefault(other.type, []).append(address)
-    told = {tf_config.VARIABLE: json.dumps({"cluster": cluster, "task": _named(task)})}
+    config = {tf_config.VARIABLE: json.dumps({"cluster": cluster, "task": _named(task)})}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.type == "ps" else {}
-    return base | told | hidden
+    return base | config | hidden
 
 
 def _named(task: Task) -> dict[str, str | int]:

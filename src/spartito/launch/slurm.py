@@ -223,7 +223,7 @@ def batch_file(job: BatchJob) -> str:
             *(f"#SBATCH {line}" for line in job.asked.sbatch),
             "",
             *([*job.asked.setup, ""] if job.asked.setup else []),
-            *(f"export {name}={value}" for name, value in _told(job)),
+            *(f"export {name}={value}" for name, value in _variables(job)),
             "",
             *_step(job),
             "",
@@ -279,8 +279,8 @@ def _options(job: BatchJob) -> Iterator[tuple[str, str | int]]:
     return ((name, value) for name, value in found.items() if value is not None)
 
 
-def _told(job: BatchJob) -> Iterator[tuple[str, str | int]]:
-    """What the tasks read in their environment."""
+def _variables(job: BatchJob) -> Iterator[tuple[str, str | int]]:
+    """What the tasks find in their environment."""
     yield ENV_STRATEGY, job.strategy
     if job.strategy_options is not None:
         yield ENV_STRATEGY_OPTIONS, shlex.quote(job.strategy_options)

@@ -55,7 +55,7 @@ def examine_containers(path: Path, seconds: float = TIMEOUT, *, as_json: bool = 
             try:
                 try:
                     # What a killed doctor has left is replaced.
-                    engine.tell(job, "up", "--detach", "--no-build", "--force-recreate")
+                    engine.run_compose(job, "up", "--detach", "--no-build", "--force-recreate")
                     return _result(engine, job, seconds)
                 finally:
                     ignore()

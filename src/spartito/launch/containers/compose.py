@@ -46,7 +46,7 @@ STOP_SECONDS = 30
 
 COMMENTS = {
     "x-task:": "What all tasks share: no root, no capability, nothing to write on but the volumes.",
-    "x-environment:": "What all tasks are told.",
+    "x-environment:": "The environment of all tasks.",
     "secrets:": "By it the tasks know each other; 'spartito cluster up' makes it.",
     "services:": "The tasks. TF_CONFIG says who is in the job, and who each one is.",
 }
@@ -145,7 +145,7 @@ def _ports(job: Containers, tasks: Sequence[Task]) -> str:
 
 
 def _document(job: Containers, tasks: Sequence[Task]) -> dict[str, Any]:
-    task, environment = _Anchored("task", _shared(job)), _Anchored("environment", _told(job))
+    task, environment = _Anchored("task", _shared(job)), _Anchored("environment", _variables(job))
     document: dict[str, Any] = {"name": job.name, "x-task": task, "x-environment": environment}
     document["services"] = {
         service(one): {_MERGE: task, **_service(job, one, tasks, environment)} for one in tasks
@@ -192,19 +192,19 @@ def _shared(job: Containers) -> dict[str, Any]:
     return shared | {"volumes": volumes}
 
 
-def _told(job: Containers) -> dict[str, str]:
+def _variables(job: Containers) -> dict[str, str]:
     """The environment that is the same for all tasks."""
-    told = {ENV_STRATEGY: job.strategy}
+    variables = {ENV_STRATEGY: job.strategy}
     if job.strategy_options is not None:
-        told[ENV_STRATEGY_OPTIONS] = job.strategy_options
-    told |= {ENV_TIMEOUT: f"{job.timeout:g}", ENV_RUN_DIR: "/runs"}
+        variables[ENV_STRATEGY_OPTIONS] = job.strategy_options
+    variables |= {ENV_TIMEOUT: f"{job.timeout:g}", ENV_RUN_DIR: "/runs"}
     if job.ports is not None:
-        told[ENV_PORTS] = f"{job.ports[0]}-{job.ports[-1]}"
+        variables[ENV_PORTS] = f"{job.ports[0]}-{job.ports[-1]}"
     if job.roles.ps:
-        told[ENV_SNAPSHOT_DIR] = "/snapshots"
+        variables[ENV_SNAPSHOT_DIR] = "/snapshots"
     if job.meets:
-        told[ENV_SECRET_FILE] = f"/run/secrets/{SECRET}"
-    return told | RUNTIME
+        variables[ENV_SECRET_FILE] = f"/run/secrets/{SECRET}"
+    return variables | RUNTIME
 
 
 def _service(

@@ -129,8 +129,8 @@ class Engine:
         """What ``docker`` with ``words`` prints."""
         return call([self.docker, *words], limit)
 
-    def tell(self, job: JobFile, *words: str, limit: float = START_SECONDS) -> str:
-        """Have the composer do ``words`` with the job."""
+    def run_compose(self, job: JobFile, *words: str, limit: float = START_SECONDS) -> str:
+        """Run the composer with ``words`` on the job."""
         # The composer of old does not know the key "name": it gets the name, and no such key. It
         # reads from its input, so that paths begin where it is.
         folder = job.path.parent.resolve()
@@ -170,13 +170,13 @@ class Engine:
         """
         words = ("down", "--volumes", "--remove-orphans", "--timeout", str(seconds))
         try:
-            self.tell(job, *words)
+            self.run_compose(job, *words)
         except UserError:
             raise
         except SpartitoError:
             # The composer fails where somebody else removes the job at the same time.
             if self._has(job):
-                self.tell(job, *words)
+                self.run_compose(job, *words)
 
     def _has(self, job: JobFile) -> bool:
         """Whether anything of the job is there."""

@@ -91,7 +91,7 @@ class JobFile:
     def leader(self) -> str | None:
         """The service of the coordinator; None where that runs on another machine.
 
-        A service that the file does not tell who is in the job is taken for one.
+        A service without a ``TF_CONFIG`` is taken for one.
         """
         specs = {name: self.spec(name) for name in self.services}
         return next((name for name, spec in specs.items() if spec is None or spec.is_chief), None)
@@ -100,16 +100,16 @@ class JobFile:
     def has_servers(self) -> bool:
         """Whether there are parameter servers, on this machine or on another."""
         specs = [self.spec(name) for name in self.services]
-        named = {self._told(name).get(ENV_STRATEGY, "") for name in self.services}
+        named = {self._environment(name).get(ENV_STRATEGY, "") for name in self.services}
         return any(spec is not None and spec.addresses.get("ps") for spec in specs) or any(
             strategy_info(name).needs_servers for name in named & set(strategy_names())
         )
 
     def spec(self, service: str) -> ClusterSpec | None:
-        """The whole job as ``TF_CONFIG`` tells it to ``service``; None where the file has none."""
-        return from_tf_config(self._told(service))
+        """The whole job, by the ``TF_CONFIG`` of ``service``; None where the file has none."""
+        return from_tf_config(self._environment(service))
 
-    def _told(self, service: str) -> dict[str, str]:
+    def _environment(self, service: str) -> dict[str, str]:
         environment = self.services[service].get("environment")
         given = environment if isinstance(environment, dict) else {}
         return {str(key): str(value) for key, value in given.items()}

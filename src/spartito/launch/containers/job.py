@@ -79,7 +79,7 @@ def _run(engine: Engine, job: JobFile, detach: bool, ignore: Callable[[], None])
     stays, patience = False, FALLEN_SECONDS
     try:
         try:
-            engine.tell(job, "up", "--detach", "--no-build")
+            engine.run_compose(job, "up", "--detach", "--no-build")
             stays = detach
             return 0 if detach else Watch(engine, job).follow()
         finally:

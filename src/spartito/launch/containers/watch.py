@@ -98,7 +98,7 @@ class Watch:
             while True:
                 self._news.clear()
                 states = self.engine.states(self.job)
-                self._tell_restarts(states)
+                self._report_restarts(states)
                 found = verdict(self.job, states)
                 if found is not None:
                     return self._end(found)
@@ -148,7 +148,7 @@ class Watch:
             say(how_it_ended(self.job, self.engine.states(self.job), name))
         return code
 
-    def _tell_restarts(self, states: Sequence[TaskState]) -> None:
+    def _report_restarts(self, states: Sequence[TaskState]) -> None:
         for state in states:
             if state.starts > self._restarted.get(state.service, 1):
                 self._restarted[state.service] = state.starts

@@ -1,7 +1,7 @@
 """The remote agent of a task on another machine: ``python -m spartito.launch.hosts.agent``.
 
-Its stdin is the connection to the launcher. The first line there is a JSON object: what the task
-is told in its environment, which no command line shows. Every other line is the number of a signal
+Its stdin is the connection to the launcher. The first line there is a JSON object: the task's
+environment, which no command line shows. Every other line is the number of a signal
 for the task (SIGTSTP: it stands still until SIGCONT), 0 means that all is well.
 When the connection closes, or is silent for too long, the launcher cannot end the task any more:
 it ends at once, with all that it started.
@@ -77,7 +77,7 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Do what `command` says, in the environment of this machine and with what is told."""
+    """Run what `command` names, in this machine's environment and that of the first line."""
     silence = float(argv[0])
     line = _read_line(silence)
     if not line:

@@ -44,36 +44,36 @@ def ask_hosts(hosts: Sequence[Host], ssh: Ssh, question: Question) -> list[Facts
     found: list[Facts] = []
     for host in hosts:
         if host.here:
-            told: Facts | None = facts(question)
+            its: Facts | None = facts(question)
         else:
             reply = replies[host.name]
-            told = parse(reply.out) if reply.code == 0 else None
+            its = parse(reply.out) if reply.code == 0 else None
             if wrong := refusal(host.name, ssh, reply):
                 troubles.append(wrong)
                 continue
-        if told is None:
+        if its is None:
             troubles.append((f"{host.name} printed what cannot be read", ""))
-        elif wrong := _unfit(host, told):
+        elif wrong := _unfit(host, its):
             troubles.append(wrong)
         else:
-            found.append(told)
+            found.append(its)
     if len(troubles) == 1:
         raise UserError(*troubles[0])
     if troubles:
-        told_all = "\n".join(f"  {what}\n    {do}".rstrip() for what, do in troubles)
-        raise UserError(f"{len(troubles)} of {len(hosts)} machines cannot take part:\n{told_all}")
+        listed = "\n".join(f"  {what}\n    {do}".rstrip() for what, do in troubles)
+        raise UserError(f"{len(troubles)} of {len(hosts)} machines cannot take part:\n{listed}")
     check_names(hosts, [one.names for one in found])
     return found
 
 
-def _unfit(host: Host, told: Facts) -> tuple[str, str] | None:
-    if told.spartito != (own := version("spartito")):
+def _unfit(host: Host, its: Facts) -> tuple[str, str] | None:
+    if its.spartito != (own := version("spartito")):
         return (
-            f"{host.name} has Spartito {told.spartito}, here is {own}",
+            f"{host.name} has Spartito {its.spartito}, here is {own}",
             "Install the same version on all machines.",
         )
-    if told.missing:
-        what, _, do = told.missing.partition("\n")
+    if its.missing:
+        what, _, do = its.missing.partition("\n")
         return f"on {host.name} {what}", do.strip()
     return None
 
@@ -82,13 +82,13 @@ def notes(hosts: Sequence[Host], found: Sequence[Facts], workers: int) -> list[s
     """What may be so, but is worth a line: versions that differ, more workers than cores."""
     first, pairs = found[0], list(zip(hosts, found, strict=True))
     crowded = [
-        f"{workers} workers share {told.cores} cores of {host.name}"
-        for host, told in pairs
-        if workers > told.cores
+        f"{workers} workers share {its.cores} cores of {host.name}"
+        for host, its in pairs
+        if workers > its.cores
     ]
     return crowded + [
         f"{host.name} has {what} {theirs}, {hosts[0].name} has {ours}"
         for what, ours in (("Python", first.python), ("torch", first.torch))
-        for host, told in pairs
-        if (theirs := told.python if what == "Python" else told.torch) != ours
+        for host, its in pairs
+        if (theirs := its.python if what == "Python" else its.torch) != ours
     ]

@@ -1,7 +1,7 @@
 """The client side of a task on another machine: ``python -m spartito.launch.hosts.client``.
 
 It runs ssh and ends as the task ended, so that the supervisor sees a task like any other: by the
-same exit code, or by the same signal. What the task is told in its environment and then signals
+same exit code, or by the same signal. The task's environment and then signals
 go to the remote agent as lines (see `agent`): a command line would show the one, and ssh carries
 none of the others. When the connection is lost it ends by SIGHUP.
 """
@@ -36,7 +36,7 @@ FATAL = frozenset(
         signal.SIGSEGV,
     }
 )
-"""By these a task ends when nobody handles them; an exit code of 128 + n tells of one."""
+"""By these a task ends when nobody handles them; an exit code of 128 + n means one."""
 
 FIRST_LINE = "SPARTITO_FIRST_LINE"
 """The variable with the first line for the remote agent."""

@@ -132,8 +132,8 @@ class Hosts(Processes):
         found = ask_hosts(hosts, ssh, question)
         each = _workers(hosts, found, job.workers)
         roles = job.roles(each * count)
-        for host, told in zip(hosts, found, strict=True):
-            check_number(each, told.cores, self.yes, host.name)
+        for host, its in zip(hosts, found, strict=True):
+            check_number(each, its.cores, self.yes, host.name)
         job.choose(roles, here=each, env=env)
         cores = tuple(one.cores for one in found)
         plan = Plan(hosts, cores, roles, job.argv(), ssh, port, self.env)
@@ -147,11 +147,11 @@ def _workers(hosts: Sequence[Host], found: Sequence[Facts], workers: int | None)
     """Workers of each machine: as asked, else one per GPU, or one."""
     if workers is not None:
         return workers
-    counts = {max(1, told.gpus) for told in found}
+    counts = {max(1, its.gpus) for its in found}
     if len(counts) > 1:
-        told_each = ", ".join(f"{h.name} {f.gpus}" for h, f in zip(hosts, found, strict=True))
+        listed = ", ".join(f"{h.name} {f.gpus}" for h, f in zip(hosts, found, strict=True))
         raise UserError(
-            f"the machines have different numbers of GPUs: {told_each}",
+            f"the machines have different numbers of GPUs: {listed}",
             "Say how many processes each gets: --workers N.",
         )
     return counts.pop()

@@ -98,8 +98,8 @@ class Plan:
         if self.roles.asked:
             addresses = [self.address(other) for other in self.roles.tasks]
             threads = self.cores[machine] // self.workers if task.type == "worker" else 1
-            told = task_environment(env, self.roles, addresses, task)
-            return defaults(max(1, threads)) | told
+            own = task_environment(env, self.roles, addresses, task)
+            return defaults(max(1, threads)) | own
         here = Position(machine, len(self.hosts), self.hosts[0].address, self.port)
         every = environments(env, here, self.workers, self.cores[machine])
         return every[task.index % self.workers] | {ENV_ADDRESS: self.address(task)}
@@ -110,10 +110,10 @@ class Plan:
         if host.here:
             argv, own = [sys.executable, *self.argv], self.environment(task, env)
         else:
-            told = agent.first_line(self.environment(task, travelling(env, self.passed)))
-            if len(told) > client.MOST_BYTES:
+            line = agent.first_line(self.environment(task, travelling(env, self.passed)))
+            if len(line) > client.MOST_BYTES:
                 raise UserError(
-                    f"the environment for {task} has {len(told)} bytes, more than "
+                    f"the environment for {task} has {len(line)} bytes, more than "
                     f"{client.MOST_BYTES}",
                     "Give what is long in a file that the script reads.",
                 )
@@ -121,7 +121,7 @@ class Plan:
             keeper = agent.command(remote, self.ssh.python)
             words = self.ssh.python_command(host.name, keeper)
             argv = client.command(host.name, words, self.together(task).index(task))
-            own = {**env, client.FIRST_LINE: told}
+            own = {**env, client.FIRST_LINE: line}
         return Process(
             str(task),
             argv,
