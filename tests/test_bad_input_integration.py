@@ -15,6 +15,7 @@ import torch
 from PIL import Image
 
 import spartito as sp
+from spartito.cli import main
 from spartito.errors import PREFIX
 from spartito.recipes import cats_vs_dogs, mnist
 from tests.commands import SPARTITO, Commands, Ended, addresses, commands_in, tf_config
@@ -63,30 +64,40 @@ def cluster(addresses: list[str], index: int) -> dict[str, str]:
 NO_TASK = {"TF_CONFIG": json.dumps({"cluster": {"worker": ["a:1"]}})}
 TWO = "run --strategy mirrored --workers 2"
 
-CASES = [
+QUICK = [
     # The command line
-    command("train mnits", "'mnits' is not a recipe", "Did you mean 'mnist'?"),
     command("train mnist --strategy mirored", "'mirored' is not a strategy", "'mirrored'"),
     command("train mnist --precision fp17", "--precision fp17", "'fp32'", "bf16"),
     command("train mnist --epochs 0", "--epochs 0 is less than 1"),
     command("train mnist --epochs many", "--epochs many is not a whole number"),
     command("train mnist --workers 0", "--workers 0 is less than 1"),
-    command("run no_such.py", "there is no script 'no_such.py'"),
     command("run --strategy-options { script.py", "--strategy-options '{' is not JSON"),
     command("run --nnodes 2 script.py", "--nnodes 2", "--master-addr"),
     command("run --nnodes 2 --node-rank 2 --master-addr a:1 script.py", "--node-rank 2", "0 to 1"),
-    command("predict nowhere x.png", "nowhere is no run folder"),
+    command("run --hosts a,b --nnodes 2 script.py", "--hosts and --nnodes exclude each other"),
+    command(
+        "run --hosts a --master-addr a:1 --slow worker:0=0.5 script.py", "--master-addr --slow"
+    ),
+    command("run --port 1 --env A script.py", "--port --env without --hosts"),
     # Who is in the job
     command("run script.py", "TF_CONFIG: '{' is not JSON", env={"TF_CONFIG": "{"}),
-    plain("TF_CONFIG: '{' is not JSON", "It looks like", env={"TF_CONFIG": "{"}),
     command("run script.py", "has no 'task'", env=NO_TASK),
     command("run script.py", "index 2 is out of range", "0 to 1", env=cluster(["a:1", "b:1"], 2)),
     command("run script.py", "worker 0 and worker 1", "a:1", env=cluster(["a:1", "a:1"], 0)),
     command("run script.py", "localhost:1", "b:1", env=cluster(["localhost:1", "b:1"], 0)),
+]
+"""Mistakes that a command finds before it starts anything: typed in this process."""
+
+COLD = [
+    command("train mnits", "'mnits' is not a recipe", "Did you mean 'mnist'?"),
+    command("run no_such.py", "there is no script 'no_such.py'"),
+    command("predict nowhere x.png", "nowhere is no run folder"),
+    plain("TF_CONFIG: '{' is not JSON", "It looks like", env={"TF_CONFIG": "{"}),
     # While two replicas train: both find it, or one alone
     command(f"{TWO} script.py", "does not fit an output of (3, 2)", "target of (3,)"),
     command("train mnist --out file/run --workers 2", "file/run cannot be written"),
 ]
+"""One for each command, and what only training finds: in processes of their own."""
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +118,22 @@ def check(ended: Ended, says: Sequence[str]) -> None:
     assert "trained" not in ended.out
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_mistake_is_told(case: Case, commands: Commands) -> None:
+@pytest.mark.parametrize("case", QUICK, ids=str)
+def test_a_mistake_on_the_command_line(
+    case: Case,
+    commands: Commands,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(commands.directory)
+    for name, value in case.env.items():
+        monkeypatch.setenv(name, value)
+    code = main(case.words[len(SPARTITO) :])
+    check(Ended(code, *capsys.readouterr()), case.says)
+
+
+@pytest.mark.parametrize("case", COLD, ids=str)
+def test_a_mistake_in_processes_of_its_own(case: Case, commands: Commands) -> None:
     check(commands.start(*case.words, env=case.env).end(), case.says)
 
 

@@ -319,10 +319,7 @@ def test_a_machine_where_something_is_missing(site: Site, commands: Commands) ->
 @pytest.mark.parametrize(
     ("words", "told"),
     [
-        (["--nnodes", "2"], "--hosts and --nnodes exclude each other"),
-        (["--master-addr", "a:1", "--slow", "worker:0=0.5"], "--hosts and --master-addr --slow"),
         (["--strategy", "parameter_server"], "Add one by --ps 1"),
-        (["--ps", "1", "--strategy", "mirrored"], "mirrored with 1 ps"),
         (["--port", "65535", "--ps", "2"], "'65536'"),
     ],
 )

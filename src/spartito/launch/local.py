@@ -21,7 +21,7 @@ from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
 from spartito.launch.job import JobSpec, option
-from spartito.launch.process import Process, with_logs
+from spartito.launch.process import Process, process_of, with_logs
 from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
 from spartito.launch.supervisor import Patience, supervise
 from spartito.launch.throttle import fractions_of, slow_tasks
@@ -146,10 +146,8 @@ class Local(Processes):
             job.choose(roles, count, here, servers=servers, env=variables, source=source)
             for note in _notes(position, roles.workers):
                 print(f"spartito: note: {note}", file=sys.stderr, flush=True)
-            if (
-                position.task is None and position.nodes == 1
-            ):  # else others start the rest of the job
-                variables = with_secret(variables)
+            if position.task is None and position.nodes == 1:
+                variables = with_secret(variables)  # else others start the rest of the job
             command = [sys.executable, *job.argv()]
             with snapshots(roles, variables) as (folder, variables):
                 started = _processes(command, variables, position, roles, slow, held)
@@ -186,18 +184,10 @@ def _processes(
 ) -> list[Process]:
     """What starts here; the first is the coordinator."""
     if roles.asked:
+        environs = role_environments(env, roles, held=held)
         started = [
-            Process(
-                str(task),
-                command,
-                environment,
-                roles.restarts(task),
-                roles.is_vital(task),
-                outlives=task.type == "evaluator",
-            )
-            for task, environment in zip(
-                roles.tasks, role_environments(env, roles, held=held), strict=True
-            )
+            process_of(task, roles, command, own)
+            for task, own in zip(roles.tasks, environs, strict=True)
         ]
     else:
         started = [
@@ -257,9 +247,8 @@ def environments(
     cores = available_cores() if usable is None else usable
     base = defaults(max(1, cores // here)) | {n: v for n, v in env.items() if n != ENV_ADDRESS}
     if not position.trains:
-        return [
-            base | _address(position, env, 0)
-        ]  # such a task has no rank: its environment says all, and it is one process
+        # Such a task has no rank: its environment says all, and it is one process.
+        return [base | _address(position, env, 0)]
     if position.task is None or workers > 1:
         base.pop(tf_config.VARIABLE, None)
     return [

@@ -10,10 +10,12 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spartito.cluster import Task
 from spartito.device import MemoryKills
 from spartito.errors import EXIT_TASK_LOST
 from spartito.launch.logs import TaskLog, refused
 from spartito.launch.output import Channel, ErrorChannel
+from spartito.launch.roles import Roles
 from spartito.launch.throttle import FULL
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
@@ -39,6 +41,16 @@ class Process:
     outlives: bool = False
     remote: bool = False
     log: Path | None = None
+
+
+def process_of(
+    task: Task, roles: Roles, argv: Sequence[str], env: Mapping[str, str], remote: bool = False
+) -> Process:
+    """The process of ``task`` in a job of ``roles``, which say what its loss means."""
+    restarts = roles.restarts(task) if roles.asked else 0
+    vital = roles.is_vital(task) if roles.asked else True
+    outlives = task.type == "evaluator"
+    return Process(str(task), argv, env, restarts, vital, outlives=outlives, remote=remote)
 
 
 def with_logs(processes: Sequence[Process], folder: Path | None) -> list[Process]:

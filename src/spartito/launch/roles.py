@@ -72,6 +72,11 @@ class Roles:
             return task.index * machines // self.workers
         return task.index % machines if task.type == "ps" else 0
 
+    def together(self, task: Task, machines: int) -> list[Task]:
+        """The tasks on the same one of so many ``machines`` as ``task``, in order."""
+        here = self.machine_of(task, machines)
+        return [other for other in self.tasks if self.machine_of(other, machines) == here]
+
     def threads(self, task: Task, cores: int) -> int:
         """The threads of ``task`` when the workers, who compute, share ``cores``."""
         return max(1, cores // self.workers) if task.type == "worker" else 1

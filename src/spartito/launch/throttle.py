@@ -40,15 +40,11 @@ def slow_tasks(texts: Iterable[str]) -> dict[str, float]:
 
 
 def read_fraction(text: str) -> float:
-    """The fraction that ``text`` says; `UserError` if it is none."""
+    """The fraction that ``text`` says; `UserError` if it is none, or not in (0, 1]."""
     try:
-        return checked_fraction(float(text))
+        fraction = float(text)
     except ValueError:
         raise UserError(f"the fraction {text!r} is not a number", EXAMPLE) from None
-
-
-def checked_fraction(fraction: float) -> float:
-    """``fraction`` itself; `UserError` if it is not in (0, 1]."""
     if not 0 < fraction <= FULL:
         raise UserError(f"the fraction {fraction:g} is not above 0 and at most 1", EXAMPLE)
     return fraction
@@ -60,12 +56,11 @@ def fractions_of(names: Sequence[str], slow: Mapping[str, float]) -> list[float]
     Raises `UserError` for a task that is not among ``names``.
     """
     known = [name.replace(" ", ":") for name in names]
-    for task, fraction in slow.items():
+    for task in slow:
         if task not in known:
             raise UserError(
                 f"{task!r} is to be slow, but is not a task that starts here", nearest(task, known)
             )
-        checked_fraction(fraction)
     return [slow.get(task, FULL) for task in known]
 
 
@@ -95,7 +90,6 @@ def throttle(pid: int, fraction: float) -> None:
     Where it has a process group of its own, its children are throttled with it. However
     this ends (an exception of a signal handler too), the process runs on at full speed.
     """
-    checked_fraction(fraction)
     try:
         send = os.killpg if os.getpgid(pid) == pid else os.kill
     except ProcessLookupError:

@@ -8,12 +8,11 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from spartito.cluster import nodelist
 from spartito.cluster.endpoints import parse_range
-from spartito.cluster.spec import Task, canonical, is_loopback
+from spartito.cluster.spec import Task
 from spartito.device import available_cores
 from spartito.errors import UserError
-from spartito.launch.hosts.names import is_name
+from spartito.launch.hosts.names import parse_hosts
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.roles import Roles
 from spartito.launch.target import check_folder, inside_here
@@ -104,7 +103,7 @@ class Containers:
 
     def together(self, task: Task) -> list[Task]:
         """The tasks on the machine of ``task``, in order."""
-        return [t for t in self.roles.tasks if self.machine_of(t) == self.machine_of(task)]
+        return self.roles.together(task, len(self.network.machines or ("",)))
 
     def address(self, task: Task) -> tuple[str, int]:
         """Where ``task`` listens: a service on the bridge, else a port of its machine."""
@@ -322,19 +321,9 @@ def _machines(text: str | None, roles: Roles) -> tuple[str, ...]:
     """The machines' names of a list with commas."""
     if text is None:
         return ()
-    names = nodelist.expand(text)
-    for name in names:
-        if not is_name(name):
-            raise UserError(
-                f"--hosts {text}: {name!r} is no name of a machine", "Write a,b,c, without ports."
-            )
-        if len(names) > 1 and is_loopback(name):
-            raise UserError(
-                f"--hosts {text}: {name} is each machine itself",
-                "Give the name or address by which the other machines reach it.",
-            )
-    if len(set(map(canonical, names))) < len(names):
-        raise UserError(f"--hosts {text} names a machine twice", "Name each machine once.")
+    names = parse_hosts(text)
+    if "@" in text:
+        raise UserError(f"--hosts {text} names users", "Containers need none: write a,b,c.")
     if len(names) > len(roles.tasks) or len(names) > max(roles.workers, roles.ps):
         raise UserError(
             f"--hosts {text} are {len(names)} machines, too many for the job's "

@@ -15,7 +15,7 @@ from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.ssh import Ssh
 from spartito.launch.local import RUNTIME, Position, defaults, environments
-from spartito.launch.process import Process
+from spartito.launch.process import Process, process_of
 from spartito.launch.roles import Roles, task_environment
 from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 
@@ -68,7 +68,7 @@ class Plan:
 
     def together(self, task: Task) -> list[Task]:
         """The tasks on the machine of ``task``, in order."""
-        return [t for t in self.roles.tasks if self.machine_of(t) == self.machine_of(task)]
+        return self.roles.together(task, len(self.hosts))
 
     def address(self, task: Task) -> str:
         """Where ``task`` listens if it does: its machine's first port, and those that follow."""
@@ -122,15 +122,7 @@ class Plan:
             words = self.ssh.python_command(host.name, keeper)
             argv = client.command(host.name, words, self.together(task).index(task))
             own = {**env, client.FIRST_LINE: line}
-        return Process(
-            str(task),
-            argv,
-            own,
-            self.roles.restarts(task) if self.roles.asked else 0,
-            self.roles.is_vital(task) if self.roles.asked else True,
-            outlives=task.type == "evaluator",
-            remote=not host.here,
-        )
+        return process_of(task, self.roles, argv, own, remote=not host.here)
 
     def lines(self) -> list[str]:
         """Which tasks each machine has, with the ports where they listen."""
