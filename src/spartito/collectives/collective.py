@@ -238,8 +238,13 @@ class _Announced:
         self._reducer, self._current_call, self._tag = reducer, current_call, tag
 
     def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
-        with self._current_call.call(self._tag):
+        current = self._current_call  # `CurrentCall.call` without an object: this is in every step
+        before = current.tag
+        current.tag = before or current.purpose << 58 | self._tag
+        try:
             return self._reducer.reduce(piggybacked, loss_divisor)
+        finally:
+            current.tag = before
 
 
 class LocalReducer:

@@ -16,6 +16,7 @@ import fcntl
 import os
 import platform
 import select
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, own_cgroup
 from spartito.errors import TaskLostError, UserError
 
+SCALARS = [struct.Struct(f"={count}d") for count in range(MAX_PIGGYBACKED + 1)]
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
 SLOT = 1 << 20  # bytes of scratch per rank
 SPINS = 1000  # about 60 us of looking before the core is offered to others
@@ -114,13 +116,14 @@ class SharedMemoryCollective(Collective):
 
         self._segment = segment = self._segment_for_all(size, self._teller(group))
         self._came = memoryview(segment.map).cast("q")
-        self._piggybacked = memoryview(segment.map).cast("d")
         self._slots = [
             [segment.tensor(head + SLOT * (part * self.world_size + r), SLOT, torch.uint8)
              for r in range(self.world_size)]
             for part in (0, 1)
         ]  # fmt: skip
+        self._own = self._cell(rank)
         self._others = [(r, self._cell(r)) for r in range(self.world_size) if r != rank]
+        self._scalars = [self._cell(r) * 8 + LINE for r in range(self.world_size)]
         self._lives: list[tuple[int, int]] = []
         try:
             self._exchange_lives(group.under("life"))
@@ -185,31 +188,30 @@ class SharedMemoryCollective(Collective):
     def synchronize(self) -> None:
         """Wait until all are here, at the same call."""
         self._sequence = sequence = self._sequence + 1
-        came, own, word = self._came, self._cell(self.rank), self.current_call.tag
+        came, own, tag = self._came, self._own, self.current_call.tag
         call = 2 + (sequence & 1)  # of two in turn: the next may be written while this one is read
-        came[own + call] = word
+        came[own + call] = tag
         came[own] = sequence
         for rank, cell in self._others:
             if came[cell] < sequence:
                 self._wait(rank, cell, sequence)
-            if came[cell + call] != word:
+            if came[cell + call] != tag:
                 self._compare(rank, came[cell + call])
 
     def heartbeat(self) -> None:
         """Show those who wait for us that we make progress: their limit begins anew."""
-        self._came[self._cell(self.rank) + 1] += 1
+        self._came[self._own + 1] += 1
 
     def exchange_piggybacked(self, piggybacked: Piggybacked) -> Piggybacked:
         """Synchronize, and return the sum of each scalar over the replicas."""
-        cells, count = self._piggybacked, len(piggybacked)
+        count = len(piggybacked)
         if count > MAX_PIGGYBACKED:  # one more would lie on the next rank's flag
             raise ValueError(f"{count} piggybacked scalars, and a line holds {MAX_PIGGYBACKED}")
-        own = self._cell(self.rank) + LINE // 8
-        for offset, value in enumerate(piggybacked):
-            cells[own + offset] = value
+        memory, packing = self._segment.map, SCALARS[count]
+        packing.pack_into(memory, self._scalars[self.rank], *piggybacked)
         self.synchronize()
-        starts = [self._cell(rank) + LINE // 8 for rank in range(self.world_size)]
-        return add_piggybacked([tuple(cells[start : start + count]) for start in starts])
+        parts = [packing.unpack_from(memory, start) for start in self._scalars]
+        return add_piggybacked(parts)
 
     def _cell(self, rank: int) -> int:
         return rank * 2 * LINE // 8
@@ -349,16 +351,15 @@ class SharedReducer:
         self.input = inputs[shared.rank]
         self.output = segment.tensor(world * size, numel, dtype)
         mine = slice(numel * shared.rank // world, numel * (shared.rank + 1) // world)
-        self._parts = [part[mine] for part in inputs]
-        self._sum = self.output[mine]
+        self._first, self._second, *self._others = [part[mine] for part in inputs]
+        self._sum, self._nbytes = self.output[mine], self.input.nbytes
 
     def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
         """As `Reducer.reduce`; bitwise the same on all ranks, summed in their order."""
         total = self._shared.exchange_piggybacked(piggybacked)
-        self._shared.traffic.moved(self.input.nbytes)
-        first, second, *others = self._parts
-        torch.add(first, second, out=self._sum)
-        for part in others:
+        self._shared.traffic.moved(self._nbytes)
+        torch.add(self._first, self._second, out=self._sum)
+        for part in self._others:
             self._sum.add_(part)
         if total[0] and total[0] != loss_divisor:
             self._sum.mul_(loss_divisor / total[0])
