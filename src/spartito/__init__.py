@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from spartito import data, extend, models
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.data.batch import Batch
+    from spartito.engine.seed import seed_everything
     from spartito.strategies import (
         CentralStorageStrategy,
         MirroredStrategy,
@@ -56,6 +57,7 @@ __getattr__ = _attach(
         "Strategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
+        "seed_everything": "spartito.engine.seed",
         "strategy": "spartito.strategies",
         "summary": "spartito.training.summary",
     },
@@ -90,6 +92,7 @@ __all__ = [
     "extend",
     "metrics",
     "models",
+    "seed_everything",
     "strategy",
     "summary",
 ]

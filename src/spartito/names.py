@@ -24,7 +24,16 @@ ENV_INTERFACE = "SPARTITO_INTERFACE"
 ENV_EPOCHS = "SPARTITO_EPOCHS"
 """The number of epochs that `fit` trains, whatever the script says."""
 
-PRECISIONS = ("bf16", "fp32")
+PRECISIONS = {
+    "16-mixed": "fp16",
+    "32-true": "fp32",
+    "bf16": "bf16",
+    "bf16-mixed": "bf16",
+    "bf16-true": "bf16-true",
+    "fp16": "fp16",
+    "fp32": "fp32",
+}
+"""Precisions by our names and Lightning's, with ours."""
 RECIPES = ("cats_vs_dogs", "mnist")
 RECIPE_SEED = 1337
 

@@ -60,7 +60,7 @@ def train(
     precision: Annotated[
         str | None,
         typer.Option(
-            help=f"What the forward pass computes in: {' or '.join(PRECISIONS)}.",
+            help=f"What the forward pass computes in: {', '.join(PRECISIONS)}.",
             parser=_precision,
             metavar="NAME",
         ),

@@ -79,7 +79,10 @@ class Overlapped(Wrapper):
     def unwrap(self) -> None:
         """Leave gradients where they are again, and hold on to no process group."""
         for parallel in self._parallel:
+            # Not DDP, which keeps the interpreter's lock, may be the last to hold the group.
+            held = parallel.process_group
             vars(parallel).clear()  # at once: somebody may hold on to it
+            del held
         self._parallel.clear()
         self.averaged = False
 

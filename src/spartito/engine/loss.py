@@ -91,7 +91,7 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
     target = batch.target
     if not of_torch(loss):
         return loss(output, target)
-    if isinstance(output, Tensor) and output.dtype == torch.bfloat16:
+    if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16):
         output = output.float()
     _refuse_one_class(loss, output)
     target = align(output, target)

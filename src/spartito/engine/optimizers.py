@@ -128,7 +128,7 @@ def fuse(optimizer: Optimizer) -> None:
             group["fused"] = True
             group["foreach"] = False
             if isinstance(optimizer, SGD) and not hasattr(optimizer, _FILLS):
-                setattr(optimizer, _FILLS, optimizer.register_step_pre_hook(_fill_momentum))
+                setattr(optimizer, _FILLS, optimizer.register_step_pre_hook(fill_momentum))
 
 
 @contextmanager
@@ -141,8 +141,7 @@ def skipping(optimizer: Optimizer, weight: float | Tensor) -> Iterator[bool]:
     if not isinstance(weight, Tensor) or not all(g.get("fused") for g in optimizer.param_groups):
         yield float(weight) != 0
         return
-    if isinstance(optimizer, SGD):
-        _fill_momentum(optimizer, all_fresh=True)
+    fill_momentum(optimizer, all_fresh=True)
     optimizer.found_inf = (weight == 0).float()  # type: ignore[attr-defined]
     try:
         yield True
@@ -153,14 +152,14 @@ def skipping(optimizer: Optimizer, weight: float | Tensor) -> Iterator[bool]:
 _FILLS = "_spartito_fills_momentum"
 
 
-def _fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> None:
+def fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> None:
     """Begin with zeros the momentum of parameters that learn later than others.
 
     torch's fused SGD wants it of all parameters or of none. Without dampening zeros are what a
     first step begins with. ``all_fresh``: where the first step may be left out, too.
     """
     for group in optimizer.param_groups:
-        if not (group["fused"] and group["momentum"]):
+        if not (group.get("fused") and group.get("momentum")):
             continue
         learn = [parameter for parameter in group["params"] if parameter.grad is not None]
         states = [optimizer.state[parameter] for parameter in learn]

@@ -6,31 +6,117 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
+from spartito.engine.optimizers import fill_momentum
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.names import PRECISIONS, nearest
 
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """Return "fp32" (the model's own dtype) or "bf16" (autocast), as it pays on ``device``.
+    """ "fp32" (the model's own dtype), "bf16", "bf16-true" or "fp16", as it pays on ``device``.
 
-    On a CPU whose instructions know no bf16, torch computes it step by step: a convolutional
-    network took 20 times as long as in fp32. There "bf16" becomes "fp32", with a warning.
+    Lightning's names mean the same. On a CPU whose instructions know no bf16, torch computes it
+    step by step: a convolutional network took 20 times as long as in fp32. There "bf16" becomes
+    "fp32", with a warning.
     """
     if wanted not in PRECISIONS:
         raise UserError(f"unknown precision {wanted!r}", nearest(wanted, PRECISIONS))
-    if wanted == "bf16" and device.type == "cpu" and not _cpu_knows_bf16():
+    chosen = PRECISIONS[wanted]
+    if chosen == "bf16" and device.type == "cpu" and not _cpu_knows_bf16():
         warn("this CPU has no bf16 instructions: computing in fp32, which is much faster here")
         return "fp32"
-    return wanted
+    return chosen
+
+
+def convert(model: nn.Module, precision: str) -> None:
+    """Give ``model`` the dtype of its parameters where ``precision`` is about that."""
+    if precision == "bf16-true":
+        model.to(torch.bfloat16)
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[Any]:
     """Where the forward pass and the loss are computed."""
-    if precision == "fp32":
+    if precision not in _AUTOCAST:
         return nullcontext()
-    return torch.autocast(device.type, torch.bfloat16)
+    return torch.autocast(device.type, _AUTOCAST[precision])
+
+
+class LossScale:
+    """Scales the loss so that gradients do not vanish in fp16; here, in full precision, not at all.
+
+    Micikevicius et al., "Mixed Precision Training" (2018).
+    """
+
+    value = 1.0
+
+    def scale(self, gradient: Tensor) -> Tensor:
+        """What a backward pass begins with."""
+        return gradient
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        """Bring back the reduced gradients, the same on all replicas."""
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Let the optimizer step, unless gradients have overflowed."""
+        optimizer.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of it."""
+        return {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+
+
+class DynamicLossScale(LossScale):
+    """As large as gradients allow, by torch's scaler: an update that overflows is left out."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._scaler = GradScaler(device.type)
+        self._is_unscaled = False
+
+    @property
+    def value(self) -> float:  # type: ignore[override]
+        """By which the gradients that wait are too large."""
+        return self._scaler.get_scale()
+
+    def scale(self, gradient: Tensor) -> Tensor:
+        return self._scaler.scale(gradient)
+
+    def unscale(self, optimizer: Optimizer) -> None:
+        self._is_unscaled = False
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:  # it may lie in memory that all replicas read
+                    parameter.grad = parameter.grad.clone()
+                    self._is_unscaled = True
+        if self._is_unscaled:
+            self._scaler.unscale_(optimizer)
+
+    def step(self, optimizer: Optimizer) -> None:
+        if self._is_unscaled:
+            if all(group.get("fused") for group in optimizer.param_groups):
+                fill_momentum(optimizer, all_fresh=True)
+                optimizer._step_supports_amp_scaling = True  # type: ignore[attr-defined]
+            self._scaler.step(optimizer)
+            self._scaler.update()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._scaler.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._scaler.load_state_dict(state)
+
+
+def make_loss_scale(precision: str, device: torch.device) -> LossScale:
+    """The loss scale that ``precision`` needs."""
+    return DynamicLossScale(device) if precision == "fp16" else LossScale()
 
 
 def _cpu_knows_bf16() -> bool:

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from spartito.engine.gradients import Accumulated, Gradients
 from spartito.engine.optimizers import optimizer_parameters, unwrap
+from spartito.engine.precision import LossScale
 from spartito.engine.randomness import GlobalRandomness
 from spartito.errors import UserError
 
@@ -31,6 +32,7 @@ class Pair:
     shared: dict[int, Tensor]  # by id: the chief's values of these have come to all replicas
     seed: int
     randomness: GlobalRandomness | None  # where training is deterministic
+    loss_scale: LossScale
     passes: int = 0
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
 
@@ -43,8 +45,9 @@ class Pair:
         """What the batches since the last update have left, equal on all replicas."""
         waiting = self.gradients.accumulated()
         grads = zip(self._names, waiting.grads, strict=True)
+        scale = self.loss_scale.value
         return {
-            "gradients": {name: grad for name, grad in grads if grad is not None},
+            "gradients": {name: grad / scale for name, grad in grads if grad is not None},
             "divisor": waiting.loss_divisor,
             "weight": waiting.weight,
             "loss": waiting.loss,
@@ -64,7 +67,8 @@ class Pair:
                 "Go on with the same, or begin a whole epoch: fit(..., initial_epoch=N).",
             )
         self.gradients.refresh()
-        grads = [saved["gradients"].get(name) for name in self._names]
+        scale, found = self.loss_scale.value, map(saved["gradients"].get, self._names)
+        grads = [None if grad is None else grad * scale for grad in found]
         waiting = Accumulated(grads, saved["divisor"], saved["weight"], saved["loss"])
         self.gradients.load_accumulated(waiting, rank)
         self.passes, self.saved = saved["batches"], None

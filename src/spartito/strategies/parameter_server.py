@@ -22,6 +22,7 @@ from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, named_state, unwrap
 from spartito.errors import UserError
+from spartito.names import PRECISIONS
 from spartito.ps.job import Job, Options, workers_of
 from spartito.ps.protocol.codec import check_wire_dtype
 from spartito.ps.protocol.options import set_options
@@ -125,6 +126,11 @@ class ParameterServerStrategy(ReplicaStrategy):
             raise UserError(
                 "a second model under parameter_server",
                 "It serves one model with one optimizer; a synchronous strategy takes several.",
+            )
+        if PRECISIONS.get(precision) == "fp16":
+            raise UserError(
+                "precision='fp16' under parameter_server",
+                "Workers would scale their losses apart. Choose 'bf16', or a synchronous strategy.",
             )
         means = self._rules.together or self._rules.aggregate > 1
         self._deterministic = deterministic

@@ -45,7 +45,7 @@ from spartito.engine.optimizers import (
     optimizer_parameters,
     unwrap,
 )
-from spartito.engine.precision import autocast, choose_precision
+from spartito.engine.precision import autocast, choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import RandomnessForbidden, globalize, replaying
 from spartito.errors import UserError
 from spartito.log import warn
@@ -95,6 +95,7 @@ class ReplicaStrategy(Strategy):
         if self.cluster.world_size > 1 or self.cluster.addresses.get("ps"):
             check_initialized(model)
         model.to(self.device)
+        convert(model, precision)
         made = make_optimizer(optimizer, model)
         check_optimizer(made, model, self.cluster.world_size)
         fuse(made)
@@ -115,7 +116,7 @@ class ReplicaStrategy(Strategy):
         dtype = dtypes.pop() if len(dtypes) == 1 else None
         pair = Pair(
             whole, made, gradients, accumulate, clip_norm, precision, dtype, tensors, seed,
-            randomness,
+            randomness, make_loss_scale(precision, self.device),
         )  # fmt: skip
         self._pairs.add(pair)
         return whole, made
@@ -190,7 +191,7 @@ class ReplicaStrategy(Strategy):
         self.coordination.attempt(write)
 
     def load(self, source: Path | Mapping[str, Any]) -> None:
-        sections = ("model", "optimizer", "accumulated")
+        sections = ("model", "optimizer", "accumulated", "loss_scale")
         state = read_sections(source, *sections) if isinstance(source, Path) else source
         self.load_state_dict(dict(state))
 
@@ -203,6 +204,8 @@ class ReplicaStrategy(Strategy):
             "model": dict(model.state_dict()),
             "optimizer": named_state(model, pair.optimizer),
         }
+        if scale := pair.loss_scale.state_dict():
+            state["loss_scale"] = scale
         return {**state, "accumulated": pair.accumulated()} if pair.passes else state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -219,6 +222,8 @@ class ReplicaStrategy(Strategy):
             pair.gradients.clear()
             pair.passes = 0
             pair.saved = state.get("accumulated")
+            if scale := state.get("loss_scale"):
+                pair.loss_scale.load_state_dict(scale)
         if "optimizer" in state and not isinstance(pair.optimizer, NoOptimizer):
             load_named_state(unwrap(pair.model), pair.optimizer, state["optimizer"])
 
@@ -343,6 +348,11 @@ class ReplicaStrategy(Strategy):
                     "out: each replica computed with its own values of them",
                     "Change the model between two calls of fit, or before the loop takes a batch.",
                 )
+        if len(pairs) > 1 and any(pair.loss_scale.value != 1 for pair in pairs):
+            raise UserError(
+                f"a backward pass for {len(pairs)} prepared models with precision='fp16'",
+                "Each has a loss scale of its own: choose bf16, or prepare one model.",
+            )
         is_mean = loss_divisor > 0
         for pair in pairs:
             own = pair.gradients.begin(loss_divisor or self._loss_divisor(batch))
@@ -355,7 +365,8 @@ class ReplicaStrategy(Strategy):
                 stack.enter_context(pair.gradients.discarding())
             if any(pair.randomness for pair in pairs):
                 stack.enter_context(replaying())
-            found.value.backward(torch.full_like(found.value, scale))
+            gradient = torch.full_like(found.value, scale)
+            found.value.backward(pairs[0].loss_scale.scale(gradient))
         loss = found.value.detach().double() * found.scale if found.counts else 0.0
         for pair in pairs:
             pair.gradients.add(loss, found.weight)

@@ -140,12 +140,13 @@ class SynchronousStrategy(ReplicaStrategy):
                 stops = self._parts.all_reduce(torch.tensor([stops], dtype=torch.float64)).item()
         if randomness is not None:
             randomness.check(drawn_by_all)
-        if isinstance(weight, Tensor) or weight:
-            if pair.clip_norm is not None:
-                pair.gradients.clip(pair.clip_norm, self.global_norm(pair))
-            with skipping(pair.optimizer, weight) as is_due:
-                if is_due:
-                    self._optimize(pair)
+        scaled = pair.precision == "fp16"  # torch's scaler is what skips steps then
+        with skipping(pair.optimizer, float(weight) if scaled else weight) as is_due:
+            if is_due:
+                pair.loss_scale.unscale(pair.optimizer)
+                if pair.clip_norm is not None:
+                    pair.gradients.clip(pair.clip_norm, self.global_norm(pair))
+                self._optimize(pair)
         pair.gradients.clear()
         pair.passes = 0
         return StepResult(output, examples, updates=1, loss=loss, weight=weight, stop=stops > 0)
@@ -163,7 +164,7 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def _optimize(self, pair: Pair) -> None:
         """Let the optimizer use the reduced gradients."""
-        pair.optimizer.step()
+        pair.loss_scale.step(pair.optimizer)
 
 
 def _leave(overlapped: list[Overlapped], groups: Groups) -> None:
