@@ -147,7 +147,8 @@ def _taken(endpoint: Endpoint, error: OSError) -> TakenError:
         )
     return TakenError(
         f"{endpoint.name} cannot listen on {endpoint.host}:{first}: {error.strerror}",
-        "Another program has the port; choose a free one.",
+        "Another program has the port: choose a free one. Or this script made a second strategy "
+        "while the first is open: give all trainers the same, Trainer(..., strategy=strategy).",
     )
 
 

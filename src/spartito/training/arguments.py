@@ -8,6 +8,7 @@ from functools import wraps
 from inspect import Parameter, signature
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
+from spartito.cluster.resolver import resolve
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_EPOCHS, nearest
@@ -105,7 +106,7 @@ def known_names(
         def wrapped(self: T, /, *args: P.args, **options: P.kwargs) -> R:
             given = dict(options)
             if not given.keys() <= form.parameters.keys() or len(args) >= count:
-                given = _translated(name, ours, args, given)
+                given = _translated(name, ours, args, given, self)
             try:
                 form.bind(self, *args, **given)
             except TypeError as error:
@@ -118,7 +119,7 @@ def known_names(
 
 
 def _translated(
-    name: str, ours: list[str], args: tuple[Any, ...], given: dict[str, Any]
+    name: str, ours: list[str], args: tuple[Any, ...], given: dict[str, Any], trainer: Any
 ) -> dict[str, Any]:
     """``given`` by our names."""
     if len(args) == 2 and ours[0] == "data":
@@ -126,6 +127,7 @@ def _translated(
     if "x" in given and "y" in given and "data" not in given and name != "predict":
         given = {**given, "x": (given["x"], given["y"])}
         del given["y"]
+    cluster = trainer.strategy.cluster if hasattr(trainer, "strategy") else resolve()
     found: dict[str, Any] = {}
     for word, value in given.items():
         mine = ALIASES[name].get(word, word)
@@ -134,7 +136,7 @@ def _translated(
             raise UserError(f"{name}() has no argument {word!r}", hint)
         if mine in found or (mine != word and mine in given):
             raise UserError(f"{name}() has {mine} twice", f"{word} means {mine}: give one of them.")
-        if mine != word:
+        if mine != word and cluster.is_chief:
             note("%s(): %s is %s here", name, word, mine)
         found[mine] = None if mine != word and mine == "clip_norm" and value == 0 else value
     return found
