@@ -22,9 +22,6 @@ PUBLIC = (
 """Packages whose ``__all__`` is what a user may import."""
 
 TO_DO = (
-    "spartito.cluster",
-    "spartito.data",
-    "spartito.errors",
     "spartito.models",
     "spartito.strategies",
 )

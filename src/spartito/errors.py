@@ -25,7 +25,12 @@ class SpartitoError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, do: str = "") -> None:
-        """``what`` says the value that came and the rule it broke; ``do`` what to type instead."""
+        """Put the parts together.
+
+        Args:
+            what: The value that came, and the rule that it broke.
+            do: What to type instead.
+        """
         super().__init__(f"{what}\n  {do}" if do else what)
 
 

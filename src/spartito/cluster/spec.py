@@ -26,7 +26,12 @@ NO_RANK = -1
 
 @dataclass(frozen=True, slots=True, order=True)
 class Task:
-    """One process of the job, as ``worker 1``."""
+    """One process of the job, as ``worker 1``.
+
+    Attributes:
+        type: Its role: "chief", "worker", "ps" or "evaluator".
+        index: Its number among those of this role, from 0.
+    """
 
     type: str
     index: int
@@ -39,13 +44,19 @@ class Task:
 class ClusterSpec:
     """All tasks of the job, and which of them this process is.
 
-    ``addresses`` maps a role to the ``host:port`` of every task, ``""`` where unknown.
-    ``rank`` counts the ``world_size`` tasks that train, the chief first, then the workers;
-    ``local_rank`` and ``local_size`` count those on this machine. A task that does not train
-    has rank and local rank `NO_RANK`. ``rendezvous`` is the ``host:port`` where the processes
-    meet, None when alone. ``source`` says where all this was read.
+    Attributes:
+        addresses: The ``host:port`` of every task by role, ``""`` where unknown.
+        task: The task that this process is.
+        rank: Its number among the tasks that train, the chief first, then the workers; -1 for a
+            task that does not train.
+        world_size: How many tasks train.
+        local_rank: Its number among those that train on this machine; -1 as for ``rank``.
+        local_size: How many train on this machine.
+        rendezvous: The ``host:port`` where the tasks meet, None when alone.
+        source: Where all this was read, for messages.
 
-    Raises `UserError` for values that cannot be one cluster.
+    Raises:
+        UserError: For values that cannot be one cluster.
     """
 
     addresses: Mapping[str, tuple[str, ...]]
@@ -109,21 +120,46 @@ class ClusterSpec:
         return sum(not served or task.type == "worker" for task in self.replica_tasks)
 
     def task_of(self, rank: int) -> Task:
-        """The task with this rank."""
+        """The task with this rank.
+
+        Args:
+            rank: A number from 0 to ``world_size`` - 1.
+
+        Returns:
+            Its role and index.
+        """
         return self.replica_tasks[rank]
 
     def address_of(self, task: Task) -> str:
-        """The ``host:port`` of ``task``, ``""`` where unknown."""
+        """Where a task listens.
+
+        Args:
+            task: A task of this cluster.
+
+        Returns:
+            Its ``host:port``, ``""`` where unknown.
+        """
         return self.addresses[task.type][task.index]
 
     def name_of(self, rank: int) -> str:
-        """How an error names a rank: ``worker 1 (10.0.0.2:29500)``, the address when known."""
+        """How messages name a task.
+
+        Args:
+            rank: A number from 0 to ``world_size`` - 1.
+
+        Returns:
+            As ``worker 1 (10.0.0.2:29500)``, with the address when it is known.
+        """
         task = self.task_of(rank)
         address = self.address_of(task)
         return f"{task} ({address})" if address else str(task)
 
     def from_source(self, source: str) -> Self:
-        """The same cluster, read from ``source``."""
+        """The same cluster, read from elsewhere.
+
+        Args:
+            source: What messages call it.
+        """
         return replace(self, source=source)
 
     def _figures(self) -> str:

@@ -12,14 +12,18 @@ import torch
 class Batch:
     """The local batch of one step.
 
-    ``data`` is a tensor, a tuple ``(x, y)`` or a dict, its tensors of shape ``(size, ...)``;
-    their parts may be tuples and dicts again.
-    ``offsets`` are the rows' positions inside the global batch, shape ``(size,)`` int64.
-    ``global_size`` counts the examples that the order gave to the step over all replicas;
-    a corrupt example is counted there, so ``size`` may be less than this data shard has.
-    ``drawn`` is a checksum of the order of the whole pass, 0 where the data has no indices.
-    ``spare`` stands in for ``data`` without rows where a model has to be run in any case: up to
-    two rows of other examples, which count for nothing; None where there are rows.
+    Attributes:
+        data: A tensor, a tuple ``(x, y)`` or a dict, its tensors of shape ``(size, ...)``; their
+            parts may be tuples and dicts again.
+        size: The rows of this data shard. Without corrupt examples that is what the order gave.
+        global_size: The examples that the order gave to the step over all data shards; a corrupt
+            example is counted there.
+        offsets: The rows' positions inside the global batch, shape ``(size,)`` int64.
+        epoch: The pass over the data, from 0.
+        step: The step in the pass, from 0.
+        drawn: A checksum of the order of the whole pass, 0 where the data has no indices.
+        spare: Stands in for ``data`` without rows where a model has to be run in any case: up to
+            two rows of other examples, which count for nothing; None where there are rows.
     """
 
     data: Any

@@ -76,8 +76,16 @@ class Dataset:
     def map(self, function: Transform) -> Dataset:
         """Change every example (before ``.batch``) or every local batch (after it).
 
-        A tuple arrives as separate arguments, ``function(x, y)``; anything else as one. A
-        `RandomTransform` gets a generator seeded by (seed, epoch, index) instead.
+        Args:
+            function: Gets a tuple as separate arguments, ``function(x, y)``, and anything else as
+                one. A `RandomTransform` gets an example and a generator that is seeded by
+                (seed, epoch, index).
+
+        Returns:
+            A new data set.
+
+        Raises:
+            UserError: A random transform of whole batches.
         """
         if self.batched or isinstance(self.source, BatchStream | PerWorker):
             if isinstance(function, RandomTransform):
@@ -89,7 +97,18 @@ class Dataset:
         return replace(self, example_maps=(*self.example_maps, function))
 
     def shuffle(self, seed: int | None = None) -> Dataset:
-        """Permute all examples, anew in each pass; ``seed`` None takes the trainer's."""
+        """Permute all examples, anew in each pass.
+
+        Args:
+            seed: What the order is drawn from, with the number of the pass; None takes the
+                trainer's.
+
+        Returns:
+            A new data set.
+
+        Raises:
+            UserError: The data comes in an order of its own: a stream, or a sampler's.
+        """
         if self.batch_sampler is not None:
             raise UserError(
                 f"shuffle() of what a {describe_sampler(self.batch_sampler)} draws",
@@ -103,7 +122,18 @@ class Dataset:
         return replace(self, shuffled=True, seed=seed)
 
     def batch(self, batch_size: int, drop_remainder: bool = False) -> Dataset:
-        """Group examples into global batches: each replica gets one data shard."""
+        """Group examples into global batches, of which each replica gets one data shard.
+
+        Args:
+            batch_size: Examples in a global batch.
+            drop_remainder: Leave out a last batch that is smaller.
+
+        Returns:
+            A new data set.
+
+        Raises:
+            UserError: A size below 1, or the data has batches already.
+        """
         if not isinstance(batch_size, int) or batch_size < 1:
             raise UserError(f"batch({batch_size!r})", "A global batch has at least one example.")
         if self.batched or isinstance(self.source, BatchStream | PerWorker):
@@ -111,22 +141,48 @@ class Dataset:
         return replace(self, batch_size=batch_size, drop_remainder=drop_remainder)
 
     def repeat(self, count: int | None = None) -> Dataset:
-        """Pass over the examples ``count`` times in an epoch, or without end."""
+        """Pass over the examples several times in an epoch.
+
+        Args:
+            count: Passes; None is without end, and ``fit`` then needs ``steps_per_epoch``.
+
+        Returns:
+            A new data set.
+
+        Raises:
+            UserError: A count below 1.
+        """
         if count is not None and count < 1:
             raise UserError(f"repeat({count})", "Repeat at least once, or without a count.")
         return replace(self, repeats=count)
 
     def prefetch(self, batches: int = 2, threads: int | None = None) -> Dataset:
-        """Read up to ``batches`` ahead in background threads while the device computes.
+        """Read batches ahead in background threads while the device computes.
 
-        With several ``threads`` the data set must bear it that these read at the same time.
+        Args:
+            batches: How many at most; 0 reads nothing ahead.
+            threads: How many threads read; None is 1. With several the data set must allow that
+                they read at the same time.
+
+        Returns:
+            A new data set.
+
+        Raises:
+            UserError: A negative number of batches.
         """
         if batches < 0:
             raise UserError(f"prefetch({batches})", "Give the number of batches, 0 for none.")
         return replace(self, ahead=batches, threads=max(1, threads or self.threads))
 
     def skip_corrupt(self, limit: int) -> Dataset:
-        """Let each replica skip up to ``limit`` unreadable examples; one more is an error."""
+        """Let each replica skip unreadable examples.
+
+        Args:
+            limit: How many at most; one more is an error. Without this call 1 %, at least 10.
+
+        Returns:
+            A new data set.
+        """
         return replace(self, corrupt_limit=limit)
 
     @property
@@ -163,10 +219,17 @@ class Dataset:
         return isinstance(self.source, GatherSource) and not self.example_maps
 
     def rows(self, size: int, shard: DataShard) -> range:
-        """The offsets in a global batch of ``size`` that the data shard ``shard`` has.
+        """The rows of a global batch that a data shard has.
 
         A batch smaller than the others is not cut into single rows: what normalizes over a batch
         cannot use them, and the time for them is short. Offsets of a padded one go past its end.
+
+        Args:
+            size: Examples in the global batch.
+            shard: The index of the data shard, and how many there are.
+
+        Returns:
+            Their offsets in the global batch.
         """
         if self.padded:
             return shard_rows(-(-size // shard[1]) * shard[1], shard)
@@ -191,9 +254,18 @@ class Dataset:
 
 
 def arrays(x: Any = None, y: Any = None, *more: Any) -> Dataset:
-    """Arrays or tensors in memory (or tuples or dicts of them), one row per example.
+    """Arrays or tensors in memory, one row per example; dtypes stay as they are.
 
-    dtypes stay as they are. Raises `UserError` if the numbers of rows differ.
+    Args:
+        x: The inputs: an array or tensor, or a tuple or dict of them.
+        y: The targets.
+        more: Further parts of each example.
+
+    Returns:
+        A data set of tuples ``(x, y, ...)``, or of ``x`` where nothing else is given.
+
+    Raises:
+        UserError: The numbers of rows differ.
     """
     return Dataset(Arrays(*(part for part in (x, y, *more) if part is not None)))
 
@@ -214,13 +286,21 @@ def per_worker(function: Callable[..., Iterable[Any]]) -> Dataset:
 
 
 def as_dataset(data: Any, batch_size: int = 32) -> Dataset:
-    """Anything that users bring, as a batched `Dataset`.
+    """Anything that users bring, as a data set with batches.
 
-    A `Dataset`; a torch ``DataLoader`` (its batch size is taken as global, its collate function
-    and worker processes are kept, plain shuffling becomes ours; any other sampler draws the
-    global batches, the same ones on every replica); a torch ``Dataset`` or
-    ``IterableDataset``; a tensor or array, a tuple ``(x, y)`` or a dict of them.
-    ``batch_size`` is used where the data brings none.
+    Args:
+        data: A `Dataset`; a torch ``DataLoader`` (its batch size is taken as global, its collate
+            function and worker processes are kept, plain shuffling becomes ours; any other
+            sampler draws the global batches, the same ones on every replica); a torch
+            ``Dataset`` or ``IterableDataset``; a tensor or array, a tuple ``(x, y)`` or a dict of
+            them; an iterable of batches.
+        batch_size: The global batch size where the data brings none.
+
+    Returns:
+        The data set; ``data`` itself if it is one with batches.
+
+    Raises:
+        UserError: No data in any of these forms.
     """
     if isinstance(data, Dataset):
         dataset = data

@@ -1,4 +1,4 @@
-"""Data sets that lie in folders, and the digits that come with the package, as chains."""
+"""Data sets in folders, and the digits that come with the package."""
 
 from __future__ import annotations
 
@@ -22,12 +22,19 @@ def image_folder(
     seed: int = 1337,
     **options: Any,
 ) -> Dataset:
-    """Images in one folder per class as ``(x, y)``, any size of image.
+    """Images in one folder per class, read ahead in the background.
 
-    ``x`` is float32 0 to 255 of shape ``(3, height, width)``, ``y`` the class' index in
-    ``.classes``. ``validation_split`` keeps that share for ``subset="validation"``;
-    ``validation_split=None, subset=None`` takes all. Read ahead in the background. ``options``
-    go to `image_folder_source` (``color``, ``dtype``, ``extensions``).
+    Args:
+        directory: The folder that has the folders of the classes.
+        image_size: Height and width, to which all images are scaled.
+        validation_split: The fraction of the images that is kept for validation; None keeps none.
+        subset: "training" or "validation"; None takes all images, without a split.
+        seed: What the split is drawn from.
+        options: ``color``, ``dtype`` and ``extensions`` of `image_folder_source`.
+
+    Returns:
+        Examples ``(x, y)``: ``x`` is float32 0 to 255 of shape ``(3, height, width)``, ``y`` the
+        class' index in ``.classes``.
     """
     source: ImageFolder = image_folder_source(
         directory, image_size, validation_split, subset, seed, **options
@@ -36,9 +43,14 @@ def image_folder(
 
 
 def idx(directory: str | Path, split: Literal["train", "test"] = "train") -> Dataset:
-    """The images of MNIST's four IDX files (Fashion-MNIST's too) as ``(x, y)``.
+    """The images of MNIST's four IDX files (Fashion-MNIST's too).
 
-    ``x`` is float32 0 to 1 of shape ``(height, width)``, ``y`` int64.
+    Args:
+        directory: The folder that has the files, as they are or compressed by gzip.
+        split: "train" or "test".
+
+    Returns:
+        Examples ``(x, y)``: ``x`` is float32 0 to 1 of shape ``(height, width)``, ``y`` int64.
     """
     images, labels = find_idx(directory, split)
     return _digits(images, labels)
@@ -48,7 +60,13 @@ def digits(subset: Literal["training", "validation"] = "training") -> Dataset:
     """The 10,000 digits that come with the package: 8,000 to train, 2,000 to validate.
 
     They are MNIST's test digits, so what is reached on them is not comparable with published
-    figures. ``x`` is float32 0 to 1 of shape ``(28, 28)``, ``y`` int64.
+    figures.
+
+    Args:
+        subset: "training" or "validation".
+
+    Returns:
+        Examples ``(x, y)``: ``x`` is float32 0 to 1 of shape ``(28, 28)``, ``y`` int64.
     """
     training, validation = split_digits()
     return _digits(*(training if subset == "training" else validation))

@@ -25,12 +25,28 @@ class RandomTransform(ABC):
     """A random change of one sample that depends on the sample and the generator alone."""
 
     def apply(self, sample: Any, generator: np.random.Generator) -> Any:
-        """The sample with its image changed: the first of a tuple, ``"x"`` of a dict, or itself."""
+        """Change the image of a sample.
+
+        Args:
+            sample: A tensor, a tuple whose first part is one, or a dict with the key ``"x"``.
+            generator: What to draw from, seeded for this sample.
+
+        Returns:
+            The sample with another image; the one that came is left as it was.
+        """
         return on_image(lambda image: self.transform(image, generator), sample)
 
     @abstractmethod
     def transform(self, image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
-        """The changed image, ``(channels, height, width)``, of the same shape and dtype."""
+        """Change an image.
+
+        Args:
+            image: Shape ``(channels, height, width)``.
+            generator: What to draw from, seeded for this sample.
+
+        Returns:
+            The changed image, of the same shape and dtype.
+        """
 
 
 def on_image(change: Callable[[torch.Tensor], torch.Tensor], sample: Any) -> Any:
@@ -54,7 +70,11 @@ FLIPS = {"horizontal": (-1,), "vertical": (-2,), "horizontal_and_vertical": (-1,
 
 @dataclass(frozen=True)
 class RandomFlip(RandomTransform):
-    """Mirrors half of the images; with two directions each is drawn on its own."""
+    """Mirrors half of the images; with two directions each is drawn on its own.
+
+    Attributes:
+        mode: "horizontal", "vertical" or "horizontal_and_vertical".
+    """
 
     mode: str = "horizontal"
 
@@ -64,7 +84,6 @@ class RandomFlip(RandomTransform):
             raise UserError(f"unknown flip {self.mode!r}", nearest(str(self.mode), FLIPS))
 
     def transform(self, image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
-        """The image or its mirror image, in the memory layout that it had."""
         dims = [dim for dim in FLIPS[self.mode] if generator.random() < 0.5]
         return image.flip(dims) if dims else image
 
@@ -77,9 +96,12 @@ FILLS = {"reflect": "reflection", "nearest": "border", "constant": "zeros"}
 class RandomRotation(RandomTransform):
     """Turns an image around its centre by up to ``factor`` of a full turn, either way.
 
-    The angle is uniform in ±``factor`` x 2π, pixels are bilinear. Outside of the image stands
-    what ``fill_mode`` says: ``"reflect"`` (dcba|abcd|dcba), ``"nearest"`` (aaaa|abcd|dddd) or
-    ``"constant"`` (0). As Keras' layer of this name.
+    The angle is uniform in ±``factor`` x 2π, pixels are bilinear, as in Keras' layer of this name.
+
+    Attributes:
+        factor: A fraction of a full turn, 0 to 1.
+        fill_mode: What is outside of the image: "reflect" (dcba|abcd|dcba), "nearest"
+            (aaaa|abcd|dddd) or "constant" (0).
     """
 
     factor: float
@@ -98,7 +120,6 @@ class RandomRotation(RandomTransform):
             )
 
     def transform(self, image: torch.Tensor, generator: np.random.Generator) -> torch.Tensor:
-        """The turned image, in the memory layout that it had."""
         return rotate(image, generator.uniform(-1, 1) * self.factor * 2 * math.pi, self.fill_mode)
 
 
@@ -142,7 +163,12 @@ def _coordinates(angle: float, height: int, width: int) -> NDArray[np.float64]:
 
 @dataclass(frozen=True)
 class Rescale:
-    """Multiplies an image by ``scale`` and adds ``offset``; whole numbers become float32."""
+    """Multiplies an image by a number and adds another; whole numbers become float32.
+
+    Attributes:
+        scale: What every value is multiplied by, as 1/255.
+        offset: What is added then.
+    """
 
     scale: float
     offset: float = 0.0
