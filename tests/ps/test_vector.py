@@ -52,6 +52,18 @@ def test_what_is_stored_is_loaded(model: Odd, servers: int) -> None:
     assert same(before, tensors_of(model))
 
 
+def test_buffers_are_loaded_whatever_has_changed() -> None:
+    net = nn.BatchNorm1d(3).double()
+    net.running_mean.fill_(5.0)  # type: ignore[union-attr]
+    ((_, _, copies),) = sides(Vector(net, SGD(net.parameters(), 0.1)), 1)
+    copies.store()
+    for tensor in net.state_dict().values():
+        tensor.zero_()  # a forward pass changes the buffers
+    copies.load(changed=())
+    assert net.running_mean.tolist() == [5.0] * 3  # type: ignore[union-attr]
+    assert net.weight.tolist() == [0.0] * 3
+
+
 @settings(max_examples=50)
 @given(models(), SERVERS)
 def test_the_memory_holds_each_element_once_where_the_layout_says(model: Odd, servers: int) -> None:
