@@ -41,13 +41,13 @@ def memory() -> list[Figure]:
     """What training adds to a replica, in proportional bytes, and what is kept once."""
     found = {}
     for side in SIDES:
-        answer = run_job([*JOB, "memory", side], workers=WORKERS)
-        found[side] = sum(answer["added"]) / WORKERS
-        each = " and ".join(f"{size / 1e6:.0f}" for size in answer["added"])
-        print(f"{side}: {each} MB (parameters {answer['parameters'] / 1e6:.0f}, "
-              f"Adam's state {answer['state'] / 1e6:.0f})", flush=True)  # fmt: skip
+        result = run_job([*JOB, "memory", side], workers=WORKERS)
+        found[side] = sum(result["added"]) / WORKERS
+        each = " and ".join(f"{size / 1e6:.0f}" for size in result["added"])
+        print(f"{side}: {each} MB (parameters {result['parameters'] / 1e6:.0f}, "
+              f"Adam's state {result['state'] / 1e6:.0f})", flush=True)  # fmt: skip
     central, mirrored = found["central_storage"], found["mirrored"]
-    copies = (mirrored - central) / (answer["parameters"] + answer["state"])
+    copies = (mirrored - central) / (result["parameters"] + result["state"])
     return [
         Figure("memory per replica: central_storage / mirrored", central / mirrored, 0.8, "<="),
         Figure("copies of parameters and state saved per replica, of 1/2", copies, 0.45),

@@ -81,7 +81,7 @@ def _cpu_info(key: str) -> str:
 
 
 def announce(title: str) -> dict[str, Any]:
-    """Print the title and the machine; answers the machine."""
+    """Print the title and the machine; returns the machine."""
     here = machine()
     print(title)
     print(", ".join(f"{name} {value}" for name, value in here.items()), flush=True)
@@ -93,10 +93,10 @@ def rates(windows: Mapping[str, Sequence[float]], examples: int) -> dict[str, fl
     return {side: examples / statistics.median(seconds) for side, seconds in windows.items()}
 
 
-def progress(number: int, rounds: int, values: Mapping[str, float], unit: str) -> None:
+def progress(number: int, rounds: int, values: Mapping[str, float], measure: str) -> None:
     """One line when a round ends."""
     found = "  ".join(f"{side} {show(value)}" for side, value in values.items())
-    print(f"round {number + 1}/{rounds}: {found}  ({unit})", flush=True)
+    print(f"round {number + 1}/{rounds}: {found}  ({measure})", flush=True)
 
 
 def show(value: float) -> str:
@@ -118,8 +118,8 @@ def conclude(
     for figure in figures:
         line = f"{figure.name:<{width}}  {show(figure.value):>9}"
         if figure.target is not None:
-            answer = "reached" if figure.reached else "missed"
-            line += f"   target {figure.relation} {figure.target:g}: {answer}"
+            verdict = "reached" if figure.reached else "missed"
+            line += f"   target {figure.relation} {figure.target:g}: {verdict}"
         print(line)
     if as_json:
         found = [{**asdict(figure), "reached": figure.reached} for figure in figures]

@@ -94,8 +94,8 @@ def result(text: str) -> dict[str, Any]:
     found = re.findall(r"\{\"windows.*\}", text)
     if not found:
         sys.exit(f"the job printed no result:\n{text[-2000:]}")
-    answer: dict[str, Any] = json.loads(found[-1])
-    return answer
+    result: dict[str, Any] = json.loads(found[-1])
+    return result
 
 
 def docker(*words: str) -> str:

@@ -1,4 +1,4 @@
-"""The share of time that a replica waits for data: cats-vs-dogs from JPEG files of 500x375."""
+"""The fraction of time that a replica waits for data: cats-vs-dogs from JPEG files of 500x375."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TARGET = 0.03
 
 
 def main() -> None:
-    """Print the share in the first epoch, with and without its first step, and in the later."""
+    """Print the fraction in the first epoch, with and without its first step, and in the later."""
     assert __doc__ is not None
     options = parser(__doc__, rounds=1)
     options.add_argument("--data", type=Path, help="photos to enlarge, one folder per class")
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def summarize(precision: str, runs: list[list[dict[str, float]]]) -> list[Figure]:
-    """The shares of one precision, medians over rounds and epochs."""
+    """The fractions of one precision, medians over rounds and epochs."""
     first = [epochs[0] for epochs in runs]
     later = [epoch for epochs in runs for epoch in epochs[1:]] or first
 

@@ -76,7 +76,7 @@ class HandWritten:
         self._optimizer = adam(work.model)
 
     def epoch(self) -> tuple[float, float]:
-        """One pass in a new order; answers loss and accuracy."""
+        """One pass in a new order; returns loss and accuracy."""
         model, loss_fn, optimizer = self._work.model, self._work.loss, self._optimizer
         count, size = len(self._x), self._size
         order = torch.randperm(count)

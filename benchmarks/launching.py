@@ -41,14 +41,14 @@ def run_job(
     limit: float = 300.0,
     env: Mapping[str, str] | None = None,
 ) -> Any:
-    """Run ``python *program`` as ``workers`` processes; answers the JSON of rank 0's last line.
+    """Run ``python *program`` as ``workers`` processes; returns the JSON of rank 0's last line.
 
     Each gets what `spartito run` gives: torchrun's variables, one thread, the malloc settings
     (without ``malloc`` glibc's own). Whoever is not ours gets the same. Ends the program with
     what a process said if it fails or outlives ``limit`` seconds.
     """
-    place = Position(0, 1, "127.0.0.1", free_port())
-    told = environments(_base(env), place, workers)
+    position = Position(0, 1, "127.0.0.1", free_port())
+    told = environments(_base(env), position, workers)
     return _run([python, *program], _malloc(told, malloc), limit, ends_alone=False)
 
 
@@ -64,7 +64,7 @@ def run_roles(
 ) -> Any:
     """As `run_job`, but each process is a task of ``roles`` and reads that in its `TF_CONFIG`.
 
-    Answers the JSON of the leading task's last line. With ``ends_alone`` the others never end
+    Returns the JSON of the leading task's last line. With ``ends_alone`` the others never end
     by themselves: they are stopped when the leading one has ended.
     """
     with tempfile.TemporaryDirectory() as folder:
@@ -79,7 +79,7 @@ def run_quietly(
     limit: float = 300.0,
     folder: Path = ROOT,
 ) -> str:
-    """Run ``python *command`` in ``folder`` and a session of its own; answers its stdout.
+    """Run ``python *command`` in ``folder`` and a session of its own; returns its stdout.
 
     Ends the program with what it said if it fails or outlives ``limit`` seconds.
     """
@@ -128,7 +128,7 @@ def _malloc(told: Sequence[dict[str, str]], keep: bool) -> list[dict[str, str]]:
 def _run(
     command: Sequence[str], told: Sequence[Mapping[str, str]], limit: float, ends_alone: bool
 ) -> Any:
-    """Run ``command`` in each environment; answers the JSON of the first one's last line."""
+    """Run ``command`` in each environment; returns the JSON of the first one's last line."""
     _end_by_exception()
     with tempfile.TemporaryDirectory() as folder:
         processes = []
@@ -158,7 +158,7 @@ def _end_by_exception() -> None:
 def _wait(
     processes: Sequence[subprocess.Popen[bytes]], limit: float, ends_alone: bool
 ) -> int | None:
-    """Wait for all (with ``ends_alone`` for the first); answers the first that failed.
+    """Wait for all (with ``ends_alone`` for the first); returns the first that failed.
 
     None is left running.
     """

@@ -95,7 +95,7 @@ RUNS = tuple(Run(study, cpus) for study in reversed(STUDIES) for cpus in (EVEN, 
 
 
 def main() -> int:
-    """Run what has not run yet, then draw all that is there; answers the exit code."""
+    """Run what has not run yet, then draw all that is there; returns the exit code."""
     given = _parser().parse_args()
     chosen = _chosen(given.only)
     if given.data is None and any(run.study.needs_photos for run in chosen):
@@ -128,7 +128,7 @@ def main() -> int:
 def perform(
     run: Run, data: Path | None, out: Path, image: str, epochs: int | None, here: dict[str, Any]
 ) -> int:
-    """Run one job from its start to its end in ``out``; answers its exit code."""
+    """Run one job from its start to its end in ``out``; returns its exit code."""
     folder, file = out / run.name, out / f"{run.name}.yaml"
     name = job_name(f"{out.name}-{run.name}")
     job = run.study.job(data, out=folder, cpus=run.cpus, image=image, name=name)

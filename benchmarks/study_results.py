@@ -91,7 +91,7 @@ class Curve:
 
 
 def write_results(out: Path, names: Sequence[str]) -> str:
-    """Draw the runs ``names`` of the folder ``out``, and answer their table, which is kept too."""
+    """Draw the runs ``names`` of the folder ``out``, and return their table, which is kept too."""
     results = [read(out, name) for name in names]
     found = machine_line(out, names) + "\n\n" + table(results)
     (out / TABLE).write_text(found + "\n")
@@ -124,7 +124,7 @@ def write_docs(out: Path, docs: Path = DOCS) -> None:
         f"{re.escape(BEGIN)}.*{re.escape(END)}", lambda _: block, text, flags=re.DOTALL
     )
     if count != 1:
-        raise ValueError(f"{docs} has no place for the table: {BEGIN} ... {END}")
+        raise ValueError(f"{docs} has no markers for the table: {BEGIN} ... {END}")
     docs.write_text(found)
 
 
@@ -209,8 +209,8 @@ def draw(path: Path, title: str, x_label: str, name: str, curves: Sequence[Curve
         "font.size": 10,
     }
     with matplotlib.rc_context(style):
-        room = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.06)
-        drawing = Figure(figsize=SIZE, layout=room, facecolor=PAPER)
+        engine = ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.06)
+        drawing = Figure(figsize=SIZE, layout=engine, facecolor=PAPER)
         axes = drawing.subplots()
         axes.set_facecolor(PAPER)
         for curve in curves:

@@ -1,4 +1,4 @@
-"""Whole jobs as strangers start them: recipes, own scripts, every way to launch, every failure."""
+"""Whole jobs as a user starts them: recipes, own scripts, every way to launch, every failure."""
 
 from __future__ import annotations
 
@@ -187,11 +187,11 @@ def test_the_trained_run_names_digits(
     assert ended.code == 2
     assert ended.err.startswith(PREFIX)
     assert str(broken) in ended.err
-    answers = [json.loads(line) for line in ended.out.splitlines()]
-    assert all(set(answer) == {"path", "label", "score"} for answer in answers)
-    assert [answer["path"] for answer in answers] == paths
-    assert all(0 < answer["score"] <= 1 for answer in answers)
-    right = [answer["label"] == label for answer, (_, label) in zip(answers, given, strict=True)]
+    results = [json.loads(line) for line in ended.out.splitlines()]
+    assert all(set(each) == {"path", "label", "score"} for each in results)
+    assert [each["path"] for each in results] == paths
+    assert all(0 < each["score"] <= 1 for each in results)
+    right = [each["label"] == label for each, (_, label) in zip(results, given, strict=True)]
     assert sum(right) >= 3
 
 
@@ -207,11 +207,11 @@ def test_a_run_goes_on(trained: dict[str, Any], commands: Commands) -> None:
 
 def test_photos_of_cats_and_dogs(commands: Commands) -> None:
     photos = commands.directory / "photos"
-    for place, kind in enumerate(("cat", "dog")):
+    for number, kind in enumerate(("cat", "dog")):
         (photos / kind).mkdir(parents=True)
         for index in range(6):
             size = (40 + 9 * index, 60)
-            color = (200 * place, 30 * index, 100)
+            color = (200 * number, 30 * index, 100)
             Image.new("RGB", size, color).save(photos / kind / f"{index}.jpg")
     # `image_folder` decides by the seed which photos train: of 12, two validate.
     for kind in ("cat", "dog"):
@@ -224,13 +224,13 @@ def test_photos_of_cats_and_dogs(commands: Commands) -> None:
     assert str(photos / "cat" / "0.jpg") in ended.err
     assert "skip" in ended.err
     good = photos / "dog" / "5.jpg"
-    (answer,) = [
+    (prediction,) = [
         json.loads(line)
         for line in commands.spartito("predict", "pets", good, "--json").out.splitlines()
     ]
-    assert answer["path"] == str(good)
-    assert answer["label"] in ("cat", "dog")
-    assert 0.5 <= answer["score"] <= 1
+    assert prediction["path"] == str(good)
+    assert prediction["label"] in ("cat", "dog")
+    assert 0.5 <= prediction["score"] <= 1
 
 
 # A user's own script, under every way to start it
@@ -238,10 +238,10 @@ def test_photos_of_cats_and_dogs(commands: Commands) -> None:
 
 def by_hand(commands: Commands, kinds: list[tuple[str, int]], out: str) -> list[Ended]:
     """Plain ``python`` in as many shells as there are tasks, with ``TF_CONFIG``."""
-    places = addresses(len(kinds))
+    hosts = addresses(len(kinds))
     cluster: dict[str, list[str]] = {}
-    for (kind, _), place in zip(kinds, places, strict=True):
-        cluster.setdefault(kind, []).append(place)
+    for (kind, _), host in zip(kinds, hosts, strict=True):
+        cluster.setdefault(kind, []).append(host)
     started = [
         commands.start(sys.executable, "own.py", out, env=tf_config(cluster, kind, index))
         for kind, index in kinds
@@ -262,8 +262,8 @@ def torchrun(commands: Commands, out: str) -> list[Ended]:
 
 
 def two_nodes(commands: Commands, out: str) -> list[Ended]:
-    (place,) = addresses(1)
-    words = ["run", "--nnodes", "2", "--master-addr", place]
+    (host,) = addresses(1)
+    words = ["run", "--nnodes", "2", "--master-addr", host]
     started = [
         commands.start(*SPARTITO, *words, "--node-rank", str(rank), "own.py", out)
         for rank in range(2)
@@ -412,16 +412,16 @@ def test_a_worker_that_freezes_is_named_and_ended(commands: Commands) -> None:
 
 @pytest.mark.parametrize("here", [0, 1])
 def test_a_worker_that_never_comes(commands: Commands, here: int) -> None:
-    places = addresses(2)
-    env = tf_config({"worker": places}, "worker", here) | {"SPARTITO_TIMEOUT": "3"}
+    hosts = addresses(2)
+    env = tf_config({"worker": hosts}, "worker", here) | {"SPARTITO_TIMEOUT": "3"}
     ended = commands.python("long.py", "nobody", env=env)
     assert ended.code == 69
     absent = 1 - here
-    name = f"worker {absent} ({places[absent]})"
+    name = f"worker {absent} ({hosts[absent]})"
     *banner, waits, says, last = ended.err.splitlines()
     assert len(banner) == (here == 0)  # the chief says who is in the job
     assert waits == f"spartito: waiting for {name}, for 2 s now; the limit is 3 s"
-    assert says.startswith(f"{PREFIX}{name} did not come to {places[0]} within 3 s")
+    assert says.startswith(f"{PREFIX}{name} did not come to {hosts[0]} within 3 s")
     assert last
 
 

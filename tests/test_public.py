@@ -115,10 +115,10 @@ def package_of(name: str, among: Collection[str] = LAYER) -> str:
 def as_module(name: str) -> str:
     """The module that an imported name lives in."""
     while name != "spartito":
-        place = ROOT.parent / name.replace(".", "/")
-        if place.with_suffix(".py").exists():
+        file = ROOT.parent / name.replace(".", "/")
+        if file.with_suffix(".py").exists():
             return name
-        if (place / "__init__.py").exists():
+        if (file / "__init__.py").exists():
             return name
         name = name.rpartition(".")[0]
     return name

@@ -1,4 +1,4 @@
-"""Trains the MLP by `fit` under the strategy that is asked for, at the pace of several workers.
+"""Trains the MLP by `fit` under the strategy that is asked for; measures the rate of the workers.
 
 The chief writes ``windows.json`` into the folder BENCHMARK_FOLDER, and prints it: the seconds
 of every window per global batch, which is as many examples as one local batch of each worker.
@@ -23,7 +23,7 @@ LIMIT = 120.0
 """Seconds until all workers must have come."""
 
 
-class Pace(sp.Callback):
+class Rate(sp.Callback):
     """Cuts one long epoch into windows by the examples that all workers have trained on.
 
     These are counted where updates are made, so it does not matter which worker did how many.
@@ -68,17 +68,17 @@ def main() -> None:
     )  # a ps serves here, and goes no further
     meet(folder, str(strategy.task), given.workers)
     size = work.local_batch * given.workers
-    pace = Pace(size, given.steps)
+    rate = Rate(size, given.steps)
     trainer.fit(
         sp.data.arrays(work.x, work.y).batch(size),
         steps_per_epoch=(given.windows + 2) * given.steps,  # at the end some have nothing to do
-        callbacks=[pace],
+        callbacks=[rate],
         verbose=False,
     )
     is_chief = strategy.is_chief
     strategy.close()
     if is_chief:
-        found = json.dumps(pace.windows[: given.windows])
+        found = json.dumps(rate.windows[: given.windows])
         (folder / "windows.json").write_text(found)
         print(found, flush=True)
 

@@ -1,6 +1,6 @@
 """Parameter servers with nothing but the transport: a thread per connection, one fused Adam.
 
-What they answer to is a gradient of ``(floats,)``, and what they answer are the new values; both
+What they receive is a gradient of ``(floats,)``, and what they send back are the new values; both
 lie ready in flat memory. No framing, no checks, no keys, no versions, nobody may die.
 """
 
@@ -48,12 +48,12 @@ class Values:
         self._turn = threading.Lock()
 
     @torch.no_grad()
-    def update(self, gradient: Tensor, answer: Tensor) -> None:
-        """One step with ``gradient``; ``answer`` gets what came out, consistent."""
+    def update(self, gradient: Tensor, values: Tensor) -> None:
+        """One step with ``gradient``; ``values`` gets what came out, consistent."""
         with self._turn:
             self._parameter.grad = gradient
             self._adam.step()
-            answer.copy_(self._parameter)
+            values.copy_(self._parameter)
 
 
 class SocketServer:
@@ -67,10 +67,10 @@ class SocketServer:
 
     def _serve(self, sock: socket.socket) -> None:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        gradient, answer = torch.zeros(self._floats), torch.zeros(self._floats)
-        room, reply = memory_of(gradient), memory_of(answer)
-        while receive(sock, room):
-            self._values.update(gradient, answer)
+        gradient, values = torch.zeros(self._floats), torch.zeros(self._floats)
+        target, reply = memory_of(gradient), memory_of(values)
+        while receive(sock, target):
+            self._values.update(gradient, values)
             send(sock, reply)
 
 
@@ -82,12 +82,12 @@ class SocketClient:
         self._sock.settimeout(None)  # blocking, as the server's
         self._sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.gradient, self.values = torch.zeros(floats), torch.zeros(floats)
-        self._out, self._room = memory_of(self.gradient), memory_of(self.values)
+        self._out, self._target = memory_of(self.gradient), memory_of(self.values)
 
     def exchange(self) -> None:
         """As `Client.exchange`."""
         send(self._sock, self._out)
-        receive(self._sock, self._room)
+        receive(self._sock, self._target)
 
 
 class SharedServer:
@@ -107,10 +107,10 @@ class SharedServer:
         path = Path(self.address, str(number))
         with open(path, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, 2 * ITEM * self._floats)
-        gradient, answer = map_pair(path, self._floats)
+        gradient, values = map_pair(path, self._floats)
         sock.sendall(b"!")
         while sock.recv(1):
-            self._values.update(gradient, answer)
+            self._values.update(gradient, values)
             sock.sendall(b"!")
 
 
@@ -152,11 +152,11 @@ def send(sock: socket.socket, data: memoryview) -> None:
         sent += sock.sendmsg([data[sent:]])
 
 
-def receive(sock: socket.socket, room: memoryview) -> bool:
-    """Fill ``room``; False when the other end has left."""
+def receive(sock: socket.socket, target: memoryview) -> bool:
+    """Fill ``target``; False when the other end has left."""
     got = 0
-    while got < len(room):
-        count = sock.recv_into(room[got:])
+    while got < len(target):
+        count = sock.recv_into(target[got:])
         if not count:
             return False
         got += count

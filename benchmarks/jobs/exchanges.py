@@ -157,7 +157,7 @@ def work(
     dist.barrier(group)  # the values are there
     links = [join(vector, port, rank, workers, way) for port, way in zip(ports, WAYS, strict=True)]
     for way, link in zip(WAYS, links, strict=True):
-        keys = pieces(rank)
+        keys = work_items(rank)
         calls[f"link, {way}"] = by_link(link, keys)
         calls[f"model, {way}"] = by_model(Servers([link], vector, waits=False), keys)
     found = take_turns(calls, repeats, windows, group)
@@ -202,7 +202,7 @@ def by_copies(client: Client, model: nn.Module) -> Callable[[], None]:
 
 
 def by_link(link: Link, keys: Iterator[tuple[int, int, int, int]]) -> Callable[[], None]:
-    """A push of what lies in the link's memory, and its answer."""
+    """A push of what lies in the link's memory, and its reply."""
     link.push.view(torch.float32).normal_()
 
     def exchange() -> None:
@@ -223,12 +223,12 @@ def by_model(servers: Servers, keys: Iterator[tuple[int, int, int, int]]) -> Cal
 
 
 def push_of(key: tuple[int, int, int, int]) -> Push:
-    """A push of one piece."""
+    """A push of one work item."""
     return Push([key], pulled=0, weight=1.0, examples=32, absent=[])
 
 
-def pieces(worker: int) -> Iterator[tuple[int, int, int, int]]:
-    """The pieces of a worker, which are new every time."""
+def work_items(worker: int) -> Iterator[tuple[int, int, int, int]]:
+    """The work items of a worker, which are new every time."""
     return ((0, 0, step, worker) for step in count())
 
 

@@ -35,8 +35,8 @@ def main() -> None:
         *(nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
     )
     side = fit if given.side == "fit" else ddp
-    leads, windows, first = side(model, given.windows, given.steps)
-    if leads:
+    is_coordinator, windows, first = side(model, given.windows, given.steps)
+    if is_coordinator:
         print(json.dumps({"windows": windows, "first": first}), flush=True)
     if given.side == "ddp":
         os._exit(0)  # gloo's threads sometimes keep a process from ending (seen in 4 of 6 runs)

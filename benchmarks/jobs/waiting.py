@@ -17,7 +17,7 @@ LOCAL_BATCH = 8
 
 
 class Waits(sp.Callback):
-    """Per epoch: the share of waiting, with its first step and without."""
+    """Per epoch: the fraction of waiting, with its first step and without."""
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []

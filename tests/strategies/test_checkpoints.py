@@ -14,13 +14,13 @@ from tests.replicas import Replicas
 from tests.strategies import jobs
 from tests.strategies.test_contracts import CASES, Case, close, every_strategy, named, run
 
-Answer = dict[str, Any]
+Outcome = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def whole(replicas: Replicas) -> Answer:
+def whole(replicas: Replicas) -> Outcome:
     """A training that was never interrupted; that it equals plain torch is tested elsewhere."""
-    found: Answer = run(replicas, CASES[0], jobs.checkpoint_and_resume, folder="", phase="whole")
+    found: Outcome = run(replicas, CASES[0], jobs.checkpoint_and_resume, folder="", phase="whole")
     return found
 
 
@@ -37,7 +37,7 @@ def written(replicas: Replicas, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 @every_strategy
 def test_a_checkpoint_of_any_strategy_loads(
-    replicas: Replicas, case: Case, written: dict[str, Case], whole: Answer
+    replicas: Replicas, case: Case, written: dict[str, Case], whole: Outcome
 ) -> None:
     options = {"phase": "resume"}
     if case[0] == "parameter_server" or case[2].get("communication") == "ddp":
@@ -48,13 +48,13 @@ def test_a_checkpoint_of_any_strategy_loads(
         ]
     else:
         resumed = run(replicas, case, jobs.resume_each, folders=[*written])
-    for answer, (folder, writer) in zip(resumed, written.items(), strict=True):
-        assert answer["epochs"] == [2, 3], folder
-        close(answer["weights"], whole["weights"])
+    for outcome, (folder, writer) in zip(resumed, written.items(), strict=True):
+        assert outcome["epochs"] == [2, 3], folder
+        close(outcome["weights"], whole["weights"])
         # What asynchronous workers have not reported yet is missing in the epoch's own figures.
         sure = 1 if "parameter_server" in (case[0], writer[0]) else 0
         close(
-            {name: values[sure:] for name, values in answer["history"].items()},
+            {name: values[sure:] for name, values in outcome["history"].items()},
             {name: values[2 + sure :] for name, values in whole["history"].items()},
         )
 
@@ -65,7 +65,7 @@ GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("format-*/*"))
 @pytest.mark.parametrize("folder", GOLDEN, ids=lambda path: f"{path.parent.name}-{path.name}")
 @pytest.mark.parametrize("case", [CASES[0], CASES[1]], ids=named)
 def test_a_checkpoint_of_an_earlier_version_loads(
-    replicas: Replicas, case: Case, folder: Path, whole: Answer
+    replicas: Replicas, case: Case, folder: Path, whole: Outcome
 ) -> None:
     """They were written by ``tests/golden/make.py``, on another machine and by another torch."""
     job = jobs.checkpoint_and_resume
