@@ -84,27 +84,58 @@ class Collective(ABC):
         self._reducers = 0
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
-        """Sum ``tensor`` over the replicas, in place, bitwise equal on all of them."""
+        """Sum a tensor over the group, bitwise equal on all of its tasks.
+
+        Args:
+            tensor: Changed in place; of one shape and dtype on all tasks.
+
+        Returns:
+            The same tensor.
+        """
         with self.current_call.call(encode("all_reduce", tensor.numel(), tensor.dtype)):
             return self._all_reduce(tensor)
 
     def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        """Every replica's ``tensor`` (of one shape and dtype) in the order of the ranks."""
+        """Collect a tensor of every task.
+
+        Args:
+            tensor: Of one shape and dtype on all tasks.
+
+        Returns:
+            The tensors in the order of the ranks.
+        """
         with self.current_call.call(encode("all_gather", tensor.numel(), tensor.dtype)):
             return self._all_gather(tensor)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
-        """Fill ``tensor`` with that of rank ``source``, in place."""
+        """Copy a tensor of one task to all.
+
+        Args:
+            tensor: Changed in place; of one shape and dtype on all tasks.
+            source: The rank in this group whose values all get.
+
+        Returns:
+            The same tensor.
+        """
         with self.current_call.call(encode("broadcast", tensor.numel(), tensor.dtype, source)):
             return self._broadcast(tensor, source)
 
     def barrier(self) -> None:
-        """Return when every replica has come here."""
+        """Return when every task of the group is here."""
         with self.current_call.call(encode("barrier", 0, None)):
             self._barrier()
 
     def reducer(self, numel: int, dtype: torch.dtype, device: torch.device) -> Reducer:
-        """A standing reduction of ``numel`` elements; all replicas ask for the same."""
+        """Make a reduction that is repeated, as that of the gradients in every step.
+
+        Args:
+            numel: Elements of the flat tensor; the same on all tasks.
+            dtype: Of the tensor.
+            device: Where it is.
+
+        Returns:
+            The reducer with its memory.
+        """
         with self.current_call.call(encode("new reducer", numel, dtype)):
             made = self._reducer(numel, dtype, device)
         self._reducers += 1
@@ -133,7 +164,7 @@ class Collective(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Leave the group. Calling it again changes nothing."""
+        """Leave the group; may be called again."""
 
     def _compare(self, peer: int, tag: int, own: int | None = None) -> None:
         """Raise if rank ``peer`` is in the call ``tag``, and we are at another: ``own``."""
@@ -150,18 +181,36 @@ class Collective(ABC):
             self.all_reduce(tensor)
 
     def summing(self, *tensors: Tensor) -> Callable[[], None]:
-        """A standing `reduce_all` of these tensors, to be called as often as they are filled."""
+        """Make a `reduce_all` that is repeated.
+
+        Args:
+            tensors: Of one block of memory each; filled anew before each call.
+
+        Returns:
+            What sums them over the group, in place.
+        """
         return lambda: self.reduce_all(*tensors)
 
     def abort(self, error: SpartitoError) -> None:
-        """Leave because of ``error``: who waits for us raises it too, where we can tell them."""
+        """Leave the group because of an error.
+
+        Args:
+            error: What the tasks that wait for us raise too, where it can be sent to them.
+        """
         self.close()
 
     def all_gather_rows(self, tensor: Tensor) -> list[Tensor]:
-        """As `all_gather` for tensors ``(rows, ...)`` whose numbers of rows differ.
+        """As `all_gather` for tensors whose numbers of rows differ.
 
-        Raises `UserError` on all replicas where the rest of the shape, or the dtype, differs
-        between those that have rows; who has none takes both from the others.
+        Args:
+            tensor: Shape ``(rows, ...)``. A task without rows takes the rest of the shape and the
+                dtype from the others.
+
+        Returns:
+            The tensors in the order of the ranks.
+
+        Raises:
+            UserError: On all tasks, where the rest of the shape or the dtype differs.
         """
         with self.current_call.call(encode("gather of rows", 0, None)):
             kinds = [_Rows.read(kind) for kind in self.all_gather(_Rows.of(tensor).written())]
@@ -183,7 +232,14 @@ class Collective(ABC):
         return ", ".join(f"{kind} on {name}" for kind, name in zip(kinds, self.names, strict=True))
 
     def all_gather_bytes(self, message: bytes) -> list[bytes]:
-        """Every replica's ``message`` in the order of the ranks."""
+        """Collect a message of every task.
+
+        Args:
+            message: Of any length.
+
+        Returns:
+            The messages in the order of the ranks.
+        """
         rows = torch.frombuffer(bytearray(message), dtype=torch.uint8) if message else None
         with self.current_call.call(encode("gather of bytes", 0, None)):
             parts = self.all_gather_rows(
