@@ -39,7 +39,6 @@ UNSWEPT: tuple[str, ...] = (
     "src/spartito/report/",
     "src/spartito/comparison/",
     "src/spartito/",
-    "docs/architecture.md",
     "examples/",
     "tests/ps/simulation/",
     "tests/strategies/",
