@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from spartito.cluster.resolver import Resolver
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.collectives.collective import Collective, Traffic
+    from spartito.collectives.rendezvous import Rendezvous
     from spartito.data.batch import Batch
     from spartito.engine.loss import LossFunction
     from spartito.engine.optimizers import OptimizerLike
@@ -44,6 +45,7 @@ __getattr__ = _attach(
         "Metric": "spartito.training.metrics.base",
         "MetricFunction": "spartito.training.metrics.mean",
         "OptimizerLike": "spartito.engine.optimizers",
+        "Rendezvous": "spartito.collectives.rendezvous",
         "ReplicaStrategy": "spartito.strategies.replica",
         "Resolver": "spartito.cluster.resolver",
         "State": "spartito.training.metrics.base",
@@ -77,6 +79,7 @@ __all__ = [
     "Metric",
     "MetricFunction",
     "OptimizerLike",
+    "Rendezvous",
     "ReplicaStrategy",
     "Resolver",
     "State",

@@ -1,7 +1,8 @@
-"""The launcher and the resolver of docs/extending.md, installed as a package would be."""
+"""The strategy, launcher and resolver of docs/extending.md, installed as packages would be."""
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
@@ -21,24 +22,65 @@ strategy = sp.strategy()
 print("in", strategy.cluster.source, strategy.task, strategy.num_replicas_in_sync, flush=True)
 """
 
+FIT = """
+import json, os
+import torch
+import spartito as sp
+
+strategy = sp.strategy()
+net = torch.nn.Linear(5, 3).double()
+torch.nn.init.constant_(net.weight, 0.1)
+torch.nn.init.constant_(net.bias, 0.2)
+if strategy.task.index == int(os.environ.get("WRONG", -1)):  # a processor that computes wrongly
+    net.register_forward_hook(lambda module, given, output: output + 1e-15)
+x = torch.linspace(-1, 1, 5 * 50).double().reshape(50, 5).sin()
+trainer = sp.Trainer(
+    net, optimizer=torch.optim.SGD(net.parameters(), 0.5), loss=torch.nn.CrossEntropyLoss(),
+    strategy=strategy, deterministic=True,
+)
+data = sp.data.arrays(x, torch.arange(50) % 3).shuffle().batch(8)
+history = trainer.fit(data, epochs=2, verbose=False)
+if strategy.is_chief:
+    print(json.dumps(history.history["loss"]), flush=True)
+"""
+
 
 @pytest.fixture
 def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
     """Commands in a folder with a script, and the page's packages on the path."""
     blocks = dict(BLOCK.findall(PAGE.read_text()))
     target = tmp_path / "packages"
-    for name, module in (("launcher", "shell_launcher.py"), ("resolver", "batch_resolver.py")):
-        package = {"pyproject.toml": blocks[f"{name}/pyproject.toml"], module: blocks[module]}
+    for name, *modules in (
+        ("strategy", "checked_strategy.py", "checked_info.py"),
+        ("launcher", "shell_launcher.py"),
+        ("resolver", "batch_resolver.py"),
+    ):
+        package = {module: blocks[module] for module in modules}
+        package["pyproject.toml"] = blocks[f"{name}/pyproject.toml"]
         install(tmp_path / name, target, package)
     monkeypatch.setenv("PYTHONPATH", str(target))
     with commands_in(tmp_path) as found:
         found.write("train.py", SCRIPT)
+        found.write("fit.py", FIT)
         yield found
 
 
-def test_the_launcher_and_the_resolver_of_the_page(commands: Commands) -> None:
+def test_the_packages_of_the_page(commands: Commands) -> None:
+    _strategy(commands)
     _launcher(commands)
     _resolver(commands)
+
+
+def _strategy(commands: Commands) -> None:
+    alone = commands.python("fit.py")
+    given = ("run", "--strategy", "checked", "--workers", "4", "fit.py")
+    ended = commands.spartito(*given)
+    assert (alone.code, ended.code) == (0, 0), alone.text + ended.text
+    losses, expected = (json.loads(each.out[each.out.rindex("[") :]) for each in (ended, alone))
+    assert losses == pytest.approx(expected, rel=1e-12)
+    wrong = commands.spartito(*given, env={"WRONG": "3"})
+    assert wrong.code == 2
+    assert "processes 2 and 3 disagree on data shard 1" in wrong.err
 
 
 def _launcher(commands: Commands) -> None:
