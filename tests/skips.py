@@ -24,7 +24,7 @@ KINDS = {
     "root": "root's rights",
     "memory": "files in memory that processes share",
     "not-root": "a user without root's rights",
-    "composer": "a docker command without compose",
+    "composer": "the composer in question: docker-compose, or docker's plugin",
     "data": "a folder of data that is not part of the sources",
     "case": "a case that has nothing to test",
 }

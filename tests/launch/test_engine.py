@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +15,7 @@ from spartito.launch.containers.engine import Engine
 from spartito.launch.containers.file import JobFile, read_job
 from tests.launch.containers import Job, docker
 from tests.launch.jobs import plan_containers
+from tests.skips import skip
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -53,6 +57,35 @@ def test_a_detached_job_is_there_until_it_is_taken_down(container_job: Callable[
     assert two.does("down")[0] == 0
     assert two.remains == []
     assert two.does("status")[0] == 2
+
+
+WITHOUT_PLUGIN = """#!/bin/sh
+[ "$1" = compose ] && exit 1
+exec {docker} "$@"
+"""
+
+
+@pytest.mark.docker
+@pytest.mark.parametrize("composer", ["docker-compose", "docker compose"])
+def test_either_composer_runs_a_job(
+    container_job: Callable[..., Job],
+    composer: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    real = shutil.which("docker")
+    assert real is not None
+    there = shutil.which(composer.split()[0]) is not None
+    if not there or subprocess.run([*composer.split(), "version"], capture_output=True).returncode:
+        skip("composer", f"no '{composer}' on this machine")
+    if composer == "docker-compose":  # even where the plugin is there as well
+        wrapper = tmp_path / "docker"
+        wrapper.write_text(WITHOUT_PLUGIN.format(docker=real))
+        wrapper.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert Engine.find().compose[-1].endswith(composer.rpartition(" ")[2])
+    code, text = container_job(script="print('ran to its end')").does("up")
+    assert (code, "ran to its end" in text) == (0, True), text
 
 
 PASSES = "import os; os.read(os.open('/scripts/gate', os.O_RDONLY), 1)"
