@@ -10,8 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import spartito as sp
-from spartito.strategies import strategy as make_strategy
-from tests.strategies.jobs import CLASSES, FEATURES, blobs
+from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy
 
 BATCH, EXAMPLES = 8, 22
 

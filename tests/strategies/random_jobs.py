@@ -12,8 +12,8 @@ from torch.nn.utils.rnn import pack_padded_sequence
 from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
-from spartito.strategies import strategy as make_strategy
 from tests.strategies.changing_jobs import weights
+from tests.strategies.jobs import make_strategy
 
 STEPS, WIDTH = 6, 8
 """Length of a sequence, and its features."""

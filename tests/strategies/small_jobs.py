@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.strategies import strategy as make_strategy
 from tests.strategies.changing_jobs import weights
+from tests.strategies.jobs import make_strategy
 
 MODELS = ("view", "spectral", "one value per channel")
 

@@ -8,8 +8,6 @@ other's number, so that the error names both tasks and both calls.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -104,14 +102,26 @@ class CurrentCall:
         """A block at the call of this number; one inside of another is a part of it."""
         return _Call(self, tag)
 
-    @contextmanager
-    def during(self, purpose: str) -> Iterator[None]:
+    def during(self, purpose: str) -> _During:
         """For a block, calls are for ``purpose``, unless they are for something already."""
-        before, self.purpose = self.purpose, self.purpose or _PURPOSE[purpose]
-        try:
-            yield
-        finally:
-            self.purpose = before
+        return _During(self, _PURPOSE[purpose])
+
+
+class _During:
+    """The block of `CurrentCall.during`, which every step has twice."""
+
+    __slots__ = ("_before", "_current", "_purpose")
+
+    def __init__(self, current: CurrentCall, purpose: int) -> None:
+        self._current, self._purpose = current, purpose
+
+    def __enter__(self) -> None:
+        current = self._current
+        self._before = current.purpose
+        current.purpose = self._before or self._purpose
+
+    def __exit__(self, *error: object) -> None:
+        self._current.purpose = self._before
 
 
 class _Call:

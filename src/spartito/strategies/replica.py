@@ -73,6 +73,7 @@ class ReplicaStrategy(Strategy):
         self._group: Collective = IdentityCollective()  # of the data shards, once they have met
         self._parts: Collective = IdentityCollective()  # of the model
         self._seed = 0
+        self._entered: Batch | None = None
         self._needs_context = self._synchronized = False
         _share_cores(self.cluster)
 
@@ -237,6 +238,7 @@ class ReplicaStrategy(Strategy):
         All replicas come here before a batch: parameters that are new since the last one get
         the chief's values.
         """
+        self._entered = batch
         for pair in self._pairs.all:
             if pair.new:
                 self._welcome(pair)
@@ -293,7 +295,9 @@ class ReplicaStrategy(Strategy):
         A replica without rows runs the model on spare ones, which count for nothing: others may
         wait for it in the forward pass, and what a module counts stays equal everywhere.
         """
-        self.enter(batch)
+        if self._entered is not batch:
+            self.enter(batch)
+        self._entered = None  # computed again, it is entered again
         output = None
         if batch.size:
             output, found = self._forward(pair, batch, loss)
@@ -341,8 +345,8 @@ class ReplicaStrategy(Strategy):
                 "Compute it from the model's output by differentiable functions of torch, "
                 "and leave requires_grad on where it is to learn.",
             )
-        for pair in pairs:
-            if self.num_replicas_in_sync > 1 and (new := pair.new):
+        for pair in pairs if self._group.world_size > 1 else ():
+            if new := pair.new:
                 raise UserError(
                     f"{len(new)} parameters were put into the model after this batch was given "
                     "out: each replica computed with its own values of them",
@@ -360,13 +364,17 @@ class ReplicaStrategy(Strategy):
             if not is_mean:
                 pair.gradients.rescale(loss_divisor)
         scale = found.scale / loss_divisor if found.counts else 0.0
-        with ExitStack() as stack:
-            for pair in () if found.counts else pairs:
-                stack.enter_context(pair.gradients.discarding())
-            if any(pair.randomness for pair in pairs):
-                stack.enter_context(replaying())
-            gradient = torch.full_like(found.value, scale)
-            found.value.backward(pairs[0].loss_scale.scale(gradient))
+        gradient = pairs[0].loss_scale.scale(torch.full_like(found.value, scale))
+        draws = any(pair.randomness is not None for pair in pairs)
+        if found.counts and not draws:
+            found.value.backward(gradient)
+        else:
+            with ExitStack() as stack:
+                for pair in () if found.counts else pairs:
+                    stack.enter_context(pair.gradients.discarding())
+                if draws:
+                    stack.enter_context(replaying())
+                found.value.backward(gradient)
         loss = found.value.detach().double() * found.scale if found.counts else 0.0
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
