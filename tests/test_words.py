@@ -36,9 +36,6 @@ BANNED = {
     r"(its|own|a|the|this|each|equal|replica s|worker s) shares?|shares? of": "shard, fraction",
 }
 UNSWEPT: tuple[str, ...] = (
-    "src/spartito/report/",
-    "src/spartito/comparison/",
-    "src/spartito/",
     "examples/",
     "tests/ps/simulation/",
     "tests/strategies/",
