@@ -545,12 +545,12 @@ def test_values_that_nobody_gave_cannot_be_had(job: Start) -> None:
         link.ask(Pull(admit=True))
 
 
-def test_a_link_that_was_left_says_so(job: Start) -> None:
+def test_a_link_that_was_closed_says_so(job: Start) -> None:
     run = job()
     run.control()
     link = run.link()
     link.close()
-    with pytest.raises(TaskLostError, match=r"ps 0 \(127.0.0.1:\d+\) was left already"):
+    with pytest.raises(TaskLostError, match=r"ps 0 \(127.0.0.1:\d+\) was closed already"):
         link.ask(Status())
 
 

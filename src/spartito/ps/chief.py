@@ -1,4 +1,4 @@
-"""The chief of a job with parameter servers: it gives out work and looks after the servers."""
+"""The chief of a job with parameter servers: it gives out work and watches the servers."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ WATCH_SECONDS = 1.0  # between two looks at the servers
 JOB = 0  # what is published first
 
 OnLost = Callable[[int, Lease | None], None]
-"""Is told of a worker that is gone, and of the lease that it had."""
+"""Is called with a worker that is lost, and the lease that it had."""
 OnCame = Callable[[int, int], None]
 """Is called with a worker that connects, and the generation of its process."""
 
 
 class Chief:
-    """Holds the coordinator and the control of the servers; each hears of the other's losses."""
+    """Holds the coordinator and the control of the servers, and tells each what the other lost."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Chief:
             self.coordinator.end_stream(self._streams[-1])
 
     def end_stream(self, stream: int) -> None:
-        """Give out no more work of a stream, and wait until nobody is at it."""
+        """Give out no more work of a stream, and wait until no lease of it is out."""
         self.coordinator.end_stream(stream)
         self.coordinator.drain(stream)
 
@@ -108,7 +108,7 @@ class Chief:
         self.coordinator.key_values.publish(self._published, json.dumps(value).encode())
 
     def schedule(self, step: int) -> None:
-        """Tell all tasks what options hold from global step ``step`` on, if they do not know."""
+        """Send all tasks the options from global step ``step`` on, unless they have them."""
         if self.planner is not None:
             with self.planner.lock:
                 self._tell(self.planner.write(step))

@@ -32,27 +32,25 @@ class Control:
         self._lost: deque[Lost] = deque(maxlen=64)
         self._generations: dict[int, int] = {}
         self.timetable = b""
-        """The last one that the servers were told, encoded."""
+        """The last one that was sent, encoded."""
         self.restarted: set[int] = set()
 
     def tell(self, message: Message) -> list[Any]:
         """Ask every server the same; returns in their order."""
         with self._lock:
-            return [self._ask(number, message) for number in range(len(self.links))]
+            return self._all(Link.ask, message)
 
     def lose(self, lost: Lost) -> None:
-        """Tell the servers that a worker is gone, and those that are started again later too."""
+        """Tell the servers that a worker is lost; those that are restarted later are told again."""
         with self._lock:
             self._lost.append(lost)
-            for number in range(len(self.links)):
-                self._ask(number, lost)
+            self._all(Link.ask, lost)
 
     def fence(self, worker: int, generation: int) -> None:
         """Have the servers refuse every process of a worker that is older than this one."""
         with self._lock:
             self._generations[worker] = max(generation, self._generations.get(worker, 0))
-            for number in range(len(self.links)):
-                self._ask(number, Fence(self._generations))
+            self._all(Link.ask, Fence(self._generations))
 
     def applied(self, number: int, data_shards: int) -> Keys:
         """Which work items a server has applied."""
@@ -69,36 +67,35 @@ class Control:
                 self._insist(number, Link.load, load, own, state)
 
     def schedule(self, timetable: Timetable) -> None:
-        """Tell every server the optimizer's options, also one that is started again later."""
+        """Send every server the optimizer's options, also one that is restarted later."""
         with self._lock:
             self.timetable = msgspec.msgpack.encode(timetable)
-            for number in range(len(self.links)):
-                self._insist(number, Link.schedule, self.timetable)
+            self._all(Link.schedule, self.timetable)
 
     def states(self) -> list[tuple[Tensor, OptimizerState, list[dict[str, Any]]]]:
         """Every server's values, the state of its optimizer, and its options."""
         with self._lock:
-            return [self._insist(number, Link.state) for number in range(len(self.links))]
+            return self._all(Link.state)
 
     def end(self) -> list[SpartitoError]:
-        """Tell every server that the job has ended; returns why some could not be told."""
+        """Tell every server that the job has ended; returns why some could not be reached."""
         failed = []
         with self._lock:
             for number in range(len(self.links)):
                 try:
-                    self._ask(number, End())
+                    self._insist(number, Link.ask, End())
                 except SpartitoError as error:
                     failed.append(error)
         return failed
 
     def close(self) -> None:
-        """Leave all."""
+        """Close the connections to all."""
         with self._lock:
             for link in self.links:
                 link.close()
 
-    def _ask(self, number: int, message: Message) -> Any:
-        return self._insist(number, Link.ask, message)
+    def _all(self, ask: Callable[..., T], *what: Any) -> list[T]:
+        return [self._insist(number, ask, *what) for number in range(len(self.links))]
 
     def _insist(self, number: int, ask: Callable[..., T], *what: Any) -> T:
         """The result of ``ask`` for a server, however often that is restarted meanwhile."""

@@ -1,4 +1,4 @@
-"""A task's link to one parameter server, which outlives breaks of the connection."""
+"""A task's link to one parameter server, which reconnects when the connection breaks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from spartito.ps.protocol.transfer import state_limit, state_message
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 
 BREAKS = 5
-"""So often in a row a server may break the connection, and no reply come."""
+"""How often in a row a server may break the connection without a reply."""
 
 
 MOST_KEYS = 64 << 20
@@ -52,7 +52,7 @@ MOST_KEYS = 64 << 20
 
 
 class Restarted(Exception):
-    """A server was started again: what it had been told since its snapshot is forgotten."""
+    """A server was restarted: what it received since its snapshot is forgotten."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Link:
     def receive(self, asked: Message) -> Any:
         """The reply to ``asked``, with values in ``pull`` if there were any.
 
-        If the connection breaks ``asked`` is said again, which changes nothing if it was heard.
+        If the connection breaks ``asked`` is sent again, which changes nothing if it was received.
         """
         while True:
             try:
@@ -142,28 +142,13 @@ class Link:
 
     def load(self, load: Load, values: Tensor, state: OptimizerState) -> None:
         """Give the server its values and the optimizer's tensors."""
-        while True:
-            try:
-                self._load(load, values, state)
-                reply = self._open.receive()
-            except (Gone, TimeoutError, ProtocolError) as error:
-                self._recover(error)
-            else:
-                self._checked(reply)
-                self._hello = replace(self._hello, loaded=True)
-                return
+        tensors = [state_message(slot, key, value) for (slot, key), value in state.items()]
+        self._insist((load, values.numpy().data), *tensors)
+        self._hello = replace(self._hello, loaded=True)
 
     def schedule(self, timetable: bytes) -> None:
-        """Tell the server the optimizer's options by global step."""
-        while True:
-            try:
-                self._open.send(Schedule(), timetable)
-                reply = self._open.receive()
-            except (Gone, TimeoutError, ProtocolError) as error:
-                self._recover(error)
-            else:
-                self._checked(reply)
-                return
+        """Send the server the optimizer's options by global step."""
+        self._insist((Schedule(), timetable))
 
     def state(self) -> tuple[Tensor, OptimizerState, list[dict[str, Any]]]:
         """The server's values, uint8 ``(bytes,)``, the optimizer's tensors and its options."""
@@ -185,7 +170,7 @@ class Link:
         self._changed.clear()
 
     def close(self) -> None:
-        """Leave. Calling it again changes nothing."""
+        """Close the connection. Calling it again changes nothing."""
         if self._wire is not None:
             self._sent, self._received = self.sent, self.received
             self._wire.close()
@@ -194,7 +179,7 @@ class Link:
     @property
     def _open(self) -> Channel:
         if self._wire is None:
-            raise TaskLostError(f"{self.address.name} was left already")
+            raise TaskLostError(f"{self.address.name} was closed already")
         return self._wire
 
     def _send(self, message: Message) -> None:
@@ -208,10 +193,16 @@ class Link:
         else:
             self._open.send(message, *self._codec.encode(self.push, left_out))
 
-    def _load(self, load: Load, values: Tensor, state: OptimizerState) -> None:
-        self._open.send(load, values.numpy().data)
-        for (slot, key), value in state.items():
-            self._open.send(*state_message(slot, key, value))
+    def _insist(self, *messages: tuple[Message, Any]) -> None:
+        """Send all messages, each with its payload, until the server has replied to them."""
+        while True:
+            try:
+                for message in messages:
+                    self._open.send(*message)
+                self._checked(self._open.receive())
+                return
+            except (Gone, TimeoutError, ProtocolError) as error:
+                self._recover(error)
 
     def _state(self, head: State) -> tuple[Tensor, OptimizerState]:
         values = allocate(self.span)

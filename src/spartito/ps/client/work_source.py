@@ -36,7 +36,7 @@ from spartito.ps.protocol.work import (
 Reply = TypeVar("Reply")
 
 MAX_TOLD = 500
-"""Characters of an exception that the chief hears of."""
+"""Characters of an exception that are sent to the chief."""
 
 
 class WorkerLink(WorkSource):

@@ -1,4 +1,4 @@
-"""What tasks and parameter servers say to each other; ``docs/protocol.md`` tells when."""
+"""Messages between tasks and parameter servers; ``docs/protocol.md`` has their order."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LoadState(Message, frozen=True, tag="load_state"):
 
 
 class Push(Message, frozen=True, tag="push"):
-    """A gradient of some work items, as payload or in shared memory, and a wish for new values.
+    """A gradient of some work items, as payload or in shared memory, and a request for values.
 
     ``absent`` are entries without a gradient, and buffers that did not change. Runs of the span
     that consist of such entries alone do not travel.
@@ -93,7 +93,7 @@ class Push(Message, frozen=True, tag="push"):
 
 
 class Pull(Message, frozen=True, tag="pull"):
-    """A wish for values: to compute with (``admit``), or just to look at."""
+    """A request for values: to compute with (``admit``), or only to read."""
 
     admit: bool
 
@@ -112,7 +112,7 @@ class Outcome(Enum):
 
 
 class Values(Message, frozen=True, tag="values"):
-    """The values as payload or in shared memory, unless nobody wished for them."""
+    """The values as payload or in shared memory, if they were asked for."""
 
     version: Count
     pushes: Count
@@ -141,7 +141,7 @@ class Release(Message, frozen=True, tag="release"):
 
 
 class Lost(Message, frozen=True, tag="lost"):
-    """The chief: a worker is gone, which had a lease of ``size`` work items in ``group``."""
+    """The chief: a worker is lost, which had a lease of ``size`` work items in ``group``."""
 
     worker: Number
     group: Number

@@ -1,11 +1,12 @@
-"""What a task that computes and the coordinator say to each other, as plain values."""
+"""Messages between a task that computes and the coordinator, as plain values."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from spartito.collectives.versions import Versions
 from spartito.ps.protocol.fields import Amount, Count, Index, Number, Text
@@ -52,7 +53,7 @@ class Report(msgspec.Struct, frozen=True):
     bad: Number = 0
     detail: Text = ""
     abandoned: bool = False
-    metrics: bytes = b""
+    metrics: Annotated[bytes, Meta(max_length=0)] = b""  # in the header of a message
 
 
 class Pause(msgspec.Struct, frozen=True, tag="pause"):

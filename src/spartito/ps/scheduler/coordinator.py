@@ -1,4 +1,4 @@
-"""The heart of a job with parameter servers, in the chief's process: gives out all work.
+"""The coordinator of a job with parameter servers, in the chief's process: gives out all work.
 
 Thread-safe: the chief calls it, and so does the thread of every worker's connection.
 """
@@ -170,7 +170,7 @@ class Coordinator:
     def open(self, stream: int, plan: Plan) -> None:
         """Begin a stream: who asked for its work already gets it now."""
         with self._changed:
-            self._check()
+            self.check()
             if stream in self._queues:
                 raise ValueError(f"stream {stream} was opened before")
             queue = self._queues[stream] = WorkQueue(plan, self._groups)
@@ -188,7 +188,7 @@ class Coordinator:
             if not self._changed.wait_for(settled, min(told, seconds)):
                 note("waiting for %s", " and ".join(absent(self._members)))
                 self._changed.wait_for(settled, seconds - told)
-            self._check()
+            self.check()
             return absent(self._members)
 
     def poll(self, stream: int, epoch: int, seconds: float) -> bool:
@@ -204,7 +204,7 @@ class Coordinator:
                 lambda: self._failure is not None or self._is_over(stream, epoch), seconds
             )
             over = self._is_over(stream, epoch)
-            self._check(None if over else self._polled[2])
+            self.check(None if over else self._polled[2])
             return over
 
     def fail(self, error: SpartitoError) -> None:
@@ -220,12 +220,22 @@ class Coordinator:
     def check(self, began: float | None = None) -> None:
         """Raise what went wrong; `TaskLostError` if nothing has happened since ``began``."""
         with self._changed:
-            self._check(began)
+            if self._failure is not None:
+                raise self._failure
+            if began is None:
+                return
+            now = self.runtime.now()
+            hopeless = now - max(began, self._progress) > PATIENCE * self.timeout
+            if not hopeless and now - max(began, self._moved) > self.timeout:
+                # Work that is out comes back in time, one way or the other.
+                hopeless = not any(queue.held() for queue in self._queues.values())
+            if hopeless:
+                raise absence(self._members, self._expect_all, self.timeout)
 
     def close_epoch(self, stream: int, epoch: int) -> None:
         """Let gated work of the next epoch begin."""
         with self._changed:
-            self._check()
+            self.check()
             self._queues[stream].close(epoch)
             self._changed.notify_all()
 
@@ -243,7 +253,9 @@ class Coordinator:
     def sums(self, stream: int, epoch: int) -> Totals:
         """What is done of an epoch."""
         with self._changed:
-            return self._totals(stream, epoch)
+            queue = self._queues[stream]
+            counts = queue.items_done(epoch), queue.plan.data_shards, queue.steps(epoch)
+            return Totals(queue.sums(epoch), *counts, queue.metrics(epoch))
 
     def frontier(self, stream: int) -> tuple[int, int]:
         """(pass, step) of the first global batch with a work item that is not finished."""
@@ -355,26 +367,8 @@ class Coordinator:
                 )
         self._changed.notify_all()
 
-    def _check(self, began: float | None = None) -> None:
-        if self._failure is not None:
-            raise self._failure
-        if began is None:
-            return
-        now = self.runtime.now()
-        hopeless = now - max(began, self._progress) > PATIENCE * self.timeout
-        if not hopeless and now - max(began, self._moved) > self.timeout:
-            # Work that is out comes back in time, one way or the other.
-            hopeless = not any(queue.held() for queue in self._queues.values())
-        if hopeless:
-            raise absence(self._members, self._expect_all, self.timeout)
-
     def _is_over(self, stream: int, epoch: int) -> bool:
         return stream in self._stopped or self._queues[stream].is_complete(epoch)
-
-    def _totals(self, stream: int, epoch: int) -> Totals:
-        queue = self._queues[stream]
-        counts = queue.items_done(epoch), queue.plan.data_shards, queue.steps(epoch)
-        return Totals(queue.sums(epoch), *counts, queue.metrics(epoch))
 
     def _join_all(self, queue: WorkQueue) -> None:
         for index, member in enumerate(self._members):

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
@@ -53,9 +53,11 @@ from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.transfer import state_limit, state_messages
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire, need
-from spartito.ps.server.host import Host
 from spartito.ps.server.loading import Loading
 from spartito.ps.server.store import slot_of
+
+if TYPE_CHECKING:
+    from spartito.ps.server.server import Server
 
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
@@ -63,7 +65,7 @@ SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 class Connection:
     """One task's requests, one after the other; the task knows the job's key."""
 
-    def __init__(self, server: Host, wire: Channel) -> None:
+    def __init__(self, server: Server, wire: Channel) -> None:
         self._server, self._store = server, server.store
         self._wire = wire
         self._worker, self._generation, self._chief = -1, 0, False

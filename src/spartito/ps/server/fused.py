@@ -1,4 +1,4 @@
-"""The update of a shard without what an optimizer looks at anew in every step.
+"""The update of a shard without the checks that an optimizer repeats in every step.
 
 torch's fused Adam takes 0.13 ms for 1 MB, and `Optimizer.step` around it 0.07 ms: it sorts the
 tensors by device and dtype, and asks for hooks, graphs and gradients. On a server these are

@@ -15,13 +15,12 @@ from spartito.ps.protocol.messages import PURPOSE, Hello, Refused, Request
 from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.connection import Connection
-from spartito.ps.server.host import ServedTask
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 
 LINGER_SECONDS = 30.0  # for tasks that still look at values when the job has ended
 LOOK_SECONDS = 0.5
-AWAY = 0.5  # of the time limit: who waits here is told of a lost chief before it gives us up
+AWAY = 0.5  # of the time limit: who waits here gets the error before its own limit is over
 
 
 class Server:
@@ -57,7 +56,7 @@ class Server:
         self._runtime = store.runtime
         self._ended = self._runtime.event()
         self._failure: BaseException | None = None
-        self._connections: set[ServedTask] = set()
+        self._connections: set[Connection] = set()
         self._began = self._chief_seen = self._runtime.now()
         self._chiefs = 0
         self._lock = self._runtime.lock()
@@ -91,7 +90,7 @@ class Server:
         self._ended.set()
 
     def fail(self, failure: BaseException) -> None:
-        """Serving a task went wrong in a way that is not the task's fault."""
+        """Serving a task failed in a way that is not the task's fault."""
         self._failure = self._failure or failure
         self.end()
 
@@ -140,7 +139,7 @@ class Server:
                 )
         return None
 
-    def came(self, connection: ServedTask, chief: bool) -> None:
+    def came(self, connection: Connection, chief: bool) -> None:
         """A task was let in."""
         with self._lock:
             self._connections.add(connection)
@@ -152,7 +151,7 @@ class Server:
         """The chief is there: it said something."""
         self._chief_seen = self._runtime.now()
 
-    def left(self, connection: ServedTask, chief: bool) -> None:
+    def left(self, connection: Connection, chief: bool) -> None:
         """A task is gone."""
         with self._lock:
             self._connections.discard(connection)

@@ -96,7 +96,7 @@ class Store:
         self.lock.notify_all()
 
     def fail(self, failure: SpartitoError) -> None:
-        """Nothing more can be done: all who wait are told so. Called with `lock` held."""
+        """Nothing more can be done: all who wait get this error. Called with `lock` held."""
         self.failure = self.failure or failure
         self.lock.notify_all()
 
@@ -121,7 +121,7 @@ class Store:
             )
 
     def fence(self, generations: Mapping[int, int]) -> None:
-        """Serve no process older than these any more. Called with `lock` held."""
+        """From now on refuse processes older than these. Called with `lock` held."""
         for worker, generation in generations.items():
             if generation > self._generations.get(worker, 0):
                 self._generations[worker] = generation
@@ -130,7 +130,7 @@ class Store:
         self.lock.notify_all()
 
     def schedule(self, timetable: Timetable) -> None:
-        """From now on these options hold. Called with `lock` held."""
+        """Use these options from now on. Called with `lock` held."""
         self._timetable, self._current = timetable, None
 
     def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[Outcome, int]:
@@ -251,12 +251,12 @@ class Store:
 
     def _push_together(self, worker: int, push: Push, gradient: Tensor) -> Outcome:
         if worker in self._absent.get(push.group, ()):
-            return Outcome.EXPIRED  # the others went on without it
+            return Outcome.EXPIRED  # its round was finished without it
         index = push.group, push.index
         stream = push.keys[0][0]  # each numbers its groups from 1
         if self._ended.get(worker) == (stream, *index):
             self.duplicates += 1
-            return Outcome.DUPLICATE  # said again, because the reply got lost
+            return Outcome.DUPLICATE  # sent again, because the reply was lost
         mean = self._rounds.setdefault(index, Mean(stream, push.parties))
         known = worker in mean.workers or all(map(self.applied, push.keys))
         self.duplicates += known
@@ -268,14 +268,14 @@ class Store:
                 mean.note(push)
             else:
                 self.staleness.add(0)
-                mean.parts.append((push, gradient))  # whose memory is its own till all have come
+                mean.parts.append((push, gradient))  # nobody writes to it before all have pushed
         self._finish_round(index)
         while not mean.done:
             self._wait()
         return Outcome.DUPLICATE if known else Outcome.APPLIED
 
     def _finish_round(self, number: tuple[int, int]) -> None:
-        """Update if nobody else comes to this round."""
+        """Update if nobody else can push in this round."""
         mean = self._rounds[number]
         group, index = number
         gone = [
