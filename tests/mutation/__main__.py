@@ -20,7 +20,10 @@ from tests.mutation.mutants import Mutant, mutants, sample
 from tests.mutation.trees import ROOT, Map, Tree, tree
 
 PACKAGES = ("checkpoint", "collectives", "engine", "ps", "strategies")
-TESTS = (*(f"tests/{name}" for name in PACKAGES), "tests/training", "tests/test_public.py")
+TESTS = (
+    *(f"tests/{name}" for name in (*PACKAGES, "training")),
+    *(f"tests/test_{name}.py" for name in ("public", "jobs_integration", "bad_input_integration")),
+)
 EXPLAINED = ROOT / "tests" / "mutants.md"
 MAP = ROOT / "build" / "mutation" / "map.json"
 
@@ -78,7 +81,7 @@ def main() -> int:
     parser.add_argument("--packages", nargs="+", default=PACKAGES, help="of which packages")
     parser.add_argument("--only", metavar="TEXT", help="only those whose name has this text")
     parser.add_argument(
-        "--budget", type=float, default=60, help="seconds of tests per mutant (default: 60)"
+        "--budget", type=float, default=300, help="seconds of tests per mutant (default: 300)"
     )
     parser.add_argument(
         "--keep-map",
