@@ -2,7 +2,7 @@
 
     spartito run --strategy mirrored --workers 2 examples/gan.py
 
-It learns to draw points from a ring. Every replica works on its share of the global batch.
+It learns to draw points from a ring. Every replica computes its part of the global batch.
 """
 
 import torch
@@ -14,7 +14,7 @@ STEPS_SHOWN = 200
 
 
 def ring(count: int) -> torch.Tensor:
-    """Points (count, 2) near the unit circle."""
+    """Points (count, 2) near the circle of radius 1."""
     angle = torch.rand(count) * 2 * torch.pi
     return torch.stack([angle.cos(), angle.sin()], 1) + 0.05 * torch.randn(count, 2)
 

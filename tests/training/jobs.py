@@ -18,7 +18,7 @@ Job = Callable[..., Any]
 
 
 def on_replicas(job: Job, world_size: int, *args: Any) -> list[Any]:
-    """What ``job(strategy, *args)`` answers on each of so many replicas."""
+    """What ``job(strategy, *args)`` returns on each of so many replicas."""
     port = free_port()
     with running() as group:
         for rank in range(world_size):

@@ -146,7 +146,7 @@ def test_one_name_is_enough_and_ignored_targets_do_not_count() -> None:
 @pytest.mark.parametrize("length", [5, 6])  # 6: as many tokens as classes
 @pytest.mark.parametrize("form", [dict, lambda **parts: SimpleNamespace(**parts)])
 def test_names_find_their_tensors_in_mappings_and_objects(form: Any, length: int) -> None:
-    """As models of transformers answer: classes last, labels of -100 left out."""
+    """As models of transformers return them: classes last, labels of -100 left out."""
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(4, length, 6, generator=generator)
     labels = torch.randint(0, 6, (4, length), generator=generator)

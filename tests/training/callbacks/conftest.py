@@ -13,7 +13,7 @@ from spartito.training.callback import Callback, Logs
 
 
 @dataclass
-class Place:
+class Task:
     """What a strategy says of this replica."""
 
     is_chief: bool = True
@@ -30,7 +30,7 @@ class Loop:
     """The attributes that a trainer offers its callbacks, and the order in which it calls them."""
 
     run_dir: Path | None = None
-    strategy: Place = field(default_factory=Place)
+    strategy: Task = field(default_factory=Task)
     model: torch.nn.Module = field(default_factory=lambda: torch.nn.Linear(2, 1))
     step: int = 0
     epoch: int = 0
@@ -68,7 +68,7 @@ class Loop:
         }
 
     def fit(self, *callbacks: Callback, epochs: list[Logs], losses: list[float] = []) -> int:  # noqa: B006
-        """Run as many epochs as there are logs; answers how many it came to."""
+        """Run as many epochs as there are logs; returns how many that were."""
         self.callbacks, self.stop_training = callbacks, False
         self.strategy.model = self.model
         self.epochs = len(epochs)

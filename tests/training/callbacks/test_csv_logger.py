@@ -40,7 +40,7 @@ def test_appending_to_nothing_writes_the_header(trainer: Any, tmp_path: Path) ->
     assert rows(tmp_path / "log.csv")[0] == ["epoch", "loss", "accuracy"]
 
 
-def test_a_figure_that_is_missing_leaves_its_place_empty(trainer: Any, tmp_path: Path) -> None:
+def test_a_figure_that_is_missing_leaves_its_cell_empty(trainer: Any, tmp_path: Path) -> None:
     trainer.fit(CSVLogger(tmp_path / "log.csv"), epochs=[*EPOCHS, {"loss": 0.125}])
     assert rows(tmp_path / "log.csv")[-1] == ["3", "0.125", ""]
 

@@ -25,10 +25,10 @@ def test_mlflow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
     mlflow = pytest.importorskip("mlflow", reason="pip install mlflow-skinny")
-    place = (tmp_path / "runs").as_uri()
-    logger = sp.callbacks.MLflowLogger("points", "first", place, {"kind": "test"})
+    uri = (tmp_path / "runs").as_uri()
+    logger = sp.callbacks.MLflowLogger("points", "first", uri, {"kind": "test"})
     losses = fit(logger)
-    client = mlflow.MlflowClient(place)
+    client = mlflow.MlflowClient(uri)
     (run,) = client.search_runs([client.get_experiment_by_name("points").experiment_id])
     assert [m.value for m in client.get_metric_history(run.info.run_id, "val_loss")] == losses
     assert [m.step for m in client.get_metric_history(run.info.run_id, "accuracy")] == [1, 2]

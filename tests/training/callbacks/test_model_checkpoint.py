@@ -21,14 +21,14 @@ def names(directory: Path) -> list[str]:
 
 def test_every_epoch_is_saved_in_the_run_folder(trainer: Any) -> None:
     trainer.fit(ModelCheckpoint(), epochs=losses(3, 1, 2))
-    place = trainer.run_dir / "checkpoints"
-    assert names(place) == ["best.json", "step-00000004", "step-00000008", "step-00000012"]
-    best = json.loads((place / "best.json").read_text())
+    folder = trainer.run_dir / "checkpoints"
+    assert names(folder) == ["best.json", "step-00000004", "step-00000008", "step-00000012"]
+    best = json.loads((folder / "best.json").read_text())
     assert best == {
         "name": "step-00000008", "monitor": "val_loss", "value": 1.0, "sequence": 2
     }  # fmt: skip
-    assert CheckpointManager(place).latest() == place / "step-00000012"
-    state = read_checkpoint(place / "step-00000008")
+    assert CheckpointManager(folder).latest() == folder / "step-00000012"
+    state = read_checkpoint(folder / "step-00000008")
     assert state["trainer"] == {"step": 8, "callbacks": [{"best": 1.0}]}
     assert state["model"]["weight"].tolist() == [[1.0, 1.0]]
     assert list(state["optimizer"]["state"]) == [0]
@@ -123,7 +123,9 @@ def test_options_that_make_no_sense(options: dict[str, Any], why: str) -> None:
         ModelCheckpoint("c", **options)
 
 
-def test_no_place_to_write_is_found_before_training(trainer: Any, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_found_before_training(
+    trainer: Any, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file.* cannot be written"):
         trainer.fit(ModelCheckpoint(tmp_path / "file" / "c"), epochs=losses(1))

@@ -45,7 +45,7 @@ class Terminal:
             self._seen += part
 
     def text(self) -> str:
-        """Close it and answer what was written."""
+        """Close it and return what was written."""
         self.stream.close()
         self._reader.join(timeout=30)
         os.close(self._master)
@@ -207,7 +207,7 @@ def test_a_dumb_terminal_gets_lines(
     assert terminal.text() == "epoch 1/1  loss 1.0000\r\n"
 
 
-def test_the_displays_have_their_own_pace() -> None:
+def test_the_displays_refresh_as_often_as_they_say() -> None:
     assert Lines(io.StringIO()).every == 5.0
     assert Bar(io.StringIO(), 0.25).every == 0.25
 

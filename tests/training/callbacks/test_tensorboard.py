@@ -72,7 +72,9 @@ def test_other_replicas_write_nothing(trainer: Any) -> None:
     assert not trainer.run_dir.exists()
 
 
-def test_no_place_to_write_is_found_before_training(trainer: Any, tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_is_found_before_training(
+    trainer: Any, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"file/train cannot be written"):
         trainer.fit(TensorBoard(tmp_path / "file"), epochs=EPOCHS)
