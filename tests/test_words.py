@@ -36,7 +36,6 @@ BANNED = {
     r"(its|own|a|the|this|each|equal|replica s|worker s) shares?|shares? of": "shard, fraction",
 }
 UNSWEPT: tuple[str, ...] = (
-    "examples/",
     "tests/ps/simulation/",
     "tests/strategies/",
     "tests/training/",
