@@ -19,7 +19,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def choose_precision(wanted: str, device: torch.device) -> str:
-    """ "fp32" (the model's own dtype), "bf16", "bf16-true" or "fp16", as it pays on ``device``.
+    """Return "fp32" (the model's own dtype), "bf16", "bf16-true" or "fp16" for ``wanted``.
 
     Lightning's names mean the same. On a CPU whose instructions know no bf16, torch computes it
     step by step: a convolutional network took 20 times as long as in fp32. There "bf16" becomes

@@ -213,7 +213,8 @@ class Strategy(ABC):
             optimizer: A fresh one, or a function of the parameters.
             accumulate: How many batches make one update.
             clip_norm: The largest global norm (L2) of an update's gradients; None: any.
-            precision: "fp32" (the model's own dtype) or "bf16" (autocast).
+            precision: "fp32" (the model's own dtype), "bf16" or "fp16" (autocast, the latter with
+                a loss scale), "bf16-true" (a model in bf16), or Lightning's names of these.
             deterministic: Whether numbers are to be those of one device.
             seed: Orders the examples, and draws random numbers where ``deterministic``.
 
