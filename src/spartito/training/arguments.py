@@ -127,7 +127,7 @@ def _translated(
     if "x" in given and "y" in given and "data" not in given and name != "predict":
         given = {**given, "x": (given["x"], given["y"])}
         del given["y"]
-    cluster = trainer.coordination.cluster if hasattr(trainer, "strategy") else resolve()
+    cluster = trainer.coordination.cluster if hasattr(trainer, "coordination") else resolve()
     found: dict[str, Any] = {}
     for word, value in given.items():
         mine = ALIASES[name].get(word, word)
