@@ -31,7 +31,7 @@ from spartito.names import (
 )
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
-"""glibc's settings: keep what tensors free, so that the next step finds its pages in position.
+"""glibc's settings: keep what tensors free, so that the next step finds its pages in place.
 
 Measured on one thread against glibc's defaults: 1.15 times the steps of a convolutional network,
 the same of an MLP, the same peak of memory. With 65536 for both, which gives freed memory back

@@ -82,10 +82,16 @@ class CatsVsDogs(nn.Module):
         self.head = nn.Linear(1024, 1)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return one logit for each photo, ``(batch, 1)``.
+        """Tell cats from dogs.
 
-        ``images`` are ``(batch, 3, height, width)``, bytes or floats from 0 to 255. Any other
-        shape is a `UserError`.
+        Args:
+            images: ``(batch, 3, height, width)``, bytes or floats from 0 to 255.
+
+        Returns:
+            One logit for each photo, ``(batch, 1)``, for the second class of the folder.
+
+        Raises:
+            UserError: For any other shape.
         """
         if images.dim() != 4 or images.shape[1] != 3:
             raise UserError(

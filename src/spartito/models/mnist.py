@@ -20,11 +20,17 @@ class MnistMLP(nn.Module):
         self.logits = nn.Linear(HIDDEN, CLASSES)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the logits of the ten digits, ``(batch, 10)``.
+        """Read digits.
 
-        ``images`` are ``(batch, 784)``, ``(batch, 28, 28)`` or ``(batch, 1, 28, 28)``: floats
-        from 0 to 1, or bytes from 0 to 255, which become such floats. Any other shape is a
-        `UserError`.
+        Args:
+            images: ``(batch, 784)``, ``(batch, 28, 28)`` or ``(batch, 1, 28, 28)``: floats from 0
+                to 1, or bytes from 0 to 255, which become such floats.
+
+        Returns:
+            The logits of the ten digits, ``(batch, 10)``.
+
+        Raises:
+            UserError: For any other shape.
         """
         if images.dim() < 2 or images.shape[1:].numel() != PIXELS:
             raise UserError(

@@ -22,12 +22,21 @@ from spartito.strategies.parameter_server import ParameterServerStrategy
 
 
 def strategy(name: str | None = None, **options: Any) -> Strategy:
-    """The strategy that was asked for, connected to its replicas.
+    """The strategy that was asked for.
 
-    By ``name``, else by ``SPARTITO_STRATEGY`` with its options in ``SPARTITO_STRATEGY_OPTIONS``
+    Without a name that is ``SPARTITO_STRATEGY`` with its options in ``SPARTITO_STRATEGY_OPTIONS``
     (a JSON object), as `spartito run` sets them; else the cluster decides: a ps in it means
-    parameter_server, several processes multi_worker_mirrored, one means one_device. ``options``
-    go to its class.
+    parameter_server, several processes multi_worker_mirrored, one means one_device.
+
+    Args:
+        name: One of Spartito's own, or one that a package adds.
+        **options: Keyword arguments of its class.
+
+    Returns:
+        A strategy that is not connected yet.
+
+    Raises:
+        UserError: For an unknown name or option, or a cluster on which it cannot run.
     """
     cluster = resolve()
     chosen = name or os.environ.get(ENV_STRATEGY) or ""

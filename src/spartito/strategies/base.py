@@ -189,7 +189,11 @@ class Strategy(ABC):
             strategy_info(self.name).check(cluster.world_size, cluster.local_size, servers)
 
     def scope(self) -> AbstractContextManager[None]:
-        """Where the model and its optimizer are built."""
+        """Where the model and its optimizer are built.
+
+        Returns:
+            A context manager; strategies that place parameters as they are made do it inside.
+        """
         return nullcontext()
 
     @abstractmethod
@@ -230,6 +234,12 @@ class Strategy(ABC):
         """A block in which `step`, `evaluate` and their like are about the pair of ``optimizer``.
 
         It is needed where one strategy has prepared several.
+
+        Args:
+            optimizer: The one that `prepare` returned.
+
+        Returns:
+            A context manager.
         """
         return self._pairs.using(optimizer)
 
@@ -262,19 +272,36 @@ class Strategy(ABC):
         """
 
     def flush(self) -> StepResult | None:
-        """Update with what was accumulated so far; None where there was nothing."""
+        """Update with what was accumulated so far.
+
+        Returns:
+            What the update did; None where nothing was accumulated.
+        """
         return None
 
     @abstractmethod
     def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
-        """This task's sum of losses, its weight, and the output, without a gradient."""
+        """The loss of one batch, without a gradient; all tasks call it, also those without rows.
+
+        Args:
+            batch: One of those that `distribute` gave.
+            loss: A function of output and target; None for a model that computes its own.
+
+        Returns:
+            This task's sum of losses, its weight, and the output (None where it had no rows).
+        """
 
     @abstractmethod
     def predict(self, batch: Batch, has_loss: bool) -> Any:
         """The model's output for this task's rows, without a gradient.
 
-        A model that computes its own loss (``has_loss`` False) returns it beside the output in
-        a dict: it is left out.
+        Args:
+            batch: One of those that `distribute` gave.
+            has_loss: Whether there is a loss function. A model that computes its own returns it
+                beside the output in a dict: it is left out.
+
+        Returns:
+            Tensors ``(rows, ...)``, in a tuple or dict where the model returns one.
         """
 
     @abstractmethod
@@ -304,26 +331,59 @@ class Strategy(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """All of model and optimizer in memory, for scripts that write their own files."""
+        """All of model and optimizer in memory, for scripts that write their own files.
+
+        Returns:
+            The sections "model" and "optimizer" under the user's names; all tasks call it.
+
+        Raises:
+            UserError: If the strategy keeps no whole state on any task.
+        """
         raise UserError(f"state_dict() under {self.name}", "Use save(directory).")
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, under any strategy and number of tasks."""
+        """Take back what `state_dict` returned, under any strategy and number of tasks.
+
+        Args:
+            state: What `state_dict` returned.
+
+        Raises:
+            UserError: If the model or the optimizer is another one.
+        """
         self.load(state)
 
     def backward(self, losses: Any, batch: Batch) -> None:
-        """Gradients of ``losses``: one per example, their mean, or (sum, weight).
+        """Compute gradients; for loops of one's own.
 
         Several calls before an update add up, as in torch: each is a mean over its own batch.
+
+        Args:
+            losses: One loss per example, their mean, or (sum, weight).
+            batch: The batch that they are of.
         """
         raise self._owns_the_step("backward")
 
     def update(self, optimizer: Optimizer) -> None:
-        """Reduce the gradients of ``optimizer``'s parameters, let it step, and clear them."""
+        """Reduce the gradients, let the optimizer step, and clear them; for loops of one's own.
+
+        Args:
+            optimizer: One that `prepare` returned.
+        """
         raise self._owns_the_step("update")
 
     def reduce(self, op: str, value: Tensor) -> Tensor:
-        """``value`` over all data shards: "sum", "mean" (over all elements), "max" or "min"."""
+        """Combine a tensor of every data shard; all tasks call it.
+
+        Args:
+            op: "sum", "mean" (over all elements), "max" or "min".
+            value: A tensor of the same shape and dtype on all tasks; for "mean" of any shape.
+
+        Returns:
+            The same tensor on all tasks; for "mean" a scalar.
+
+        Raises:
+            UserError: For another ``op``.
+        """
         value, group = value.detach(), self.groups.data
         with self.coordination.during("reduce"):
             if op == "sum":
@@ -339,7 +399,14 @@ class Strategy(ABC):
         raise UserError(f"reduce({op!r})", nearest(op, ("sum", "mean", "max", "min")))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """The rows ``(n, ...)`` of all data shards in their order; n may differ."""
+        """Put together the rows of all data shards; all tasks call it.
+
+        Args:
+            rows: ``(n, ...)``; n may differ.
+
+        Returns:
+            ``(sum of n, ...)`` in the order of the data shards, on all tasks.
+        """
         with self.coordination.during("gather"):
             return torch.cat(self.groups.data.all_gather_rows(rows))
 

@@ -69,18 +69,25 @@ class CentralCoordination(SynchronousCoordination):
 
 
 class CentralStorageStrategy(SynchronousStrategy):
-    """Replicas on the CPUs of one machine that compute with the same memory, read in index.
+    """Replicas on the CPUs of one machine that compute with the same memory, read in place.
 
     Gradients are summed as in mirrored. Then each replica updates its part of the parameters,
-    and holds the optimizer's state of that share alone; the numbers are those of one device.
+    and holds the optimizer's state of that part alone; the numbers are those of one device.
     An optimizer that is not one of torch's own may look at all parameters at once: the chief
     updates them all. Buffers stay each replica's own.
 
     What a replica writes into a parameter, all of them see, also after `close`: a script that
     changes parameters by itself does so on the chief only, after an update.
 
-    ``parameter_device`` is "cpu", the host's memory; ``device``, where replicas compute, is the
-    CPU too. The rest is as in `SynchronousStrategy`.
+    Args:
+        cluster: The tasks of the job; None asks the environment.
+        parameter_device: "cpu", the host's memory.
+        device: Where replicas compute: the CPU too.
+        sync_batchnorm: As in `MirroredStrategy`.
+        timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
+
+    Raises:
+        UserError: For GPUs, or a cluster on several machines.
     """
 
     name = "central_storage"
@@ -106,7 +113,11 @@ class CentralStorageStrategy(SynchronousStrategy):
 
     @staticmethod
     def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
-        """As `SynchronousStrategy.connect`; raises `UserError` without shared memory."""
+        """As `SynchronousStrategy.connect`.
+
+        Raises:
+            UserError: If the replicas share no memory.
+        """
         groups = one_shard_each(rendezvous, cluster)
         if cluster.world_size > 1 and not isinstance(groups[WORLD], SharedMemoryCollective):
             rendezvous.close()

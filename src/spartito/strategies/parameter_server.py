@@ -45,21 +45,31 @@ START_SECONDS = 60.0  # that a chief waits for workers which start more slowly
 class ParameterServerStrategy(ReplicaStrategy):
     """Workers push gradients to parameter servers and pull values, each at its own speed.
 
-    The batch size is global: one push is a worker's part of it. ``max_staleness`` None lets
-    nobody wait for anybody; s >= 1 grants a pull only while no push can get staler than s
-    updates; 0 averages one push per worker, which equals `MirroredStrategy`. ``on_stale`` says
-    what becomes of a push beyond the bound: "wait" lets it not happen, "reject" has it computed
-    again, "compensate" applies it with a learning rate that shrinks with its staleness.
-    ``aggregate`` pushes make one update. Tensors are cut over the servers where each part keeps
-    ``min_shard_bytes``. ``wire_dtype`` "bf16" halves what goes over a network.
+    The batch size is global: one push is a worker's part of it. A worker that is alone on a
+    machine with several GPUs uses all of them (not run on GPUs yet).
 
-    ``lease_seconds``: a worker that is silent so long is given up, and its work goes to others.
-    ``snapshot_seconds``: how often a server writes what it goes on from when it is started
-    again, into ``snapshot_dir`` (``SPARTITO_SNAPSHOT_DIR``). After more than ``nan_limit``
-    pushes that were not finite, which are dropped, training ends. ``push_log``: a directory
-    where every server records all its updates. ``shared_memory`` False sends everything by
-    sockets, on one machine too. A worker that is alone on a machine with several GPUs uses all
-    of them (not run on GPUs yet).
+    Args:
+        cluster: The tasks of the job; None asks the environment.
+        max_staleness: None lets nobody wait for anybody; s >= 1 grants a pull only while no push
+            can get staler than s updates; 0 averages one push per worker, which equals
+            `MirroredStrategy`.
+        on_stale: What becomes of a push beyond the bound: "wait" lets it not happen, "reject" has
+            it computed again, "compensate" applies it with a learning rate that shrinks with its
+            staleness.
+        aggregate: How many pushes make one update.
+        min_shard_bytes: Tensors are cut over the servers where each part keeps so many bytes.
+        wire_dtype: "bf16" halves what is sent over a network; None sends the model's own dtype.
+        device: Where a worker computes; None is its own GPU, else the CPU.
+        timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
+        lease_seconds: A worker that is silent so long is given up, and others get its work.
+        snapshot_seconds: How often a server writes the state from which it starts again.
+        snapshot_dir: Where; None is ``SPARTITO_SNAPSHOT_DIR``, else a folder in ``/tmp``.
+        nan_limit: Pushes that are not finite are dropped; more than so many end the training.
+        push_log: A directory where every server records all its updates.
+        shared_memory: False sends everything by sockets, on one machine too.
+
+    Raises:
+        UserError: For a cluster without a ps, or options that exclude each other.
     """
 
     name = "parameter_server"
@@ -212,7 +222,16 @@ class ParameterServerStrategy(ReplicaStrategy):
     # What the leases ask for
 
     def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
-        """How a stream is divided into work items."""
+        """How a stream is divided into work items.
+
+        Args:
+            chain: What is trained on.
+            count: How many epochs.
+            steps: Global batches of an epoch; None: all there are.
+
+        Returns:
+            The plan by which the chief leases them.
+        """
         return Plan(
             data_shards=self._rules.workers,
             steps_per_pass=chain.steps_per_pass,

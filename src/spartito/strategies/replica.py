@@ -235,8 +235,11 @@ class ReplicaStrategy(Strategy):
     def enter(self, batch: Batch) -> None:
         """Tell the modules that look beyond their replica which batch comes next.
 
-        All replicas come here before a batch: parameters that are new since the last one get
-        the chief's values.
+        All replicas call it before a batch: parameters that are new since the last one get the
+        chief's values. `distribute` does so for the batches that it gives.
+
+        Args:
+            batch: The batch that is computed next.
         """
         self._entered = batch
         for pair in self._pairs.all:

@@ -32,17 +32,7 @@ from spartito.strategies.sharing import Placed, Together
 
 
 class SynchronousStrategy(ReplicaStrategy):
-    """Every replica computes its part of the global batch; gradients are averaged exactly.
-
-    ``cluster`` None asks the environment who takes part; ``device`` None takes this process's
-    own GPU, else the CPU. ``sync_batchnorm`` makes BatchNorm one over the global batch; None
-    does so when training is deterministic. ``timeout`` limits every wait, in seconds.
-    ``communication`` "auto" takes the fastest way that all replicas share: on CPUs shared memory
-    inside a machine and sockets between machines, on GPUs NCCL. "sockets" leaves shared memory
-    out. "process_group" goes by gloo or NCCL in any case; "ddp" does too, and reduces while
-    backward runs, as GPUs do. ``find_unused_parameters`` is about that: True searches in every step
-    for parameters that get no gradient, False refuses them, None does what the first update needs.
-    """
+    """Every replica computes its part of the global batch; gradients are averaged exactly."""
 
     def __init__(
         self,
@@ -54,6 +44,24 @@ class SynchronousStrategy(ReplicaStrategy):
         communication: str = "auto",
         find_unused_parameters: bool | None = None,
     ) -> None:
+        """Connects to nobody: that is done in `prepare`.
+
+        Args:
+            cluster: The tasks of the job; None asks the environment.
+            device: Where this process computes; None is its own GPU, else the CPU.
+            sync_batchnorm: Whether BatchNorm is one over the global batch; None: where training
+                is deterministic.
+            timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
+            communication: "auto" is the fastest way that all replicas share: on CPUs shared memory
+                inside a machine and sockets between machines, on GPUs NCCL. "sockets" leaves
+                shared memory out. "process_group" is gloo or NCCL in any case; "ddp" too, and
+                reduces while backward runs, as on GPUs.
+            find_unused_parameters: With "ddp": True searches in every step for parameters that
+                get no gradient, False refuses them, None does what the first update needs.
+
+        Raises:
+            UserError: For a cluster, device or communication that this strategy cannot have.
+        """
         super().__init__(cluster, device, sync_batchnorm)
         rendezvous = Rendezvous(self.cluster, self.device, timeout, communication)
         self.groups = Groups(rendezvous, self.cluster, self.connect)

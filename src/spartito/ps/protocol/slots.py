@@ -36,7 +36,7 @@ State = dict[tuple[int, str], Tensor]
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether the optimizer may work on work items of tensors; unknown ones get whole tensors."""
+    """Whether the optimizer may work on parts of tensors; unknown ones get whole tensors."""
     return type(optimizer) in ELEMENTWISE
 
 
