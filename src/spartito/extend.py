@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from spartito.engine.optimizers import OptimizerLike
     from spartito.launch.job import JobSpec, Launcher
     from spartito.registry import StrategyInfo
-    from spartito.strategies.base import Distributed, Figures, StepResult, Strategy
+    from spartito.strategies.base import Strategy
     from spartito.strategies.coordination import Coordination, SynchronousCoordination
+    from spartito.strategies.distributed import Distributed, Figures, StepResult
     from spartito.strategies.groups import Groups
     from spartito.strategies.replica import ReplicaStrategy
     from spartito.strategies.synchronous import SynchronousStrategy
@@ -34,8 +35,8 @@ __getattr__ = _attach(
         "ClusterSpec": "spartito.cluster.spec",
         "Collective": "spartito.collectives.collective",
         "Coordination": "spartito.strategies.coordination",
-        "Distributed": "spartito.strategies.base",
-        "Figures": "spartito.strategies.base",
+        "Distributed": "spartito.strategies.distributed",
+        "Figures": "spartito.strategies.distributed",
         "Groups": "spartito.strategies.groups",
         "JobSpec": "spartito.launch.job",
         "Launcher": "spartito.launch.job",
@@ -49,7 +50,7 @@ __getattr__ = _attach(
         "ReplicaStrategy": "spartito.strategies.replica",
         "Resolver": "spartito.cluster.resolver",
         "State": "spartito.training.metrics.base",
-        "StepResult": "spartito.strategies.base",
+        "StepResult": "spartito.strategies.distributed",
         "Strategy": "spartito.strategies.base",
         "StrategyInfo": "spartito.registry",
         "SynchronousCoordination": "spartito.strategies.coordination",

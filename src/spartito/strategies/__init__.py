@@ -13,8 +13,9 @@ from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
 from spartito.registry import default_name, strategy_info
-from spartito.strategies.base import StepResult, Strategy
+from spartito.strategies.base import Strategy
 from spartito.strategies.central_storage import CentralStorageStrategy
+from spartito.strategies.distributed import StepResult
 from spartito.strategies.mirrored import MirroredStrategy
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.one_device import OneDeviceStrategy

@@ -18,8 +18,8 @@ from spartito.ps.protocol.options import set_options
 from spartito.ps.protocol.timetable import Row, Timetable, decode_timetable
 from spartito.ps.protocol.work import WorkSource
 from spartito.ps.scheduler.planner import Planner
-from spartito.strategies.base import StepResult
 from spartito.strategies.coordination import Coordination
+from spartito.strategies.distributed import StepResult
 from spartito.strategies.ending import told
 from spartito.strategies.pair import Pairs
 from spartito.strategies.pusher import Pusher

@@ -22,7 +22,7 @@ from spartito.errors import SpartitoError, UserError
 from spartito.ps.chief import Chief
 from spartito.ps.protocol.work import Complete, Lease, Pause, Report, WorkSource
 from spartito.ps.scheduler.plan import Plan
-from spartito.strategies.base import Distributed, Figures, StepResult
+from spartito.strategies.distributed import Distributed, Figures, StepResult
 from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.pusher import Pusher, WorkPosition
 from spartito.strategies.sharing import WAITING

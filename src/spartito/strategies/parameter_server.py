@@ -28,7 +28,7 @@ from spartito.ps.protocol.codec import check_wire_dtype
 from spartito.ps.protocol.options import set_options
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.scheduler.plan import Plan
-from spartito.strategies.base import Distributed, StepResult
+from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.ending import serve_and_end, uncaught
 from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.leases import Leased

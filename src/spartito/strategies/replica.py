@@ -49,7 +49,8 @@ from spartito.engine.precision import autocast, choose_precision, convert, make_
 from spartito.engine.randomness import RandomnessForbidden, globalize, replaying
 from spartito.errors import UserError
 from spartito.log import warn
-from spartito.strategies.base import StepResult, Strategy
+from spartito.strategies.base import Strategy
+from spartito.strategies.distributed import StepResult
 from spartito.strategies.pair import Pair
 
 

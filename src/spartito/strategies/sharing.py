@@ -16,7 +16,7 @@ from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.data.loader import SPARE, Loader
 from spartito.errors import UserError
-from spartito.strategies.base import Distributed, Figures, StepResult
+from spartito.strategies.distributed import Distributed, Figures, StepResult
 from spartito.strategies.pair import Pairs
 
 WAITING = "accumulated"

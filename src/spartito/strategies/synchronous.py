@@ -23,8 +23,8 @@ from spartito.engine.ddp import Overlapped, OverlappedGradients
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import skipping
-from spartito.strategies.base import Distributed, StepResult
 from spartito.strategies.coordination import SynchronousCoordination
+from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.groups import Groups, one_shard_each
 from spartito.strategies.pair import Pair
 from spartito.strategies.replica import ReplicaStrategy

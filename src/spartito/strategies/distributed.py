@@ -1,0 +1,99 @@
+"""What a strategy gives to the trainer: the batches of a data shard, and what a step did."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from spartito.data.batch import Batch
+
+
+class Figures(Protocol):
+    """What a task has found out in an epoch, where replicas do not meet in each step."""
+
+    def sums(self) -> list[float]:
+        """Its sums of the epoch so far."""
+        ...
+
+    def take(self) -> bytes:
+        """The state of its metrics since the last call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What one step did.
+
+    ``output`` is the model's output for this task's rows, None where it had none. The counts
+    tell how far the whole training came since the last result, as this task knows: ``examples``
+    trained on, global ``batches`` they make, and ``updates``, which are global steps. ``loss``
+    is the sum of losses since the last update and ``weight`` what it is to be divided by; both
+    are 0 when the step only accumulated. Strategies that meet in every step return the same
+    numbers on every replica. ``stop`` says that somebody asked for an end.
+    """
+
+    output: Any
+    examples: int
+    batches: int = 1
+    updates: int = 0
+    loss: float | Tensor = 0.0
+    weight: float | Tensor = 0.0
+    stop: bool = False
+
+
+class Distributed(Protocol):
+    """One task's data shard of a data set; it knows its position."""
+
+    waited: float
+    """Seconds that iterating took so far because of other tasks, not because of the data."""
+
+    overlaps: bool
+    """Whether other tasks begin the next epoch while this one still evaluates the last."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        """From the present position to the end of the epoch; the next iteration is the next one."""
+        ...
+
+    def epochs(
+        self, count: int, steps: int | None, done: int, figures: Figures | None = None
+    ) -> Generator[Generator[Batch]]:
+        """The next ``count`` epochs of ``steps`` global batches, or of as many as there are.
+
+        ``done`` batches of the first one were trained on before. ``figures`` are
+        asked for where replicas do not meet in each step.
+        """
+        ...
+
+    def watch(self) -> Iterator[StepResult]:
+        """What others do until the epoch ends, for a task that has no batches of its own."""
+        ...
+
+    def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
+        """The epoch's figures over all data shards: sums of step results, and this task's own."""
+        ...
+
+    def gather(self, rows: Tensor) -> Tensor:
+        """The rows ``(n, ...)`` of all data shards, in their order; n may differ."""
+        ...
+
+    def collect(self, own: bytes) -> list[bytes]:
+        """What all tasks took of their metrics in this epoch; ``own`` is what is left here."""
+        ...
+
+    def order(self) -> int:
+        """A checksum of the examples of all batches so far, in their order; 0: not known."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position of the next batch."""
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go to that position.
+
+        After `Strategy.load` that may be between the batches of one update: they are taken up.
+        """
+        ...
