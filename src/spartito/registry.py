@@ -77,7 +77,7 @@ class StrategyInfo:
             )
 
     def load(self) -> Any:
-        """Import the class;  where it is not there."""
+        """Import the class; raise `UserError` where it is not there."""
         module, _, name = self.implementation.partition(":")
         try:
             return getattr(importlib.import_module(module), name)

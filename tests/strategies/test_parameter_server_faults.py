@@ -542,6 +542,37 @@ def test_the_launcher_starts_a_killed_server_again(tmp_path: Path) -> None:
         assert record["lost"] > 0
 
 
+FINAL = """
+class Final(sp.Callback):
+    def on_epoch_end(self, epoch, logs):
+        if epoch == 3:
+            before = [p.clone() for p in net.parameters()]
+            print("settled", flush=True)
+            while not os.path.exists("go"):
+                time.sleep(0.01)
+            served = strategy.state_dict()["model"]
+            print("equal", all(map(torch.equal, before, served.values())), flush=True)
+"""
+
+
+def test_a_server_that_dies_after_the_last_epoch_has_lost_nothing(tmp_path: Path) -> None:
+    """Nobody would compute it again: the workers ask for no work any more."""
+    with commands_in(tmp_path) as commands:
+        text = SCRIPT.replace("x, y =", FINAL + "x, y =").replace("Watch()", "Final()")
+        script = commands.write("train.py", text)
+        words = ("run", "--strategy", "parameter_server", "--workers", "2", "--ps", "1")
+        program = commands.start(*SPARTITO, *words, script, env={"SPARTITO_TIMEOUT": "120"})
+        server = int(program.wait_for(r"process (\d+) is ps 0").group(1))
+        program.wait_for("settled")
+        os.kill(server, signal.SIGKILL)
+        commands.write("go", "")
+        ended = program.end()
+        assert ended.code == 0, ended.text
+        assert "is started again" in ended.text
+        assert "equal True" in ended.text
+        assert "work items are done again" not in ended.text
+
+
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     with socket.socket() as taken, commands_in(tmp_path) as commands:
         taken.bind(("127.0.0.1", 0))

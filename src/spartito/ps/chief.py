@@ -8,7 +8,7 @@ from typing import Any
 
 from spartito.errors import SpartitoError
 from spartito.failpoints import failpoint
-from spartito.log import warn
+from spartito.log import note, warn
 from spartito.ps.client.control import Control
 from spartito.ps.protocol.histogram import Histogram
 from spartito.ps.protocol.messages import Flush, GetRecord, Lost, Status, Values
@@ -81,9 +81,12 @@ class Chief:
         self.coordinator.end_stream(stream)
         self.coordinator.drain(stream)
 
-    def flush(self) -> None:
-        """Have the servers apply what waits to be put together with more pushes."""
-        self.control.tell(Flush())
+    def flush(self, keep: bool = False) -> None:
+        """Have the servers apply what waits to be put together with more pushes.
+
+        ``keep``: and write a snapshot, as the workers will not be there to compute it again.
+        """
+        self.control.tell(Flush(keep))
 
     def is_settled(self, stream: int, epoch: int) -> bool:
         """Whether all of an epoch is done and no server has forgotten any of it."""
@@ -170,4 +173,7 @@ class Chief:
             count += self.coordinator.reopen(stream, sorted(missing))
         self.lost += count
         name = self.control.links[server].address.name
-        warn("%s was started again: %d work items are done again", name, count)
+        if count:
+            warn("%s was started again: %d work items are done again", name, count)
+        else:
+            note("%s was started again and had lost nothing", name)

@@ -86,7 +86,7 @@ class Leased(Distributed):
         )
         self._start = (0, 0)
         self._stream: int | None = None
-        self._epoch = 0
+        self._epoch = self._last = 0
         self.waited = 0.0
         self._partial: list[float] = []  # of a lease that was left in the middle
         self._partial_metrics = b""
@@ -107,7 +107,7 @@ class Leased(Distributed):
             coordination.announce_options()  # before anybody pushes
             plan = self._computer.plan(self._chain, count, steps)
             chief.open(stream, replace(plan, start=self._start, first_epoch_done=done))
-        self._stream = stream
+        self._stream, self._last = stream, count - 1
         try:
             for epoch in range(count):
                 self._epoch, self._partial, self._partial_metrics = epoch, [], b""
@@ -185,7 +185,7 @@ class Leased(Distributed):
 
     def _is_settled(self, chief: Chief, stream: int, epoch: int) -> bool:
         """Whether the epoch is over: no server lost its last updates meanwhile."""
-        chief.flush()
+        chief.flush(epoch == self._last or self._coordination.agree_to_stop(False))
         self._look()
         return chief.is_settled(stream, epoch)
 

@@ -163,7 +163,12 @@ class Schedule(Message, frozen=True, tag="schedule"):
 
 
 class Flush(Message, frozen=True, tag="flush"):
-    """The chief: apply what waits to be put together with more pushes."""
+    """The chief: apply what waits to be put together with more pushes.
+
+    ``keep``: reply when a snapshot has all updates, as nobody can compute them again later.
+    """
+
+    keep: bool = False
 
 
 class Status(Message, frozen=True, tag="status"):

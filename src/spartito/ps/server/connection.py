@@ -343,6 +343,8 @@ class Connection:
                 self._server.fail(error)
                 return
             replies = [(Done(),)]
+        if isinstance(message, Flush) and message.keep:
+            self._server.keep()
         for reply in replies:
             self._wire.send(*reply)
 
@@ -379,7 +381,7 @@ class Connection:
             case Lost(worker, group, size):
                 need(worker < store.rules.workers, "no such worker")
                 store.lose(worker, group, size)
-            case Flush():
+            case Flush(_):
                 store.flush()
             case Schedule():
                 store.schedule(self._timetable())

@@ -164,6 +164,14 @@ class Server:
         with self._snapshot_lock:
             self._written = self._snapshot.write(self.store)
 
+    def keep(self) -> None:
+        """Write a snapshot of what is there now; a warning where there is no space for it."""
+        if self.store.ready and self.store.version != self._written:
+            try:
+                self.snapshot()
+            except UserError as error:  # the next one may find space again
+                warn("%s", error)
+
     def _restore(self, job: str) -> None:
         """Go on from the snapshot, if there is one of this job."""
         if not self._snapshot.restore(self.store, job):
@@ -176,11 +184,7 @@ class Server:
 
     def _keep_snapshots(self) -> None:
         while not self._ended.wait(self._seconds):
-            if self.store.ready and self.store.version != self._written:
-                try:
-                    self.snapshot()
-                except UserError as error:  # the next one may find space again
-                    warn("%s", error)
+            self.keep()
 
     def _look_for_chief(self) -> None:
         away = self._runtime.now() - self._chief_seen
