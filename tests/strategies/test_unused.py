@@ -30,8 +30,20 @@ def test_the_first_update_tells(
 
 def test_a_parameter_that_goes_unused_later_is_an_error(replicas: Replicas) -> None:
     for _, _, error in replicas(jobs.train, 2, "later", {}):
-        assert error.startswith("2 parameters got no gradient in this update, and all did in the")
+        assert error.startswith("parameters got no gradient in the last batch of this update")
         assert "find_unused_parameters=True" in error
+
+
+def test_gradients_of_earlier_batches_do_not_hide_one_that_is_not_averaged(
+    replicas: Replicas,
+) -> None:
+    for _, _, error in replicas(jobs.train, 2, "end", {}, 2):
+        assert error.startswith("parameters got no gradient in the last batch of this update")
+    expected = jobs.by_torch("end", 2)
+    for found, _, error in replicas(jobs.train, 2, "end", {"find_unused_parameters": True}, 2):
+        assert error == ""
+        for name, value in expected.items():
+            torch.testing.assert_close(found[name], value, rtol=0, atol=1e-12)
 
 
 def test_batches_that_accumulate_exchange_nothing(replicas: Replicas) -> None:

@@ -24,7 +24,13 @@ class Branches(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         self.passes += 1
         both: Tensor = self.first(x)
-        left_out = {"never": False, "always": True, "later": self.passes > 3, "rank": self.rank}
+        left_out = {
+            "never": False,
+            "always": True,
+            "later": self.passes > 3,
+            "rank": self.rank,
+            "end": self.passes == 6,  # the last batch of all
+        }
         return both if left_out[self.kind] else both + self.second(x)
 
 
@@ -33,8 +39,10 @@ def data() -> tuple[Tensor, Tensor]:
     return x, torch.arange(24) % 3
 
 
-def train(kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], bool, str]:
-    """The weights after six steps under DDP, whether it searches, and the error if there is one."""
+def train(
+    kind: str, options: dict[str, Any], accumulate: int = 1
+) -> tuple[dict[str, Tensor], bool, str]:
+    """The weights after six batches under DDP, whether it searches, and the error if any."""
     strategy = sp.strategy("mirrored", communication="ddp", **options)
     net = Branches(kind, strategy.cluster.rank)
     trainer = sp.Trainer(
@@ -42,6 +50,7 @@ def train(kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], bool, 
         optimizer=torch.optim.SGD(net.parameters(), 0.1),
         loss=nn.CrossEntropyLoss(),
         strategy=strategy,
+        accumulate=accumulate,
     )
     error = ""
     try:
@@ -54,16 +63,17 @@ def train(kind: str, options: dict[str, Any]) -> tuple[dict[str, Tensor], bool, 
     return weights(net), searches, error
 
 
-def by_torch(kind: str) -> dict[str, Tensor]:
+def by_torch(kind: str, accumulate: int = 1) -> dict[str, Tensor]:
     net = Branches(kind)
     optimizer = torch.optim.SGD(net.parameters(), 0.1)
-    for x, y in zip(*(part.split(4) for part in data()), strict=True):
-        optimizer.zero_grad()
+    for number, (x, y) in enumerate(zip(*(part.split(4) for part in data()), strict=True), 1):
         output = net(x)
         if kind == "rank":  # the second replica, with the second half of the rows
             output = torch.cat([output[:2], net.first(x[2:])])
-        nn.functional.cross_entropy(output, y).backward()
-        optimizer.step()
+        (nn.functional.cross_entropy(output, y) / accumulate).backward()
+        if number % accumulate == 0:
+            optimizer.step()
+            optimizer.zero_grad()
     return weights(net)
 
 

@@ -6,6 +6,7 @@ The first update is made without it, and shows whether all parameters get a grad
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import add
@@ -65,16 +66,33 @@ class Overlapped(Wrapper):
         names = [name for name, p in self.module.named_parameters() if id(p) not in kept]
         self.module.__dict__["_ddp_params_and_buffers_to_ignore"] = names
         self.finds_unused, self._forwards = finds_unused, 0
-        self._parallel = [
-            DistributedDataParallel(
-                self.module,
-                process_group=self._group.process_group,
-                broadcast_buffers=False,
-                init_sync=False,  # all begin with the same; BatchNorm's statistics may differ
-                find_unused_parameters=finds_unused,
-                gradient_as_bucket_view=True,
-            )
-        ]
+        with warnings.catch_warnings():  # what is to replace broadcast_buffers does less
+            warnings.filterwarnings("ignore", "`broadcast_buffers`", FutureWarning)
+            self._parallel = [
+                DistributedDataParallel(
+                    self.module,
+                    process_group=self._group.process_group,
+                    broadcast_buffers=False,
+                    init_sync=False,  # all begin with the same; BatchNorm's statistics may differ
+                    find_unused_parameters=finds_unused,
+                    gradient_as_bucket_view=True,
+                )
+            ]
+
+    def check_complete(self) -> None:
+        """Raise `UserError` where a backward pass that averages left parameters out.
+
+        Those have gradients all the same if batches before it used them: each replica's own.
+        """
+        try:
+            for parallel in self._parallel:
+                parallel._check_reducer_finalized()
+        except RuntimeError as error:
+            raise UserError(
+                "parameters got no gradient in the last batch of this update, and all did in the "
+                "first update",
+                "Give the strategy find_unused_parameters=True: it costs a search per step.",
+            ) from error
 
     def unwrap(self) -> None:
         """Leave gradients where they are again, and hold on to no process group."""
@@ -171,7 +189,7 @@ class OverlappedGradients(PackedGradients):
             weight, loss, others = super().reduce(piggybacked)
             self._is_measured = True
             return weight, loss, tuple(map(add, others, self._others(None, len(others))))
-        self._refuse_unused()
+        self._model.check_complete()
         mine = float(self._collective.rank == 0) if self.normalized else self.weight
         came = self._collective.gather_scalars((self.loss_divisor, mine, self.loss, *piggybacked))
         _, weight, loss, *_ = came.sums
@@ -207,13 +225,3 @@ class OverlappedGradients(PackedGradients):
             found = self.absent != frozen * self._collective.world_size
             asked = self._finds_unused
             self._model.wrap(self._wrapped, found if asked is None else asked)
-
-    def _refuse_unused(self) -> None:
-        if self._model.finds_unused:
-            return
-        unused = sum(p.grad is None and p.requires_grad for p in self.parameters)
-        if unused:
-            raise UserError(
-                f"{unused} parameters got no gradient in this update, and all did in the first",
-                "Give the strategy find_unused_parameters=True: it costs a search per step.",
-            )
