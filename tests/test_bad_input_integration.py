@@ -67,7 +67,7 @@ TWO = "run --strategy mirrored --workers 2"
 QUICK = [
     # The command line
     command("train mnist --strategy mirored", "'mirored' is not a strategy", "'mirrored'"),
-    command("train mnist --precision fp17", "--precision fp17", "'fp32'", "bf16"),
+    command("train mnist --precision fp17", "--precision fp17", "'fp16'", "bf16"),
     command("train mnist --epochs 0", "--epochs 0 is less than 1"),
     command("train mnist --epochs many", "--epochs many is not a whole number"),
     command("train mnist --workers 0", "--workers 0 is less than 1"),
@@ -226,7 +226,7 @@ def constant(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 TRAINERS: list[tuple[dict[str, Any], str]] = [
     ({"metrics": ["acuracy"]}, "unknown metric 'acuracy'\n  Did you mean 'accuracy'?"),
-    ({"precision": "fp17"}, "unknown precision 'fp17'\n  Did you mean 'fp32'? Known: bf16, fp32."),
+    ({"precision": "fp17"}, "unknown precision 'fp17'\n  Did you mean 'fp16'? Known: 16-mixed, "),
     ({"loss": "crossentropy"}, "loss='crossentropy' is not a function"),
     ({"loss": constant}, "the loss has no gradient"),
     ({"optimizer": "adam"}, "optimizer='adam' is no optimizer"),

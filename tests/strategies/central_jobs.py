@@ -63,7 +63,7 @@ def one_memory(name: str) -> dict[str, Any]:
     kinds = [(p.dtype, p.stride(), p.requires_grad) for _, p in before]
     strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
     after = list(net.named_parameters())
-    answer: dict[str, Any] = {
+    result: dict[str, Any] = {
         "kept": all(a is b for (_, a), (_, b) in zip(before, after, strict=True)),
         "alike": kinds == [(p.dtype, p.stride(), p.requires_grad) for _, p in after],
         "chiefs": bool((net[0].weight == network()[0].weight).all()),  # type: ignore[index]
@@ -74,9 +74,9 @@ def one_memory(name: str) -> dict[str, Any]:
         with torch.no_grad():
             net[0].bias.fill_(7)  # type: ignore[index]
     strategy.reduce("sum", torch.zeros(1))
-    answer["seen"] = net[0].bias.tolist()  # type: ignore[index]
+    result["seen"] = net[0].bias.tolist()  # type: ignore[index]
     strategy.close()
-    return answer
+    return result
 
 
 def states(name: str, kind: str, folder: str) -> dict[str, Any]:

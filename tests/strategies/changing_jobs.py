@@ -104,7 +104,7 @@ def by_trainer(name: str, options: dict[str, Any], change: str) -> dict[str, Any
         trainer.fit(blobs(EXAMPLES), epochs=2, batch_size=BATCH, verbose=0)
         alter(net, trainer.optimizer, strategy.cluster.rank)
         trainer.fit(blobs(EXAMPLES), epochs=2, batch_size=BATCH, verbose=0)
-        trainer.strategy.state_dict()  # all shares of it can be collected
+        trainer.strategy.state_dict()  # all parts of it can be collected
         return weights(net)
     finally:
         strategy.close()

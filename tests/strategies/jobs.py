@@ -1,4 +1,4 @@
-"""What the contract tests run on every replica; each answers plain values to compare."""
+"""What the contract tests run on every replica; each returns plain values to compare."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from spartito.strategies import strategy as named_strategy
 
 
 def make_strategy(name: str | None = None, **options: Any) -> Strategy:
-    """A strategy by its name, or by the place of its class: ``"package.module:Class"``."""
+    """A strategy by its name, or by the path of its class: ``"package.module:Class"``."""
     if name and ":" in name:
         made: Strategy = StrategyInfo(name, name).load()(**options)
         return made
@@ -109,7 +109,7 @@ def fit_mlp(
         train, epochs=epochs, steps_per_epoch=steps, validation_data=val, verbose=0
     )
     again = trainer.fit(train, epochs=1, steps_per_epoch=steps, verbose=0)
-    answer = {
+    result = {
         "history": history.history,
         "again": again.history,
         "weights": {k: v.clone() for k, v in net.state_dict().items()},
@@ -118,7 +118,7 @@ def fit_mlp(
         "steps": trainer.step,
     }
     strategy.close()
-    return answer
+    return result
 
 
 def fit_metrics(name: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -157,9 +157,9 @@ def fit_metrics(name: str, options: dict[str, Any], kind: str) -> dict[str, Any]
         callbacks=[halving],
         verbose=0,
     )
-    answer = {"history": history.history, "predictions": trainer.predict(x)}
+    result = {"history": history.history, "predictions": trainer.predict(x)}
     strategy.close()
-    return answer
+    return result
 
 
 def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -224,13 +224,13 @@ def checkpoint_and_resume(
     if phase == "resume":
         trainer.load(folder)
     history = trainer.fit(train, epochs=4, callbacks=[SaveInTheMiddle()], verbose=0)
-    answer = {
+    result = {
         "history": history.history,
         "epochs": history.epoch,
         "weights": {k: v.clone() for k, v in net.state_dict().items()},
     }
     strategy.close()
-    return answer
+    return result
 
 
 def resume_each(name: str, options: dict[str, Any], folders: list[str]) -> list[dict[str, Any]]:
@@ -267,12 +267,12 @@ def gan(name: str, options: dict[str, Any]) -> dict[str, Any]:
             strategy.update(g_opt)
             both = torch.stack([d_losses.mean(1), g_losses.mean(1)], 1)
             curve.append(strategy.reduce("mean", both).item())
-    answer = {
+    result = {
         "curve": curve,
         "weights": {**_weights("g", generator_net), **_weights("d", critic)},
     }
     strategy.close()
-    return answer
+    return result
 
 
 def _weights(prefix: str, net: nn.Module) -> dict[str, Tensor]:
@@ -323,7 +323,7 @@ class OwnLoss(nn.Module):
 
 
 def dict_batches(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Batches that are dicts, and a model that answers its own loss."""
+    """Batches that are dicts, and a model that returns its own loss."""
     strategy = make_strategy(name, **options)
     net = OwnLoss()
     trainer = sp.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
@@ -349,7 +349,7 @@ class Faulty:
 
 
 def corrupt_examples(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Examples that cannot be read keep their place with weight 0."""
+    """Examples that cannot be read keep their index with weight 0."""
     strategy = make_strategy(name, **options)
     net = mlp(0.5)
     trainer = sp.Trainer(
@@ -361,12 +361,12 @@ def corrupt_examples(name: str, options: dict[str, Any]) -> dict[str, Any]:
         deterministic=True,
     )
     history = trainer.fit(sp.data.as_dataset(Faulty(), 4).shuffle(), epochs=3, verbose=0)
-    answer = {
+    result = {
         "history": history.history,
         "weights": {k: v.clone() for k, v in net.state_dict().items()},
     }
     strategy.close()
-    return answer
+    return result
 
 
 def streams(name: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
@@ -395,12 +395,12 @@ def streams(name: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
         ),
     }
     history = trainer.fit(made[kind](), epochs=2, batch_size=4, verbose=0)
-    answer = {
+    result = {
         "history": history.history,
         "weights": {k: v.clone() for k, v in net.state_dict().items()},
     }
     strategy.close()
-    return answer
+    return result
 
 
 def uneven_workers(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -421,13 +421,13 @@ def uneven_workers(name: str, options: dict[str, Any]) -> dict[str, Any]:
         strategy=strategy,
     )
     history = trainer.fit(sp.data.per_worker(batches), epochs=2, verbose=0)
-    answer = {"steps": trainer.step, "history": history.history}
+    result = {"steps": trainer.step, "history": history.history}
     strategy.close()
-    return answer
+    return result
 
 
 def stop_by_one(name: str, options: dict[str, Any]) -> int:
-    """The last replica alone asks for an end in step 4; answers the steps that were made."""
+    """The last replica alone asks for an end in step 4; returns the steps that were made."""
     strategy = make_strategy(name, **options)
     net = mlp()
 
@@ -473,10 +473,10 @@ def facts(name: str, options: dict[str, Any]) -> tuple[int, bool, str, list[floa
     value = torch.tensor([float(strategy.cluster.rank + 1)], dtype=torch.float64)
     reduced = [strategy.reduce(op, value).item() for op in ("sum", "mean", "max", "min")]
     rows = strategy.gather(torch.full((strategy.cluster.rank + 1, 2), strategy.cluster.rank))
-    answer = (strategy.num_replicas_in_sync, strategy.is_chief, str(strategy.task), reduced)
-    assert rows.tolist() == [[r, r] for r in range(answer[0]) for _ in range(r + 1)]
+    result = (strategy.num_replicas_in_sync, strategy.is_chief, str(strategy.task), reduced)
+    assert rows.tolist() == [[r, r] for r in range(result[0]) for _ in range(r + 1)]
     strategy.close()
-    return answer
+    return result
 
 
 def local_shares(batch: Batch) -> tuple[int, list[int]]:
@@ -516,7 +516,7 @@ def best_weights(name: str, options: dict[str, Any]) -> dict[str, Any]:
     history = trainer.fit(
         (x, y), epochs=9, batch_size=8, validation_data=(x, y), callbacks=[early], verbose=0
     )
-    answer = {
+    result = {
         "val_loss": history.history["val_loss"],
         "evaluated": trainer.evaluate((x, y))["loss"],
         "lr": strategy.coordination.publish(lambda: trainer.optimizer.param_groups[0]["lr"]),
@@ -525,7 +525,7 @@ def best_weights(name: str, options: dict[str, Any]) -> dict[str, Any]:
         ),
     }
     strategy.close()
-    return answer
+    return result
 
 
 def chief_alone(name: str, options: dict[str, Any], act: str, folder: str) -> str:
@@ -595,7 +595,7 @@ def save_and_load(name: str, options: dict[str, Any], folder: str) -> tuple[list
 
 
 class Lengths(torch.utils.data.Dataset[Tensor]):
-    """Rows of these lengths, which `pad` makes equal in a share."""
+    """Rows of these lengths, which `pad` makes equal in a data shard."""
 
     def __init__(self, lengths: Sequence[int]) -> None:
         self.lengths = lengths
@@ -696,7 +696,7 @@ def padded(found: list[Any]) -> UserDict[str, Tensor]:
 
 
 def tokens(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """Sentences of unequal length, padded to the longest of each share."""
+    """Sentences of unequal length, padded to the longest of each data shard."""
     strategy = make_strategy(name or None, **options)
     net = Tagger()
     trainer = sp.Trainer(

@@ -1,4 +1,4 @@
-"""A strategy for tests: two processes compute each data shard, and talk in every forward pass."""
+"""A strategy for tests: each data shard has two processes, which meet in every forward pass."""
 
 from __future__ import annotations
 

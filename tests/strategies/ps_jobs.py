@@ -233,7 +233,7 @@ def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, An
         strategy.close()
         return {"histories": histories, "evaluated": evaluated}
     state = {name: value.clone() for name, value in net.state_dict().items()}
-    answer = {
+    result = {
         "histories": histories,
         "weights": state,
         "evaluated": evaluated,
@@ -242,7 +242,7 @@ def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, An
         "steps": trainer.step,
     }
     strategy.close()
-    return answer
+    return result
 
 
 def _own_loop(
@@ -261,12 +261,12 @@ def _own_loop(
             strategy.update(optimizer)
             seen += batch.size
     strategy.synchronize()
-    answer = {
+    result = {
         "weights": {name: value.clone() for name, value in net.state_dict().items()},
         "seen": seen,
     }
     strategy.close()
-    return answer
+    return result
 
 
 def replayed(asked: Asked, folder: Path, servers: int) -> dict[str, Tensor]:
@@ -436,8 +436,8 @@ class Job:
         """Whether a task printed something like this."""
         return re.search(pattern, self.members[name].text) is not None
 
-    def answer(self, name: str) -> dict[str, Any]:
-        """What `train` answered there."""
+    def result(self, name: str) -> dict[str, Any]:
+        """What `train` returned there."""
         found: dict[str, Any] = torch.load(self.folder / f"{name}.pt", weights_only=False)
         return found
 

@@ -39,8 +39,8 @@ def test_blocks_do_not_overlap(sizes: list[int]) -> None:
 @pytest.mark.usefixtures("no_segments_left")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_parameters_lie_in_one_memory(replicas: Replicas, world_size: int) -> None:
-    for answer in replicas(jobs.one_memory, world_size, "central_storage"):
-        assert answer == {
+    for result in replicas(jobs.one_memory, world_size, "central_storage"):
+        assert result == {
             "kept": True, "alike": True, "chiefs": True, "mapped": True, "seen": [7.0] * 4,
         }  # fmt: skip
 
@@ -48,26 +48,26 @@ def test_parameters_lie_in_one_memory(replicas: Replicas, world_size: int) -> No
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize("kind", list(jobs.OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_the_state_exists_once_and_is_answered_whole(
+def test_the_state_exists_once_and_is_saved_whole(
     replicas: Replicas, kind: str, world_size: int, tmp_path: Path
 ) -> None:
-    answers = replicas(jobs.states, world_size, "central_storage", kind, str(tmp_path))
+    results = replicas(jobs.states, world_size, "central_storage", kind, str(tmp_path))
     (one,) = replicas(jobs.states, 1, "one_device", kind, str(tmp_path))
-    held = [name for answer in answers for name in answer["held"]]
+    held = [name for result in results for name in result["held"]]
     assert sorted(held) == sorted(one["held"])
     if kind == "Own":
-        assert answers[0]["held"] == one["held"]
-    for answer in answers:
-        assert answer["still"] == answer["held"]
-        assert answer["names"] == one["names"]
-        torch.testing.assert_close(answer["weights"], one["weights"], rtol=0, atol=1e-12)
-        torch.testing.assert_close(answer["state"], one["state"], rtol=0, atol=1e-12)
+        assert results[0]["held"] == one["held"]
+    for result in results:
+        assert result["still"] == result["held"]
+        assert result["names"] == one["names"]
+        torch.testing.assert_close(result["weights"], one["weights"], rtol=0, atol=1e-12)
+        torch.testing.assert_close(result["state"], one["state"], rtol=0, atol=1e-12)
 
 
 def test_replicas_that_share_no_memory_are_refused(replicas: Replicas) -> None:
-    for answer in replicas(jobs.refused_memory, 2):
-        assert answer.startswith("UserError: central_storage for 2 replicas that share no memory")
-        assert "choose mirrored" in answer
+    for result in replicas(jobs.refused_memory, 2):
+        assert result.startswith("UserError: central_storage for 2 replicas that share no memory")
+        assert "choose mirrored" in result
 
 
 @pytest.mark.usefixtures("no_segments_left")
@@ -84,9 +84,9 @@ def test_a_lost_replica_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_one_replica_keeps_its_own_memory() -> None:
     strategy = CentralStorageStrategy(cluster=ClusterSpec.alone(), device="cpu")
     net = torch.nn.Linear(2, 2)
-    places_ = [p.data_ptr() for p in net.parameters()]
+    pointers = [p.data_ptr() for p in net.parameters()]
     strategy.prepare(net, torch.optim.Adam(net.parameters()))
-    assert [p.data_ptr() for p in net.parameters()] == places_
+    assert [p.data_ptr() for p in net.parameters()] == pointers
     assert strategy.state_dict()["optimizer"]["state"] == {}
     strategy.close()
 

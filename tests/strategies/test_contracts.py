@@ -78,7 +78,7 @@ def servers(case: Case) -> int:
 
 
 def run(replicas: Replicas, case: Case, job: Any, **options: Any) -> Any:
-    """The job's answer under ``case``, which must be the same on every replica."""
+    """The job's result under ``case``, which must be the same on every replica."""
     name, world_size, strategy_options = case
     first, *others = replicas(
         job, world_size, name, strategy_options, servers=servers(case), **options
@@ -89,16 +89,16 @@ def run(replicas: Replicas, case: Case, job: Any, **options: Any) -> Any:
 
 
 alone: dict[tuple[str, str], Any] = {}
-"""What one device answers, by job and options: the same for all cases."""
+"""What one device returns, by job and options: the same for all cases."""
 
 
 def same_as_one_device(replicas: Replicas, case: Case, job: Any, **options: Any) -> Any:
-    answer = run(replicas, case, job, **options)
+    result = run(replicas, case, job, **options)
     asked = job.__name__, repr(sorted(options.items()))
     if asked not in alone:
         alone[asked] = run(replicas, CASES[0], job, **options)
-    close(answer, alone[asked])
-    return answer
+    close(result, alone[asked])
+    return result
 
 
 @every_strategy
@@ -120,10 +120,10 @@ def test_numbers_are_those_of_one_device(
         with pytest.raises(ReplicaError, match="on several servers"):
             run(replicas, case, jobs.fit_mlp, **options)
         return
-    answer = same_as_one_device(replicas, case, jobs.fit_mlp, **options)
-    losses = answer["history"]["loss"]
+    result = same_as_one_device(replicas, case, jobs.fit_mlp, **options)
+    losses = result["history"]["loss"]
     assert losses[-1] < losses[0]
-    assert len(answer["predictions"]) == 7
+    assert len(result["predictions"]) == 7
 
 
 @every_strategy
@@ -133,8 +133,8 @@ def test_metrics_with_state_are_those_of_all_examples(
 ) -> None:
     if kind == "torchmetrics":
         pytest.importorskip("torchmetrics")
-    answer = same_as_one_device(replicas, case, jobs.fit_metrics, kind=kind)
-    history, scores, labels = answer["history"], answer["predictions"], jobs.blobs(29)[1]
+    result = same_as_one_device(replicas, case, jobs.fit_metrics, kind=kind)
+    history, scores, labels = result["history"], result["predictions"], jobs.blobs(29)[1]
     right = scores.argmax(1) == labels
     close(history["val_accuracy"][-1], right.double().mean().item())
     if kind == "own":
@@ -149,8 +149,8 @@ def test_metrics_with_state_are_those_of_all_examples(
 
 @every_synchronous
 def test_batchnorm_dropout_and_augmentation_too(replicas: Replicas, case: Case) -> None:
-    answer = same_as_one_device(replicas, case, jobs.fit_convolutions)
-    assert len(answer["history"]["val_accuracy"]) == 6
+    result = same_as_one_device(replicas, case, jobs.fit_convolutions)
+    assert len(result["history"]["val_accuracy"]) == 6
 
 
 @every_strategy
@@ -204,8 +204,8 @@ def test_torch_data_sets(replicas: Replicas, case: Case, kind: str) -> None:
 
 @every_flat
 def test_replicas_with_uneven_data_end_together(replicas: Replicas, case: Case) -> None:
-    answer = run(replicas, case, jobs.uneven_workers)
-    assert answer["steps"] == 2 * case[1]
+    result = run(replicas, case, jobs.uneven_workers)
+    assert result["steps"] == 2 * case[1]
 
 
 @every_strategy
@@ -218,21 +218,21 @@ def test_one_replica_can_stop_all(replicas: Replicas, case: Case) -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_low_precision_and_compiled_modules(replicas: Replicas, case: Case, compiled: bool) -> None:
     name, world_size, options = case
-    answers = replicas(
+    results = replicas(
         jobs.low_precision, world_size, name, options, compiled, servers=servers(case)
     )
-    for answer in answers:
-        assert answer["history"] == answers[0]["history"]
-        assert answer["history"]["loss"][-1] < answer["history"]["loss"][0]
-        assert answer["names"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
+    for result in results:
+        assert result["history"] == results[0]["history"]
+        assert result["history"]["loss"][-1] < result["history"]["loss"][0]
+        assert result["names"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
 @every_flat
 def test_facts_and_reductions(replicas: Replicas, case: Case) -> None:
     name, world_size, options = case
     ranks = range(1, world_size + 1)
-    for rank, answer in enumerate(replicas(jobs.facts, world_size, name, options)):
-        count, is_chief, task, reduced = answer
+    for rank, result in enumerate(replicas(jobs.facts, world_size, name, options)):
+        count, is_chief, task, reduced = result
         assert (count, is_chief, task) == (world_size, rank == 0, f"worker {rank}")
         assert reduced == [sum(ranks), sum(ranks) / world_size, world_size, 1]
 
@@ -247,11 +247,11 @@ def test_the_run_folder(replicas: Replicas, case: Case, tmp_path: Path) -> None:
 
 @every_strategy
 def test_the_best_weights_come_back_and_rates_follow_epochs(replicas: Replicas, case: Case) -> None:
-    answer = run(replicas, case, jobs.best_weights)
-    assert len(answer["val_loss"]) == 3  # the first was the best
-    assert answer["evaluated"] == pytest.approx(answer["val_loss"][0], abs=1e-12)
-    assert answer["lr"] == 0.01 / 2**3
-    assert answer["begun"] == 4  # no optimizer lost its state
+    result = run(replicas, case, jobs.best_weights)
+    assert len(result["val_loss"]) == 3  # the first was the best
+    assert result["evaluated"] == pytest.approx(result["val_loss"][0], abs=1e-12)
+    assert result["lr"] == 0.01 / 2**3
+    assert result["begun"] == 4  # no optimizer lost its state
 
 
 @every_flat
@@ -275,8 +275,8 @@ def test_all_load_what_was_saved_or_none_does(
     replicas: Replicas, case: Case, tmp_path: Path
 ) -> None:
     name, world_size, options = case
-    answers = replicas(jobs.save_and_load, world_size, name, options, folder=str(tmp_path))
-    for rank, (found, refused, missing) in enumerate(answers):
+    results = replicas(jobs.save_and_load, world_size, name, options, folder=str(tmp_path))
+    for rank, (found, refused, missing) in enumerate(results):
         assert found == [1.0, 2.0, 3.0]  # at once what was saved last
         if world_size > 1:
             last = world_size - 1
@@ -319,7 +319,7 @@ def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
 
 @every_strategy
 def test_a_mean_over_tokens_is_one_over_all_tokens(replicas: Replicas, case: Case) -> None:
-    answer = run(replicas, case, jobs.tokens)
+    result = run(replicas, case, jobs.tokens)
     net, sentences = jobs.Tagger(), jobs.Sentences()
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
 
@@ -341,9 +341,9 @@ def test_a_mean_over_tokens_is_one_over_all_tokens(replicas: Replicas, case: Cas
     for epoch in range(2):
         for update, prefix in ((True, ""), (False, "val_")):
             loss, accuracy = figures(update)
-            close(answer["history"][prefix + "loss"][epoch], loss)
-            close(answer["history"][prefix + "accuracy"][epoch], accuracy)
-    close(answer["weights"], {k: v.detach() for k, v in net.state_dict().items()})
+            close(result["history"][prefix + "loss"][epoch], loss)
+            close(result["history"][prefix + "accuracy"][epoch], accuracy)
+    close(result["weights"], {k: v.detach() for k, v in net.state_dict().items()})
 
 
 @every_synchronous

@@ -1,4 +1,4 @@
-"""What parameter servers promise while nothing goes wrong: any number of workers, at any pace."""
+"""What parameter servers promise while nothing goes wrong: any number of workers, at any speed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.strategies.ps_jobs import job as processes
 
 
 class Run:
-    """What all tasks of a job answered, and the records that they left."""
+    """What all tasks of a job returned, and the records that they left."""
 
     def __init__(self, replicas: Replicas, folder: Path, workers: int, ps: int, asked: Asked):
         options = {"min_shard_bytes": FINE, "snapshot_dir": str(folder / "snapshots")}
@@ -40,8 +40,8 @@ class Run:
             run_dir=str(folder / "run"),
         )
         self.asked, self.folder, self.workers, self.ps = filled, folder, workers, ps
-        self.answers = replicas(ps_jobs.train, workers, filled, servers=ps)
-        self.first: dict[str, Any] = self.answers[0]
+        self.results = replicas(ps_jobs.train, workers, filled, servers=ps)
+        self.first: dict[str, Any] = self.results[0]
 
     def record(self, task: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(
@@ -55,18 +55,18 @@ class Run:
     def check(self) -> None:
         """All agree, and all that was planned was applied, once."""
         asked = self.asked
-        for other in self.answers[1:]:
+        for other in self.results[1:]:
             assert other["histories"] == self.first["histories"]
             assert other["evaluated"] == self.first["evaluated"]
             assert torch.equal(other["predictions"], self.first["predictions"])
             assert other["steps"] == self.first["steps"]
-        pieces = asked.plan * self.workers
+        items = asked.plan * self.workers
         for record in self.servers():
-            assert record["work_items"] == pieces
+            assert record["work_items"] == items
             assert record["duplicates"] == record["lost"] == record["dropped"] == 0
             assert sum(record["staleness"].values()) * asked.accumulate >= record["work_items"]
         workers = [self.record(f"worker {index}") for index in range(self.workers)]
-        assert sum(record["batches"] for record in workers) == pieces
+        assert sum(record["batches"] for record in workers) == items
         assert sum(record["examples"] for record in workers) == record_examples(self)
         if asked.optimizer != "Whole":
             again = ps_jobs.replayed(asked, self.folder / "pushes", self.ps)
@@ -104,7 +104,7 @@ def learned(run: Run, below: float = 0.5) -> None:
     ids=["alone", "three", "aggregate", "narrow", "clip", "schedule", "whole", "twice", "virtual",
          "stream"],
 )  # fmt: skip
-def test_it_learns_and_applies_every_piece_once(
+def test_it_learns_and_applies_every_item_once(
     replicas: Replicas, tmp_path: Path, workers: int, ps: int, asked: Asked
 ) -> None:
     run = Run(replicas, tmp_path, workers, ps, asked)
@@ -265,20 +265,20 @@ def variances(run: Run) -> Iterator[torch.Tensor]:
 def test_a_chief_may_stop_in_the_middle(replicas: Replicas, tmp_path: Path) -> None:
     options = {"max_staleness": 1}  # worker 1 does not run ahead
     run = Run(replicas, tmp_path, 2, 1, Asked(callbacks="stop", epochs=50, options=options))
-    assert len({json.dumps(answer["histories"]) for answer in run.answers}) == 1
+    assert len({json.dumps(result["histories"]) for result in run.results}) == 1
     assert len(run.first["histories"][0]["loss"]) == 1
     assert 7 <= run.first["steps"] < 12
 
 
 def test_early_stopping_stops_all(replicas: Replicas, tmp_path: Path) -> None:
     run = Run(replicas, tmp_path, 2, 1, Asked(callbacks="early", epochs=50))
-    assert [len(answer["histories"][0]["loss"]) for answer in run.answers] == [2, 2]
+    assert [len(result["histories"][0]["loss"]) for result in run.results] == [2, 2]
 
 
 def test_a_plateau_lowers_the_rate_everywhere(replicas: Replicas, tmp_path: Path) -> None:
     run = Run(replicas, tmp_path, 2, 1, Asked(schedule="plateau", epochs=4, validation=True))
     assert run.first["lr"] < run.asked.rate
-    assert run.answers[1]["lr"] < run.asked.rate  # that of the last epoch may not have come
+    assert run.results[1]["lr"] < run.asked.rate  # that of the last epoch may not have come
 
 
 @pytest.mark.parametrize("bound", [None, 0])
@@ -295,10 +295,10 @@ def test_checkpoints_cross_strategies(
     (tmp_path / "again").mkdir()
     back = Asked(epochs=9, load=folder, options=options)
     again = replicas(ps_jobs.train, 2, filled(back, tmp_path / "again"), servers=1)
-    for answer in again:
-        assert answer["steps"] == 9 * 12
-        assert len(answer["histories"][0]["loss"]) == 3
-        assert answer["evaluated"]["loss"] < one["evaluated"]["loss"]
+    for result in again:
+        assert result["steps"] == 9 * 12
+        assert len(result["histories"][0]["loss"]) == 3
+        assert result["evaluated"]["loss"] < one["evaluated"]["loss"]
     assert one["evaluated"]["loss"] < run.first["evaluated"]["loss"]
 
 
@@ -331,10 +331,10 @@ def filled(asked: Asked, folder: Path) -> Asked:
 @pytest.mark.parametrize("bound", [None, 2, 0])
 def test_a_loop_of_ones_own(replicas: Replicas, tmp_path: Path, bound: int | None) -> None:
     asked = filled(Asked(own_loop=True, options={"max_staleness": bound}), tmp_path)
-    answers = replicas(ps_jobs.train, 2, asked, servers=2)
-    assert sum(answer["seen"] for answer in answers) == 3 * asked.examples
-    first = answers[0]["weights"]
-    assert all(torch.equal(first[name], answers[1]["weights"][name]) for name in first)
+    results = replicas(ps_jobs.train, 2, asked, servers=2)
+    assert sum(result["seen"] for result in results) == 3 * asked.examples
+    first = results[0]["weights"]
+    assert all(torch.equal(first[name], results[1]["weights"][name]) for name in first)
 
 
 def test_a_second_model_is_refused(replicas: Replicas, tmp_path: Path) -> None:
@@ -382,10 +382,10 @@ def test_a_chief_of_its_own_gives_out_the_work(tmp_path: Path, bound: int | None
     asked = Asked(epochs=6, options={"max_staleness": bound}, validation=True, fits=2)
     with processes(tmp_path, asked, chief=1, worker=2, ps=2) as found:
         found.finish()
-        weights = found.answer("chief 0")["weights"]
+        weights = found.result("chief 0")["weights"]
         again = ps_jobs.replayed(found.asked, tmp_path / "pushes", 2)
         assert all(torch.equal(weights[name], again[name]) for name in weights)
-        histories = [found.answer(name)["histories"] for name in ("chief 0", "worker 1")]
+        histories = [found.result(name)["histories"] for name in ("chief 0", "worker 1")]
         assert histories[0] == histories[1]
         losses = histories[0][0]["val_loss"]
         # Each of another model, where an epoch waits for the last evaluation.
@@ -402,7 +402,7 @@ def test_an_evaluator_looks_at_the_checkpoints(tmp_path: Path) -> None:
         found.finish()
         lines = (tmp_path / "run" / "evaluations.jsonl").read_text().splitlines()
         assert json.loads(lines[-1])["epoch"] in (3, 4)
-        assert "val_loss" not in found.answer("worker 0")["histories"][0]
+        assert "val_loss" not in found.result("worker 0")["histories"][0]
         assert found.record("ps 0")["work_items"] == 2 * asked.plan
 
 

@@ -31,7 +31,7 @@ LOST = 69
 
 
 def applied_once(found: Job, servers: int) -> None:
-    """Every piece of every epoch is applied exactly once on every shard, and nothing else is."""
+    """Every work item of all epochs is applied exactly once on each shard, and nothing else is."""
     asked = found.asked
     workers = len(found.cluster["worker"])
     examples = asked.epochs * asked.fits * asked.examples
@@ -40,7 +40,7 @@ def applied_once(found: Job, servers: int) -> None:
         assert (record["work_items"], record["examples"]) == (asked.plan * workers, examples), (
             record
         )
-    weights = found.answer(chief(found))["weights"]
+    weights = found.result(chief(found))["weights"]
     again = replayed(asked, found.folder / "pushes", servers)
     assert all(torch.equal(weights[name], again[name]) for name in weights)
 
@@ -65,7 +65,7 @@ def test_a_killed_worker_costs_nothing(tmp_path: Path, bound: int | None, server
         found.finish()
         assert found.said("worker 0", "worker 1 is gone: its work goes to others")
         applied_once(found, servers)
-        histories = [found.answer(name)["histories"] for name in ("worker 0", "worker 2")]
+        histories = [found.result(name)["histories"] for name in ("worker 0", "worker 2")]
         assert histories[0] == histories[1]
         if bound:
             assert max(map(int, found.record("ps 0")["staleness"])) <= bound
@@ -144,10 +144,10 @@ def test_a_server_that_is_started_again_counts_no_global_step_twice(tmp_path: Pa
         applied_once(found, 2)
         scheduled(found, 2)
         for name in ("worker 0", "worker 1"):
-            assert found.answer(name)["steps"] == asked.plan
+            assert found.result(name)["steps"] == asked.plan
 
 
-def test_accumulated_pieces_of_a_killed_worker_are_done_again_as_one(tmp_path: Path) -> None:
+def test_accumulated_items_of_a_killed_worker_are_done_again_as_one(tmp_path: Path) -> None:
     asked = Asked(accumulate=2, holds={"worker 1": 4, "worker 0": 2}, examples=104)
     with job(tmp_path, asked, worker=2, ps=2) as found:
         found.held("worker 0", "worker 1")  # else worker 0 might do all the work
@@ -211,7 +211,7 @@ def version(folder: Path) -> int:
 def test_a_server_dies_while_nobody_looks_and_the_last_lease_is_done_again(
     tmp_path: Path,
 ) -> None:
-    """The only worker has had every answer when the server dies."""
+    """The only worker has had every result when the server dies."""
     asked = Asked(holds={"worker 0": 24}, examples=96, batch=4, epochs=1)
     with job(tmp_path, asked, worker=1, ps=1) as found:
         found.held("worker 0")
@@ -263,7 +263,7 @@ def frozen_worker(folder: Path) -> Any:
     """A job with bound 2 on two servers, whose worker 1 freezes in its third batch.
 
     The epoch is long: worker 0 does its own slice and comes to its 30th batch meanwhile, so
-    nobody has computed the piece that worker 1 holds.
+    nobody has computed the work item that worker 1 holds.
     """
     holds = {"worker 1": 3, "worker 0": 30}
     asked = Asked(options={"max_staleness": 2}, holds=holds, epochs=1, examples=384)
@@ -271,7 +271,7 @@ def frozen_worker(folder: Path) -> Any:
 
 
 def bounded(found: Job) -> None:
-    """No server applied a push that was staler than the bound, and each piece came once."""
+    """No server applied a push that was staler than the bound, and each work item came once."""
     applied_once(found, 2)
     for number in range(2):
         assert max(map(int, found.record(f"ps {number}")["staleness"])) <= 2
@@ -290,7 +290,7 @@ def test_a_worker_that_comes_back_is_held_to_the_bound_by_every_server(tmp_path:
         bounded(found)
 
 
-def test_a_worker_whose_place_was_taken_pushes_nowhere(tmp_path: Path) -> None:
+def test_a_worker_that_was_replaced_pushes_nowhere(tmp_path: Path) -> None:
     """Its successor holds a pull when the old process wakes up with a gradient."""
     with frozen_worker(tmp_path) as found:
         found.held("worker 1")
@@ -407,7 +407,7 @@ def test_gradients_that_are_no_numbers_are_dropped_and_named(tmp_path: Path) -> 
         assert found.record("ps 1")["updates"] == 2 * asked.plan - 2
         named = r"worker 1: \d pushes were not finite and dropped: pass 0, step \d+, slice 1"
         assert found.said("worker 0", named)
-        losses = found.answer("worker 0")["histories"][0]["loss"]
+        losses = found.result("worker 0")["histories"][0]["loss"]
         assert losses[-1] < losses[0]
 
 

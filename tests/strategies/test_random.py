@@ -27,10 +27,10 @@ def test_every_way_to_draw_equals_one_device(
 ) -> None:
     # torch's DDP refuses reentrant checkpoints itself.
     kinds = [kind for kind in COVERED if not (case[2] and kind.endswith("reentrant"))]
-    answers = replicas(jobs.train, case[1], case[0], case[2], kinds=kinds)
+    results = replicas(jobs.train, case[1], case[0], case[2], kinds=kinds)
     for kind in kinds:
-        for answer in answers:
-            close(answer[kind], alone[kind])
+        for result in results:
+            close(result[kind], alone[kind])
 
 
 def test_checkpointing_draws_the_same_again(alone: dict[str, Any]) -> None:

@@ -67,7 +67,7 @@ def sockets() -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["mirrored", "central_storage", "multi_worker_mirrored"])
-def test_building_a_strategy_talks_to_nobody(name: str) -> None:
+def test_building_a_strategy_connects_to_nobody(name: str) -> None:
     """Rank 0 of two, of which the other one never comes."""
     before, environment, threads = sockets(), dict(os.environ), torch.get_num_threads()
     port = free_port()

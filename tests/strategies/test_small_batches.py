@@ -42,12 +42,12 @@ def test_no_replica_gets_one_row_to_normalize_over(
 ) -> None:
     """Without synchronization each replica has its own BatchNorm, which refuses one value."""
     name, world_size, chosen = case
-    answers = replicas(
+    results = replicas(
         jobs.by_trainer, world_size, name, chosen, servers=servers(case),
         deterministic=False, kind="one value per channel", examples=examples, batch=batch,
     )  # fmt: skip
-    for answer in answers:
-        assert all(bool(torch.isfinite(value).all()) for value in answer.values())
+    for result in results:
+        assert all(bool(torch.isfinite(value).all()) for value in result.values())
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[1], THREE], ids=str)

@@ -38,7 +38,7 @@ def cells() -> Iterator[Any]:
 
 
 def use(name: str, options: dict[str, Any], column: str, batchnorm: bool = False) -> float:
-    """Use a strategy so; answers a figure that says that something was learned or found."""
+    """Use a strategy so; returns a figure that says that something was learned or found."""
     strategy = make_strategy(name, **options)
     try:
         return _use(strategy, column, batchnorm)
@@ -83,8 +83,8 @@ def test_every_strategy_has_its_row() -> None:
 
 @pytest.mark.parametrize(("name", "column", "cell"), list(cells()))
 def test_a_cell(replicas: Replicas, name: str, column: str, cell: str) -> None:
-    answer, _, condition = cell.partition(", ")
-    assert answer == "yes"
+    result, _, condition = cell.partition(", ")
+    assert result == "yes"
     world, servers = REPLICAS.get(name, 2), SERVERS.get(name, 0)
     options = CONDITIONS.get(condition, {})
     found = replicas(use, world, name, options, column, servers=servers)
@@ -117,5 +117,5 @@ def second(name: str) -> str:
 
 def test_parameter_server_has_one_optimizer(replicas: Replicas) -> None:
     assert replicas(second, 2, "mirrored") == ["two", "two"]
-    for answer in replicas(second, 2, "parameter_server", servers=1):
-        assert "a second model under parameter_server" in answer
+    for result in replicas(second, 2, "parameter_server", servers=1):
+        assert "a second model under parameter_server" in result

@@ -85,10 +85,10 @@ def test_an_evaluator_is_one_replica_alone_and_nobodys_chief() -> None:
 def test_the_chief_leaves_the_validation_to_it(tmp_path: Path) -> None:
     chief = train(tmp_path)
     assert list(chief.history.history) == ["loss", "accuracy"]
-    place = tmp_path / "checkpoints"
-    assert len(CheckpointManager(place).all()) == 3
-    assert not (place / "best.json").exists()
-    seen = look(place)
+    kept = tmp_path / "checkpoints"
+    assert len(CheckpointManager(kept).all()) == 3
+    assert not (kept / "best.json").exists()
+    seen = look(kept)
     assert seen is not None
     assert (seen.signal.state, seen.signal.first, seen.signal.step) == ("finished", 1, 12)
 
@@ -201,7 +201,7 @@ def test_what_cannot_wait_for_it(
 
 
 @pytest.mark.parametrize("task", [CLUSTER, ASIDE])
-def test_no_place_for_checkpoints(task: sp.ClusterSpec) -> None:
+def test_no_folder_for_checkpoints(task: sp.ClusterSpec) -> None:
     strategy = sp.MirroredStrategy(cluster=task)
     with pytest.raises(UserError, match="an evaluator, but fit"):
         trainer(strategy).fit(data(), validation_data=data(7))
@@ -235,12 +235,12 @@ def test_a_process_began_before_its_files(tmp_path: Path) -> None:
 
 def asked(folder: Path, **more: Any) -> Asked:
     """A training by workers that meet, with checkpoints in the run folder of `job`."""
-    place = str(folder / "run" / "checkpoints")
+    kept = str(folder / "run" / "checkpoints")
     return Asked(
         "multi_worker_mirrored",
         norm=True,
         callbacks="save",
-        checkpoints=place,
+        checkpoints=kept,
         validation=True,
         **more,
     )
@@ -254,7 +254,7 @@ def has_looked(run_dir: Path) -> bool:
 def test_beside_workers(workers: int, tmp_path: Path) -> None:
     with job(tmp_path, asked(tmp_path, epochs=4), worker=workers, evaluator=1) as found:
         found.finish()
-    chief, evaluator = found.answer("worker 0"), found.answer("evaluator 0")
+    chief, evaluator = found.result("worker 0"), found.result("evaluator 0")
     assert list(chief["histories"][0]) == ["loss", "accuracy"]
     assert found.said("worker 0", "validation is left to the evaluator")
     run = tmp_path / "run"
@@ -277,7 +277,7 @@ def test_its_death_changes_nothing(tmp_path: Path) -> None:
         found.kill("evaluator 0")
         found.go("worker 0")
         found.finish()
-        assert len(found.answer("worker 0")["histories"][0]["loss"]) == 4
+        assert len(found.result("worker 0")["histories"][0]["loss"]) == 4
 
 
 def test_it_ends_when_the_chief_is_gone(tmp_path: Path) -> None:

@@ -81,10 +81,10 @@ def test_the_passes_of_other_data_are_whole() -> None:
 
 
 def test_sources_of_unequal_length_go_on_where_they_were(tmp_path: Path) -> None:
-    for rank, answers in enumerate(on_replicas(resume_uneven, 2, str(tmp_path))):
-        whole, steps, read = answers[0]
+    for rank, results in enumerate(on_replicas(resume_uneven, 2, str(tmp_path))):
+        whole, steps, read = results[0]
         assert (steps, read) == (10, (4, 10)[rank])
-        for resumed, its_steps, its_read in answers[1:]:
+        for resumed, its_steps, its_read in results[1:]:
             assert its_steps == 10
             assert its_read <= (5, 10)[rank]  # no pass too much; one batch to know the shape
             for one, other in zip(whole, resumed, strict=True):

@@ -594,9 +594,9 @@ def test_checkpoints_of_a_fit(tmp_path: Path) -> None:
 
 def test_early_stopping_on_two_replicas() -> None:
     deltas = [0.0, -0.5, 3.0, 3.0, 3.0, 3.0]
-    answers = on_replicas(stop_early, 2, deltas)
-    assert answers[0] == answers[1]
-    epochs, history, best = answers[0]
+    results = on_replicas(stop_early, 2, deltas)
+    assert results[0] == results[1]
+    epochs, history, best = results[0]
     assert (epochs, history) == (best + 3, list(range(best + 3)))
     assert epochs < len(deltas)
 
@@ -621,8 +621,8 @@ def test_unequal_batches_of_each_worker_are_weighted() -> None:
         optimizer.zero_grad()
         nn.functional.cross_entropy(model(x[rows]), y[rows]).backward()
         optimizer.step()
-    for answer in on_replicas(uneven_sizes, 2):
-        for got, expected in zip(answer, model.parameters(), strict=True):
+    for result in on_replicas(uneven_sizes, 2):
+        for got, expected in zip(result, model.parameters(), strict=True):
             torch.testing.assert_close(got, expected.detach(), rtol=0, atol=1e-12)
 
 

@@ -378,11 +378,11 @@ class World:
             for n in range(self.rules.servers)
         ]
         servers = Servers(links, self.vector_of(process), self.rules.waits)
-        pace = self.random.choice([0.02, 0.1, 0.4])
+        delay = self.random.choice([0.02, 0.1, 0.4])
         model: Model = process.model  # type: ignore[attr-defined]
 
         def gradients(batch: Any) -> None:
-            process.sleep(pace * self.random.random())
+            process.sleep(delay * self.random.random())
             for parameter in model.parameters():
                 parameter.grad = torch.zeros_like(parameter.data)
                 parameter.grad[batch.item] = 1.0
@@ -413,15 +413,15 @@ class World:
             report = self.do(work, pusher, compute)
 
     def do(self, lease: Lease, pusher: Pusher, compute: Callable[[Any], None]) -> Report:
-        place = pusher.current = WorkPosition(STREAM, lease)
+        position = pusher.current = WorkPosition(STREAM, lease)
 
         def given_up() -> bool:
-            return place.abandoned
+            return position.abandoned
 
         try:
             numbers = []
             for step in range(lease.start, lease.stop):
-                place.step = step
+                position.step = step
                 batch: Any = SimpleNamespace(size=1, item=self.number(lease, step))
                 numbers.append(float(batch.item))
                 pusher.ready(batch)
@@ -436,7 +436,7 @@ class World:
         finally:
             pusher.current = None
         sums = [float(len(numbers)), sum(numbers)]
-        return Report(lease.id, sums, None, place.bad, place.detail, place.abandoned)
+        return Report(lease.id, sums, None, position.bad, position.detail, position.abandoned)
 
     def number(self, lease: Lease, step: int) -> int:
         return (lease.pass_ * self.facts.steps + step) * self.rules.workers + lease.data_shard
