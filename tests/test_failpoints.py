@@ -182,8 +182,10 @@ def test_the_third_time(monkeypatch: pytest.MonkeyPatch) -> None:
         failpoint("checkpoint.before_remove")
 
 
-@pytest.mark.parametrize("wanted", ["ps.nowhere:kill", "ps.server.loaded:pause"])
+@pytest.mark.parametrize(
+    "wanted", ["ps.nowhere:kill", "ps.server.loaded:pause", "ps", "ps.server.loaded:kill:x"]
+)
 def test_a_failpoint_that_is_none_is_an_error(wanted: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(ENV, wanted)
-    with pytest.raises(ValueError, match="NAME:kill or NAME:error"):
+    with pytest.raises(UserError, match="is not NAME:kill, NAME:error"):
         failpoint("checkpoint.before_remove")

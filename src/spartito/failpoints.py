@@ -12,6 +12,8 @@ import os
 import signal
 from collections import Counter
 
+from spartito.errors import UserError
+
 ENV = "SPARTITO_FAILPOINT"
 
 FAILPOINTS = {
@@ -37,13 +39,17 @@ def failpoint(name: str) -> None:
     wanted = os.environ.get(ENV)
     if not wanted:
         return
-    which, action, *times = wanted.split(":")
-    if which not in FAILPOINTS or action not in ("kill", "error"):
-        raise ValueError(f"{ENV}={wanted}: it is NAME:kill or NAME:error, NAME of {[*FAILPOINTS]}")
+    which, _, rest = wanted.partition(":")
+    action, _, times = rest.partition(":")
+    if which not in FAILPOINTS or action not in ("kill", "error") or not (times or "1").isdigit():
+        raise UserError(
+            f"{ENV}={wanted} is not NAME:kill, NAME:error or NAME:kill:3",
+            f"Unset it, or take one of these names: {', '.join(FAILPOINTS)}.",
+        )
     if which != name:
         return
     _hits[name] += 1
-    if _hits[name] < int(times[0] if times else 1):
+    if _hits[name] < int(times or 1):
         return
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)

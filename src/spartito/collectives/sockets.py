@@ -101,6 +101,7 @@ def dial(host: str, port: int, name: str, limit: float, end: float | None = None
     start = time.monotonic()
     end = start + limit if end is None else end
     where = "" if f"{host}:{port}" in name else f" at {host}:{port}"
+    to = where and f" to {address(host, port)}"
     waiting = Waiting(0, [name + where])
     while True:
         try:
@@ -109,7 +110,7 @@ def dial(host: str, port: int, name: str, limit: float, end: float | None = None
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS >= end:
                 raise TaskLostError(
-                    f"{name} did not come to {address(host, port)} within {limit:g} s",
+                    f"{name} did not come{to} within {limit:g} s",
                     f"{error.strerror or error}. Start it, correct the address, or let a firewall "
                     "pass this port; SPARTITO_TIMEOUT sets the limit in seconds.",
                 ) from error

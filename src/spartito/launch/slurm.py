@@ -47,7 +47,7 @@ class Slurm:
 
     Example: spartito cluster slurm mnist --nodes 2 --workers 4 -- --epochs 3 > job.sbatch
 
-    ``workers`` of the job are those of all nodes.
+    --workers counts the workers of all nodes together.
 
     Args:
         nodes: the machines that Slurm gives.
