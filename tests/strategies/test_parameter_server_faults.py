@@ -573,6 +573,25 @@ def test_a_server_that_dies_after_the_last_epoch_has_lost_nothing(tmp_path: Path
         assert "work items are done again" not in ended.text
 
 
+def test_a_chief_that_is_interrupted_can_still_fetch_the_values(tmp_path: Path) -> None:
+    """Ctrl-C comes to all tasks; the servers serve until the chief has ended."""
+    with commands_in(tmp_path) as commands:
+        fit = SCRIPT.index("trainer.fit")
+        lines = SCRIPT[fit:].replace("epochs=4", "epochs=4000").splitlines()
+        save = "except KeyboardInterrupt:\n    strategy.state_dict(); print('saved'); raise\n"
+        text = f"{SCRIPT[:fit]}try:\n    {lines[0]}\n{save}"
+        script = commands.write("train.py", text)
+        words = ("run", "--strategy", "parameter_server", "--workers", "2", "--ps", "1")
+        program = commands.start(*SPARTITO, *words, script, env={"SPARTITO_TIMEOUT": "120"})
+        program.wait_for("step 100")
+        commands.write("go", "")
+        program.send(signal.SIGINT)
+        ended = program.end()
+        assert ended.code == 128 + signal.SIGINT, ended.text
+        assert "saved" in ended.text
+        assert "Traceback" not in ended.text
+
+
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     with socket.socket() as taken, commands_in(tmp_path) as commands:
         taken.bind(("127.0.0.1", 0))

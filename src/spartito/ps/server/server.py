@@ -56,6 +56,7 @@ class Server:
         self._runtime = store.runtime
         self._ended = self._runtime.event()
         self._failure: BaseException | None = None
+        self._interrupted: KeyboardInterrupt | None = None
         self._connections: set[Connection] = set()
         self._began = self._chief_seen = self._runtime.now()
         self._chiefs = 0
@@ -71,8 +72,8 @@ class Server:
         keeper = self._runtime.start(self._keep_snapshots, "spartito-snapshot", daemon=False)
         acceptor = self._accept()
         try:
-            while not self._ended.wait(LOOK_SECONDS):
-                self._look_for_chief()
+            while not self._ended.is_set():
+                self._wait()
             if self._failure is not None:
                 raise self._failure
             self._linger()
@@ -84,6 +85,19 @@ class Server:
             for connection in list(self._connections):
                 connection.close()
         self._snapshot.remove()
+
+    def _wait(self) -> None:
+        """A while; a Ctrl-C that reaches all tasks lets the chief fetch the values first."""
+        try:
+            if not self._ended.wait(LOOK_SECONDS):
+                self._look_for_chief()
+        except KeyboardInterrupt as stop:
+            if self._interrupted is not None or not self._chiefs:
+                raise
+            self._interrupted = stop
+            note("%s ends when its chief ends, or when it is interrupted again", self.name)
+        if self._interrupted is not None and not self._chiefs and not self._ended.is_set():
+            raise self._interrupted
 
     def end(self) -> None:
         """The job has ended."""
