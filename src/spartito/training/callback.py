@@ -135,7 +135,9 @@ class Callback:
 
         Args:
             batch: The number of the last global batch of the epoch that is done, from 0.
-            logs: The figures of the epoch so far.
+            logs: The figures of the epoch so far, computed when they are looked at. It is the
+                same object after every step: to keep the figures of this one, keep a copy,
+                ``dict(logs)``.
         """
 
     def on_test_begin(self) -> None:
