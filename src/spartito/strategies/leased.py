@@ -13,7 +13,7 @@ from spartito.collectives.collective import Traffic
 from spartito.errors import UserError
 from spartito.ps.chief import JOB, Chief
 from spartito.ps.job import Job
-from spartito.ps.protocol.messages import Values, furthest
+from spartito.ps.protocol.messages import Values, advance, furthest
 from spartito.ps.protocol.options import set_options
 from spartito.ps.protocol.timetable import Row, Timetable, decode_timetable
 from spartito.ps.protocol.work import WorkSource
@@ -139,14 +139,15 @@ class LeasedCoordination(Coordination):
 
     def progress(self, output: Any = None, loss: float = 0.0, weight: float = 0.0) -> StepResult:
         """How far the whole training has come since the last result."""
-        seen, shards = self._seen, self.shards
-        now = self._seen = furthest(seen, self._newest())  # a restarted server counts again
-        self._show(now)
+        before = self._seen
+        self._seen = furthest(before, self._newest())  # a restarted server counts again
+        self._show(self._seen)
+        examples, batches, updates = advance(before, self._seen, self.shards)
         return StepResult(
             output,
-            examples=max(0, now.examples - seen.examples),
-            batches=max(0, now.work_items // shards - seen.work_items // shards),
-            updates=max(0, now.pushes // shards - seen.pushes // shards),
+            examples,
+            batches,
+            updates,
             loss=loss,
             weight=weight,
             stop=self._stopped,

@@ -136,6 +136,18 @@ def furthest(one: Values, other: Values) -> Values:
     )
 
 
+def advance(before: Values, now: Values, shards: int) -> tuple[int, int, int]:
+    """Examples, global batches and global steps that were done between two looks, 0 at least.
+
+    A global batch is ``shards`` work items, a global step as many pushes.
+    """
+    return (
+        max(0, now.examples - before.examples),
+        max(0, now.work_items // shards - before.work_items // shards),
+        max(0, now.pushes // shards - before.pushes // shards),
+    )
+
+
 class Release(Message, frozen=True, tag="release"):
     """This worker has nothing to compute: nobody needs to wait for it."""
 
