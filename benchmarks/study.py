@@ -23,7 +23,8 @@ from spartito.comparison.containers import job_name
 from spartito.errors import EXIT_INTERRUPTED, SpartitoError, UserError, show
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.job import up
-from spartito.launch.containers.plan import IMAGE, Compose, Containers
+from spartito.launch.containers.launcher import Compose
+from spartito.launch.containers.plan import IMAGE, Containers
 from spartito.launch.job import JobSpec, Program
 from spartito.names import ENV_EPOCHS
 

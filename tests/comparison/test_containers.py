@@ -17,7 +17,8 @@ from spartito.comparison.containers import job_for
 from spartito.comparison.plan import Plan, containers_for, make_plan
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
-from spartito.launch.containers.plan import Compose, Containers
+from spartito.launch.containers.launcher import Compose
+from spartito.launch.containers.plan import Containers
 from spartito.registry import strategy_names
 from tests.commands import SPARTITO, Commands, commands_in
 from tests.launch.containers import docker

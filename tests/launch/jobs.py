@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any, TypeVar
 
-from spartito.launch.containers.plan import Compose, Containers
+from spartito.launch.containers.launcher import Compose
+from spartito.launch.containers.plan import Containers
 from spartito.launch.job import JobSpec, Launcher, Program
 from spartito.launch.slurm import BatchJob, Slurm
 

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from spartito.cli.options import Arguments, Target, job_of, taken_from, with_options
-from spartito.launch.containers.plan import IMAGE, Compose
+from spartito.launch.containers.launcher import Compose
+from spartito.launch.containers.plan import IMAGE
 from spartito.launch.job import JobSpec, Launcher, Program, added_launchers
 from spartito.launch.slurm import Slurm
 

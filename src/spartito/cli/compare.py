@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from spartito.cli.options import taken_from, whole, with_options
-from spartito.launch.containers.plan import Compose
+from spartito.launch.containers.launcher import Compose
 from spartito.names import RECIPES
 
 

@@ -12,7 +12,8 @@ from spartito.comparison.plan import Launch, Plan, Planned
 from spartito.errors import UserError
 from spartito.launch.containers.compose import compose_file
 from spartito.launch.containers.engine import VERSION_LABEL, Engine
-from spartito.launch.containers.plan import Compose, Containers
+from spartito.launch.containers.launcher import Compose
+from spartito.launch.containers.plan import Containers
 from spartito.launch.job import JobSpec
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
-from spartito.launch.containers.plan import Compose
+from spartito.launch.containers.launcher import Compose
 from spartito.launch.job import Program
 from spartito.launch.target import check_program
 from spartito.launch.throttle import FULL, slow_tasks

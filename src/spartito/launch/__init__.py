@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spartito._lazy import attach as _attach
 
 if TYPE_CHECKING:
-    from spartito.launch.containers.plan import Compose
+    from spartito.launch.containers.launcher import Compose
     from spartito.launch.hosts.job import Hosts
     from spartito.launch.job import JobSpec, Launcher, Program, option
     from spartito.launch.local import Local
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __getattr__ = _attach(
     __name__,
     {
-        "Compose": "spartito.launch.containers.plan",
+        "Compose": "spartito.launch.containers.launcher",
         "Hosts": "spartito.launch.hosts.job",
         "JobSpec": "spartito.launch.job",
         "Launcher": "spartito.launch.job",

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.report.figures import BOOKKEEPING, VALIDATION, higher_is_better, scalars
-from spartito.training.callback import Logs
 
 MODES = ("auto", "min", "max")
 
@@ -31,7 +31,7 @@ class Monitor:
         """Whether more is better."""
         return self.mode == "max" or (self.mode == "auto" and higher_is_better(self.name))
 
-    def read(self, logs: Logs) -> float:
+    def read(self, logs: Mapping[str, float]) -> float:
         """Its value in ``logs``; a `UserError` that names the known ones when it is not there."""
         value = logs.get(self.name)
         if isinstance(value, int | float):
