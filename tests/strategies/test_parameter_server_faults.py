@@ -321,6 +321,7 @@ def test_a_stopped_server_is_named_within_the_time_limit(tmp_path: Path, shared:
         for name in ("worker 0", "worker 1"):
             assert found.said(name, "error: (ps 0|worker 0) .*(did not reply within 3 s|is gone)")
         assert found.said("worker 0", "ps 0 .* did not reply within 3 s")
+        assert not found.said("worker 0", "closed already")
         assert found.ends("ps 1") in ([0], [LOST]), found.text
 
 

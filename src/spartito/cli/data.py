@@ -10,7 +10,7 @@ import typer
 from spartito.cli.options import Json
 from spartito.errors import UserError
 
-data_app = typer.Typer(help="Look after data sets.", no_args_is_help=True)
+data_app = typer.Typer(help="Check data sets.", no_args_is_help=True)
 
 
 def predict(
@@ -18,7 +18,7 @@ def predict(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...", help="What to look at.")],
     json: Annotated[bool, typer.Option("--json", help="One JSON object a line.")] = False,
 ) -> None:
-    """Say what a trained model sees in files.
+    """Print what a trained model predicts for files.
 
     Example: spartito predict runs/cats_vs_dogs cat.jpg dog.jpg
     """

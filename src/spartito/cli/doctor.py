@@ -23,7 +23,10 @@ def doctor(
         typer.Option(help="Examine the tasks of this compose file, in containers.", metavar="FILE"),
     ] = None,
     timeout: Annotated[
-        float, typer.Option(help="Seconds until it ends, whoever is there.", metavar="SECONDS")
+        float,
+        typer.Option(
+            help="Seconds after which it ends, even if tasks are missing.", metavar="SECONDS"
+        ),
     ] = 10.0,
     json: Annotated[
         bool, typer.Option("--json", help="Print the report as one line of JSON instead.")

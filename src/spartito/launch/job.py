@@ -174,7 +174,7 @@ class JobSpec:
     interface: str | None = option(
         "The network interface at which tasks listen, as eth1, or its address.", metavar="NAME"
     )
-    name: str | None = option("What the job is called; by its script.", metavar="JOB")
+    name: str | None = option("The job's name; that of its script by default.", metavar="JOB")
     out: Path | None = option("The run folder; runs/NAME by default.")
     data: Path | None = option("The folder with the data.")
 

@@ -81,7 +81,9 @@ class Control:
         """Tell every server that the job has ended; returns why some could not be reached."""
         failed = []
         with self._lock:
-            for number in range(len(self.links)):
+            for number, link in enumerate(self.links):
+                if link.is_closed:  # what it was lost by was raised before
+                    continue
                 try:
                     self._insist(number, Link.ask, End())
                 except SpartitoError as error:

@@ -169,6 +169,11 @@ class Link:
         self.incoming.load(self._changed)
         self._changed.clear()
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether the connection is closed: by us, or because the server is lost."""
+        return self._wire is None
+
     def close(self) -> None:
         """Close the connection. Calling it again changes nothing."""
         if self._wire is not None:
