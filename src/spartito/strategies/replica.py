@@ -379,7 +379,7 @@ class ReplicaStrategy(Strategy):
                 if draws:
                     stack.enter_context(replaying())
                 found.value.backward(gradient)
-        loss = found.value.detach().double() * found.scale if found.counts else 0.0
+        loss = found.total
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
 

@@ -20,6 +20,7 @@ class MetricSet:
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = [metric.fresh() for metric in metrics]
         self._taken: list[bytes] = []
+        self._without_gradients = torch.no_grad()
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
@@ -28,7 +29,7 @@ class MetricSet:
         """Add the rows of a local batch, if there are any."""
         if self._metrics and batch.size:
             target = batch.target
-            with torch.no_grad():
+            with self._without_gradients:
                 for metric in self._metrics:
                     metric.update(output, target, batch.size)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spartito.engine.loss import IGNORED, describe
+from spartito.engine.loss import IGNORED, count_kept, describe
 from spartito.errors import UserError
 from spartito.training.metrics.base import NAN, Metric, State
 from spartito.training.metrics.tensors import fitting, misfit, widened
@@ -103,12 +103,20 @@ def accuracy(output: Tensor, target: Tensor, threshold: float = 0.0, ignored: in
     return binary_accuracy(output, target, threshold)
 
 
-def _counted(right: Tensor, target: Tensor, ignored: int) -> tuple[Tensor, Tensor | int]:
-    """How many are ``right`` of the targets that are not ``ignored``, and how many these are."""
+def _counted(right: Tensor, target: Tensor, ignored: int) -> tuple[Tensor | int, Tensor | int]:
+    """How many are ``right`` of the targets that are not ``ignored``, and how many these are.
+
+    They are numbers where targets lie in the host's memory, in which nobody waits for them.
+    """
+    if target.device.type == "cpu" and not target.is_floating_point():
+        if ignored >= 0:  # else no output is right about them
+            right = right & torch.ne(target, ignored)
+        hits: Any = right.count_nonzero().tolist()
+        return hits, count_kept(target, ignored)
     if ignored < 0 and not target.dtype.is_signed:  # -100 would become 156
         return right.count_nonzero(), target.numel()
     counted = torch.ne(target, ignored)
-    if ignored >= 0:  # else no output is right about them
+    if ignored >= 0:
         right = right & counted
     return right.count_nonzero(), counted.count_nonzero()
 
