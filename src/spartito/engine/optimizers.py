@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any
 
 import torch
@@ -111,7 +112,7 @@ def _has_begun(values: dict[str, Any]) -> bool:
 
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """All parameters of ``optimizer``, in the order of its groups."""
-    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
 
 
 def fuse(optimizer: Optimizer) -> None:
@@ -131,16 +132,19 @@ def fuse(optimizer: Optimizer) -> None:
                 setattr(optimizer, _FILLS, optimizer.register_step_pre_hook(fill_momentum))
 
 
-@contextmanager
-def skipping(optimizer: Optimizer, weight: float | Tensor) -> Iterator[bool]:
+def skipping(optimizer: Optimizer, weight: float | Tensor) -> AbstractContextManager[bool]:
     """A block in which a step of ``optimizer`` is left out where ``weight`` is 0.
 
     torch's fused optimizers look at it on the device. For others the host has to: the block gets
     whether the step is due.
     """
     if not isinstance(weight, Tensor) or not all(g.get("fused") for g in optimizer.param_groups):
-        yield float(weight) != 0
-        return
+        return nullcontext(float(weight) != 0)
+    return _skipping_on_device(optimizer, weight)
+
+
+@contextmanager
+def _skipping_on_device(optimizer: Optimizer, weight: Tensor) -> Iterator[bool]:
     fill_momentum(optimizer, all_fresh=True)
     optimizer.found_inf = (weight == 0).float()  # type: ignore[attr-defined]
     try:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.engine.gradients import Accumulated, Gradients
+from spartito.engine.gradients import Accumulated, Gradients, same
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.engine.precision import LossScale
 from spartito.engine.randomness import GlobalRandomness
@@ -35,11 +35,17 @@ class Pair:
     loss_scale: LossScale
     passes: int = 0
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
+    _known: list[nn.Parameter] = field(default_factory=list)  # all of the optimizer's, none new
 
     @property
     def new(self) -> list[nn.Parameter]:
         """The parameters that the optimizer has got since."""
-        return [p for p in optimizer_parameters(self.optimizer) if id(p) not in self.shared]
+        given = optimizer_parameters(self.optimizer)
+        if same(given, self._known):
+            return []
+        found = [parameter for parameter in given if id(parameter) not in self.shared]
+        self._known = [] if found else given
+        return found
 
     def accumulated(self) -> dict[str, Any]:
         """What the batches since the last update have left, equal on all replicas."""
