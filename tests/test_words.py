@@ -64,8 +64,7 @@ def files() -> list[str]:
     return [
         name
         for name in listed
-        if Path(name).suffix in KINDS
-        and name not in ("tests/test_words.py", "LICENSE", "CHANGELOG.md")
+        if Path(name).suffix in KINDS and name not in ("tests/test_words.py", "LICENSE")
     ]
 
 
