@@ -132,7 +132,7 @@ def test_sockets_at_a_closed_port(commands: Commands, hosts: list[Machine]) -> N
     assert f"worker 0 does not reach worker 1: worker 0 finds at {where}" in what(found, "one way")
     ended = job.train()
     assert [kind for kind, _ in ended] == ["TaskLostError"] * 2
-    assert f"did not come to {where} within 3 s" in ended[0][1]
+    assert f"({where}) did not come within 3 s" in ended[0][1]
     assert f"did not reach {where} within 3 s" in ended[1][1]
 
 
@@ -230,7 +230,7 @@ def test_servers_at_a_closed_port(commands: Commands, hosts: list[Machine]) -> N
     )
     kind, text = job.train()[0]
     assert kind == "TaskLostError"
-    assert f"did not come to beta:{LAST + 1}" in text
+    assert f"(beta:{LAST + 1}) did not come" in text
 
 
 def test_the_first_task_at_a_closed_port(commands: Commands, hosts: list[Machine]) -> None:
@@ -238,7 +238,7 @@ def test_the_first_task_at_a_closed_port(commands: Commands, hosts: list[Machine
     assert job.doctor(6.0)["exit_code"] == 69
     ended = job.train()
     assert [kind for kind, _ in ended] == ["TaskLostError"] * 2
-    assert f"did not come to alpha:{LAST + 1}" in ended[1][1]
+    assert f"(alpha:{LAST + 1}) did not come" in ended[1][1]
 
 
 def test_an_interface_is_chosen(commands: Commands, hosts: list[Machine]) -> None:
