@@ -32,7 +32,7 @@ def inner(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, list[str]]:
     """What a suite prints that is started from a strange state, and its list of skips."""
     listed = tmp_path_factory.mktemp("inner") / "skips"
     pytest_ = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-p", "no:randomly"]
-    words = [*pytest_, "tests/inner/suite.py", "--skips-to", str(listed)]
+    words = [*pytest_, "tests/inner/suite.py", f"--skips-to={listed}"]
     done = subprocess.run(
         ["sh", "-c", BEGIN, "sh", *words],
         cwd=Path(__file__).parents[1],

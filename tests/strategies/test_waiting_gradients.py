@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from copy import deepcopy
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -46,3 +47,13 @@ def test_what_waits_is_the_sum_of_the_means_of_its_batches() -> None:
         for net, expected in zip(nets, plain, strict=True):
             for one, other in zip(net.parameters(), expected.parameters(), strict=True):
                 assert (one - other).abs().max() < 1e-12
+
+
+def test_a_loop_that_also_asks_for_accumulation_is_refused() -> None:
+    net = nn.Linear(2, 1).double()
+    with sp.OneDeviceStrategy() as strategy:
+        _, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1), accumulate=2)
+        for batch in strategy.distribute(sp.data.arrays(X, Y).batch(4)):
+            strategy.backward((net(batch.x) - batch.y).square(), batch)
+            with pytest.raises(sp.UserError, match=r"accumulate=2"):
+                strategy.update(optimizer)

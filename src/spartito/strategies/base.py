@@ -127,7 +127,7 @@ class Strategy(ABC):
         Args:
             model: Any module; it is changed in place and moved to this task's device.
             optimizer: A fresh one, or a function of the parameters.
-            accumulate: How many batches make one update of `step`. `update` is one in any case.
+            accumulate: How many batches make one update of `step`.
             clip_norm: The largest global norm (L2) of an update's gradients; None: any.
             precision: "fp32" (the model's own dtype), "bf16" or "fp16" (autocast, the latter with
                 a loss scale), "bf16-true" (a model in bf16), or Lightning's names of these.
@@ -280,6 +280,9 @@ class Strategy(ABC):
 
         Args:
             optimizer: One that `prepare` returned.
+
+        Raises:
+            UserError: If `prepare` was told to accumulate, where tasks update together.
         """
         raise self._owns_the_step("update")
 

@@ -20,6 +20,7 @@ from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
 from spartito.data.collate import count_rows, rows
 from spartito.data.dataset import Dataset
+from spartito.device import available_cores
 from spartito.engine.batchnorm import keeping_statistics, local_batchnorms, synchronize_batchnorm
 from spartito.engine.context import StepContext, enter
 from spartito.engine.gradients import Gradients
@@ -167,9 +168,8 @@ class ReplicaStrategy(Strategy):
         loss_divisor = 0.0
         if again:  # what waits becomes the mean of its own batch, and this one joins it as such
             weights = [found.weight, *(pair.gradients.weight for pair in again)]
-            total, *before = self.reduce(
-                "sum", torch.tensor([float(w) for w in weights]).double()
-            ).tolist()
+            weighed = torch.tensor([float(weight) for weight in weights]).double()
+            total, *before = self.reduce("sum", weighed).tolist()
             loss_divisor = total or 1.0
             for pair, weight in zip(again, before, strict=True):
                 pair.gradients.normalize(weight)
@@ -180,7 +180,11 @@ class ReplicaStrategy(Strategy):
                 pair.gradients.normalize(0.0)
 
     def update(self, optimizer: Optimizer) -> None:
-        self._update(self._pairs.of(optimizer), None, 0, False)
+        pair = self._pairs.of(optimizer)
+        if pair.accumulate > 1:
+            what = f"update() after prepare(accumulate={pair.accumulate})"
+            raise UserError(what, "In a loop of your own, call it once per so many batches.")
+        self._update(pair, None, 0, False)
 
     def save(self, directory: Path) -> None:
         state = self.state_dict()
@@ -412,6 +416,4 @@ def _named_device(name: torch.device | str) -> torch.device:
 def _share_cores(cluster: ClusterSpec) -> None:
     """Divide the cores among the replicas of this machine, unless the user has done so."""
     if cluster.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        from spartito.device import available_cores
-
         torch.set_num_threads(max(1, available_cores() // cluster.local_size))
