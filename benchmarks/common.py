@@ -18,15 +18,22 @@ from spartito.device import available_cores
 Windows = dict[str, list[float]]
 """Seconds per step of each side, one entry per window."""
 
+ENV_PLAIN = "BENCHMARK_PLAIN"
+"""Set for the processes of a benchmark with ``--plain``."""
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A measured value and the one to reach: ``relation`` is ``>=`` or ``<=``, None to show it."""
+    """A measured value and the one to reach, in ``measure``: ``relation`` is ``>=`` or ``<=``.
+
+    Without a target it is only shown. Ratios are "times".
+    """
 
     name: str
     value: float
     target: float | None = None
     relation: str = ">="
+    measure: str = "times"
 
     @property
     def reached(self) -> bool | None:
@@ -41,7 +48,34 @@ def parser(description: str, rounds: int) -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=description)
     made.add_argument("--rounds", type=positive, default=rounds, help="turns of each side")
     made.add_argument("--json", action="store_true", help="print one last line of JSON")
+    made.add_argument(
+        "--plain",
+        action=_Plain,
+        default=False,
+        nargs=0,
+        help="leave denormals to each side, as its plain user has them",
+    )
     return made
+
+
+class _Plain(argparse.Action):
+    """Tells all processes of the benchmark to leave the flag as it is."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        setattr(namespace, self.dest, True)
+        os.environ[ENV_PLAIN] = "1"
+
+
+def flush_denormals() -> None:
+    """Take denormal numbers for 0 in this thread and those that it starts, on every side.
+
+    The first thing in each process that computes (TensorFlow does so by itself). With ``--plain``
+    it does nothing: Spartito then flushes in its own training, as its users have it.
+    """
+    if ENV_PLAIN not in os.environ:
+        import torch
+
+        torch.set_flush_denormal(True)
 
 
 def positive(text: str) -> int:

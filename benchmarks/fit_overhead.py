@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 import spartito as sp
-from benchmarks.common import Figure, Windows, announce, conclude, parser, positive, progress
+from benchmarks.common import (
+    Figure,
+    Windows,
+    announce,
+    conclude,
+    flush_denormals,
+    parser,
+    positive,
+    progress,
+)
 from benchmarks.jobs.plain import Work, make_work
 from benchmarks.jobs.steps import adam
 
@@ -25,6 +34,7 @@ def main() -> None:
     given = options.parse_args()
     here = announce(__doc__)
     torch.set_num_threads(1)
+    flush_denormals()
     figures, found = [], {}
     for size in SIZES:
         windows = measure(size, given.rounds, given.steps)

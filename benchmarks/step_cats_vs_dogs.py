@@ -9,7 +9,15 @@ from dataclasses import replace
 
 import torch
 
-from benchmarks.common import Figure, announce, conclude, parser, positive, progress
+from benchmarks.common import (
+    Figure,
+    announce,
+    conclude,
+    flush_denormals,
+    parser,
+    positive,
+    progress,
+)
 from benchmarks.jobs.plain import Work, make_work
 from benchmarks.jobs.steps import adam, autocast
 from spartito.models import CatsVsDogs
@@ -24,6 +32,7 @@ def main() -> None:
     options.add_argument("--precision", choices=("fp32", "bf16"), default="fp32")
     given = options.parse_args()
     torch.set_num_threads(given.threads)
+    flush_denormals()
     here = announce(f"{__doc__.rstrip('.')}, {given.precision}.")
     work = replace(make_work("xception", world_size=1), local_batch=given.batch_size)
     sides = {

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 import spartito as sp
+from benchmarks.common import flush_denormals
 from benchmarks.jobs.plain import make_work
 from benchmarks.jobs.steps import adam
 
@@ -60,6 +61,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, required=True)
     given = options.parse_args()
     torch.set_num_threads(1)
+    flush_denormals()
     folder = Path(os.environ["BENCHMARK_FOLDER"])
     strategy = sp.strategy()
     work = make_work("mlp", given.workers)

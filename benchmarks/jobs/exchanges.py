@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from benchmarks.common import flush_denormals
 from benchmarks.jobs.bare_servers import (
     BareServer,
     Client,
@@ -64,6 +65,7 @@ def main() -> None:
     options.add_argument("--windows", type=int, required=True)
     given = options.parse_args()
     torch.set_num_threads(1)
+    flush_denormals()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT))
     rank, workers = dist.get_rank(), dist.get_world_size() - 1
     together = dist.new_group(list(range(workers)))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import spartito as sp
+from benchmarks.common import flush_denormals
 from benchmarks.jobs.plain import Work, make_work
 
 
@@ -41,6 +42,7 @@ def main() -> None:
     options.add_argument("--precision", default="fp32")
     given = options.parse_args()
     torch.set_num_threads(1)
+    flush_denormals()
     work = make_work(given.model, int(os.environ["WORLD_SIZE"]))
     if given.model == "xception" and given.side in ("fit", "loop"):
         work = replace(work, model=sp.models.CatsVsDogs())

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
+from benchmarks.common import flush_denormals
 from benchmarks.jobs.losses import STEPS, Losses, digits
 from benchmarks.jobs.plain import make_work
 from benchmarks.jobs.steps import Plan, adam, time_windows
@@ -36,6 +37,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=5)
     given = options.parse_args()
     torch.set_num_threads(1)
+    flush_denormals()
     if given.what == "memory":
         found: Any = memory(given.strategy, given.steps)
     elif given.what == "speed":
