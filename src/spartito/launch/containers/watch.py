@@ -86,7 +86,7 @@ class Watch:
     sink: Sink = field(default_factory=lambda: Sink.of(binary(sys.stdout)))
     _pen: threading.Lock = field(default_factory=threading.Lock)
     _news: threading.Event = field(default_factory=threading.Event)
-    _readers: dict[str, threading.Thread] = field(default_factory=dict)
+    _readers: dict[str, threading.Event] = field(default_factory=dict)  # set when one ends
     _popens: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _last: dict[str, str] = field(default_factory=dict)
     _restarted: dict[str, int] = field(default_factory=dict)
@@ -113,16 +113,17 @@ class Watch:
         if self._unread or self.silent:
             return
         for index, state in enumerate(states):
-            reader = self._readers.get(state.service)
-            if reader is not None and (reader.is_alive() or state.status != "running"):
+            ended = self._readers.get(state.service)
+            if ended is not None and (not ended.is_set() or state.status != "running"):
                 continue
             self._start(state, index)
 
     def finish(self, limit: float | None) -> None:
         """Wait until all output has been read, at most ``limit`` seconds."""
         end = None if limit is None else time.monotonic() + limit
-        for reader in list(self._readers.values()):
-            reader.join(None if end is None else max(0.0, end - time.monotonic()))
+        # Not join: a signal handler that raises in it lets Python 3.11 take a thread for ended.
+        for ended in list(self._readers.values()):
+            ended.wait(None if end is None else max(0.0, end - time.monotonic()))
 
     def stop(self) -> None:
         """Follow nobody any more."""
@@ -170,11 +171,16 @@ class Watch:
         if self._unread:  # since a moment ago
             popen.terminate()
         prefix = self.sink.prefix(state.name, index)
-        what = (state.service, popen, prefix, since or "")
-        reader = threading.Thread(target=self._pass_on, args=what)
-        reader.daemon = True
-        self._readers[state.service] = reader
-        reader.start()
+        ended = self._readers[state.service] = threading.Event()
+
+        def read() -> None:
+            try:
+                self._pass_on(state.service, popen, prefix, since or "")
+            finally:
+                ended.set()
+                self._news.set()
+
+        threading.Thread(target=read, daemon=True).start()
 
     def _pass_on(
         self, service: str, popen: subprocess.Popen[bytes], prefix: bytes, since: str
@@ -190,7 +196,6 @@ class Watch:
                 with self._pen:
                     self._print(prefixed(prefix, text or b"\n"))
         popen.wait()
-        self._news.set()
 
     def _print(self, line: bytes) -> None:
         try:
