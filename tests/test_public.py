@@ -44,6 +44,7 @@ LAYER = {package: number for number, layer in enumerate(LAYERS) for package in l
 
 NEIGHBOURS = {
     ("collectives", "cluster"),
+    ("data", "cluster"),
     ("recipes", "models"),
     ("__main__", "cli"),
 }

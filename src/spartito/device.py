@@ -17,6 +17,7 @@ _CGROUPS = Path("/sys/fs/cgroup")
 _OWN_CGROUP = Path("/proc/self/cgroup")
 _CGROUP_NAMESPACE = Path("/proc/self/ns/cgroup")
 _KERNEL = Path("/proc/vmstat")
+_MEMINFO = Path("/proc/meminfo")
 _STATUS = Path("/proc/self/status")
 _NO_LIMIT = 1 << 60
 """More than this means "no limit" in a cgroup of version 1."""
@@ -71,6 +72,20 @@ def memory_limit() -> float:
     except (AttributeError, OSError, ValueError):
         machine = math.inf  # unknown on this system
     return min([machine, *(limit for limit, _ in cgroup_memory())])
+
+
+def available_memory(
+    meminfo: Path = _MEMINFO, cgroups: Path = _CGROUPS, own: Path = _OWN_CGROUP
+) -> float:
+    """Bytes that are free, or become so without harm, on the machine and in its cgroups."""
+    free = machine_memory(meminfo).get("MemAvailable", math.inf)
+    return min([free, *(max(0, limit - used) for limit, used in cgroup_memory(cgroups, own))])
+
+
+def machine_memory(meminfo: Path = _MEMINFO) -> dict[str, int]:
+    """What the kernel says of the machine's memory, in bytes, by its names for it."""
+    lines = (line.split() for line in _text(meminfo).splitlines())
+    return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
 
 
 def anonymous_memory() -> int:

@@ -117,6 +117,16 @@ def joined(env: Mapping[str, str]) -> Joined | None:
     return None
 
 
+def replicas_here(env: Mapping[str, str] | None = None) -> int:
+    """How many replicas this machine has, as far as ``env`` tells without waiting; else 1."""
+    try:
+        found = joined(os.environ if env is None else env)
+    except UserError:  # the strategy will raise it
+        return 1
+    spec = None if found is None else found.spec
+    return 1 if spec is None else max(1, spec.local_size)
+
+
 def check_alone(env: Mapping[str, str], what: str) -> None:
     """Raise `UserError` where a process with ``env`` is one of several tasks already.
 

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from spartito.cluster.resolver import replicas_here
 from spartito.data.dataset import Dataset, arrays
 from spartito.data.idx_format import find_idx
 from spartito.data.images import ImageFolder, Subset, image_folder_source
 from spartito.data.packaged import split_digits
+from spartito.device import available_cores
+
+MOST_THREADS = 16
+"""Threads that read images, at most: each has a whole batch in the making."""
 
 
 def image_folder(
@@ -20,9 +26,16 @@ def image_folder(
     validation_split: float | None = 0.2,
     subset: Subset | None = "training",
     seed: int = 1337,
+    *,
+    cache: str | os.PathLike[str] | None = None,
     **options: Any,
 ) -> Dataset:
     """Images in one folder per class, read ahead in the background.
+
+    Threads read: as many as this process has cores (its affinity and its container's quota,
+    divided among the replicas of the machine), 16 at most, and two batches more than that ahead.
+    A large JPEG is decoded at 1/2, 1/4 or 1/8 of its size where this is no smaller than
+    ``image_size``.
 
     Args:
         directory: The folder that has the folders of the classes.
@@ -30,16 +43,24 @@ def image_folder(
         validation_split: The fraction of the images that is kept for validation; None keeps none.
         subset: "training" or "validation"; None takes all images, without a split.
         seed: What the split is drawn from.
+        cache: Keep decoded images (a byte per value) for later epochs: "memory", in each replica,
+            or a directory, which all replicas and later runs share. None decodes anew in each
+            epoch. A file that changed is decoded again.
         options: ``color``, ``dtype`` and ``extensions`` of `image_folder_source`.
 
     Returns:
         Examples ``(x, y)``: ``x`` is float32 0 to 255 of shape ``(3, height, width)``, ``y`` the
         class' index in ``.classes``.
+
+    Raises:
+        UserError: No such directory, fewer than two classes, a class without an image, a value
+            out of range, or a cache that is larger than the free memory or disk.
     """
     source: ImageFolder = image_folder_source(
-        directory, image_size, validation_split, subset, seed, **options
+        directory, image_size, validation_split, subset, seed, cache=cache, **options
     )
-    return replace(Dataset(source), classes=source.classes).prefetch(3)
+    threads = min(MOST_THREADS, max(1, available_cores() // replicas_here()))
+    return replace(Dataset(source), classes=source.classes).prefetch(threads + 2, threads)
 
 
 def idx(directory: str | Path, split: Literal["train", "test"] = "train") -> Dataset:

@@ -6,17 +6,21 @@ As Keras' ``image_dataset_from_directory``; the files are read when a sample is 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from spartito.cluster.resolver import replicas_here
+from spartito.data.cache import Decoding, Reader, make_cache
 from spartito.data.decode import MODES, Color, read_pixels
 from spartito.data.headers import EXTENSIONS, ImageFault
+from spartito.data.source import BatchSource, Found
 from spartito.data.walk import image_files, subfolders
 from spartito.errors import CorruptSampleError, UserError
 from spartito.names import nearest
@@ -41,8 +45,21 @@ def read_image(
 
     Raises `CorruptSampleError`, which names the file and what is wrong with it.
     """
+    with _corrupt(path):
+        return _tensor(read_pixels(path, image_size, color), dtype)
+
+
+def _tensor(pixels: NDArray[np.uint8], dtype: torch.dtype) -> torch.Tensor:
+    # numpy converts on this thread alone: torch would wake its pool below every reading thread.
+    values = pixels.astype(_NUMPY.get(dtype, np.float32))
+    return torch.from_numpy(values).to(dtype).permute(2, 0, 1)
+
+
+@contextmanager
+def _corrupt(path: Path | str) -> Iterator[None]:
+    """Say which file an `ImageFault` is about."""
     try:
-        pixels = read_pixels(path, image_size, color)
+        yield
     except ImageFault as fault:
         if not os.path.exists(path):
             raise CorruptSampleError(
@@ -52,9 +69,6 @@ def read_image(
             f"image {os.fspath(path)!r} is corrupt ({fault.kind}): {fault.detail}",
             "Find all such files with `spartito data check DIR`.",
         ) from fault
-    # numpy converts on this thread alone: torch would wake its pool below every reading thread.
-    values = pixels.astype(_NUMPY.get(dtype, np.float32))
-    return torch.from_numpy(values).to(dtype).permute(2, 0, 1)
 
 
 def split_order(
@@ -75,18 +89,18 @@ def split_order(
 
 
 @dataclass(frozen=True, eq=False)
-class ImageFolder:
+class ImageFolder(BatchSource):
     """A source of samples ``(x, y)``: the images below one folder per class.
 
     ``x`` is as `read_image` gives it, ``y`` the class' index in ``classes``, a 0-d int64 tensor.
+    ``read`` is where pixels come from: the files, or a cache before them.
     Reading is safe from many threads, and Pillow lets them run side by side.
     """
 
     classes: tuple[str, ...]
     paths: tuple[str, ...]
     labels: tuple[int, ...]
-    image_size: tuple[int, int] = (180, 180)
-    color: Color = "rgb"
+    read: Reader
     dtype: torch.dtype = torch.float32
     _targets: torch.Tensor = field(init=False, repr=False)
 
@@ -100,8 +114,33 @@ class ImageFolder:
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Read one image. Raises `CorruptSampleError` for one that cannot be read."""
-        image = read_image(self.paths[index], self.image_size, self.color, self.dtype)
-        return image, self._targets[index]
+        path = self.paths[index]
+        with _corrupt(path):
+            return _tensor(self.read(path), self.dtype), self._targets[index]
+
+    def read_batch(self, indices: Sequence[int]) -> Found:
+        """As `BatchSource.read_batch`: pixels become floating where they stay, in the batch."""
+        batch: NDArray[Any] | None = None
+        kept: list[int] = []
+        corrupt: list[tuple[int, str]] = []
+        for position, index in enumerate(indices):
+            path = self.paths[index]
+            try:
+                with _corrupt(path):
+                    pixels = self.read(path)
+            except CorruptSampleError as error:
+                corrupt.append((index, str(error)))
+                continue
+            if batch is None:
+                shape = len(indices), *pixels.shape
+                batch = np.empty(shape, _NUMPY.get(self.dtype, np.float32))
+            batch[len(kept)] = pixels
+            kept.append(position)
+        if batch is None:
+            return Found(None, kept, corrupt)
+        x = torch.from_numpy(batch[: len(kept)]).to(self.dtype).permute(0, 3, 1, 2)
+        y = self._targets[[indices[position] for position in kept]]
+        return Found((x, y), kept, corrupt)
 
     def path(self, index: int) -> Path:
         """Where the sample at ``index`` lies."""
@@ -118,14 +157,16 @@ def image_folder_source(
     extensions: Sequence[str] = EXTENSIONS,
     color: Color = "rgb",
     dtype: torch.dtype = torch.float32,
+    cache: str | os.PathLike[str] | None = None,
 ) -> ImageFolder:
     """The images below ``directory``, one folder per class, labelled by the folders' sorted order.
 
     Folders are searched at any depth. ``validation_split`` with ``subset`` takes one part of a
-    split that depends on the files' number and ``seed`` alone: see `split_order`.
+    split that depends on the files' number and ``seed`` alone: see `split_order`. ``cache`` keeps
+    decoded pixels: "memory", or a directory.
 
     Raises `UserError`: no such directory, fewer than two classes, a class without an image, a
-    value out of range.
+    value out of range, a cache larger than the free memory or disk.
     """
     _check_options(image_size, validation_split, subset, seed, color, dtype)
     classes = _classes(directory)
@@ -151,8 +192,7 @@ def image_folder_source(
         classes,
         tuple(paths[i] for i in order),
         tuple(labels[i] for i in order),
-        image_size,
-        color,
+        make_cache(cache, Decoding(image_size, color), len(order), replicas_here()),
         dtype,
     )
 

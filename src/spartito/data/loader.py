@@ -18,8 +18,8 @@ from spartito.data.draws import Draws
 from spartito.data.order import DataShard, permutation
 from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
-from spartito.data.reading import Found, Processes, Wanted, changed, make_reading, mapped
-from spartito.data.source import BatchStream, ExampleStream, InputContext, PerWorker
+from spartito.data.reading import Processes, Wanted, changed, make_reading, mapped
+from spartito.data.source import BatchStream, ExampleStream, Found, InputContext, PerWorker
 from spartito.errors import CorruptSampleError, UserError
 from spartito.log import warn
 

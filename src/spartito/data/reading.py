@@ -6,14 +6,15 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from threading import Lock
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.utils import data as torch_data
 from torch.utils.data import DataLoader, get_worker_info
 
-from spartito.data.collate import tidy
+from spartito.data.collate import collate, tidy
 from spartito.data.dataset import Dataset, Transform
 from spartito.data.order import example_generator
+from spartito.data.source import BatchSource, Found
 from spartito.data.transforms import RandomTransform
 from spartito.errors import CorruptSampleError, SpartitoError, UserError
 
@@ -23,17 +24,6 @@ Wanted = tuple[int, Sequence[int]]
 _ONE_AT_A_TIME = Lock()
 """Held while a data set of the user reads an example: the thread that reads ahead for training
 and the one that evaluates may have the same open file below them. Forked processes never use it."""
-
-
-class Found(NamedTuple):
-    """A batch, None where no example could be read; ``kept`` are the positions of its rows.
-
-    ``corrupt`` has (index, message) of the examples that could not be read.
-    """
-
-    data: Any
-    kept: list[int]
-    corrupt: list[tuple[int, str]]
 
 
 @dataclass(frozen=True)
@@ -65,6 +55,8 @@ class Reading:
     def many(self, wanted: Wanted) -> Found:
         """The examples that are wanted as a batch, without those that cannot be read."""
         epoch, indices = wanted
+        if isinstance(self.source, BatchSource) and not self.maps and self.collate is collate:
+            return self.source.read_batch(indices)
         examples, kept, corrupt = [], [], []
         for position, index in enumerate(indices):
             try:

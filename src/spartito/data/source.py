@@ -10,9 +10,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from spartito.data.order import DataShard
 
@@ -33,6 +34,25 @@ class GatherSource(Source, Protocol):
     def gather(self, indices: Any) -> Any:
         """The examples at ``indices`` (a slice, or int64 of shape ``(n,)``) as one batch."""
         ...
+
+
+class Found(NamedTuple):
+    """A batch, None where no example could be read; ``kept`` are the positions of its rows.
+
+    ``corrupt`` has (index, message) of the examples that could not be read.
+    """
+
+    data: Any
+    kept: list[int]
+    corrupt: list[tuple[int, str]]
+
+
+class BatchSource(ABC):
+    """Examples by index that know how to read several straight into a batch."""
+
+    @abstractmethod
+    def read_batch(self, indices: Sequence[int]) -> Found:
+        """What single reading and `collate` would make of ``indices``, without the corrupt."""
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,13 @@ from spartito.cluster.endpoints import check_drawn
 from spartito.cluster.resolver import remarks
 from spartito.cluster.spec import NO_RANK, ClusterSpec, split_address
 from spartito.collectives.placement import PROCESS_GROUP
-from spartito.device import available_cores, cgroup_memory, cgroup_quota
+from spartito.device import (
+    available_cores,
+    available_memory,
+    cgroup_memory,
+    cgroup_quota,
+    machine_memory,
+)
 from spartito.doctor.facts import network
 from spartito.doctor.findings import Facts, Memory, Space
 from spartito.errors import UserError
@@ -99,16 +105,10 @@ def plan_of(spec: ClusterSpec, env: Mapping[str, str], gpus: int) -> str:
 
 def memory(meminfo: Path = MEMINFO, cgroups: Path = CGROUPS, own: Path = CGROUP) -> Memory:
     """The machine's memory in bytes, what is available to us, and our cgroup's limit."""
-    lines = (line.split() for line in _text(meminfo).splitlines())
-    figures = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
-    total = figures.get("MemTotal", 0)
-    available = figures.get("MemAvailable", total)
-    limits = cgroup_memory(cgroups, own)
-    if not limits:
-        return Memory(total, available)
-    for limit, used in limits:
-        available = min(available, max(0, limit - used))
-    return Memory(total, available, min(limit for limit, _ in limits))
+    total = machine_memory(meminfo).get("MemTotal", 0)
+    free = available_memory(meminfo, cgroups, own)
+    limits = [limit for limit, _ in cgroup_memory(cgroups, own)]
+    return Memory(total, int(min(free, total)), min(limits) if limits else None)
 
 
 def space(path: Path) -> Space:

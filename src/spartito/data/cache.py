@@ -1,0 +1,220 @@
+"""Decoded images that are kept, so that a later epoch need not decode them.
+
+An entry belongs to a file by its path, size and time of change, and to the way of decoding by
+image size, color and Pillow's version. What cannot be decoded is not kept: it fails every time.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import struct
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import blake2b
+from pathlib import Path
+from threading import Lock
+from typing import ClassVar
+from weakref import WeakSet
+
+import numpy as np
+import PIL
+from numpy.typing import NDArray
+
+from spartito.data.decode import MODES, Color, read_pixels
+from spartito.device import available_memory
+from spartito.errors import UserError
+from spartito.log import warn
+
+Pixels = NDArray[np.uint8]
+Reader = Callable[[str], Pixels]
+"""From a path to pixels of shape ``(height, width, channels)``; raises `ImageFault`."""
+
+Stamp = tuple[int, int]
+"""A file's size in bytes, and the nanosecond of its last change."""
+
+SHARE = 0.8
+"""The part of the free memory that a cache may take; the rest is for the training."""
+
+_HEAD = struct.Struct("<QqI")  # the stamp, and a CRC-32 of the stamp and the pixels
+
+_full = Lock()
+"""Held while one thread says that a cache takes no more."""
+
+
+class Decoding:
+    """Reads pixels from the images' own files, and keeps nothing."""
+
+    def __init__(self, image_size: tuple[int, int], color: Color) -> None:
+        self.image_size, self.color = image_size, color
+        self.shape = *image_size, len(MODES[color])
+
+    def __call__(self, path: str) -> Pixels:
+        """The pixels of the image at ``path``."""
+        return read_pixels(path, self.image_size, self.color)
+
+
+class MemoryCache:
+    """Keeps pixels in the memory of this process."""
+
+    _living: ClassVar[WeakSet[MemoryCache]] = WeakSet()
+
+    def __init__(self, decode: Decoding, count: int, replicas: int) -> None:
+        """For ``count`` images, on each of ``replicas`` of this machine.
+
+        Raises `UserError` if they, and what other caches still wait for, are more than `SHARE`
+        of the free memory.
+        """
+        self._decode = decode
+        self._kept: dict[str, tuple[Stamp, Pixels]] = {}
+        self._promised = count * int(np.prod(decode.shape)) * replicas
+        self._count = count
+        promised = sum(cache.still_to_come for cache in self._living)
+        free = SHARE * available_memory() - promised
+        if self._promised > free:
+            raise UserError(
+                f'cache="memory" of {_said(decode, count)} on each of {replicas} replicas of this '
+                f"machine is {_size(self._promised)}; it may take {_size(max(0, free))} "
+                f"({SHARE:.0%} of the free memory, less what other caches wait for)",
+                "Name a directory instead: cache=DIR. It is shared by all replicas.",
+            )
+        self._living.add(self)
+
+    @property
+    def still_to_come(self) -> float:
+        """Bytes that are not in memory yet, on all replicas of this machine together."""
+        return self._promised * (1 - len(self._kept) / self._count)
+
+    def __call__(self, path: str) -> Pixels:
+        """The pixels of the image at ``path``."""
+        stamp = _stamp(path)
+        kept = self._kept.get(path)
+        if kept is not None and kept[0] == stamp:
+            return kept[1]
+        pixels = self._decode(path)
+        if stamp is not None and _stamp(path) == stamp:  # else it changed while it was read
+            self._kept[path] = stamp, pixels
+        return pixels
+
+
+class DirectoryCache:
+    """Keeps pixels in a directory, one file for each image, for all replicas and later runs.
+
+    A file proves itself by a checksum, so it needs neither locks nor a rename: what a killed
+    process left half written, or another one is just writing, is no entry yet. All write the
+    same bytes.
+    """
+
+    def __init__(self, decode: Decoding, directory: str | os.PathLike[str], count: int) -> None:
+        """For ``count`` images. Raises `UserError` if they do not fit, or it is no directory."""
+        self._decode = decode
+        self._bytes = int(np.prod(decode.shape))
+        height, width = decode.image_size
+        form = f"{height}x{width}-{decode.color}-pillow-{PIL.__version__}"
+        self._directory = Path(directory).absolute() / form
+        self._writes = True
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+            free = shutil.disk_usage(self._directory).free
+        except OSError as error:
+            raise UserError(
+                f"cache={os.fspath(directory)!r} cannot be made: {error.strerror or error}",
+                "Name a directory that this process may write to.",
+            ) from error
+        wanted = count * (self._bytes + _HEAD.size)
+        if wanted > free and wanted - self._in_use() > free:
+            raise UserError(
+                f"cache={os.fspath(directory)!r} for {_said(decode, count)} is {_size(wanted)}; "
+                f"free on that disk are {_size(free)}",
+                "Name a directory on a larger disk.",
+            )
+
+    def __call__(self, path: str) -> Pixels:
+        """The pixels of the image at ``path``."""
+        stamp = _stamp(path)
+        if stamp is None:
+            return self._decode(path)
+        file = self._file(path)
+        kept = self._load(file, stamp)
+        if kept is not None:
+            return kept
+        pixels = self._decode(path)
+        if self._writes and _stamp(path) == stamp:  # else it changed while it was read
+            self._store(file, stamp, pixels)
+        return pixels
+
+    def _file(self, path: str) -> str:
+        name = blake2b(os.fsencode(os.path.abspath(path)), digest_size=16).hexdigest()
+        return f"{self._directory}/{name[:2]}/{name[2:]}"
+
+    def _load(self, file: str, stamp: Stamp) -> Pixels | None:
+        """The pixels in ``file``, None if they are not all there or of an image that changed."""
+        try:
+            with open(file, "rb", buffering=0) as stream:
+                data = stream.read()
+        except OSError:
+            return None
+        if len(data) != _HEAD.size + self._bytes:
+            return None
+        pixels = memoryview(data)[_HEAD.size :]
+        if data[: _HEAD.size] != _head(stamp, pixels):
+            return None
+        return np.frombuffer(pixels, np.uint8).reshape(self._decode.shape)
+
+    def _store(self, file: str, stamp: Stamp, pixels: Pixels) -> None:
+        data = pixels.tobytes()
+        try:
+            os.makedirs(os.path.dirname(file), exist_ok=True)
+            with open(file, "wb", buffering=0) as stream:
+                stream.write(_head(stamp, data) + data)
+        except OSError as error:
+            with _full:
+                if self._writes:
+                    warn("the cache of images takes no more: %s", error)
+                self._writes = False
+            with suppress(OSError):
+                os.unlink(file)
+
+    def _in_use(self) -> int:
+        """Bytes of the entries that are there."""
+        return sum(file.stat().st_size for file in self._directory.glob("*/*"))
+
+
+def make_cache(
+    where: str | os.PathLike[str] | None, decode: Decoding, count: int, replicas: int
+) -> Reader:
+    """What reads images as ``cache=where`` of `image_folder` says."""
+    if where is None:
+        return decode
+    if where == "memory":
+        return MemoryCache(decode, count, replicas)
+    return DirectoryCache(decode, where, count)
+
+
+def _stamp(path: str) -> Stamp | None:
+    """The stamp of a file, None if it cannot be read."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
+
+
+def _head(stamp: Stamp, pixels: bytes | memoryview) -> bytes:
+    """What stands in front of the pixels in a file."""
+    size, changed = stamp
+    return _HEAD.pack(size, changed, zlib.crc32(pixels, zlib.crc32(b"%d %d" % stamp)))
+
+
+def _said(decode: Decoding, count: int) -> str:
+    return f"{count} images of {'x'.join(map(str, decode.shape))} bytes"
+
+
+def _size(number: float) -> str:
+    """Bytes for a reader."""
+    for name in ("kB", "MB"):
+        number /= 1e3
+        if number < 1e3:
+            return f"{number:.1f} {name}"
+    return f"{number / 1e3:.1f} GB"
