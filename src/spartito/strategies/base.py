@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.data.batch import Batch
+from spartito.engine.denormals import Denormals
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike
 from spartito.errors import UserError
@@ -35,6 +36,7 @@ class Strategy(ABC):
 
     Args:
         cluster: All tasks of the job; None asks the environment.
+        flush_denormals: Whether denormal numbers are 0 where it computes.
 
     Raises:
         UserError: If `check` refuses the cluster.
@@ -46,7 +48,8 @@ class Strategy(ABC):
     groups: Groups
     """The groups that this task is in: "world", "data" and "model"."""
 
-    def __init__(self, cluster: ClusterSpec | None = None) -> None:
+    def __init__(self, cluster: ClusterSpec | None = None, flush_denormals: bool = True) -> None:
+        self.denormals = Denormals(flush_denormals)
         self.job = resolve() if cluster is None else cluster
         if self.is_evaluator:
             self.cluster = self.job.apart()

@@ -85,6 +85,7 @@ class CentralStorageStrategy(SynchronousStrategy):
         device: Where replicas compute: the CPU too.
         sync_batchnorm: As in `MirroredStrategy`.
         timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
+        flush_denormals: As in `MirroredStrategy`.
 
     Raises:
         UserError: For GPUs, or a cluster on several machines.
@@ -100,10 +101,15 @@ class CentralStorageStrategy(SynchronousStrategy):
         device: torch.device | str | None = None,
         sync_batchnorm: bool | None = None,
         timeout: float | None = None,
+        flush_denormals: bool = True,
     ) -> None:
         _check_devices(parameter_device, device)
         super().__init__(
-            cluster=cluster, device=device, sync_batchnorm=sync_batchnorm, timeout=timeout
+            cluster=cluster,
+            device=device,
+            sync_batchnorm=sync_batchnorm,
+            timeout=timeout,
+            flush_denormals=flush_denormals,
         )
         self._shares: dict[Optimizer, Shares] = {}
         self._homes: list[tuple[nn.Parameter, int]] = []

@@ -53,7 +53,7 @@ class Distributed(Protocol):
     overlaps: bool
     """Whether other tasks begin the next epoch while this one still evaluates the last."""
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch]:
         """From the present position to the end of the epoch; the next iteration is the next one."""
         ...
 

@@ -18,6 +18,7 @@ from spartito.data.loader import IndexedFeed, Loader, make_feed, used_up
 from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
 from spartito.data.source import PerWorker, Source
+from spartito.engine.denormals import Denormals
 from spartito.errors import SpartitoError, UserError
 from spartito.ps.chief import Chief
 from spartito.ps.protocol.work import Complete, Lease, Pause, Report, WorkSource
@@ -36,6 +37,7 @@ class Computer(Protocol):
 
     device: torch.device
     coordination: LeasedCoordination
+    denormals: Denormals
 
     def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
         """How a stream is divided into work items."""
@@ -91,7 +93,7 @@ class Leased(Distributed):
         self._partial: list[float] = []  # of a lease that was left in the middle
         self._partial_metrics = b""
 
-    def __iter__(self) -> Iterator[Batch]:
+    def __iter__(self) -> Generator[Batch]:
         for batches in self.epochs(1, None, 0):
             yield from batches
             for _ in self.watch():
@@ -100,6 +102,12 @@ class Leased(Distributed):
 
     def epochs(
         self, count: int, steps: int | None, done: int, figures: Figures | None = None
+    ) -> Generator[Generator[Batch]]:
+        epochs = self._epochs(count, steps, done, figures or NoFigures())
+        return self._computer.denormals.during(epochs)
+
+    def _epochs(
+        self, count: int, steps: int | None, done: int, figures: Figures
     ) -> Generator[Generator[Batch]]:
         coordination, chief = self._coordination, self._coordination.chief
         stream = coordination.next_stream()
@@ -111,7 +119,7 @@ class Leased(Distributed):
         try:
             for epoch in range(count):
                 self._epoch, self._partial, self._partial_metrics = epoch, [], b""
-                yield self._run_epoch(stream, epoch, figures or NoFigures())
+                yield self._run_epoch(stream, epoch, figures)
                 if chief is not None:
                     chief.coordinator.close_epoch(stream, epoch)
         finally:

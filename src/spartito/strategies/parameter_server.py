@@ -18,6 +18,7 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.context import enter
+from spartito.engine.denormals import flushed
 from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, named_state, unwrap
@@ -67,6 +68,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         nan_limit: Pushes that are not finite are dropped; more than so many end the training.
         push_log: A directory where every server records all its updates.
         shared_memory: False sends everything by sockets, on one machine too.
+        flush_denormals: Whether denormal numbers are 0 on workers and servers, which is faster.
 
     Raises:
         UserError: For a cluster without a ps, or options that exclude each other.
@@ -91,6 +93,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         nan_limit: int = 100,
         push_log: str | None = None,
         shared_memory: bool = True,
+        flush_denormals: bool = True,
     ) -> None:
         rules = Rules(0, max_staleness, on_stale, aggregate)
         self._options = Options(
@@ -104,7 +107,7 @@ class ParameterServerStrategy(ReplicaStrategy):
             push_log=push_log,
             shared_memory=shared_memory,
         )
-        super().__init__(cluster, device, False)
+        super().__init__(cluster, device, False, flush_denormals)
         if self.task.type == "ps":
             self.device = torch.device("cpu")
         self._rules = dataclasses.replace(rules, workers=len(workers_of(self.cluster)))
@@ -120,6 +123,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         """All of a batch: no worker waits for another, each computes what is leased to it."""
         return 0, 1
 
+    @flushed  # a ps serves in it: its threads inherit that
     def prepare(
         self,
         model: nn.Module,
@@ -170,7 +174,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         order = self._seed if seed is None else seed
         if training and self.coordination.pusher is not None:
             return Leased(self, self._divisible(chain, self._rules.workers), order)
-        return Placed(Loader(chain, (0, 1), order), self.device, self.enter, self._group)
+        batches = Loader(chain, (0, 1), order)
+        return Placed(batches, self.device, self.enter, self._group, self.denormals)
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         self.coordination.agree_to_stop(stop)
@@ -189,6 +194,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         super().backward(losses, batch)
         pair.passes += 1
 
+    @flushed
     def update(self, optimizer: Optimizer) -> None:
         pair = self._pairs.of(optimizer)
         if self._is_due(pair):
@@ -215,6 +221,7 @@ class ParameterServerStrategy(ReplicaStrategy):
     def close(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""
         enter(None)
+        self.denormals.close()
         self.coordination.failed(uncaught())
         atexit.unregister(self.close)
         self.coordination.leave()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -20,9 +19,10 @@ from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
 from spartito.data.collate import count_rows, rows
 from spartito.data.dataset import Dataset
-from spartito.device import available_cores
 from spartito.engine.batchnorm import keeping_statistics, local_batchnorms, synchronize_batchnorm
 from spartito.engine.context import StepContext, enter
+from spartito.engine.denormals import flushed
+from spartito.engine.devices import choose_device, divide_cores
 from spartito.engine.gradients import Gradients
 from spartito.engine.loss import (
     LossFunction,
@@ -68,17 +68,19 @@ class ReplicaStrategy(Strategy):
         cluster: ClusterSpec | None,
         device: torch.device | str | None,
         sync_batchnorm: bool | None,
+        flush_denormals: bool,
     ) -> None:
-        super().__init__(cluster)
-        self.device = _own_device(self.cluster) if device is None else _named_device(device)
+        super().__init__(cluster, flush_denormals)
+        self.device = choose_device(device, self.cluster)
         self._sync_batchnorm = sync_batchnorm
         self._group: Collective = IdentityCollective()  # of the data shards, once they have met
         self._parts: Collective = IdentityCollective()  # of the model
         self._seed = 0
         self._entered: Batch | None = None
         self._needs_context = self._synchronized = False
-        _share_cores(self.cluster)
+        divide_cores(self.cluster)
 
+    @flushed
     def prepare(
         self,
         model: nn.Module,
@@ -162,6 +164,7 @@ class ReplicaStrategy(Strategy):
             return {k: v for k, v in output.items() if k not in ("loss", "num_items")}
         return output
 
+    @flushed
     def backward(self, losses: Any, batch: Batch) -> None:
         found = weigh(losses, batch)
         again = [pair for pair in self._pairs.all if pair.gradients.backward_calls]
@@ -179,6 +182,7 @@ class ReplicaStrategy(Strategy):
             if again:
                 pair.gradients.normalize(0.0)
 
+    @flushed
     def update(self, optimizer: Optimizer) -> None:
         pair = self._pairs.of(optimizer)
         if pair.accumulate > 1:
@@ -235,6 +239,7 @@ class ReplicaStrategy(Strategy):
 
     def close(self) -> None:
         enter(None)
+        self.denormals.close()
         super().close()
 
     def enter(self, batch: Batch) -> None:
@@ -398,22 +403,3 @@ def _of_spare_rows(batch: Batch) -> Batch:
 def _tensors(model: nn.Module) -> dict[int, Tensor]:
     """The parameters and buffers of ``model`` by id."""
     return {id(tensor): tensor for tensor in (*model.parameters(), *model.buffers())}
-
-
-def _own_device(cluster: ClusterSpec) -> torch.device:
-    if torch.cuda.is_available():
-        return torch.device("cuda", cluster.local_rank % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
-def _named_device(name: torch.device | str) -> torch.device:
-    try:
-        return torch.device(name)
-    except (RuntimeError, TypeError) as error:
-        raise UserError(f"device={name!r} is none of torch's", "As 'cpu' or 'cuda:0'.") from error
-
-
-def _share_cores(cluster: ClusterSpec) -> None:
-    """Divide the cores among the replicas of this machine, unless the user has done so."""
-    if cluster.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, available_cores() // cluster.local_size))

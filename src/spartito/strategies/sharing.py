@@ -15,6 +15,7 @@ from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.data.loader import SPARE, Loader
+from spartito.engine.denormals import Denormals
 from spartito.errors import UserError
 from spartito.strategies.distributed import Distributed, Figures, StepResult
 from spartito.strategies.pair import Pairs
@@ -54,20 +55,24 @@ class Placed(Distributed):
         device: torch.device,
         announce: Callable[[Batch], None],
         group: Collective,
+        denormals: Denormals,
         pairs: Pairs | None = None,
     ) -> None:
         """``group`` is that of the data shards; ``pairs`` are what these batches train."""
         self._batches, self._device, self._announce = batches, device, announce
-        self._group, self._pairs = group, pairs
+        self._group, self._denormals, self._pairs = group, denormals, pairs
         self._order = 0
         self.waited = 0.0
 
-    def __iter__(self) -> Iterator[Batch]:
-        return self._on_device(iter(self._batches))
+    def __iter__(self) -> Generator[Batch]:
+        return self._denormals.during(self._on_device(iter(self._batches)))
 
     def epochs(
         self, count: int, steps: int | None, done: int, figures: Figures | None = None
     ) -> Generator[Generator[Batch]]:
+        return self._denormals.during(self._epochs(count, steps, done))
+
+    def _epochs(self, count: int, steps: int | None, done: int) -> Generator[Generator[Batch]]:
         if steps is None:
             for _ in range(count):
                 yield self._on_device(iter(self._batches))

@@ -43,6 +43,7 @@ class SynchronousStrategy(ReplicaStrategy):
         timeout: float | None = None,
         communication: str = "auto",
         find_unused_parameters: bool | None = None,
+        flush_denormals: bool = True,
     ) -> None:
         """Connects to nobody: that is done in `prepare`.
 
@@ -58,11 +59,12 @@ class SynchronousStrategy(ReplicaStrategy):
                 reduces while backward runs, as on GPUs.
             find_unused_parameters: With "ddp": True searches in every step for parameters that
                 get no gradient, False refuses them, None does what the first update needs.
+            flush_denormals: Whether denormal numbers are 0 where replicas compute, which is faster.
 
         Raises:
             UserError: For a cluster, device or communication that this strategy cannot have.
         """
-        super().__init__(cluster, device, sync_batchnorm)
+        super().__init__(cluster, device, sync_batchnorm, flush_denormals)
         rendezvous = Rendezvous(self.cluster, self.device, timeout, communication)
         self.groups = Groups(rendezvous, self.cluster, self.connect)
         self.coordination = SynchronousCoordination(
@@ -104,10 +106,12 @@ class SynchronousStrategy(ReplicaStrategy):
         loader, group = Loader(chain, shard, order), self.groups.data
         uneven = isinstance(chain.source, PerWorker) and shard[1] > 1
         batches = Together(loader, group) if uneven else loader
-        return Placed(batches, self.device, self.enter, group, self._pairs if training else None)
+        pairs = self._pairs if training else None
+        return Placed(batches, self.device, self.enter, group, self.denormals, pairs)
 
     def close(self) -> None:
         enter(None)
+        self.denormals.close()
         self._leave()
 
     def state_dict(self) -> dict[str, Any]:

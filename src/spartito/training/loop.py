@@ -364,18 +364,19 @@ class Evaluation:
             self._batches.load_state_dict(
                 {"pass": 0, "step": 0}
             )  # kept: a corrupt one is named once
-            for number, batch in enumerate(self._once()):
-                for hook in begin:
-                    hook(number)
-                loss, weight, output = self._strategy.evaluate(batch, self._loss)
-                losses[0] += loss
-                losses[1] += weight
-                examples += batch.size
-                self._metrics.update(output, batch)
-                if end and losses[1]:
-                    logs.last = losses[0], losses[1]
-                for hook in end:
-                    hook(number, logs)
+            with closing(self._once()) as batches:
+                for number, batch in enumerate(batches):
+                    for hook in begin:
+                        hook(number)
+                    loss, weight, output = self._strategy.evaluate(batch, self._loss)
+                    losses[0] += loss
+                    losses[1] += weight
+                    examples += batch.size
+                    self._metrics.update(output, batch)
+                    if end and losses[1]:
+                        logs.last = losses[0], losses[1]
+                    for hook in end:
+                        hook(number, logs)
         loss, weight, examples_in_all = self._batches.total((), [*losses, examples])
         if not examples_in_all:
             raise UserError("an evaluation without examples", "Give it some data.")
@@ -392,7 +393,7 @@ class Evaluation:
             callback.on_test_end(found)
         return found
 
-    def _once(self) -> Iterator[Batch]:
+    def _once(self) -> Generator[Batch]:
         """The batches of one epoch, no more than the steps that were asked for."""
         if self._chain.repeats is None:
             yield from flatten.from_iterable(self._batches.epochs(1, self._steps, 0))

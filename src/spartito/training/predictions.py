@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from itertools import islice
 from typing import Any
 
@@ -31,13 +32,14 @@ def predicted(
     for callback in callbacks:
         callback.on_predict_begin()
     batches = strategy.distribute(dataset, training=False)
-    for number, batch in enumerate(islice(batches, steps)):
-        for hook in begin:
-            hook(number)
-        output = strategy.predict(batch, loss is not None)
-        outputs.append(whole(output, batch, batches.gather))
-        for hook in end:
-            hook(number, {"outputs": output})
+    with closing(iter(batches)) as stream:
+        for number, batch in enumerate(islice(stream, steps)):
+            for hook in begin:
+                hook(number)
+            output = strategy.predict(batch, loss is not None)
+            outputs.append(whole(output, batch, batches.gather))
+            for hook in end:
+                hook(number, {"outputs": output})
     for callback in callbacks:
         callback.on_predict_end()
     return joined(outputs)
