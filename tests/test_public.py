@@ -23,6 +23,7 @@ LAYERS = [
     {"errors", "device", "log", "names", "failpoints", "_lazy"},
     {"registry"},
     {"cluster", "collectives", "data", "storage"},
+    {"backend"},
     {"ps.protocol"},
     {"engine", "ps.scheduler", "ps.server", "ps.client", "checkpoint"},
     {"ps.chief"},

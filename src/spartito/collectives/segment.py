@@ -27,14 +27,15 @@ class Segment:
         self.map = map_
 
     @classmethod
-    def create(cls, size: int, directories: Sequence[Path]) -> Segment:
+    def create(cls, size: int, directories: Sequence[Path], reserve: int = 0) -> Segment:
         """Map a new file of ``size`` bytes in the first of ``directories`` that has the space.
 
         The space is claimed at once: a mapping that finds its disk full later ends by SIGBUS.
+        Behind it are ``reserve`` bytes, of which each part takes space from its `claim` on.
         """
         for directory in directories:
             try:
-                return cls._create_in(directory, size)
+                return cls._create_in(directory, size, reserve)
             except OSError as error:
                 if error.errno not in _NO_SPACE:
                     raise
@@ -49,12 +50,14 @@ class Segment:
         )
 
     @classmethod
-    def _create_in(cls, directory: Path, size: int) -> Segment:
+    def _create_in(cls, directory: Path, size: int, reserve: int) -> Segment:
         path = directory / f"spartito-{secrets.token_hex(8)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)
-            return cls(path, mmap.mmap(fd, size))
+            if reserve:
+                os.ftruncate(fd, size + reserve)
+            return cls(path, mmap.mmap(fd, size + reserve))
         except BaseException:
             path.unlink()
             raise
@@ -79,6 +82,21 @@ class Segment:
             return cls(path, mmap.mmap(fd, size))
         finally:
             os.close(fd)
+
+    def claim(self, file: int, offset: int, size: int) -> None:
+        """Claim the space of a part; ``file`` is the segment's file, opened anew.
+
+        Raises:
+            UserError: There is no space for it.
+        """
+        try:
+            os.posix_fallocate(file, offset, size)
+        except OSError as error:
+            raise UserError(
+                f"no space for {size / 1e6:.1f} MB of shared memory in {self.path.parent}: "
+                f"{error.strerror}",
+                "Free some there, or give the container more with --shm-size.",
+            ) from error
 
     def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
         """``numel`` elements of the mapping from byte ``offset`` on."""

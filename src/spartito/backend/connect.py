@@ -1,0 +1,60 @@
+"""How the ranks of a new group find each other, and what connects them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from spartito.backend.errors import LostRankError, RefusedCallError
+from spartito.backend.machine import OneMachine
+from spartito.backend.operations import Alone, Operations
+from spartito.collectives.placement import Placement
+from spartito.collectives.rendezvous import TaskInfo
+from spartito.collectives.shared_memory import Cores, host_key, supported
+from spartito.collectives.store import Membership
+from spartito.collectives.versions import Versions, check_versions
+from spartito.device import cgroup_quota
+
+
+def operations_of(options: Any) -> Operations:
+    """The operations of the group that torch's ``options`` describe."""
+    size: int = options.group_size
+    if size == 1:
+        return Alone()
+    ranks: Sequence[int] = options.global_ranks_in_group or range(size)
+    group = Membership(
+        options.group_rank,
+        [f"rank {rank}" for rank in ranks],
+        options.store,
+        options.timeout.total_seconds(),
+        "rank 0",
+    )
+    tasks = _met(group)
+    check_versions({name: task.versions for name, task in zip(group.names, tasks, strict=True)})
+    placement = Placement.of([task.host for task in tasks])
+    if len(placement.machines) > 1:
+        machines = [[group.names[rank] for rank in members] for members in placement.machines]
+        raise RefusedCallError(
+            f"a group of ranks on {len(machines)} machines: {machines}",
+            "The backend 'spartito' connects ranks of one machine: take gloo.",
+        )
+    own = tasks[group.rank]
+    spins = own.cores.suffice([task.cores for task in tasks], cgroup_quota())
+    return OneMachine(group.under("memory"), spins)
+
+
+def _met(group: Membership) -> list[TaskInfo]:
+    """What the ranks of the group say of themselves."""
+    host = host_key() if supported() else group.names[group.rank]
+    own = TaskInfo(host, Versions.own(), Cores.own())
+    text = msgspec.json.encode(own).decode()
+    missing, texts = group.under("came").sign_in(group.timeout, text)
+    if missing:
+        raise LostRankError(
+            f"{' and '.join(missing)} did not come within {group.timeout:g} s",
+            "Start all ranks of the group; the argument timeout of init_process_group and "
+            "new_group sets the limit.",
+        )
+    return [msgspec.json.decode(each, type=TaskInfo) for each in texts]

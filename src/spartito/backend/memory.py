@@ -1,0 +1,337 @@
+"""Memory that the ranks of a group on one machine share, and how they wait for each other.
+
+Each call of the group takes a number of steps that all ranks know; a rank counts its steps in its
+line of the memory, next to the tags of its last calls:
+
+    | steps, -, tag, tag, tag, tag | bell |  of each rank
+    | slots of step 0: of each rank | slots of step 1 | ...   (used in turn)
+    | reserve for messages, of each rank
+
+A rank that has announced step ``t`` has read all that it needs of the steps before, so that others
+may write into their slots of these again. Nobody waits for more than that: the source of a
+broadcast goes on at once.
+
+Plain stores are seen in order on x86-64, so the counters need no fences there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from spartito.backend.calls import different, encode
+from spartito.backend.errors import LostRankError
+from spartito.collectives.futex import Word
+from spartito.collectives.lives import Lives
+from spartito.collectives.segment import Segment
+from spartito.collectives.store import Membership
+from spartito.collectives.waiting import Waiting
+from spartito.errors import UserError
+
+Bytes = NDArray[np.uint8]
+
+LINE = 128  # bytes of a rank's line: no two ranks write into the same cache line
+TAGS = 4  # tags of a line: as many calls may be on their way
+SMALL, LARGE = 64 << 10, 2 << 20  # bytes of a slot, in the first memory and in that of large calls
+DEPTH = {SMALL: 4, LARGE: 2}  # steps until a slot is used again
+RESERVE = 16 << 30  # bytes of addresses that each rank has for messages; space is taken when used
+PAGE = 4096
+BELL = 8  # the place of a rank's bell in its line, in words: a cache line of its own
+SPINS = 1000  # looks at the memory before the core is offered to others
+YIELD_SECONDS = 0.0002  # of offering it, before we sleep
+BUSY_SECONDS = 0.00005  # a yield that takes longer went to another process
+CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
+DIRECTORIES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
+
+
+def bytes_of(segment: Segment) -> Bytes:
+    """All bytes of a segment."""
+    return np.frombuffer(segment.map, dtype=np.uint8)
+
+
+class Slots:
+    """The slots of one size, of all ranks, in turn."""
+
+    def __init__(self, memory: Bytes, size: int, ranks: int) -> None:
+        self.size = size
+        self.depth = DEPTH[size]
+        self._slots = [
+            [memory[(turn * ranks + rank) * size :][:size] for rank in range(ranks)]
+            for turn in range(self.depth)
+        ]
+
+    def at(self, step: int) -> list[Bytes]:
+        """The slots of all ranks at a step."""
+        return self._slots[step % self.depth]
+
+
+class Memory:
+    """What the ranks of a group share.
+
+    Args:
+        group: The ranks; their store is used while they meet.
+        spins: Whether there is a core for each rank, so that a wait looks for a while before it
+            gives up its own.
+    """
+
+    def __init__(self, group: Membership, spins: bool) -> None:
+        self.rank, self.size, self.names = group.rank, group.size, group.names
+        self.timeout = group.timeout
+        self.step = 0
+        self._spins = SPINS if spins else 0
+        self._waiting = Waiting(group.rank, group.names)
+        self._tag = 0
+        self._broken: BaseException | None = None
+        head = LINE * self.size
+        self.reserve_at = -(-(head + DEPTH[SMALL] * SMALL * self.size) // PAGE) * PAGE
+        self.segment = segment = self.segment_for_all(
+            self.reserve_at, self._teller(group), RESERVE * self.size
+        )
+        self._file = os.open(segment.path, os.O_RDWR | os.O_NOFOLLOW)
+        memory = bytes_of(segment)
+        self._address = memory.ctypes.data
+        self._lines = memoryview(segment.map).cast("q")
+        self._small = Slots(memory[head:], SMALL, self.size)
+        self._large: Slots | None = None
+        cells = [rank * LINE // 8 for rank in range(self.size)]
+        words = [Word(self._address + 8 * cell) for cell in cells]
+        self._own, self._word = cells[self.rank], words[self.rank]
+        self._bells = [Word(self._address + 8 * (cell + BELL)) for cell in cells]
+        self._peers = {
+            rank: (rank, cells[rank], words[rank]) for rank in range(self.size) if rank != self.rank
+        }
+        self.peers = list(self._peers)
+        self._lives = Lives(self.rank, lambda rank: Path(f"{segment.path}.{rank}"))
+        try:
+            if missing := group.under("life").missing():
+                raise self._late(missing)
+            self._lives.open(self.size)
+            self.begin(encode("barrier", 0))
+            self.meet()
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            self._lives.unlink()
+            if self.rank == 0:
+                segment.path.unlink(missing_ok=True)
+
+    def begin(self, tag: int) -> None:
+        """Begin a call, which ``tag`` says."""
+        if self._broken is not None:
+            raise self._broken
+        self._tag = tag
+
+    def slots(self, nbytes: int) -> Slots:
+        """Slots for a call of ``nbytes``, which all ranks know; they are made when first needed."""
+        if nbytes <= SMALL:
+            return self._small
+        if self._large is None:
+            tag = self._tag
+            self.meet()  # at this call: all make it, and with as many bytes
+            memory = self.shared(DEPTH[LARGE] * LARGE * self.size)
+            self._tag = tag
+            self._large = Slots(memory, LARGE, self.size)
+        return self._large
+
+    def open(self, slots: Slots) -> list[Bytes]:
+        """The slots of the next step, of which our own may be written now."""
+        self.step += 1
+        self._wait_for(self._peers.values(), self.step + 1 - slots.depth, compare=False)
+        return slots.at(self.step)
+
+    def announce(self) -> None:
+        """Tell the others that we are at this step, and what we wrote is there to be read."""
+        lines, own, step = self._lines, self._own, self.step
+        lines[own + 2 + step % TAGS] = self._tag
+        lines[own] = step
+        self._word.wake()
+
+    def wait(self, ranks: Sequence[int] | None = None) -> None:
+        """Wait until ``ranks``, None is all, announced this step, and compare their calls."""
+        peers = self._peers
+        self._wait_for(
+            peers.values() if ranks is None else [peers[rank] for rank in ranks], self.step
+        )
+
+    def meet(self) -> None:
+        """A step in which nothing is written."""
+        self.open(self._small)
+        self.announce()
+        self.wait()
+
+    def shared(self, size: int) -> Bytes:
+        """``size`` bytes that all ranks have mapped."""
+        self._tag = encode("new memory", size)
+
+        def tell(text: str) -> str:
+            slots = self.open(self._small)
+            if self.rank == 0:
+                said = text.encode()
+                slots[0][: len(said) + 1] = np.frombuffer(said + b"\0", dtype=np.uint8)
+            self.announce()
+            self.wait()
+            return bytes(slots[0][:4096]).partition(b"\0")[0].decode()
+
+        segment = self.segment_for_all(size, tell)
+        try:
+            self.meet()
+        finally:
+            if self.rank == 0:
+                segment.path.unlink(missing_ok=True)
+        return bytes_of(segment)
+
+    def segment_for_all(self, size: int, tell: Callable[[str], str], reserve: int = 0) -> Segment:
+        """A segment that rank 0 makes and the others map; ``tell`` gives all what rank 0 says."""
+        if self.rank != 0:
+            path, _, refusal = tell("").partition("\n")
+            if refusal:
+                raise UserError(f"{self.names[0]}: {refusal}")
+            return Segment.attach(Path(path), size + reserve)
+        try:
+            segment = Segment.create(size, [path for path in DIRECTORIES if path.is_dir()], reserve)
+        except UserError as error:
+            tell(f"\n{error}")
+            raise
+        try:
+            tell(str(segment.path))
+        except BaseException:
+            segment.path.unlink(missing_ok=True)
+            raise
+        return segment
+
+    def close(self) -> None:
+        """Leave the group: the others see that we are gone. May be called again."""
+        self._broken = self._broken or LostRankError(
+            "a call of a group that was destroyed", "Make a new group."
+        )
+        self._lives.close()
+        if self._file >= 0:
+            os.close(self._file)
+            self._file = -1
+
+    def claim(self, offset: int, size: int) -> None:
+        """Claim the space of a part of the reserve behind the slots."""
+        self.segment.claim(self._file, offset, size)
+
+    def ring(self, rank: int) -> None:
+        """Wake ``rank``, which may sleep in `listen`: there is something for it in the reserve."""
+        self._lines[rank * LINE // 8 + BELL] += 1
+        self._bells[rank].wake()
+
+    def listen(self, done: Callable[[], bool], late: Callable[[], list[int]]) -> None:
+        """Wait until ``done()``, of which a `ring` by one of the ranks ``late()`` tells."""
+        if self._broken is not None:
+            raise self._broken
+        cell = self._own + BELL
+        self.sleep(self._bells[self.rank], lambda: self._lines[cell], done, late)
+
+    def alive(self, rank: int) -> bool:
+        """Whether the process of ``rank`` lives and is in the group."""
+        return self._lives.alive(rank)
+
+    def sleep(
+        self,
+        word: Word,
+        value: Callable[[], int],
+        done: Callable[[], bool],
+        late: Callable[[], list[int]],
+    ) -> None:
+        """Wait until ``done()``, of which the change of ``word`` tells.
+
+        Args:
+            word: Changes when something comes.
+            value: What is in the word.
+            done: What is waited for.
+            late: The ranks that could bring it: one that is gone is an error.
+        """
+        start = checked = time.monotonic()
+        while True:
+            seen = value()
+            if done():
+                return
+            now = time.monotonic()
+            if now - start > YIELD_SECONDS:
+                word.wait(seen, CHECK_SECONDS)
+            else:
+                _pause()
+                if time.monotonic() - now > BUSY_SECONDS:
+                    start -= YIELD_SECONDS
+            if now - checked > CHECK_SECONDS:
+                checked = now
+                ranks = late()
+                self._waiting.look(now - start, ranks, self.timeout)
+                gone = [rank for rank in ranks if not self.alive(rank)]
+                if done():  # it came, and then left: all is well
+                    return
+                if gone:
+                    raise self._fail(self._gone(gone))
+                if now - start > self.timeout:
+                    raise self._fail(self._late([self.names[rank] for rank in ranks]))
+
+    def _wait_for(
+        self, peers: Iterable[tuple[int, int, Word]], step: int, compare: bool = True
+    ) -> None:
+        lines, call = self._lines, 2 + step % TAGS
+        for rank, cell, word in peers:
+            if lines[cell] < step:
+                self._look_for(cell, word, step)
+            if compare and lines[cell + call] != self._tag:
+                calls = {self.rank: self._tag, rank: lines[cell + call]}
+                raise self._fail(different({self.names[who]: calls[who] for who in sorted(calls)}))
+
+    def _look_for(self, cell: int, word: Word, step: int) -> None:
+        lines = self._lines
+        for _ in range(self._spins):
+            if lines[cell] >= step:
+                return
+        self.sleep(
+            word,
+            lambda: lines[cell],
+            lambda: lines[cell] >= step,
+            lambda: [rank for rank, its, _ in self._peers.values() if lines[its] < step],
+        )
+
+    def _fail(self, error: BaseException) -> BaseException:
+        """Every later call of the group raises ``error`` too: its ranks are out of step."""
+        self._broken = error
+        return error
+
+    def _gone(self, ranks: Sequence[int]) -> LostRankError:
+        who = " and ".join(self.names[rank] for rank in ranks)
+        return LostRankError(
+            f"{who} {'is' if len(ranks) == 1 else 'are'} gone: the process ended, or left the "
+            f"group, while {self.names[self.rank]} waited",
+            f"Look at the last lines of {who}.",
+        )
+
+    def _late(self, names: Sequence[str]) -> LostRankError:
+        return LostRankError(
+            f"{' and '.join(names)} did not come within {self.timeout:g} s",
+            "It may be stopped, busy elsewhere, or at another call than the others. The "
+            "argument timeout of init_process_group and new_group sets the limit.",
+        )
+
+    def _teller(self, group: Membership) -> Callable[[str], str]:
+        def tell(text: str) -> str:
+            if self.rank == 0:
+                group.store.set("segment", text)
+                return text
+            return group.ask(lambda: group.store.get("segment").decode())
+
+        return tell
+
+
+def _pause() -> None:
+    """Offer the core to other processes, and the interpreter to other threads."""
+    _yield()
+
+
+_yield = ctypes.CDLL(None).sched_yield  # as os.sched_yield, which keeps the interpreter to itself

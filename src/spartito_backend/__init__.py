@@ -1,0 +1,23 @@
+"""Tells torch about the backend ``spartito`` of ``torch.distributed``.
+
+torch calls `register` when it is imported, in every program: so this package imports nothing of
+Spartito before a group is made.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def register() -> None:
+    """Register the backend with ``torch.distributed``. May be called again."""
+    import torch.distributed as dist
+
+    if dist.is_available() and "SPARTITO" not in dist.Backend._plugins:
+        dist.Backend.register_backend("spartito", _make, extended_api=True, devices=["cpu"])
+
+
+def _make(options: Any, _: Any) -> Any:
+    from spartito.backend.group import connect
+
+    return connect(options)
