@@ -24,7 +24,7 @@ from spartito.backend.identity import Identity
 from spartito.backend.memory import Bytes
 from spartito.backend.operations import Operations
 from spartito.backend.rows import joined, row_to_read, written
-from spartito.backend.splits import check_splits, pieces
+from spartito.backend.splits import check_splits, parts_of
 from spartito.backend.work import Done, Receive
 
 NAMES = {
@@ -101,17 +101,17 @@ class SpartitoGroup(Identity):
         """Gather the tensor of each rank on all ranks."""
         inputs = _listed(inputs)
         outputs = [outputs] if isinstance(outputs[0], Tensor) else outputs
-        for places, tensor in zip(outputs, inputs, strict=True):
-            self._same("all_gather", places, tensor)
+        for targets, tensor in zip(outputs, inputs, strict=True):
+            self._same("all_gather", targets, tensor)
             self._begin("all_gather", tensor.numel(), [tensor])
-            with written(places) as rows:
+            with written(targets) as rows:
                 self._operations.all_gather(row_to_read(tensor), rows)
         return Done(outputs)
 
     def allgather_coalesced(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Done:
         """As `allgather` of several tensors; ``outputs`` has a list for each rank."""
-        places = [list(of) for of in zip(*outputs, strict=True)]
-        self.allgather(places, _listed(inputs))
+        targets = [list(of) for of in zip(*outputs, strict=True)]
+        self.allgather(targets, _listed(inputs))
         return Done(outputs)
 
     def all_gather_single(self, output: Tensor, tensor: Tensor, opts: Any = None) -> Done:
@@ -136,16 +136,16 @@ class SpartitoGroup(Identity):
         """Gather the tensor of each rank on the root."""
         (tensor,) = _listed(inputs)
         root = _root(opts)
-        places = _first(outputs) if self._rank == root else []
+        targets = _first(outputs) if self._rank == root else []
         if self._rank == root:
-            self._same("gather", places, tensor)
+            self._same("gather", targets, tensor)
         self._begin("gather", tensor.numel(), [tensor], root)
         row = row_to_read(tensor)
         out = [row if rank == root else row[:0] for rank in range(self._size)]
-        with written(places) as rows:
+        with written(targets) as rows:
             into = rows or [row[:0]] * self._size
             self._operations.exchange(out, into, len(row))
-        return Done(places)
+        return Done(targets)
 
     def scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Done:
         """Give each rank its tensor of the list that the root has."""
@@ -214,8 +214,8 @@ class SpartitoGroup(Identity):
                 f"all_to_all of {tensor.dtype} into {output.dtype}", "Take one type for both."
             )
         with written([output]) as (into,):
-            out = pieces(row_to_read(tensor), tensor, input_splits, self._size)
-            parts = pieces(into, output, output_splits, self._size)
+            out = parts_of(row_to_read(tensor), tensor, input_splits, self._size)
+            parts = parts_of(into, output, output_splits, self._size)
             if equal and len(into) == output.itemsize * tensor.numel():
                 self._operations.exchange(out, parts, len(out[0]))
             else:

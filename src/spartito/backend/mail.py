@@ -3,7 +3,7 @@
 Each pair of ranks has a ring of cells in the sender's part of the reserve, which say where each
 message lies:
 
-    | number, tag, call, bytes, place, number when it was taken |
+    | number, tag, call, bytes, offset, number when it was taken |
 
 The receiver looks for the first message with the tag that it wants, in the order in which they
 were sent. The memory of a message that was taken is used for another of that size.
@@ -27,7 +27,7 @@ from spartito.backend.work import Done, Receive
 CELLS = 256  # messages of a pair that may be under way
 CELL = 8  # numbers of a cell
 RING = CELLS * CELL * 8  # bytes
-NUMBER, TAG, CALL, NBYTES, PLACE, TAKEN = range(6)
+NUMBER, TAG, CALL, NBYTES, OFFSET, TAKEN = range(6)
 
 
 @dataclass(slots=True)
@@ -46,7 +46,7 @@ class _Out:
 
     number: int = 0
     under_way: deque[tuple[int, int, int]] = field(default_factory=deque)
-    """Number, place and size of each."""
+    """Number, offset and size of each."""
 
 
 @dataclass(slots=True)
@@ -84,12 +84,12 @@ class Mail:
                 lambda: [target],
             )
         size = max(64, 1 << (len(row) - 1).bit_length()) if len(row) else 64
-        place = self._place(size)
-        self._bytes[place : place + len(row)] = row
+        offset = self._offset(size)
+        self._bytes[offset : offset + len(row)] = row
         words = self._words
         words[cell + TAG], words[cell + CALL] = tag, call
-        words[cell + NBYTES], words[cell + PLACE] = len(row), place
-        out.under_way.append((out.number, place, size))
+        words[cell + NBYTES], words[cell + OFFSET] = len(row), offset
+        out.under_way.append((out.number, offset, size))
         out.number += 1
         words[cell + NUMBER] = out.number
         self._memory.ring(target)
@@ -157,9 +157,9 @@ class Mail:
         names, rank = self._memory.names, self._memory.rank
         if sent != own:
             raise different({names[source]: sent, f"{names[rank]}, which receives,": own})
-        place, size = int(self._words[cell + PLACE]), int(self._words[cell + NBYTES])
+        offset, size = int(self._words[cell + OFFSET]), int(self._words[cell + NBYTES])
         with written([tensor]) as (row,):
-            row[:] = self._bytes[place : place + size]
+            row[:] = self._bytes[offset : offset + size]
 
     def _cell(self, source: int, target: int, number: int) -> int:
         """Where in the words the cell of a message is."""
@@ -170,18 +170,18 @@ class Mail:
             ring = self._rings[source, target] = start // 8
         return ring + number % CELLS * CELL
 
-    def _place(self, size: int) -> int:
+    def _offset(self, size: int) -> int:
         """Memory for a message of ``size`` bytes, a power of two."""
         for target, out in self._out.items():
             while out.under_way:
-                number, place, freed = out.under_way[0]
+                number, offset, freed = out.under_way[0]
                 if self._words[self._cell(self._memory.rank, target, number) + TAKEN] <= number:
                     break
                 out.under_way.popleft()
-                self._free.setdefault(freed, []).append(place)
+                self._free.setdefault(freed, []).append(offset)
         if free := self._free.get(size):
             return free.pop()
-        place, self._top = self._top, self._top + size
+        offset, self._top = self._top, self._top + size
         if self._top > self._end:
             raise RefusedCallError(
                 f"messages of more than {RESERVE >> 30} GiB that nobody received",
@@ -191,4 +191,4 @@ class Mail:
             more = max(self._top - self._claimed, PAGE * 16)
             self._memory.claim(self._claimed, more)
             self._claimed += more
-        return place
+        return offset

@@ -32,7 +32,7 @@ class Operations(Protocol):
         """Give all ranks the row of rank ``root``."""
 
     def all_gather(self, row: Bytes, into: Sequence[Bytes]) -> None:
-        """Put the row of each rank into its place of ``into``."""
+        """Put the row of each rank into its entry of ``into``."""
 
     def reduce_scatter(self, rows: Sequence[Bytes], into: Bytes, way: Arithmetic) -> None:
         """Reduce the ``rows``, one for each rank: ``into`` becomes the result of our own."""

@@ -42,7 +42,7 @@ def check(tensor: Tensor) -> None:
     if tensor.is_conj() or tensor.is_neg():
         raise RefusedCallError(
             "a tensor that is a conjugate or negative view",
-            "Give tensor.resolve_conj().resolve_neg() in its place.",
+            "Give tensor.resolve_conj().resolve_neg() in its offset.",
         )
 
 
@@ -93,7 +93,7 @@ def written(tensors: Sequence[Tensor]) -> Iterator[list[Bytes]]:
 
 @contextmanager
 def joined(tensors: Sequence[Tensor]) -> Iterator[Bytes]:
-    """One row with the elements of all ``tensors``, in place of `written`."""
+    """One row with the elements of all ``tensors``, instead of `written`."""
     with written(tensors) as rows:
         if len(rows) == 1:
             yield rows[0]

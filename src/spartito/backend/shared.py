@@ -76,7 +76,7 @@ class SharedMemoryOperations:
                 part[:] = slots[root][: len(part)]
 
     def all_gather(self, row: Bytes, into: Sequence[Bytes]) -> None:
-        """Put the row of each rank into its place of ``into``."""
+        """Put the row of each rank into its entry of ``into``."""
         memory = self.memory
         kind = memory.slots(len(row))
         step = min(kind.size, CHUNK)

@@ -13,7 +13,7 @@ from spartito.backend.errors import DifferentCallsError, RefusedCallError
 from spartito.backend.memory import Bytes
 
 
-def pieces(row: Bytes, tensor: Tensor, splits: Sequence[int] | None, ranks: int) -> list[Bytes]:
+def parts_of(row: Bytes, tensor: Tensor, splits: Sequence[int] | None, ranks: int) -> list[Bytes]:
     """The part of ``row`` for each rank.
 
     Args:
