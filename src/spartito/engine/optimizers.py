@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Optimizer
 
+from spartito.engine.fused import our_hook
 from spartito.errors import UserError
+from spartito.log import warn
 
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -119,6 +121,10 @@ def fuse(optimizer: Optimizer) -> None:
     """Let torch update all parameters in one pass where it can and the user did not choose."""
     for group in optimizer.param_groups:
         tensors: Sequence[Tensor] = group["params"]
+        if isinstance(optimizer, SGD) and group["momentum"] and any(map(_is_half_on_cpu, tensors)):
+            if group["fused"]:
+                warn("fused SGD with momentum of 16-bit parameters is wrong on CPUs: not fused")
+            group["fused"] = False
         if (
             group.get("fused", True) is None
             and not group.get("foreach")
@@ -130,6 +136,11 @@ def fuse(optimizer: Optimizer) -> None:
             group["foreach"] = False
             if isinstance(optimizer, SGD) and not hasattr(optimizer, _FILLS):
                 setattr(optimizer, _FILLS, optimizer.register_step_pre_hook(fill_momentum))
+
+
+def _is_half_on_cpu(tensor: Tensor) -> bool:
+    """Whether torch's fused SGD reads memory that nobody wrote, where it has a momentum."""
+    return tensor.is_cpu and tensor.dtype in (torch.bfloat16, torch.float16)
 
 
 def skipping(optimizer: Optimizer, weight: float | Tensor) -> AbstractContextManager[bool]:
@@ -156,6 +167,7 @@ def _skipping_on_device(optimizer: Optimizer, weight: Tensor) -> Iterator[bool]:
 _FILLS = "_spartito_fills_momentum"
 
 
+@our_hook
 def fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> None:
     """Begin with zeros the momentum of parameters that learn later than others.
 

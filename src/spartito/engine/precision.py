@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from spartito.engine import fused
 from spartito.engine.optimizers import fill_momentum
 from spartito.errors import UserError
 from spartito.log import warn
@@ -64,7 +65,7 @@ class LossScale:
 
     def step(self, optimizer: Optimizer) -> None:
         """Let the optimizer step, unless gradients have overflowed."""
-        optimizer.step()
+        fused.step(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""

@@ -12,11 +12,11 @@ from torch.optim import (
     Optimizer,
 )
 
+from spartito.engine import fused
 from spartito.ps.protocol.layout import Layout, Run, Span, runs, unused
 from spartito.ps.protocol.memory import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix
 from spartito.ps.protocol.options import KERNELS, SETTINGS, set_options
 from spartito.ps.protocol.slots import COUNTERS, State, is_elementwise, merge_state, slots, within
-from spartito.ps.server import fused
 
 
 class Shard:
