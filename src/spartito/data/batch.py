@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
+class Batch(msgspec.Struct, frozen=True):
     """The local batch of one step.
 
     Attributes:
@@ -38,16 +37,18 @@ class Batch:
     @property
     def x(self) -> Any:
         """The input: the first part of a tuple, the whole of anything else."""
-        return self.data[0] if isinstance(self.data, tuple | list) else self.data
+        return self.data[0] if isinstance(self.data, (tuple, list)) else self.data
 
     @property
     def y(self) -> Any:
         """The target: the second part of a tuple, ``"y"`` of a dict, else None."""
-        if isinstance(self.data, tuple | list):
-            return self.data[1] if len(self.data) > 1 else None
-        return self.data.get("y") if isinstance(self.data, dict) else None
+        data = self.data
+        if isinstance(data, (tuple, list)):
+            return data[1] if len(data) > 1 else None
+        return data.get("y") if isinstance(data, dict) else None
 
     @property
     def target(self) -> Any:
         """What a loss or metric compares with: `y`, or all of the data where there is none."""
-        return self.data if self.y is None else self.y
+        y = self.y
+        return self.data if y is None else y

@@ -80,7 +80,9 @@ def rows(data: Any, function: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(data, Tensor):
         return function(data)
     if isinstance(data, tuple):
-        return tuple(rows(part, function) for part in data)
+        return tuple(
+            [function(p) if isinstance(p, Tensor) else rows(p, function) for p in data]
+        )  # most are flat, and this is in every step
     if isinstance(data, Mapping):
         return {name: rows(part, function) for name, part in data.items()}
     return data

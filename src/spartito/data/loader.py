@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count, islice, tee
 from typing import Any, Protocol
 
+import msgspec
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from spartito.data.batch import Batch
@@ -153,13 +154,13 @@ def make_feed(dataset: Dataset, shard: DataShard, seed: int) -> Feed:
     return IndexedFeed(dataset, shard, seed)
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """This replica's part of a global batch of ``size``: what it reads, and the rows' offsets."""
+class _Part(msgspec.Struct, frozen=True):
+    """This replica's ``rows`` of a global batch of ``size``: what it reads, and their offsets."""
 
     epoch: int
     step: int
     size: int
+    rows: int
     offsets: Tensor
     indices: slice | Tensor
     drawn: int
@@ -193,7 +194,7 @@ class IndexedFeed:
         self._source, self._count = source, len(source)
         self._reading = make_reading(dataset, self._seed)
         self._processes: Processes | None = None
-        self._rows: dict[int, tuple[slice | None, Tensor]] = {}
+        self._rows: dict[int, tuple[slice | None, Tensor, int]] = {}
         self._skipped: set[int] = set()
         self._sample: Any = None
         limit = dataset.corrupt_limit
@@ -203,15 +204,14 @@ class IndexedFeed:
         """As `Feed.tasks`."""
         parts = self._parts(epoch, start)
         if self._dataset.gathers:
-            yield from (partial(self._gather, part) for part in parts)
-        elif self._dataset.processes is None:
-            yield from (partial(self._read, part) for part in parts)
-        else:
-            if self._processes is None:
-                self._processes = Processes(self._dataset.processes, self._reading, self._lasting)
-            made, asked = tee(parts)
-            found = self._processes.read(part.wanted for part in asked)
-            yield from (partial(self._made, *pair) for pair in zip(made, found, strict=True))
+            return map(partial(partial, self._gather), parts)
+        if self._dataset.processes is None:
+            return map(partial(partial, self._read), parts)
+        if self._processes is None:
+            self._processes = Processes(self._dataset.processes, self._reading, self._lasting)
+        made, asked = tee(parts)
+        found = self._processes.read(part.wanted for part in asked)
+        return (partial(self._made, *pair) for pair in zip(made, found, strict=True))
 
     def examples(self, epoch: int) -> Iterator[Any]:
         """The examples of pass ``epoch``, one after the other."""
@@ -228,23 +228,23 @@ class IndexedFeed:
 
     def _parts(self, epoch: int, start: int) -> Iterator[_Part]:
         found = self._passes.of(epoch)
+        checksum = found.checksum
         for step in range(start, len(found)):
             size = found.size(step)
-            rows, offsets = self._rows_of(size)
+            rows, offsets, count = self._rows.get(size) or self._rows_of(size)
             indices = found.indices(step, offsets if rows is None else rows)
-            yield _Part(epoch, step, size, offsets, indices, found.checksum)
+            yield _Part(epoch, step, size, count, offsets, indices, checksum)
 
-    def _rows_of(self, size: int) -> tuple[slice | None, Tensor]:
+    def _rows_of(self, size: int) -> tuple[slice | None, Tensor, int]:
         """This replica's rows of a global batch of ``size``, also as a slice if it has them all."""
-        if size not in self._rows:
-            span = self._dataset.rows(size, self._shard)
-            rows = slice(span.start, span.stop) if span.stop <= size else None
-            offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
-            self._rows[size] = rows, offsets
-        return self._rows[size]
+        span = self._dataset.rows(size, self._shard)
+        rows = slice(span.start, span.stop) if span.stop <= size else None
+        offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
+        known = self._rows[size] = rows, offsets, len(span)
+        return known
 
     def _gather(self, part: _Part) -> Batch:
-        return self._batch(part, self._source.gather(part.indices), part.offsets)
+        return self._batch(part, self._source.gather(part.indices), part.offsets, part.rows)
 
     def _read(self, part: _Part) -> Batch:
         return self._made(part, self._reading.many(part.wanted))
@@ -252,16 +252,16 @@ class IndexedFeed:
     def _made(self, part: _Part, found: Found) -> Batch:
         self._note(found)
         if found.data is None:
-            return self._batch(part, self._empty(part.epoch), part.offsets[:0])
-        whole = len(found.kept) == len(part.offsets)
-        return self._batch(part, found.data, part.offsets if whole else part.offsets[found.kept])
+            return self._batch(part, self._empty(part.epoch), part.offsets[:0], 0)
+        count = len(found.kept)
+        offsets = part.offsets if count == part.rows else part.offsets[found.kept]
+        return self._batch(part, found.data, offsets, count)
 
-    def _batch(self, part: _Part, data: Any, offsets: Tensor) -> Batch:
-        data = mapped(self._dataset.batch_maps, data)
-        batch = Batch(data, len(offsets), part.size, offsets, part.epoch, part.step, part.drawn)
-        if len(offsets):
-            return batch
-        return replace(batch, spare=mapped(self._dataset.batch_maps, self._some(part.epoch)))
+    def _batch(self, part: _Part, data: Any, offsets: Tensor, rows: int) -> Batch:
+        maps = self._dataset.batch_maps
+        data = mapped(maps, data) if maps else data
+        spare = None if rows else mapped(maps, self._some(part.epoch))
+        return Batch(data, rows, part.size, offsets, part.epoch, part.step, part.drawn, spare)
 
     def _some(self, epoch: int) -> Any:
         """A few rows, whichever."""
@@ -340,7 +340,7 @@ class StreamFeed:
         if len(span):
             return batch
         spare = mapped(self._dataset.batch_maps, take(data, torch.arange(min(SPARE, size))))
-        return replace(batch, spare=spare)
+        return structs.replace(batch, spare=spare)
 
 
 class PerWorkerFeed:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -20,8 +21,7 @@ LossFunction = Callable[[Any, Any], Any]
 """``(output, target)`` to a loss; see `weigh` for what it may return."""
 
 
-@dataclass(frozen=True, slots=True)
-class WeightedLoss:
+class WeightedLoss(msgspec.Struct, frozen=True):
     """``value`` whose gradient is wanted, times ``scale`` the sum over the examples here.
 
     ``weight`` is what that sum is to be divided by, before those of the other replicas are added.
@@ -46,11 +46,10 @@ class WeightedLoss:
         """
         if not self.counts:
             return 0.0
-        value = self.value.detach()
-        if value.device.type == "cpu" and not isinstance(self.weight, Tensor):
-            number: Any = value.tolist()
-            return float(number) * self.scale
-        return value.double() * self.scale
+        if not self.value.is_cpu or isinstance(self.weight, Tensor):
+            return self.value.detach().double() * self.scale
+        number: Any = self.value.tolist()
+        return float(number) * self.scale
 
 
 def forward(model: nn.Module, data: Any, has_loss: bool = True) -> Any:
@@ -85,11 +84,21 @@ def in_dtype(batch: Batch, dtype: torch.dtype | None) -> Batch:
     def cast(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    if dtype is None or all(
-        part.dtype == dtype or not part.is_floating_point() for part in leaves(batch.data)
-    ):
+    if dtype is None or _is_in(batch.data, dtype):
         return batch
-    return replace(batch, data=rows(batch.data, cast))
+    return structs.replace(batch, data=rows(batch.data, cast))
+
+
+def _is_in(data: Any, dtype: torch.dtype) -> bool:
+    """Whether the floating tensors of ``data`` are in ``dtype``; without `leaves`, it is hot."""
+    if isinstance(data, Tensor):
+        return data.dtype == dtype or not data.is_floating_point()
+    if isinstance(data, (tuple, list)):
+        for part in data:  # noqa: SIM110 - all() would make a generator
+            if not _is_in(part, dtype):
+                return False
+        return True
+    return not isinstance(data, Mapping) or _is_in(tuple(data.values()), dtype)
 
 
 def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
@@ -107,10 +116,15 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
         return loss(output, target)
     if isinstance(output, Tensor) and output.dtype in (torch.bfloat16, torch.float16):
         output = output.float()
-    _refuse_one_class(loss, output)
+    classifies = isinstance(loss, _CLASSES)
+    if classifies:
+        _refuse_one_class(loss, output)
     target = align(output, target)
     try:
-        return _exact(loss, output, target)
+        if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
+            raise TypeError("both are tensors")
+        exact = _over_classes if classifies else _over_elements
+        return exact(loss, output, target)
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         raise UserError(
             f"{type(loss).__name__} does not fit an output of {describe(output)} "
@@ -121,7 +135,7 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
 
 def of_torch(loss: LossFunction) -> bool:
     """Whether ``loss`` is one of ``torch.nn``'s modules."""
-    return isinstance(loss, nn.Module) and type(loss).__module__.startswith("torch.nn.")
+    return isinstance(loss, nn.Module) and type(loss).__module__[:9] == "torch.nn."
 
 
 def align(output: Any, target: Any) -> Any:
@@ -174,26 +188,22 @@ _MODULES: dict[LossFunction, type[nn.Module]] = {
 
 def _refuse_one_class(loss: LossFunction, output: Any) -> None:
     """One class is always the right one: such a loss is 0, and stays so."""
-    if not (isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss) and isinstance(output, Tensor)):
-        return
-    if output.dim() < 2 or output.shape[1] == 1:
+    if isinstance(output, Tensor) and (output.dim() < 2 or output.shape[1] == 1):
         raise UserError(
             f"{type(loss).__name__} of an output of {describe(output)}: it has one class",
             "Give the model one output per class, or take BCEWithLogitsLoss for yes or no.",
         )
 
 
-def _exact(loss: LossFunction, output: Any, target: Any) -> Any:
-    """The loss, as ``(sum, weight)`` where torch's mean is not one over examples."""
-    if not (isinstance(output, Tensor) and isinstance(target, Tensor)):
-        raise TypeError("both are tensors")
+def _over_elements(loss: LossFunction, output: Tensor, target: Tensor) -> Any:
     if isinstance(loss, _ELEMENTWISE) and output.shape != target.shape:
         raise ValueError("the shapes differ")
-    if (
-        not isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss)
-        or loss.reduction != "mean"
-        or target.is_floating_point()
-    ):
+    return loss(output, target)
+
+
+def _over_classes(loss: Any, output: Tensor, target: Tensor) -> Any:
+    """The loss, as ``(sum, weight)`` where torch's mean is not one over examples."""
+    if loss.reduction != "mean" or target.is_floating_point():
         return loss(output, target)
     # torch divides by the weights of the classes that count, not by the examples.
     weight = _class_weight(loss, target)
@@ -208,9 +218,10 @@ def _exact(loss: LossFunction, output: Any, target: Any) -> Any:
 
 def count_kept(target: Tensor, ignored: int) -> int:
     """How many of the targets, which lie in the host's memory, are not ``ignored``."""
-    if target.numel() > _FEW:
+    size = target.numel()
+    if size > _FEW:
         return int(np.count_nonzero(target.numpy() != ignored))
-    return target.numel() - target.reshape(-1).tolist().count(ignored)
+    return size - target.reshape(-1).tolist().count(ignored)
 
 
 _FEW = 256
@@ -223,7 +234,7 @@ def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> int
     Targets in the host's memory came from the data: to look at them there waits for nothing.
     """
     ignored = loss.ignore_index
-    if loss.weight is None and target.device.type == "cpu":
+    if loss.weight is None and target.is_cpu:
         return count_kept(target, ignored)
     counted = torch.ne(target, ignored)
     if loss.weight is None:
@@ -231,6 +242,7 @@ def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> int
     return (loss.weight[target.masked_fill(~counted, 0)] * counted).sum()
 
 
+_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)
 _ELEMENTWISE = (
     nn.BCELoss,
     nn.BCEWithLogitsLoss,

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
+import msgspec
 from torch import Tensor
 
 from spartito.data.batch import Batch
@@ -23,8 +23,7 @@ class Figures(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class StepResult:
+class StepResult(msgspec.Struct, frozen=True):
     """What one step did.
 
     ``output`` is the model's output for this task's rows, None where it had none. The counts

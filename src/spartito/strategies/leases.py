@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from spartito.data.batch import Batch
@@ -279,7 +280,7 @@ class Leased(Distributed):
         if device.type == "cpu":
             return batch
         move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
-        return replace(batch, data=rows(batch.data, move))
+        return structs.replace(batch, data=rows(batch.data, move))
 
 
 def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -19,6 +20,7 @@ from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
 from spartito.data.collate import count_rows, rows
 from spartito.data.dataset import Dataset
+from spartito.engine.backward import backward, first_gradient
 from spartito.engine.batchnorm import keeping_statistics, local_batchnorms, synchronize_batchnorm
 from spartito.engine.context import StepContext, enter
 from spartito.engine.denormals import flushed
@@ -137,7 +139,7 @@ class ReplicaStrategy(Strategy):
         pair = self._pairs.only
         if not pair.passes:
             return None
-        return replace(self._update(pair, None, 0, False), batches=0)
+        return structs.replace(self._update(pair, None, 0, False), batches=0)
 
     def evaluate(self, batch: Batch, loss: LossFunction | None) -> tuple[float, float, Any]:
         has_rows = bool(batch.size)
@@ -318,7 +320,7 @@ class ReplicaStrategy(Strategy):
         elif self._runs_without_rows:
             with keeping_statistics(pair.model):
                 found = self._forward(pair, _of_spare_rows(batch), loss)[1]
-                self._backward([pair], replace(found, weight=0.0), batch)
+                self._backward([pair], structs.replace(found, weight=0.0), batch)
         else:
             pair.gradients.begin(self._loss_divisor(batch))
         pair.passes += 1
@@ -328,6 +330,9 @@ class ReplicaStrategy(Strategy):
         self, pair: Pair, batch: Batch, loss: LossFunction | None
     ) -> tuple[Any, WeightedLoss]:
         batch = in_dtype(batch, pair.dtype)
+        if pair.precision == "fp32" and pair.randomness is None:
+            output = forward(pair.model, batch.data, loss is not None)
+            return output, weigh(evaluate_loss(loss, output, batch), batch)
         with autocast(pair.precision, self.device):
             output = forward(pair.model, batch.data, loss is not None)
             divided = pair.randomness is not None and self._group.world_size > 1
@@ -376,18 +381,19 @@ class ReplicaStrategy(Strategy):
             loss_divisor = loss_divisor or own
             if not is_mean:
                 pair.gradients.rescale(loss_divisor)
-        scale = found.scale / loss_divisor if found.counts else 0.0
-        gradient = pairs[0].loss_scale.scale(torch.full_like(found.value, scale))
-        draws = any(pair.randomness is not None for pair in pairs)
-        if found.counts and not draws:
-            found.value.backward(gradient)
+        counts = found.counts
+        scale = found.scale / loss_divisor if counts else 0.0
+        gradient = pairs[0].loss_scale.scale(first_gradient(found.value, scale))
+        draws = [pair for pair in pairs if pair.randomness is not None]
+        if counts and not draws:
+            backward(found.value, gradient)
         else:
             with ExitStack() as stack:
-                for pair in () if found.counts else pairs:
+                for pair in () if counts else pairs:
                     stack.enter_context(pair.gradients.discarding())
                 if draws:
                     stack.enter_context(replaying())
-                found.value.backward(gradient)
+                backward(found.value, gradient)
         loss = found.total
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
@@ -397,7 +403,7 @@ def _of_spare_rows(batch: Batch) -> Batch:
     """A batch without rows, with its spare rows as data."""
     if batch.spare is None:
         return batch
-    return replace(batch, data=batch.spare, size=count_rows(batch.spare))
+    return structs.replace(batch, data=batch.spare, size=count_rows(batch.spare))
 
 
 def _tensors(model: nn.Module) -> dict[int, Tensor]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from typing import Any, Protocol
 from zlib import crc32
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
@@ -114,10 +114,11 @@ class Placed(Distributed):
             self._pairs.only.go_on_accumulating(self._group.rank)
 
     def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:
+        elsewhere = self._device.type != "cpu"
         for batch in batches:
-            if self._device.type != "cpu":
+            if elsewhere:
                 data, spare = rows(batch.data, self._move), rows(batch.spare, self._move)
-                batch = replace(batch, data=data, spare=spare)
+                batch = structs.replace(batch, data=data, spare=spare)
             self._announce(batch)
             self._order = crc32(b"%d %d" % (batch.drawn, batch.global_size), self._order)
             yield batch
@@ -174,7 +175,7 @@ class Together(Share):
             found = batch or _emptied(last)
             offsets = torch.arange(first, first + found.size)
             step, position["step"] = position["step"], position["step"] + 1
-            yield replace(found, global_size=sum(sizes), offsets=offsets, step=step)
+            yield structs.replace(found, global_size=sum(sizes), offsets=offsets, step=step)
         if not position["step"]:
             raise self._loader.nothing()
         position["step"] = 0
@@ -196,4 +197,4 @@ class Together(Share):
 def _emptied(batch: Batch) -> Batch:
     data = rows(batch.data, lambda tensor: tensor[:0])
     spare = rows(batch.data, lambda tensor: tensor[:SPARE]) if batch.size else batch.spare
-    return replace(batch, data=data, size=0, offsets=batch.offsets[:0], spare=spare)
+    return structs.replace(batch, data=data, size=0, offsets=batch.offsets[:0], spare=spare)

@@ -20,7 +20,6 @@ class MetricSet:
     def __init__(self, metrics: Sequence[Metric]) -> None:
         self._metrics = [metric.fresh() for metric in metrics]
         self._taken: list[bytes] = []
-        self._without_gradients = torch.no_grad()
 
     def __bool__(self) -> bool:
         return bool(self._metrics)
@@ -28,10 +27,13 @@ class MetricSet:
     def update(self, output: Any, batch: Batch) -> None:
         """Add the rows of a local batch, if there are any."""
         if self._metrics and batch.size:
-            target = batch.target
-            with self._without_gradients:
+            target, learns = batch.target, torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)  # torch.no_grad() is four calls of Python
+            try:
                 for metric in self._metrics:
                     metric.update(output, target, batch.size)
+            finally:
+                torch._C._set_grad_enabled(learns)
 
     def reset(self) -> None:
         """Begin a new epoch."""

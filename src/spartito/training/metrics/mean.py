@@ -41,8 +41,8 @@ class MeanMetric(Metric):
     def update(self, output: Any, target: Any, size: int) -> None:
         found = self.function(widened(output), target)
         total, count = found if isinstance(found, tuple) else (self._total(found, size), size)
-        self._sum = self._sum + _wide(total)
-        self._count = self._count + _wide(count)
+        self._sum = self._sum + (total if isinstance(total, int) else _wide(total))
+        self._count = self._count + (count if isinstance(count, int) else _wide(count))
 
     def reset(self) -> None:
         self._sum = self._count = 0
@@ -78,10 +78,8 @@ class MeanMetric(Metric):
         )
 
 
-def _wide(value: Any) -> Tensor | int:
+def _wide(value: Any) -> Tensor:
     """``value`` in a type that adds up without loss."""
-    if isinstance(value, int):
-        return value
     if not isinstance(value, Tensor):
         return torch.tensor(value, dtype=torch.float64)
     return value.double() if value.is_floating_point() else value.long()
@@ -108,7 +106,7 @@ def _counted(right: Tensor, target: Tensor, ignored: int) -> tuple[Tensor | int,
 
     They are numbers where targets lie in the host's memory, in which nobody waits for them.
     """
-    if target.device.type == "cpu" and not target.is_floating_point():
+    if target.is_cpu and not target.is_floating_point():
         if ignored >= 0:  # else no output is right about them
             right = right & torch.ne(target, ignored)
         hits: Any = right.count_nonzero().tolist()

@@ -17,6 +17,8 @@ def find(output: Any, target: Any) -> tuple[Tensor, Tensor]:
 
     Of a mapping or object these are "output" or "logits", and "y" or "labels".
     """
+    if isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim():
+        return widened(output), target
     prediction = _pick(output, ("output", "logits"), ("loss", "num_items"))
     labels = _pick(target, ("y", "labels", "label"), ())
     if prediction is None or labels is None or not prediction.dim():
