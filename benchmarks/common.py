@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
 import statistics
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
@@ -91,11 +93,49 @@ def machine() -> dict[str, Any]:
     return {
         "cpu": _cpu_model(),
         "cores": available_cores(),
+        "instructions": instructions(),
         "bf16": "native" if has_bf16() else "emulated, slow",
         "load": round(os.getloadavg()[0], 2),
         "python": platform.python_version(),
         "torch": version("torch"),
     }
+
+
+INSTRUCTIONS = {
+    "AVX2": "avx2",
+    "AVX-512": "avx512bw",
+    "AVX-512 bf16": "avx512_bf16",
+    "AMX": "amx_tile",
+    "AMX bf16": "amx_bf16",
+    "NEON": "asimd",
+    "SVE": "sve",
+    "bf16": "bf16",
+}
+"""The instruction sets that torch's kernels differ by, and what Linux calls them."""
+
+
+def instructions() -> str:
+    """Those of this CPU."""
+    flags = (_cpu_info("flags") or _cpu_info("Features")).split()
+    return ", ".join(name for name, flag in INSTRUCTIONS.items() if flag in flags) or "not known"
+
+
+def busy_cores(seconds: float = 0.5) -> float:
+    """How many cores others keep busy, while this process sleeps; NaN where nobody counts."""
+    before = _ticks()
+    time.sleep(seconds)
+    spent = [now - then for now, then in zip(_ticks(), before, strict=True)]
+    if not sum(spent):
+        return math.nan
+    return (os.cpu_count() or 1) * (1 - (spent[3] + spent[4]) / sum(spent))
+
+
+def _ticks() -> list[int]:
+    """All cores' time: user, nice, system, idle, waiting for a disk, interrupts, stolen."""
+    statistics_of_linux = Path("/proc/stat")
+    if not statistics_of_linux.exists():
+        return [0] * 8
+    return [int(word) for word in statistics_of_linux.read_text().split("\n")[0].split()[1:9]]
 
 
 def has_bf16() -> bool:

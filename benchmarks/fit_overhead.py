@@ -23,7 +23,7 @@ from benchmarks.jobs.plain import Work, make_work
 from benchmarks.jobs.steps import adam
 
 SIZES = (32, 64)
-TARGET = 0.95
+TARGET = 1.1
 
 
 def main() -> None:
@@ -39,8 +39,10 @@ def main() -> None:
     for size in SIZES:
         windows = measure(size, given.rounds, given.steps)
         fit, loop = (statistics.median(seconds) for seconds in windows.values())
-        figures.append(Figure(f"fit / hand-written loop, batch {size}", loop / fit, TARGET))
-        figures.append(Figure(f"  fit adds to a step, batch {size} (us)", (fit - loop) * 1e6))
+        target = None if given.plain else TARGET
+        figures.append(Figure(f"fit / hand-written loop, batch {size}", loop / fit, target))
+        added = Figure(f"fit adds to a step, batch {size}", (fit - loop) * 1e6, measure="us")
+        figures.append(added)
         found[size] = windows
     conclude(here, figures, given.json, seconds_per_step=found)
 

@@ -13,6 +13,7 @@ from benchmarks.launching import run_job
 
 WORKERS = 2
 TENSORFLOW = "tensorflow"
+OURS = ("fit", "loop", "central")
 
 
 def race_parser(description: str, rounds: int, windows: int, steps: int) -> argparse.ArgumentParser:
@@ -59,6 +60,6 @@ def _turn(side: str, model: str, given: argparse.Namespace, precision: str) -> l
         [*program, model, *amount],
         workers=WORKERS,
         python=given.tensorflow if side == TENSORFLOW else sys.executable,
-        malloc=given.peer_malloc == "same" or side in ("fit", "loop"),
+        malloc=given.peer_malloc == "same" or side in OURS,
     )
     return windows

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
 
-SHAPES = {"mlp": (500, 32), "xception": (4, 8)}
+SHAPES = {"mlp": (500, 32), "wide": (50, 32), "xception": (4, 8)}
 """Global batches in memory, and the local batch."""
+
+WIDTHS = {"mlp": (256, 256), "wide": (2048, 2048, 2048)}
+"""The hidden layers of the MLPs: 0.27 and 10 million parameters."""
 
 
 @dataclass(frozen=True)
@@ -36,20 +40,21 @@ def make_work(name: str, world_size: int) -> Work:
     torch.manual_seed(0)
     batches, size = SHAPES[name]
     count = batches * size * world_size
-    if name == "mlp":
+    if name in WIDTHS:
         x, y = torch.rand(count, 784), torch.randint(0, 10, (count,))
-        return Work(mlp(), nn.CrossEntropyLoss(), x, y, size)
+        return Work(mlp(WIDTHS[name]), nn.CrossEntropyLoss(), x, y, size)
     images = torch.rand(count, 3, 180, 180).mul_(255)
     x, y = images.contiguous(memory_format=torch.channels_last), torch.rand(count, 1).round()
     model = Xception().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Work(model, nn.BCEWithLogitsLoss(), x, y, size)
 
 
-def mlp() -> nn.Module:
-    """784-256-256-10."""
-    return nn.Sequential(
-        nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
-    )
+def mlp(widths: Sequence[int] = WIDTHS["mlp"]) -> nn.Module:
+    """Linear layers with ReLU between them, from 784 numbers to 10 classes."""
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise((784, *widths)):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(widths[-1], 10))
 
 
 class Separable(nn.Sequential):

@@ -1,7 +1,8 @@
 """One side of a race: trains, and prints the seconds per step of every window.
 
-fit    Spartito's Trainer.fit          ddp    torch's DistributedDataParallel on gloo
-loop   Spartito's custom loop          alone  processes that do not communicate
+fit      Spartito's Trainer.fit          ddp    torch's DistributedDataParallel on gloo
+loop     Spartito's custom loop          alone  processes that do not communicate
+central  `fit` under central_storage
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import nn
 import spartito as sp
 from benchmarks.common import flush_denormals
 from benchmarks.jobs.plain import Work, make_work
+from benchmarks.race import OURS
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ def main() -> None:
     """Run the side that the command line names; rank 0 prints."""
     options = argparse.ArgumentParser()
     options.add_argument("side", choices=SIDES)
-    options.add_argument("model", choices=("mlp", "xception"))
+    options.add_argument("model", choices=("mlp", "wide", "xception"))
     options.add_argument("--windows", type=int, required=True)
     options.add_argument("--steps", type=int, required=True)
     options.add_argument("--precision", default="fp32")
@@ -44,7 +46,7 @@ def main() -> None:
     torch.set_num_threads(1)
     flush_denormals()
     work = make_work(given.model, int(os.environ["WORLD_SIZE"]))
-    if given.model == "xception" and given.side in ("fit", "loop"):
+    if given.model == "xception" and given.side in OURS:
         work = replace(work, model=sp.models.CatsVsDogs())
     found = SIDES[given.side](work, Plan(given.windows, given.steps, given.precision))
     if os.environ["RANK"] == "0":
@@ -66,9 +68,9 @@ class EpochClock(sp.Callback):
         self.windows.append((time.perf_counter() - self._began) / self._steps)
 
 
-def fit(work: Work, plan: Plan) -> list[float]:
+def fit(work: Work, plan: Plan, strategy: sp.Strategy | None = None) -> list[float]:
     """`Trainer.fit` over virtual epochs."""
-    strategy = sp.MirroredStrategy()
+    strategy = strategy or sp.MirroredStrategy()
     trainer = sp.Trainer(
         work.model,
         optimizer=adam(work.model),
@@ -86,6 +88,11 @@ def fit(work: Work, plan: Plan) -> list[float]:
     )
     strategy.close()
     return clock.windows[1:]
+
+
+def central(work: Work, plan: Plan) -> list[float]:
+    """The same under central_storage."""
+    return fit(work, plan, sp.CentralStorageStrategy())
 
 
 def loop(work: Work, plan: Plan) -> list[float]:
@@ -165,6 +172,7 @@ def autocast(precision: str) -> torch.autocast:
 SIDES: dict[str, Callable[[Work, Plan], list[float]]] = {
     "fit": fit,
     "loop": loop,
+    "central": central,
     "ddp": ddp,
     "alone": alone,
 }
