@@ -22,7 +22,7 @@ OTHERS = {
 """The sides that decode as `spartito` does; of several the fastest counts."""
 
 Rates = dict[str, dict[str, list[float]]]
-"""Images per second of each counted epoch, by size and side."""
+"""Images per second of each round, by size and side."""
 
 
 def main() -> None:
@@ -30,8 +30,8 @@ def main() -> None:
     assert __doc__ is not None
     options = parser(__doc__, rounds=3)
     options.add_argument("--data", type=Path, help="photos to enlarge, one folder per class")
-    options.add_argument("--photos", type=positive, default=128, help="how many files of a size")
-    options.add_argument("--epochs", type=positive, default=2, help="epochs that count")
+    options.add_argument("--photos", type=positive, default=256, help="how many files of a size")
+    options.add_argument("--seconds", type=float, default=1.0, help="of one side, at least")
     options.add_argument("--tensorflow", metavar="PYTHON", help="a Python with TensorFlow")
     options.add_argument("--grain", metavar="PYTHON", help="a Python with grain and Pillow")
     given = options.parse_args()
@@ -53,15 +53,14 @@ def main() -> None:
             for name in order:
                 words = ["-m", "benchmarks.jobs.images", name, *map(str, folders)]
                 told = run_job(
-                    [*words, f"--epochs={given.epochs + 1}"],
+                    [*words, f"--seconds={given.seconds}"],
                     workers=1,
                     python=pythons[name],
                     env={"TF_CPP_MIN_LOG_LEVEL": "3"},
                 )
                 for size_name, sides in told.items():
-                    for side, rates in sides.items():
-                        # The first epoch starts workers, traces graphs and fills caches.
-                        found.setdefault(size_name, {}).setdefault(side, []).extend(rates[1:])
+                    for side, rate in sides.items():
+                        found.setdefault(size_name, {}).setdefault(side, []).append(rate)
             medians = {side: statistics.median(r) for side, r in found["500x375"].items()}
             progress(number, given.rounds, medians, "images/s at 500x375")
     figures = [figure for size_name in found for figure in summarize(size_name, found[size_name])]
@@ -69,7 +68,7 @@ def main() -> None:
 
 
 def summarize(size: str, found: dict[str, list[float]]) -> list[Figure]:
-    """Images per second of all sides, and ratios, medians over rounds and epochs."""
+    """Images per second of all sides, and ratios, medians over rounds."""
     speed = {side: statistics.median(rates) for side, rates in found.items()}
     figures = [Figure(f"{size}: {side}", rate, measure="images/s") for side, rate in speed.items()]
     for name, sides in OTHERS.items():

@@ -1,4 +1,4 @@
-"""Reads folders of photos with one library, and prints the images per second of each epoch.
+"""Reads folders of photos with one library, and prints the images per second.
 
 Runs under the Python of that library; TensorFlow needs nothing else, the others Pillow.
 """
@@ -132,28 +132,30 @@ def decoded(path: str, reduced: bool) -> Any:
         return np.array(small)
 
 
-def images_per_second(batches: Iterable[Any]) -> float:
-    """Of one epoch."""
-    began = time.perf_counter()
-    images = sum(len(y) for _, y in batches)
+def images_per_second(batches: Iterable[Any], least: float) -> float:
+    """Over as many whole epochs as begin within ``least`` seconds."""
+    began, images = time.perf_counter(), 0
+    while not images or time.perf_counter() - began < least:
+        images += sum(len(y) for _, y in batches)
     return images / (time.perf_counter() - began)
 
 
 def main() -> None:
-    """Print ``{folder: {variant: [images per second of each epoch]}}``."""
+    """Print ``{folder: {variant: images per second}}``, without the first epoch of each."""
     options = argparse.ArgumentParser()
     options.add_argument("library", choices=list(LIBRARIES))
     options.add_argument("folders", type=Path, nargs="+")
-    options.add_argument("--epochs", type=int, required=True)
+    options.add_argument("--seconds", type=float, required=True)
     given = options.parse_args()
-    found: dict[str, dict[str, list[float]]] = {}
+    found: dict[str, dict[str, float]] = {}
     for folder in given.folders:
         with LIBRARIES[given.library](folder) as variants:
             found[folder.name] = {}
             for name, make in variants.items():
                 batches = make()
-                rates = [images_per_second(batches) for _ in range(given.epochs)]
-                found[folder.name][given.library + name] = rates
+                images_per_second(batches, 0.0)  # starts workers, traces graphs, fills caches
+                rate = images_per_second(batches, given.seconds)
+                found[folder.name][given.library + name] = rate
     print(json.dumps(found), flush=True)
 
 
