@@ -26,8 +26,13 @@ LIMIT = 240.0
 def main() -> None:
     """Print the ratios of examples that all workers train on per second."""
     assert __doc__ is not None
-    given = race_parser(__doc__, rounds=4, windows=3, steps=400).parse_args()
+    options = race_parser(__doc__, rounds=4, windows=3, steps=400)
+    options.add_argument("--parts", action="store_true", help="where the time of a push goes")
+    given = options.parse_args()
     here = announce(__doc__)
+    if given.parts:
+        show_parts(given.windows * given.steps)
+        return
     sides = [*OPTIONS, ALONE, *_tensorflow(given.tensorflow)]
     windows: Windows = {side: [] for side in sides}
     for number in range(given.rounds):
@@ -79,6 +84,50 @@ def turn(side: str, given: argparse.Namespace) -> list[float]:
             }
             program = ["-m", "benchmarks.jobs.asynchronous", f"--workers={WORKERS}", *amount]
             found = run_roles(program, roles=Roles(WORKERS, ps=1), limit=LIMIT, env=env)
+    return found
+
+
+def show_parts(steps: int) -> None:
+    """Print a table of the own CPU time of each part of a push, in microseconds."""
+    columns = {name: parts(options, steps) for name, options in OPTIONS.items()}
+    alone = {f"plain: {part}": spent for part, spent in plain_parts(steps).items()}
+    rows = dict.fromkeys(part for found in columns.values() for part in found)
+    print(f"\n{'us of a core, per push':<58}" + "".join(f"{name:>16}" for name in columns))
+    for part in rows:
+        print(f"{part:<58}" + "".join(f"{found.get(part, 0.0):16.0f}" for found in columns.values()))
+    print(f"{'sum':<58}" + "".join(f"{sum(found.values()):16.0f}" for found in columns.values()))
+    for part, spent in {**alone, "plain: sum": sum(alone.values())}.items():
+        print(f"{part:<58}{spent:16.0f}")
+
+
+def parts(options: dict[str, object], steps: int) -> dict[str, float]:
+    """Microseconds per push of each part of a worker (their mean) and of the server."""
+    with tempfile.TemporaryDirectory() as folder:
+        env = {
+            "BENCHMARK_FOLDER": folder,
+            ENV_STRATEGY: "parameter_server",
+            ENV_STRATEGY_OPTIONS: json.dumps(options),
+        }
+        program = ["-m", "benchmarks.jobs.push_parts", f"--workers={WORKERS}", f"--steps={steps}"]
+        run_roles(program, roles=Roles(WORKERS, ps=1), limit=LIMIT, env=env)
+        found = [json.loads(path.read_text()) for path in sorted(Path(folder).glob("*.parts"))]
+    pushes = [one.pop("pushes") for one in found]
+    server, *workers = found if "serve: locks, checks, staleness" in found[0] else found[::-1]
+    share = [count / sum(pushes[-len(workers) :]) for count in pushes[-len(workers) :]]
+    mean = {
+        f"worker: {part}": sum(one[part] * much for one, much in zip(workers, share, strict=True))
+        for part in workers[0]
+    }
+    return mean | {f"server: {part}": spent for part, spent in server.items()}
+
+
+def plain_parts(steps: int) -> dict[str, float]:
+    """The same of two processes that do not communicate, at the same time."""
+    program = ["-m", "benchmarks.jobs.push_parts", "--plain", "--workers=2", f"--steps={steps}"]
+    found: dict[str, float] = run_job(
+        program, workers=WORKERS, limit=LIMIT, env={"BENCHMARK_FOLDER": "."}
+    )
+    del found["pushes"]
     return found
 
 
