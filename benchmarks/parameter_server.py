@@ -94,7 +94,9 @@ def show_parts(steps: int) -> None:
     rows = dict.fromkeys(part for found in columns.values() for part in found)
     print(f"\n{'us of a core, per push':<58}" + "".join(f"{name:>16}" for name in columns))
     for part in rows:
-        print(f"{part:<58}" + "".join(f"{found.get(part, 0.0):16.0f}" for found in columns.values()))
+        print(
+            f"{part:<58}" + "".join(f"{found.get(part, 0.0):16.0f}" for found in columns.values())
+        )
     print(f"{'sum':<58}" + "".join(f"{sum(found.values()):16.0f}" for found in columns.values()))
     for part, spent in {**alone, "plain: sum": sum(alone.values())}.items():
         print(f"{part:<58}{spent:16.0f}")

@@ -28,7 +28,7 @@ from spartito.data.batch import Batch
 from spartito.ps.client.link import Link
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.wire import Wire
-from spartito.ps.server import connection, shard
+from spartito.ps.server import shard
 from spartito.ps.server.connection import Connection
 from spartito.ps.server.store import Store
 from spartito.strategies import leases

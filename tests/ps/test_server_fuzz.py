@@ -208,7 +208,7 @@ def reply_or_close(wire: Wire) -> Any:
 def frame(message: msgspec.Struct, **facts: int) -> bytes:
     """A frame whose CRC is right, whatever else is not."""
     header = msgspec.msgpack.encode(message)
-    told = {"version": 1, "flags": 0, "header": len(header), "size": 0, "sum": 0} | facts
+    told = {"version": 2, "flags": 0, "header": len(header), "size": 0, "sum": 0} | facts
     fields = (b"SPTO", told["version"], told["flags"], 0, told["header"], told["size"])
     bare = PREFIX.pack(*fields, 0, told["sum"])
     return PREFIX.pack(*fields, zlib.crc32(bare + header), told["sum"]) + header
@@ -247,7 +247,7 @@ def test_truncated_frames(live: Live, steps: None, cut_off: int) -> None:
 
 @pytest.mark.parametrize(
     "facts",
-    [{"version": 2}, {"version": 0}, {"flags": 1}, {"header": (1 << 32) - 1}, {"size": 1 << 62},
+    [{"version": 1}, {"version": 0}, {"flags": 2}, {"header": (1 << 32) - 1}, {"size": 1 << 62},
      {"size": 1 << 40, "header": 0}, {"sum": 7, "size": 8}],
 )  # fmt: skip
 def test_wrong_versions_and_huge_lengths(live: Live, steps: None, facts: dict[str, int]) -> None:

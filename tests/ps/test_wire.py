@@ -114,6 +114,7 @@ def frame(message: msgspec.Struct = NOTE, *payload: bytes) -> bytes:
     bare, sock = socket.socketpair()
     with bare:
         wire = Wire(sock, ACCEPTS, timeout=LONG)
+        wire.sums = True
         wire.send(message, *payload)
         wire.close()
         return b"".join(iter(lambda: bare.recv(1 << 16), b""))
@@ -144,14 +145,17 @@ def reply_to(data: bytes, limit: int = LIMIT, accepts: object = ACCEPTS) -> obje
             return error
 
 
+@pytest.mark.parametrize("sums", [False, True])
 @pytest.mark.parametrize("pair", [unix_pair, tcp_pair])
 @pytest.mark.parametrize("sizes", [[], [0], [1], [8], [3, 0, 5, 64, 7], [1000] * 40, [1] * 1500])
 def test_a_message_arrives_with_its_payload(
-    pair: Callable[[], tuple[socket.socket, socket.socket]], sizes: list[int]
+    pair: Callable[[], tuple[socket.socket, socket.socket]], sizes: list[int], sums: bool
 ) -> None:
     buffers = [random.Random(size).randbytes(size) for size in sizes]
     message = Push("worker 1", [(0, 17, 1), (0, 18, 1)])
     with wires(pair) as (near, progress):
+        assert near.sums is progress.sums is False  # nothing leaves the machine
+        near.sums = sums
         for _ in range(3):
             near.send(message, *buffers)
             assert progress.receive() == message
@@ -302,10 +306,10 @@ def test_the_time_limit_can_be_changed() -> None:
     [
         (b"GET ", "b'SPTO' was expected, b'GET ' came: this is no task of Spartito"),
         (b"x", "b'SPTO' was expected, b'x' came"),
-        (MAGIC + b"\x07", "version 1 was expected, 7 came: all tasks must run the same Spartito"),
-        (MAGIC + b"\x07" + bytes(200), "version 1 was expected, 7 came"),
-        (forged(b"", flags=1), "flags 0 and reserved 0 were expected, 1 and 0 came"),
-        (forged(b"", reserved=9), "flags 0 and reserved 0 were expected, 0 and 9 came"),
+        (MAGIC + b"\x07", "version 2 was expected, 7 came: all tasks must run the same Spartito"),
+        (MAGIC + b"\x07" + bytes(200), "version 2 was expected, 7 came"),
+        (forged(b"", flags=2), "flags 0 or 1 and reserved 0 were expected, 2 and 0 came"),
+        (forged(b"", reserved=9), "flags 0 or 1 and reserved 0 were expected, 0 and 9 came"),
         (
             forged(b"", header_size=MAX_HEADER + 1),
             "a header of 65537 bytes came; it may have at most 65536",

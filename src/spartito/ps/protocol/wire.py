@@ -3,7 +3,8 @@
     | prefix: 32 bytes | header: the message | payload: bytes of the flat vector, or none |
 
 Nothing that comes is believed before it is checked: the prefix and the header by a CRC, every
-length against its limit before anything is allocated, the payload by a sum of its words.
+length against its limit before anything is allocated, the payload by a sum of its words where it
+leaves the machine.
 ``docs/protocol.md`` has the whole format.
 """
 
@@ -31,7 +32,9 @@ if TYPE_CHECKING:
     Contiguous: TypeAlias = Buffer | npt.NDArray[Any]  # numpy declares no Buffer before 3.12
 
 MAGIC = b"SPTO"
-VERSION = 1
+VERSION = 2
+NO_SUM = 1
+"""The flag of a frame whose payload has no sum: it does not leave the machine."""
 MAX_HEADER = 64 << 10  # bytes, of an unknown peer
 LONG_HEADER = 4 << 20
 """The same of a task of the job: thousands of parameter groups."""
@@ -96,6 +99,8 @@ class Wire:
         self.sent = 0
         self.received = 0
         self.payload = memoryview(b"")
+        self.sums = not _is_local(sock)
+        """Whether payloads are sent with a sum: those that leave the machine are."""
         self._sock = sock
         keep_from_forks(sock.fileno())
         self._encode = msgspec.msgpack.Encoder().encode_into
@@ -146,10 +151,11 @@ class Wire:
             view = memoryview(buffer)  # type: ignore[arg-type]
             if view.nbytes:
                 view = view.cast("B")
-                total += checksum(view, size)
+                total += checksum(view, size) if self.sums else 0
                 size += view.nbytes
                 parts.append(view)
-        PREFIX.pack_into(head, 0, MAGIC, VERSION, 0, 0, length, size, 0, total & _WRAP)
+        flags = 0 if self.sums else NO_SUM
+        PREFIX.pack_into(head, 0, MAGIC, VERSION, flags, 0, length, size, 0, total & _WRAP)
         _CRC.pack_into(head, _CRC_AT, zlib.crc32(head))
         self._send_all(parts, len(head) + size)
 
@@ -162,14 +168,16 @@ class Wire:
         """
         self.payload = memoryview(b"")
         end = _end(self._timeout)
-        header_size, payload_size, crc, total = self._receive_prefix(end)
+        flags, header_size, payload_size, crc, total = self._receive_prefix(end)
         header = self._header[:header_size]
         self._fill(header, 0, end)
         if zlib.crc32(header, zlib.crc32(self._prefix)) != crc:
             raise ProtocolError("the header's CRC is wrong: it was damaged on its way")
         target = self._target(payload_size, into)
         message = self._message(header)
-        if self._receive_payload(target, end) != total:
+        if flags & NO_SUM:
+            self._fill(target, 0, end)
+        elif self._receive_payload(target, end) != total:
             raise ProtocolError("the payload's sum is wrong: it was damaged on its way")
         self.payload = target
         self.received += PREFIX.size + header_size + payload_size
@@ -181,8 +189,8 @@ class Wire:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def _receive_prefix(self, end: float) -> tuple[int, int, int, int]:
-        """The sizes of header and payload, the CRC and the sum; the bytes of the CRC are now 0."""
+    def _receive_prefix(self, end: float) -> tuple[int, int, int, int, int]:
+        """Flags, sizes of header and payload, CRC and sum; the bytes of the CRC are now 0."""
         prefix = self._prefix
         got = self._recv(prefix, 0, end)
         while got < PREFIX.size:
@@ -191,9 +199,9 @@ class Wire:
         fields = PREFIX.unpack(prefix)
         _, _, flags, reserved, header_size, payload_size, crc, total = fields
         _check_start(prefix[: _FIXED.size])
-        if flags or reserved:
+        if flags & ~NO_SUM or reserved:
             raise ProtocolError(
-                f"flags 0 and reserved 0 were expected, {flags} and {reserved} came"
+                f"flags 0 or 1 and reserved 0 were expected, {flags} and {reserved} came"
             )
         if header_size > self.header_limit:
             raise ProtocolError(
@@ -202,7 +210,7 @@ class Wire:
         if header_size > len(self._header):
             self._header = memoryview(bytearray(header_size))
         prefix[_CRC_AT : _CRC_AT + _CRC.size] = _NO_CRC
-        return header_size, payload_size, crc, total
+        return flags, header_size, payload_size, crc, total
 
     def _receive_payload(self, target: memoryview, end: float) -> int:
         """Fill ``target``; the sum of what came, added up while it is still in the cache."""
@@ -275,6 +283,16 @@ class Wire:
         if count == 0:
             raise Gone("the other end closed the connection")
         return count
+
+
+def _is_local(sock: socket.socket) -> bool:
+    """Whether both ends are on one machine: they have the same address there, or none at all."""
+    if sock.family == getattr(socket, "AF_UNIX", None):
+        return True
+    try:
+        return bool(sock.getsockname()[0] == sock.getpeername()[0])
+    except OSError:  # it is closed already
+        return False
 
 
 def need(holds: bool, rule: str) -> None:

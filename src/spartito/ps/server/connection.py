@@ -118,6 +118,7 @@ class Connection:
             self._wire.close()
             if hello is not None:
                 self._release()
+                self._forget()
                 self._server.left(self, hello.chief)
 
     def _release(self) -> None:
@@ -126,6 +127,12 @@ class Connection:
             if not self._chief:
                 self._store.check(self._worker, self._generation)
                 self._store.release(self._worker)
+
+    def _forget(self) -> None:
+        """Nothing is pushed from our memory any more."""
+        with self._store.lock:
+            if self._inbox is not None:
+                self._store.shard.forget(self._inbox)
 
     def _refuse(self, error: SpartitoError) -> None:
         with suppress(OSError, SpartitoError):

@@ -18,6 +18,9 @@ from spartito.ps.protocol.memory import allocate, apart, dtype_of, flat, is_mixe
 from spartito.ps.protocol.options import KERNELS, SETTINGS, set_options
 from spartito.ps.protocol.slots import COUNTERS, State, is_elementwise, merge_state, slots, within
 
+MOST_MEMORIES = 64
+"""Of so many the views are kept, and with them the memory itself."""
+
 
 class Shard:
     """The values of one span, updated in place by the user's own optimizer.
@@ -37,6 +40,7 @@ class Shard:
         self._kept = [run for run in self.runs if not run.learns]
         self._parameters = [nn.Parameter(self._view(self.values, run)) for run in self.slots]
         self._close = True  # the optimizer's state lies where torch has put it
+        self._views: dict[int, list[Tensor]] = {}
         self._rebind(tensors)
 
     def update(
@@ -52,8 +56,9 @@ class Shard:
         kept = self._keep(absent, idle) if absent else []
         begun = self.optimizer.state
         new = [n for n, p in enumerate(self._parameters) if p not in begun] if absent else []
-        for number, (parameter, run) in enumerate(zip(self._parameters, self.slots, strict=True)):
-            parameter.grad = None if number in idle else self._view(push, run)
+        gradients = self._gradients(push)
+        for number, (parameter, view) in enumerate(zip(self._parameters, gradients, strict=True)):
+            parameter.grad = None if number in idle else view
         rates = [group["lr"] for group in self.optimizer.param_groups] if rate != 1.0 else []
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own * rate
@@ -64,7 +69,8 @@ class Shard:
             tensor.copy_(old)
         if new:
             self._forget(new, absent)
-        self._spread()
+        if self._close:
+            self._spread()
         still = unused(self._kept, absent)
         for number, run in enumerate(self._kept):
             if number in still:
@@ -180,9 +186,26 @@ class Shard:
         tensor = self._tensors[run.parts[0].entry]
         return view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
 
+    def _gradients(self, memory: Tensor) -> list[Tensor]:
+        """The gradients in some memory of the span, one for each slot.
+
+        Views of the memory of late are kept: making them takes longer than a push can wait.
+        """
+        found = self._views.get(memory.data_ptr())
+        if found is None:
+            if len(self._views) == MOST_MEMORIES:
+                self._views.clear()
+            found = [self._view(memory, run) for run in self.slots]
+            self._views[memory.data_ptr()] = found
+        return found
+
+    def forget(self, memory: Tensor) -> None:
+        """Nobody pushes from this ``memory`` any more."""
+        self._views.pop(memory.data_ptr(), None)
+
     def _spread(self) -> None:
         """Once the optimizer has made its state, move it to where its tensors lie apart."""
-        for parameter in self._parameters if self._close else ():
+        for parameter in self._parameters:
             state = self.optimizer.state.get(parameter, {})
             for key, value in state.items():
                 alike = isinstance(value, Tensor) and value.shape == parameter.shape

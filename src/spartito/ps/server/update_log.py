@@ -59,11 +59,10 @@ class PushLog:
 
 def replay(path: Path, shard: Shard) -> int:
     """Make the updates that were recorded on ``shard``; returns how many."""
-    count = 0
+    count, memory = 0, allocate(shard.span)
     for entry in entries(path):
         shard.set(entry.settings)
-        gradient = torch.frombuffer(bytearray(entry.gradient), dtype=torch.uint8)
-        memory = allocate(shard.span).copy_(gradient)
+        memory.copy_(torch.frombuffer(bytearray(entry.gradient), dtype=torch.uint8))
         shard.update(memory, entry.absent, entry.rate, entry.fresh)
         count += 1
     return count
