@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 
 from benchmarks.common import Figure, Windows, announce, conclude, progress, rates
@@ -102,7 +103,7 @@ def show_parts(steps: int) -> None:
         print(f"{part:<58}{spent:16.0f}")
 
 
-def parts(options: dict[str, object], steps: int) -> dict[str, float]:
+def parts(options: Mapping[str, object], steps: int) -> dict[str, float]:
     """Microseconds per push of each part of a worker (their mean) and of the server."""
     with tempfile.TemporaryDirectory() as folder:
         env = {

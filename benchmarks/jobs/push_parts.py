@@ -25,10 +25,10 @@ from benchmarks.jobs.asynchronous import meet
 from benchmarks.jobs.plain import Work, make_work
 from benchmarks.jobs.steps import adam
 from spartito.data.batch import Batch
+from spartito.engine import fused
 from spartito.ps.client.link import Link
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.wire import Wire
-from spartito.ps.server import shard
 from spartito.ps.server.connection import Connection
 from spartito.ps.server.store import Store
 from spartito.strategies import leases
@@ -82,7 +82,8 @@ class Parts:
     def _stack(self) -> list[Any]:
         if not hasattr(self._local, "stack"):
             self._local.stack, self._local.last = [], 0
-        return self._local.stack
+        found: list[Any] = self._local.stack
+        return found
 
     def _turn(self, stack: list[Any], part: str | None) -> None:
         now = time.thread_time_ns()
@@ -107,7 +108,7 @@ def worker_parts() -> Parts:
     parts.wrap(Servers, "result", "reply: wait, read")
     parts.wrap(Link, "fill_model", "copy the values into the model")
     parts.wrap(Pusher, "_send", "request: build, send", counts=True)
-    read = leases.IndexedReader.read
+    read: Callable[..., Generator[Batch]] = leases.IndexedReader.read
 
     def reading(reader: Any, lease: Any) -> Generator[Batch]:
         batches = read(reader, lease)
@@ -115,7 +116,7 @@ def worker_parts() -> Parts:
         while (batch := following()) is not None:
             yield batch
 
-    leases.IndexedReader.read = reading
+    setattr(leases.IndexedReader, "read", reading)  # noqa: B010 - a method is replaced
     return parts
 
 
@@ -126,7 +127,7 @@ def server_parts() -> Parts:
     parts.wrap(Wire, "receive", "request: wake up, read")
     parts.wrap(Connection, "_check_push", "serve: locks, checks, staleness")
     parts.wrap(Store, "push", "count, and prepare the update")
-    parts.wrap(shard.fused, "step", "the optimizer's kernel")
+    parts.wrap(fused, "step", "the optimizer's kernel")
     parts.wrap(Connection, "_bring", "copy the values")
     parts.wrap(Connection, "_reply", "reply: send", counts=True)
     return parts
