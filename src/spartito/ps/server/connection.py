@@ -118,21 +118,16 @@ class Connection:
             self._wire.close()
             if hello is not None:
                 self._release()
-                self._forget()
                 self._server.left(self, hello.chief)
 
     def _release(self) -> None:
         """This process computes nothing any more, unless another has replaced it."""
         with self._store.lock, suppress(UserError):
+            if self._inbox is not None:
+                self._store.shard.forget(self._inbox)
             if not self._chief:
                 self._store.check(self._worker, self._generation)
                 self._store.release(self._worker)
-
-    def _forget(self) -> None:
-        """Nothing is pushed from our memory any more."""
-        with self._store.lock:
-            if self._inbox is not None:
-                self._store.shard.forget(self._inbox)
 
     def _refuse(self, error: SpartitoError) -> None:
         with suppress(OSError, SpartitoError):
