@@ -26,6 +26,7 @@ KINDS = {
     "not-root": "a user without root's rights",
     "composer": "the composer in question: docker-compose, or docker's plugin",
     "data": "a folder of data that is not part of the sources",
+    "dev": "a package of the extra 'dev'",
     "case": "a case that has nothing to test",
 }
 """What a test may lack, by the word that its skip begins with."""

@@ -58,7 +58,7 @@ class Arithmetic:
         itemsize: Bytes of an element.
         join: Reduces two rows.
         multiply: Multiplies a row by a number, in place.
-        divide: Divides a row by a number, in place.
+        divide: Divides a row by a number, in place; whole numbers are cut off, as NCCL does.
     """
 
     itemsize: int
@@ -88,8 +88,10 @@ def arithmetic(reduction: str, dtype: torch.dtype) -> Arithmetic:
 def _allowed(reduction: str, dtype: torch.dtype) -> bool:
     if reduction in ("BAND", "BOR", "BXOR"):
         return dtype in NUMPY and dtype not in FLOATS and dtype not in COMPLEX
-    if reduction in ("AVG", "PREMUL_SUM"):
+    if reduction == "PREMUL_SUM":
         return dtype in FLOATS or dtype in COMPLEX
+    if reduction == "AVG" and dtype == torch.bool:
+        return False
     if reduction in ("MIN", "MAX"):
         return (dtype in NUMPY or dtype in HALF) and dtype not in COMPLEX
     return reduction in _FUNCTIONS and (dtype in NUMPY or dtype in HALF)
@@ -98,7 +100,9 @@ def _allowed(reduction: str, dtype: torch.dtype) -> bool:
 def _advice(reduction: str, dtype: torch.dtype) -> str:
     if dtype not in NUMPY and dtype not in HALF:
         return "Convert them to a type that can be summed, as float32 or bfloat16."
-    if reduction in ("AVG", "PREMUL_SUM"):
+    if reduction == "AVG":
+        return "Convert it to a type of numbers."
+    if reduction == "PREMUL_SUM":
         return "Only floating point and complex tensors have it: take SUM."
     if dtype in COMPLEX:
         return "Complex numbers have no order: take SUM, AVG or PRODUCT."
@@ -115,7 +119,11 @@ def _numpy(function: Any, kind: Any) -> Arithmetic:
 
     def divide(row: Bytes, divisor: float) -> None:
         values = row.view(kind)
-        np.divide(values, kind(divisor), out=values)
+        if issubclass(kind, np.integer):
+            down = values // kind(divisor)
+            values[:] = down + ((down < 0) & (down * kind(divisor) != values))
+        else:
+            np.divide(values, kind(divisor), out=values)
 
     return Arithmetic(np.dtype(kind).itemsize, join, multiply, divide)
 

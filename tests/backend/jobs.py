@@ -1,0 +1,72 @@
+"""What the replicas of these tests run: a job is told the backend's name, and no more of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from importlib import import_module
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from tests.backend.operations import Pending, Step, differences, expected, start
+
+LIMIT = timedelta(seconds=20)
+_KEPT: list[object] = []
+"""Groups of gloo, which aborts where its own thread is the last that lets go of one."""
+
+
+@contextmanager
+def group_of(backend: str) -> Iterator[int]:
+    """A default process group, as torchrun's variables say; gives the rank."""
+    dist.init_process_group(backend, timeout=LIMIT)
+    if backend == "gloo":
+        _KEPT.append(dist.group.WORLD)
+    try:
+        yield dist.get_rank()
+    finally:
+        dist.destroy_process_group()
+
+
+def steps(backend: str, program: Sequence[Step]) -> list[str]:
+    """What is wrong with the results of ``program``; async steps are waited for at its end."""
+    wrong: list[str] = []
+    with group_of(backend) as rank:
+        groups = {step.members: None for step in program}
+        made = {members: dist.new_group(list(members), timeout=LIMIT) for members in groups}
+        pending: list[tuple[Step, Pending]] = []
+        for step in program:
+            if rank not in step.members:
+                continue
+            try:
+                end = start(step, rank, made[step.members])
+                if step.is_async:
+                    pending.append((step, end))
+                else:
+                    wrong += differences(step, end(), expected(step, rank))
+            except Exception as error:
+                wrong.append(f"{step}: {error!r}")
+        for step, end in pending:
+            wrong += differences(step, end(), expected(step, rank))
+        dist.barrier()
+    return wrong
+
+
+def program(backend: str, name: str, folder: str) -> list[float]:
+    """The numbers of ``module.function`` of `tests.backend.programs`; ``folder`` is its own."""
+    module, _, function = name.partition(".")
+    made = getattr(import_module(f"tests.backend.programs.{module}"), function)
+    torch.manual_seed(0)
+    with group_of(backend):
+        found: list[float] = made(Path(folder))
+    return found
+
+
+def refusals(backend: str) -> dict[str, tuple[list[str], str]]:
+    """What `failing.refused` finds."""
+    from tests.backend.failing import refused
+
+    with group_of(backend):
+        return refused(backend)

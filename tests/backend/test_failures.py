@@ -1,0 +1,126 @@
+"""A rank that is gone, stopped or at another call is named; nobody hangs, and nothing is left."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from spartito.cluster.ports import free_port
+from tests.backend import failing, jobs
+from tests.collectives.group import Group, running
+from tests.commands import nothing_left
+from tests.replicas import Replicas
+
+LONG = 60.0  # a limit that no passing test comes near
+CALLS = ("all_reduce", "large", "barrier", "objects", "all_to_all", "ring", "any_source", "ddp")
+DIFFERENT = ("shape", "large shape", "small and large", "dtype", "operation", "reduction")
+DIFFERENT_PARTS = ("gathered", "scattered", "message")
+
+
+def together(group: Group, size: int, job: Any, limit: float, *args: Any) -> list[Any]:
+    """Start so many ranks; what each sends when all have met."""
+    port = free_port()
+    for rank in range(size):
+        group.start(rank, job, size, port, limit, *args)
+    return [group.result(rank) for rank in range(size)]
+
+
+def lost(outcome: Any, names: str) -> None:
+    """The outcome of a call is an error of ours, which torch's own handlers know too."""
+    kinds, text = outcome
+    assert {"TaskLostError", "RuntimeError"} <= set(kinds), text
+    assert names in text
+
+
+@pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.parametrize("call", CALLS)
+def test_a_killed_rank_is_named(call: str) -> None:
+    with running() as group:
+        together(group, 2, failing.waits, LONG, call)
+        group.tell(0)
+        group.signal(1, signal.SIGKILL)
+        lost(group.result(0, LONG / 2), "rank 1 is gone")
+
+
+@pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.parametrize("victim", [0, 2])
+def test_all_others_name_it(victim: int) -> None:
+    with running() as group:
+        together(group, 3, failing.waits, LONG, "all_reduce")
+        others = [rank for rank in range(3) if rank != victim]
+        for rank in others:
+            group.tell(rank)
+        group.signal(victim, signal.SIGKILL)
+        for rank in others:
+            lost(group.result(rank, LONG / 2), f"rank {victim} is gone")
+
+
+@pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.parametrize("job", [failing.loads, failing.forks])
+def test_processes_that_it_has_forked_do_not_hide_its_death(job: Any) -> None:
+    with running() as group:
+        told = together(group, 2, job, LONG)
+        try:
+            group.tell(0)
+            group.signal(1, signal.SIGKILL)
+            lost(group.result(0, LONG / 2), "rank 1 is gone")
+        finally:
+            for child in told:
+                if child != "together":
+                    os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.parametrize("call", ["all_reduce", "ring"])
+def test_a_stopped_rank_is_named_at_the_limit(call: str) -> None:
+    with running() as group:
+        together(group, 2, failing.waits, 1.0, call)
+        group.signal(1, signal.SIGSTOP)
+        group.tell(0)
+        lost(group.result(0), "rank 1 did not come within 1 s")
+        group.signal(1, signal.SIGCONT)
+
+
+@pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_rank_that_leaves_early_is_named(early: int) -> None:
+    with running() as group:
+        found = together(group, 2, failing.leaves, LONG, early)
+        assert found[early] == "left"
+        lost(found[1 - early], f"rank {early} is gone")
+
+
+@pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.parametrize("how", [*DIFFERENT, *DIFFERENT_PARTS])
+def test_calls_that_differ_are_named_on_all_ranks(how: str) -> None:
+    with running() as group:
+        for kinds, text in together(group, 2, failing.differs, LONG, how):
+            assert "RuntimeError" in kinds, text
+            assert "rank 0" in text or "rank 1" in text
+
+
+REFUSED = {
+    "meta": "meta",
+    "bitwise": "BAND",
+    "complex": "",
+    "float8": "float8",
+    "sizes": "",
+    "splits": "",
+    "list": "",
+}
+
+
+def test_what_cannot_be_done_is_refused_and_the_group_works_on(replicas: Replicas) -> None:
+    for found in replicas(jobs.refusals, 2, "spartito"):
+        for name, word in REFUSED.items():
+            kinds, text = found[name]
+            assert {"RuntimeError", "ValueError", "TypeError"} & set(kinds), (name, text)
+            assert word in text
+
+
+def test_nothing_is_left_of_a_group(replicas: Replicas) -> None:
+    with nothing_left():
+        assert replicas(jobs.steps, 2, "spartito", []) == [[], []]
