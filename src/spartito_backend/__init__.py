@@ -6,6 +6,7 @@ Spartito before a group is made.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 
@@ -20,4 +21,7 @@ def register() -> None:
 def _make(options: Any, _: Any) -> Any:
     from spartito.backend.group import connect
 
-    return connect(options)
+    # torch does not say for which devices it asks; what it makes of the name is in its frame.
+    asked = sys._getframe(1).f_locals.get("backend_config")
+    devices = asked.get_device_backend_map() if asked else {"cpu": "spartito"}
+    return connect(options, devices)

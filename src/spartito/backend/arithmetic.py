@@ -111,11 +111,13 @@ def _advice(reduction: str, dtype: torch.dtype) -> str:
 
 def _numpy(function: Any, kind: Any) -> Arithmetic:
     def join(first: Bytes, second: Bytes, into: Bytes) -> None:
-        function(first.view(kind), second.view(kind), out=into.view(kind))
+        with np.errstate(all="ignore"):  # torch says nothing of an infinite sum either
+            function(first.view(kind), second.view(kind), out=into.view(kind))
 
     def multiply(row: Bytes, factor: float) -> None:
         values = row.view(kind)
-        np.multiply(values, kind(factor), out=values)
+        with np.errstate(all="ignore"):
+            np.multiply(values, kind(factor), out=values)
 
     def divide(row: Bytes, divisor: float) -> None:
         values = row.view(kind)

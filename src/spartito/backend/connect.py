@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch.distributed as dist
 
 from spartito.backend.errors import LostRankError, RefusedCallError
 from spartito.backend.machine import OneMachine
@@ -43,6 +44,37 @@ def operations_of(options: Any) -> Operations:
     own = tasks[group.rank]
     spins = own.cores.suffice([task.cores for task in tasks], cgroup_quota())
     return OneMachine(group.under("memory"), spins)
+
+
+def beside(options: Any) -> dist.Backend:
+    """A gloo group of the same ranks: torch's C++ parts call it where they do not know ours.
+
+    They call a few operations only by a table of their own, as the functional ``all_gather`` into
+    a given tensor. Its ranks connect when it is used first.
+    """
+    store = dist.PrefixStore("gloo", options.store)
+    made = dist.ProcessGroupGloo._Options()
+    made._timeout = options.timeout
+    made._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
+    return dist.ProcessGroupGloo(store, options.group_rank, options.group_size, made)
+
+
+def refuse_others(devices: Mapping[str, str]) -> None:
+    """Refuse a group that has other backends beside ours.
+
+    torch takes a group of ours for that of all devices, so that ``cpu:spartito,cuda:nccl`` would
+    leave no NCCL.
+
+    Args:
+        devices: The name of the backend of each type of device.
+    """
+    if dict(devices) != {"cpu": "spartito"}:
+        listed = ",".join(f"{device}:{backend}" for device, backend in devices.items())
+        raise RefusedCallError(
+            f"backend {listed!r}: 'spartito' has the CPU, and no other backend beside it",
+            "Take 'spartito' for a program on CPUs; for one with CPU and GPU 'cpu:gloo,cuda:nccl', "
+            "and a new_group(backend='spartito') for tensors on the CPU.",
+        )
 
 
 def _met(group: Membership) -> list[TaskInfo]:

@@ -7,17 +7,18 @@ names that they have here, so that the old names stand beside those of torch 2.1
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from spartito.backend.arithmetic import Arithmetic, arithmetic
 from spartito.backend.calls import encode
-from spartito.backend.connect import operations_of
+from spartito.backend.connect import beside, operations_of, refuse_others
 from spartito.backend.dynamo import skip
 from spartito.backend.errors import RefusedCallError
 from spartito.backend.identity import Identity
@@ -322,26 +323,33 @@ class SpartitoGroup(Identity):
             )
 
 
-def connect(options: Any) -> SpartitoGroup:
+def connect(options: Any, devices: Mapping[str, str]) -> SpartitoGroup:
     """The group that ``options`` of torch describe; all of its ranks call this together.
 
     Args:
         options: torch's ``_DistributedBackendOptions``.
+        devices: The name of the backend of each type of device that the group was asked for.
 
     Returns:
         The group.
 
     Raises:
+        RefusedCallError: Other backends beside ours, or ranks on several machines.
         LostRankError: Names the ranks that did not come within the time limit.
         UserError: On all ranks, where their versions of Spartito or torch do not fit together.
     """
-    return SpartitoGroup(
+    refuse_others(devices)
+    group = SpartitoGroup(
         options.group_rank,
         options.group_size,
         operations_of(options),
         options.store,
         options.timeout,
     )
+    group._register_backend(
+        torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, beside(options)
+    )
+    return group
 
 
 def _listed(tensors: Tensors) -> list[Tensor]:

@@ -1,7 +1,9 @@
 """The collective operations of ranks that share memory, on rows of bytes.
 
 Large rows go through the slots in chunks, so that what is written, added up and read again stays
-in the caches, and all ranks work at the same time.
+in the caches, and all ranks work at the same time. Each meeting of the ranks costs more than some
+memory traffic where other processes have the cores too: a rank that waits for one that lost its
+core loses its own. So two ranks add up everything twice, and meet once for each chunk.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ import numpy as np
 from spartito.backend.arithmetic import Arithmetic
 from spartito.backend.memory import LARGE, Bytes, Memory
 
-WHOLE = 256 << 10  # bytes up to which each rank adds up everything: one step instead of two
+WHOLE = 256 << 10  # bytes up to which each rank adds up everything: one meeting instead of two
 CHUNK = LARGE // 2  # bytes of a row that are reduced in one step
 ALIGNED = 64  # bytes: what parts of a slot are rounded to
 
@@ -32,15 +34,21 @@ class SharedMemoryOperations:
 
     def all_reduce(self, row: Bytes, way: Arithmetic) -> None:
         """Replace ``row`` by the reduction of all ranks' rows; in rank order, the same on all."""
-        if len(row) > WHOLE:
+        if len(row) > WHOLE and self.size > 2:
             self._reduce_by_slices(row, way, range(self.size))
             return
         memory = self.memory
-        slots = memory.open(memory.slots(len(row)))
-        slots[self.rank][: len(row)] = row
-        memory.announce()
-        memory.wait()
-        _add_up([slot[: len(row)] for slot in slots], row, way)
+        kind = memory.slots(len(row))
+        for start in _starts(len(row), kind.size):
+            chunk = row[start : start + kind.size]
+            slots = memory.open(kind)
+            slots[self.rank][: len(chunk)] = chunk
+            memory.announce()
+            memory.wait()
+            parts = [slot[: len(chunk)] for slot in slots]
+            if self.rank < 2:  # what is added first may be replaced by the sum
+                parts[self.rank] = chunk
+            _add_up(parts, chunk, way)
 
     def reduce(self, row: Bytes, root: int, way: Arithmetic) -> None:
         """As `all_reduce`; only rank ``root`` gets the result."""
