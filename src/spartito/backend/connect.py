@@ -46,17 +46,18 @@ def operations_of(options: Any) -> Operations:
     return OneMachine(group.under("memory"), spins)
 
 
-def beside(options: Any) -> dist.Backend:
+def beside(options: Any) -> Any:
     """A gloo group of the same ranks: torch's C++ parts call it where they do not know ours.
 
     They call a few operations only by a table of their own, as the functional ``all_gather`` into
     a given tensor. Its ranks connect when it is used first.
     """
     store = dist.PrefixStore("gloo", options.store)
-    made = dist.ProcessGroupGloo._Options()
+    gloo: Any = dist.ProcessGroupGloo
+    made = gloo._Options()
     made._timeout = options.timeout
-    made._devices = [dist.ProcessGroupGloo.create_default_device(lazy_init=True)]
-    return dist.ProcessGroupGloo(store, options.group_rank, options.group_size, made)
+    made._devices = [gloo.create_default_device(lazy_init=True)]
+    return gloo(store, options.group_rank, options.group_size, made)
 
 
 def refuse_others(devices: Mapping[str, str]) -> None:
