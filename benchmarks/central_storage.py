@@ -63,8 +63,8 @@ def numbers() -> list[Figure]:
         left, right = (torch.load(Path(folder, f"{name}.pt")) for name in ("one_device", SIDES[1]))
     weights = max((left[name] - right[name]).abs().max().item() for name in left)
     return [
-        Figure("fp64 against one device: losses", largest(one, two), TARGET, "<="),
-        Figure("fp64 against one device: weights", weights, TARGET, "<="),
+        Figure("fp64 against one device: losses", largest(one, two), TARGET, "<=", "difference"),
+        Figure("fp64 against one device: weights", weights, TARGET, "<=", "difference"),
     ]
 
 

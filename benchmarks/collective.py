@@ -29,7 +29,7 @@ def main() -> None:
     figures = []
     for name, sides in found.items():
         median = {side: statistics.median(values) for side, values in sides.items()}
-        figures += [Figure(f"{name}: {side} (ms)", median[side] * 1e3) for side in median]
+        figures += [Figure(f"{name}: {side}", median[side] * 1e3, measure="ms") for side in median]
         for ours in ("shared memory", "sockets"):
             times = median[THEIRS] / median[f"{ours}, as in a step"]
             figures.append(Figure(f"{name}: gloo / {ours}", times))

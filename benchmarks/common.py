@@ -7,6 +7,7 @@ import json
 import math
 import os
 import platform
+import resource
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -120,22 +121,31 @@ def instructions() -> str:
     return ", ".join(name for name, flag in INSTRUCTIONS.items() if flag in flags) or "not known"
 
 
-def busy_cores(seconds: float = 0.5) -> float:
-    """How many cores others keep busy, while this process sleeps; NaN where nobody counts."""
-    before = _ticks()
-    time.sleep(seconds)
-    spent = [now - then for now, then in zip(_ticks(), before, strict=True)]
-    if not sum(spent):
+class Others:
+    """How many cores others kept busy since this was made, beside our children that have ended."""
+
+    def __init__(self) -> None:
+        self._began, self._busy, self._ours = time.monotonic(), _busy_seconds(), _of_children()
+
+    @property
+    def cores(self) -> float:
+        """The mean; NaN where nobody counts."""
+        busy, ours = _busy_seconds() - self._busy, _of_children() - self._ours
+        return max(0.0, busy - ours) / (time.monotonic() - self._began)
+
+
+def _of_children() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def _busy_seconds() -> float:
+    """All cores' time but idle and waiting for a disk, as Linux counts it; NaN elsewhere."""
+    counted = Path("/proc/stat")
+    if not counted.exists():
         return math.nan
-    return (os.cpu_count() or 1) * (1 - (spent[3] + spent[4]) / sum(spent))
-
-
-def _ticks() -> list[int]:
-    """All cores' time: user, nice, system, idle, waiting for a disk, interrupts, stolen."""
-    statistics_of_linux = Path("/proc/stat")
-    if not statistics_of_linux.exists():
-        return [0] * 8
-    return [int(word) for word in statistics_of_linux.read_text().split("\n")[0].split()[1:9]]
+    ticks = [int(word) for word in counted.read_text().split("\n")[0].split()[1:9]]
+    return (sum(ticks) - ticks[3] - ticks[4]) / os.sysconf("SC_CLK_TCK")
 
 
 def has_bf16() -> bool:

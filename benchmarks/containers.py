@@ -65,9 +65,9 @@ def main() -> None:
             "shared IPC / local processes", rate_of["shared IPC"] / rate_of["local processes"], 0.9
         ),
         Figure("bridge / DDP on the bridge", rate_of["bridge"] / rate_of["DDP on the bridge"], 1.0),
-        Figure("cluster up to the first step (s)", statistics.median(starts["bridge"]), 6.0, "<="),
-        Figure("image without torch (MB)", (size - torch) / 1e6, 450, "<="),
-        Figure("image (MB)", size / 1e6),
+        Figure("cluster up to the first step", statistics.median(starts["bridge"]), 6.0, "<=", "s"),
+        Figure("image without torch", (size - torch) / 1e6, 450, "<=", "MB"),
+        Figure("image", size / 1e6, measure="MB"),
     ]
     conclude(here, figures, given.json, examples_per_second=speed, seconds_to_first_step=starts)
 

@@ -43,7 +43,7 @@ def main() -> None:
     figures = []
     for name, sides in found.items():
         median = {side: statistics.median(values) for side, values in sides.items()}
-        figures += [Figure(f"{name}: {side} (ms)", median[side] * 1e3) for side in median]
+        figures += [Figure(f"{name}: {side}", median[side] * 1e3, measure="ms") for side in median]
         layers, flat = (median[side] for side in WAYS.values())
         figures.append(Figure(f"{name}: flat gloo / hierarchical", flat / layers))
     conclude(here, figures, given.json, seconds=found)

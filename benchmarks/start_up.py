@@ -48,8 +48,8 @@ def main() -> None:
     ours, theirs = (statistics.median(values) for values in seconds.values())
     figures = [
         Figure("spartito run / torchrun", ours / theirs, TARGET, "<="),
-        Figure("spartito run (s)", ours),
-        Figure("torchrun (s)", theirs),
+        Figure("spartito run", ours, measure="s"),
+        Figure("torchrun", theirs, measure="s"),
     ]
     conclude(here, figures, given.json, seconds=seconds)
 

@@ -49,7 +49,7 @@ def main() -> None:
         progress(number, given.rounds, {side: times[-1] for side, times in found.items()}, "ms")
     middle = {side: statistics.median(times) for side, times in found.items()}
     figures = [
-        *(Figure(f"{side}, ms a step", value) for side, value in middle.items()),
+        *(Figure(f"{side}, a step", value, measure="ms") for side, value in middle.items()),
         Figure("plain / ours", middle["plain"] / middle["ours"]),
     ]
     conclude(here, figures, given.json, milliseconds_per_step=found)
