@@ -18,7 +18,7 @@ from datetime import datetime
 from pathlib import Path
 
 from benchmarks.common import Others, announce, positive
-from benchmarks.launching import ROOT
+from benchmarks.launching import ROOT, end_by_exception
 from benchmarks.page import render
 from benchmarks.plan import LONGER, PLAN, Planned
 from benchmarks.results import Result, from_line, markdown, put_between, read, write
@@ -31,6 +31,7 @@ GRACE = 10.0
 def main() -> None:
     """Run what is asked for, and keep what other runs have found of the rest."""
     given = _options().parse_args()
+    end_by_exception()  # the command that runs is in a session of its own
     here = announce(__doc__ or "")
     named = {name: getattr(given, name) for name in NAMED if getattr(given, name)}
     chosen = [planned for planned in PLAN if planned.name in (given.only or _names())]

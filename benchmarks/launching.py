@@ -83,7 +83,7 @@ def run_quietly(
 
     Ends the program with what it said if it fails or outlives ``limit`` seconds.
     """
-    _end_by_exception()
+    end_by_exception()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
         process = subprocess.Popen(
             [sys.executable, *command],
@@ -129,7 +129,7 @@ def _run(
     command: Sequence[str], told: Sequence[Mapping[str, str]], limit: float, ends_alone: bool
 ) -> Any:
     """Run ``command`` in each environment; returns the JSON of the first one's last line."""
-    _end_by_exception()
+    end_by_exception()
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         for rank, variables in enumerate(told):
@@ -150,7 +150,7 @@ def _run(
     return json.loads(lines[-1])
 
 
-def _end_by_exception() -> None:
+def end_by_exception() -> None:
     """So that a SIGTERM ends the job too."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
 
