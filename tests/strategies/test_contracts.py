@@ -25,6 +25,7 @@ CASES: list[Case] = [
     ("multi_worker_mirrored", 3, {"communication": "process_group"}),
     ("multi_worker_mirrored", 2, {"communication": "sockets"}),
     ("multi_worker_mirrored", 3, {"communication": "sockets"}),
+    ("multi_worker_mirrored", 2, {"communication": "sockets", "bucket_bytes": 64}),  # overlaps
     ("mirrored", 2, {"communication": "ddp"}),  # the engine of GPUs, here on gloo
     ("central_storage", 2, {}),
     ("central_storage", 3, {}),

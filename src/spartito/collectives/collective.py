@@ -191,6 +191,10 @@ class Collective(ABC):
         """
         return lambda: self.reduce_all(*tensors)
 
+    def interrupt(self) -> None:
+        """End a call that another thread of this process is in: it raises, and so do the others."""
+        self.close()
+
     def abort(self, error: SpartitoError) -> None:
         """Leave the group because of an error.
 

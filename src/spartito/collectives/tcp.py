@@ -32,6 +32,7 @@ SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a wh
 MAX_BUFFERS = 512  # of one system call; the system takes 1024
 MAX_WAIT = 1e6  # seconds of one poll
 HEAD = 8  # bytes in front of each message: the number of the call that it is part of
+HALF = (torch.bfloat16, torch.float16)
 ALIGNED = 64  # bytes: where a part of the scratch memory may begin
 
 Views = list[memoryview]
@@ -167,6 +168,12 @@ class SocketCollective(Collective):
         close_all(self._connections)
         self._liveness.close()
 
+    def interrupt(self) -> None:
+        self._liveness.close()
+        for connection in self._connections.values():
+            with suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
+
     def abort(self, error: SpartitoError) -> None:
         self._liveness.leave(error, self.close)
 
@@ -284,6 +291,9 @@ class Sum:
         """Replace what is in the tensors by the sums."""
         self._group.exchange(self._scatter)
         for (first, *others, last), own in zip(self._parts, self._sums, strict=True):
+            if first.dtype in HALF and others:  # rounded once, not with each part
+                own.copy_(sum((part.float() for part in (*others, last)), first.float()))
+                continue
             for part in others:  # one of the parts is our own, which is read before it is written
                 first.add_(part)
             torch.add(first, last, out=own)

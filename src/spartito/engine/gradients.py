@@ -235,7 +235,7 @@ class PackedGradients(Gradients):
         self.refresh()
         packed = self.parameters
         if not self._checked:
-            _refuse_sparse(packed)
+            refuse_sparse(packed)
             self._checked = True
         # Who had no rows has no gradient either; that says nothing about the model.
         absent = sum(parameter.grad is None for parameter in packed) if self.counts else 0
@@ -297,8 +297,8 @@ class _Pack:
         first = parameters[0]
         numel = sum(parameter.numel() for parameter in parameters)
         self.reducer: Reducer = collective.reducer(numel, first.dtype, first.device)
-        self._inputs = _views(self.reducer.input, parameters)
-        self._outputs = _views(self.reducer.output, parameters)
+        self._inputs = views(self.reducer.input, parameters)
+        self._outputs = views(self.reducer.output, parameters)
         self._private = private
 
     def fill(self) -> None:
@@ -319,7 +319,7 @@ class _Pack:
             parameter.grad = None if id(parameter) in unused else output
 
 
-def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+def views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Parts of ``flat`` shaped and laid out as ``parameters``, so that copies run straight."""
     views, offset = [], 0
     for parameter in parameters:
@@ -330,7 +330,8 @@ def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     return views
 
 
-def _refuse_sparse(parameters: Sequence[nn.Parameter]) -> None:
+def refuse_sparse(parameters: Sequence[nn.Parameter]) -> None:
+    """Raise `UserError` for a gradient that is no dense tensor."""
     for parameter in parameters:
         if parameter.grad is not None and parameter.grad.layout != torch.strided:
             raise UserError(

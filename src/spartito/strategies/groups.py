@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import cached_property
 
 import torch
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.collectives.lane import Lane
 from spartito.collectives.rendezvous import WORLD, Rendezvous
 
 DATA = "data"
@@ -64,8 +66,18 @@ class Groups(Mapping[str, Collective]):
             self._found = self._connect(self._rendezvous, self._cluster)
         return self._found
 
+    @cached_property
+    def lane(self) -> Lane:
+        """The tasks of `data` once more, for sums beside the computation; all ask for it at once.
+
+        For tasks that sockets join.
+        """
+        return Lane(self._rendezvous.group("gradients", self.data.ranks))
+
     def close(self) -> None:
         """Leave all groups; who never met has nothing to leave."""
+        if (lane := self.__dict__.pop("lane", None)) is not None:
+            lane.close()
         self._rendezvous.close()
 
     def __getitem__(self, name: str) -> Collective:

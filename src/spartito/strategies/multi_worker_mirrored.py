@@ -2,10 +2,117 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.hierarchical import HierarchicalCollective
+from spartito.collectives.tcp import SocketCollective
+from spartito.data.batch import Batch
+from spartito.engine.compression import Compress, Compression, choose, make_compression
+from spartito.engine.gradients import Gradients
+from spartito.engine.optimizers import OptimizerLike, optimizer_parameters
+from spartito.engine.overlap import BUCKET, OVERLAPPED, StreamedGradients
+from spartito.errors import UserError
+from spartito.log import warn
 from spartito.strategies.synchronous import SynchronousStrategy
 
 
 class MultiWorkerMirroredStrategy(SynchronousStrategy):
-    """One replica per process, on any machines: shared memory inside a machine, sockets between."""
+    """One replica per process, on any machines: shared memory inside a machine, sockets between.
+
+    Between machines gradients are summed while backward still runs, bitwise as without.
+    """
 
     name = "multi_worker_mirrored"
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterSpec | None = None,
+        device: torch.device | str | None = None,
+        sync_batchnorm: bool | None = None,
+        timeout: float | None = None,
+        communication: str = "auto",
+        find_unused_parameters: bool | None = None,
+        compress: Compress = None,
+        bucket_bytes: int = BUCKET,
+    ) -> None:
+        """Connects to nobody: that is done in `prepare`.
+
+        Args:
+            cluster: As under `SynchronousStrategy`, like all that follows but the last.
+            device: Where this process computes.
+            sync_batchnorm: Whether BatchNorm is one over the global batch.
+            timeout: Seconds that a wait for another task may take.
+            communication: How the tasks exchange tensors.
+            find_unused_parameters: Whether parameters may get no gradient, with "ddp".
+            compress: How gradients go from machine to machine, on thin lines: None is as they
+                are; "bf16" half of the bytes, summed in fp32; "powersgd", "powersgd:RANK" or a
+                `PowerSGD` a tenth and less, with what is left out added to the next step.
+            bucket_bytes: Gradients leave in parts of at least so many bytes, as backward has them;
+                three such parts are worth it, fewer leave at its end.
+
+        Raises:
+            UserError: For a value that this strategy cannot have.
+        """
+        super().__init__(
+            cluster=cluster,
+            device=device,
+            sync_batchnorm=sync_batchnorm,
+            timeout=timeout,
+            communication=communication,
+            find_unused_parameters=find_unused_parameters,
+        )
+        self._compress = choose(compress)
+        if bucket_bytes < 1:
+            raise UserError(f"bucket_bytes={bucket_bytes}", "At least 1; 1 MB hides most.")
+        self._bucket_bytes = bucket_bytes
+        self._compressions: list[Compression] = []
+
+    def prepare(
+        self, model: nn.Module, optimizer: OptimizerLike, **options: Any
+    ) -> tuple[nn.Module, Optimizer]:
+        if self._compress is not None:
+            _check(self._compress, **options)
+        return super().prepare(model, optimizer, **options)
+
+    def enter(self, batch: Batch) -> None:
+        super().enter(batch)
+        for compression in self._compressions:
+            compression.epoch = batch.epoch
+
+    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+        group, pairs = self._group, self._pairs
+        if not isinstance(group, SocketCollective | HierarchicalCollective):
+            if self._compress is not None and self.is_chief:
+                warn("compress=%r is for lines between machines: not used here", self._compress)
+            return super()._gradients(model, optimizer)
+        nbytes = sum(p.numel() * p.itemsize for p in optimizer_parameters(optimizer))
+        if self._compress is None and nbytes < OVERLAPPED * self._bucket_bytes:
+            return super()._gradients(model, optimizer)
+        compression = make_compression(self._compress)
+        self._compressions.append(compression)
+        return model, StreamedGradients(
+            optimizer, group, self.groups.lane, lambda: len(pairs.all) == 1, compression,
+            self._bucket_bytes,
+        )  # fmt: skip
+
+
+def _check(
+    compress: Compress, deterministic: bool = False, precision: str = "fp32", **_: Any
+) -> None:
+    """Raise `UserError` for a training that cannot be compressed."""
+    if deterministic:
+        raise UserError(
+            f"compress={compress!r} with deterministic=True, whose numbers are those of one device",
+            "Leave one of them out: compressed gradients are rounded.",
+        )
+    if precision == "fp16" and compress != "bf16":
+        raise UserError(
+            f"compress={compress!r} with precision='fp16', whose loss scale changes",
+            "What was left out has the scale of its step: choose precision='bf16'.",
+        )

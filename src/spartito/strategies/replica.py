@@ -178,11 +178,11 @@ class ReplicaStrategy(Strategy):
             loss_divisor = total or 1.0
             for pair, weight in zip(again, before, strict=True):
                 pair.gradients.normalize(weight)
-        self._backward(self._pairs.all, found, batch, loss_divisor)
         for pair in self._pairs.all:
             pair.gradients.backward_calls += 1
-            if again:
-                pair.gradients.normalize(0.0)
+        self._backward(self._pairs.all, found, batch, loss_divisor)
+        for pair in self._pairs.all if again else ():
+            pair.gradients.normalize(0.0)
 
     @flushed
     def update(self, optimizer: Optimizer) -> None:

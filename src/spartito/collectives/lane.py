@@ -1,0 +1,172 @@
+"""Sums that run beside the computation: a group of tasks with a thread of its own."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from spartito.collectives.calls import CurrentCall, encode
+from spartito.collectives.collective import Collective
+from spartito.collectives.hierarchical import HierarchicalCollective
+from spartito.errors import UserError
+
+Work = Callable[[], None]
+Summing = Callable[[Collective, Tensor], Work]
+"""Makes what sums a flat tensor over a group, in place, as often as it is called."""
+
+_PATIENCE = 5.0  # seconds that `Lane.close` waits for its thread
+
+
+def exact(group: Collective, flat: Tensor) -> Work:
+    """The sum as it is."""
+    return group.summing(flat)
+
+
+class StandingSum(Protocol):
+    """A sum of one flat tensor that is repeated: fill ``input``, `run`, read ``output``."""
+
+    input: Tensor
+    output: Tensor
+
+    def run(self) -> None:
+        """Sum over the group; ``output`` is this task's own memory."""
+        ...
+
+
+class _FlatSum:
+    """The sum over tasks of which each is a machine of its own."""
+
+    def __init__(self, group: Collective, numel: int, dtype: torch.dtype, summing: Summing) -> None:
+        self.input = self.output = torch.zeros(numel, dtype=dtype)
+        self.run = summing(group, self.output)
+
+
+class _LayeredSum:
+    """The sum inside a machine, which its leader then adds up with those of the others."""
+
+    def __init__(
+        self, group: HierarchicalCollective, numel: int, dtype: torch.dtype, summing: Summing
+    ) -> None:
+        self._group = group
+        self._inside = group.within(lambda: group.inside.reducer(numel, dtype, torch.device("cpu")))
+        self.input = self._inside.input
+        self.output = torch.empty(numel, dtype=dtype)
+        self._between = summing(group.between, self._inside.output) if group.leads else _nothing
+
+    def run(self) -> None:
+        self._group.within(lambda: self._inside.reduce((0.0,), 1.0))
+        self._group.across(self._between)
+        self.output.copy_(self._inside.output)
+
+
+def _nothing() -> None:
+    """The leader does it."""
+
+
+class Lane:
+    """A group of tasks whose sums run in a thread, one after the other, in the order given.
+
+    All tasks give the same work in the same order, each when it is ready. The group is used for
+    nothing else, so that this order is all that matters.
+
+    Args:
+        group: Of sockets, or of sockets between machines.
+    """
+
+    def __init__(self, group: Collective) -> None:
+        self._group = group
+        self._sums = self._pending = 0
+        self._waited = 0.0
+        self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self.is_open = True
+        group.follow(CurrentCall())  # not that of the calls that the main thread makes
+
+    @property
+    def leads(self) -> bool:
+        """Whether this task sends what its machine has summed."""
+        return not isinstance(self._group, HierarchicalCollective) or self._group.leads
+
+    def standing_sum(self, numel: int, dtype: torch.dtype, summing: Summing = exact) -> StandingSum:
+        """Make a sum that `begin` can run; all tasks call this together, with nothing under way."""
+        group = self._group
+        call = group.current_call
+        with call.call(encode("new reducer", numel, dtype, self._sums)):
+            if isinstance(group, HierarchicalCollective):
+                made: StandingSum = _LayeredSum(group, numel, dtype, summing)
+            else:
+                made = _FlatSum(group, numel, dtype, summing)
+        tag, run = encode("reduce", numel, dtype, self._sums), made.run
+
+        def announced() -> None:
+            with call.call(tag):
+                run()
+
+        made.run = announced  # type: ignore[method-assign]
+        self._sums += 1
+        return made
+
+    def begin(self, work: Work) -> None:
+        """Let the thread do ``work`` once all before is done."""
+        if not self.is_open:
+            raise UserError("a call to other tasks after close()", "Make a new strategy.")
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=_serve, args=(self._work, self._done), name="spartito-lane", daemon=True
+            )
+            self._thread.start()
+        self._pending += 1
+        self._work.put(work)
+
+    def wait(self) -> None:
+        """Return when all is done, and raise what was raised there."""
+        began = time.perf_counter()
+        failed: BaseException | None = None
+        while self._pending:
+            failed = self._done.get() or failed
+            self._pending -= 1
+        self._waited += time.perf_counter() - began
+        if failed is not None:
+            raise failed
+
+    def count_for(self, group: Collective) -> None:
+        """Count what was sent and received, and the last `wait`, as the traffic of ``group``."""
+        own, total = self._group.traffic, group.traffic
+        total.sent += own.sent
+        total.received += own.received
+        total.waited += self._waited
+        own.sent = own.received = 0
+        self._waited = 0.0
+
+    def close(self) -> None:
+        """End the thread, also one that waits for others. May be called again."""
+        self.is_open = False
+        if self._thread is None or not self._thread.is_alive():
+            return
+        self._work.put(None)
+        self._thread.join(0 if self._pending else _PATIENCE)
+        if self._thread.is_alive():
+            self._group.interrupt()
+            self._thread.join(_PATIENCE)
+
+
+def _serve(
+    todo: queue.SimpleQueue[Work | None], done: queue.SimpleQueue[BaseException | None]
+) -> None:
+    """Do what comes; after an error the group is of no use, and the rest is not begun."""
+    failed: BaseException | None = None
+    while (work := todo.get()) is not None:
+        if failed is None:
+            try:
+                work()
+            except BaseException as error:  # raised by `Lane.wait`, in the thread that waits
+                failed = error
+        done.put(failed)
+        del work

@@ -1,0 +1,185 @@
+"""What the tests of sums beside backward run on every replica."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import spartito as sp
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective
+from spartito.collectives.rendezvous import Rendezvous
+from spartito.data.batch import Batch
+from spartito.engine.overlap import StreamedGradients
+from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
+from spartito.strategies.synchronous import SynchronousStrategy
+from tests.collectives.group import spec
+
+SMALL, LARGE = 64, 1 << 30
+"""Bytes of a bucket: each parameter in one of its own; all gradients at the end, in one sum."""
+
+
+class Layered(MultiWorkerMirroredStrategy):
+    """Two replicas on each machine, by the name that they give it."""
+
+    @staticmethod
+    def connect(rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
+        rendezvous._host = f"machine {cluster.rank // 2}"
+        return SynchronousStrategy.connect(rendezvous, cluster)
+
+
+def make(way: str, **options: Any) -> MultiWorkerMirroredStrategy:
+    if way == "layers":
+        return Layered(**options)
+    return MultiWorkerMirroredStrategy(communication=way, **options)
+
+
+class Net(nn.Module):
+    """A tied layer, a checkpointed one that comes in two pieces, and branches left out at times."""
+
+    def __init__(self, rank: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.first, self.tied, self.pieces = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+        self.some, self.later, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.rank, self.passes = rank, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.passes += self.training
+        x = torch.tanh(self.tied(torch.relu(self.tied(self.first(x)))))
+        for _ in range(2):
+            x = checkpoint(self.pieces, x, use_reentrant=True)  # type: ignore[no-untyped-call]
+        if self.rank == 1:  # of this replica alone
+            x = x + self.some(x)
+        if self.passes > 3:
+            x = x + self.later(x)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+def examples(count: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(7)
+    return torch.randn(count, 6, generator=generator), torch.arange(count) % 3
+
+
+def streamed(strategy: MultiWorkerMirroredStrategy) -> int:
+    """How many buckets left while backward ran."""
+    (pair,) = strategy._pairs.all
+    found = pair.gradients
+    return found.overlapped if isinstance(found, StreamedGradients) else 0
+
+
+def fit(way: str, options: dict[str, Any], **given: Any) -> tuple[dict[str, Tensor], int]:
+    """The weights after an uneven training with validation, and the buckets that left early."""
+    strategy = make(way, **options)
+    net = Net(strategy.cluster.rank)
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.AdamW(net.parameters(), 1e-2),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+        **given,
+    )
+    # The last batch of 29 has one row: replicas are without any.
+    x, y = examples(29)
+    trainer.fit((x, y), epochs=3, batch_size=7, validation_data=(x, y), verbose=0)
+    result = {name: value.clone() for name, value in net.state_dict().items()}, streamed(strategy)
+    strategy.close()
+    assert not lanes()
+    return result
+
+
+def loop(way: str, bucket_bytes: int) -> tuple[dict[str, Tensor], list[int]]:
+    """A loop of one's own that does what it likes between backward and update."""
+    strategy = make(way, bucket_bytes=bucket_bytes)
+    net = Net(strategy.cluster.rank)
+    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
+    early = []
+    batches = iter(strategy.distribute(sp.data.arrays(*examples(90)).batch(5)))
+    for step, batch in enumerate(batches):
+        backward(strategy, model, batch)
+        if step % 5 == 2:  # changed, with and without a trace in its version
+            net.head.weight.grad = net.head.weight.grad * 2
+        if step % 5 == 3:
+            net.tied.weight.grad.data.neg_()
+        if step == 4:  # of no use, and nothing comes of it
+            optimizer.zero_grad()
+            continue
+        if step == 12:
+            backward(strategy, model, next(batches))
+        strategy.update(optimizer)
+        early.append(streamed(strategy))
+    strategy.close()
+    return {name: value.clone() for name, value in net.state_dict().items()}, early
+
+
+def backward(strategy: MultiWorkerMirroredStrategy, model: nn.Module, batch: Batch) -> None:
+    losses = nn.functional.cross_entropy(model(batch.x), batch.y, reduction="none")
+    strategy.backward(losses, batch)
+
+
+def lanes() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "spartito-lane"]
+
+
+class Failing(torch.autograd.Function):
+    """The identity, whose backward pass does ``act``."""
+
+    act = staticmethod(lambda: None)
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        Failing.act()
+        return grad
+
+
+class LateFailure(nn.Module):
+    """What is behind the failure has its gradients already, and they are on their way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 8)
+        self.rest = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)), nn.Linear(8, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rest(Failing.apply(self.first(x)))
+        return out
+
+
+def fail(pipe: Connection, rank: int, port: int, how: str) -> Any:
+    """Train; rank 1 fails in the middle of its third backward pass, after it sent buckets."""
+    strategy = MultiWorkerMirroredStrategy(
+        cluster=spec(rank, 2, port), communication="sockets", bucket_bytes=SMALL, timeout=60.0
+    )
+    model, optimizer = strategy.prepare(LateFailure(), lambda p: torch.optim.SGD(p, 0.1))
+
+    def batches() -> Iterator[Batch]:
+        return iter(strategy.distribute(sp.data.arrays(*examples(40)).batch(8)))
+
+    def act() -> None:
+        if how == "error":
+            raise ValueError("in backward")
+        os.kill(os.getpid(), 9)
+
+    for step, batch in enumerate(batches()):
+        if rank == 1 and step == 2:
+            Failing.act = staticmethod(act)
+        try:
+            backward(strategy, model, batch)
+            strategy.update(optimizer)
+        except (sp.SpartitoError, ValueError) as error:
+            strategy.close()
+            return type(error).__name__, str(error), streamed(strategy), len(lanes())
+    return "trained"
