@@ -42,12 +42,12 @@ def make(way: str, **options: Any) -> MultiWorkerMirroredStrategy:
 
 
 class Net(nn.Module):
-    """A tied layer, a checkpointed one that comes in two pieces, and branches left out at times."""
+    """A tied layer, a checkpointed one that comes in two parts, and branches left out at times."""
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__()
         torch.manual_seed(1)
-        self.first, self.tied, self.pieces = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.first, self.tied, self.twice = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
         self.some, self.later, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.rank, self.passes = rank, 0
@@ -56,7 +56,7 @@ class Net(nn.Module):
         self.passes += self.training
         x = torch.tanh(self.tied(torch.relu(self.tied(self.first(x)))))
         for _ in range(2):
-            x = checkpoint(self.pieces, x, use_reentrant=True)  # type: ignore[no-untyped-call]
+            x = checkpoint(self.twice, x, use_reentrant=True)  # type: ignore[no-untyped-call]
         if self.rank == 1:  # of this replica alone
             x = x + self.some(x)
         if self.passes > 3:

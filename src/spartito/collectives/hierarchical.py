@@ -59,7 +59,7 @@ class HierarchicalCollective(Collective):
         self.between: Collective = IdentityCollective()
         self._placement = placement
         self._machine = placement.machine_of(rank)
-        self.leads = rank in placement.leaders
+        self.is_leader = rank in placement.leaders
 
         def meet() -> None:
             self.between = meet_leaders()
@@ -142,7 +142,7 @@ class HierarchicalCollective(Collective):
         """
         outcome = torch.zeros(1, dtype=torch.float64) if numbers is None else numbers
         reason = b""
-        if self.leads:
+        if self.is_leader:
             try:
                 work()
             except ENDS_GROUP as error:
@@ -158,8 +158,10 @@ class HierarchicalCollective(Collective):
     def _receive(self, outcome: Tensor) -> None:
         """Get what the leader sends, who may itself wait for another up to the limit."""
         limit = self.inside.timeout
-        self.inside.timeout += 0 if self.leads else PATIENCE
-        self.inside.waiting.enabled = self.leads  # who waits for others itself, and says for whom
+        self.inside.timeout += 0 if self.is_leader else PATIENCE
+        self.inside.waiting.enabled = (
+            self.is_leader
+        )  # who waits for others itself, and says for whom
         try:
             self.within(lambda: self.inside.broadcast(outcome))
         finally:

@@ -57,7 +57,7 @@ class _LayeredSum:
         self._inside = group.within(lambda: group.inside.reducer(numel, dtype, torch.device("cpu")))
         self.input = self._inside.input
         self.output = torch.empty(numel, dtype=dtype)
-        self._between = summing(group.between, self._inside.output) if group.leads else _nothing
+        self._between = summing(group.between, self._inside.output) if group.is_leader else _nothing
 
     def run(self) -> None:
         self._group.within(lambda: self._inside.reduce((0.0,), 1.0))
@@ -90,9 +90,9 @@ class Lane:
         group.follow(CurrentCall())  # not that of the calls that the main thread makes
 
     @property
-    def leads(self) -> bool:
+    def is_leader(self) -> bool:
         """Whether this task sends what its machine has summed."""
-        return not isinstance(self._group, HierarchicalCollective) or self._group.leads
+        return not isinstance(self._group, HierarchicalCollective) or self._group.is_leader
 
     def standing_sum(self, numel: int, dtype: torch.dtype, summing: Summing = exact) -> StandingSum:
         """Make a sum that `begin` can run; all tasks call this together, with nothing under way."""

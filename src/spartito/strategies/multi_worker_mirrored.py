@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -74,11 +72,27 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         self._compressions: list[Compression] = []
 
     def prepare(
-        self, model: nn.Module, optimizer: OptimizerLike, **options: Any
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
     ) -> tuple[nn.Module, Optimizer]:
         if self._compress is not None:
-            _check(self._compress, **options)
-        return super().prepare(model, optimizer, **options)
+            _check(self._compress, precision, deterministic)
+        return super().prepare(
+            model,
+            optimizer,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            precision=precision,
+            deterministic=deterministic,
+            seed=seed,
+        )
 
     def enter(self, batch: Batch) -> None:
         super().enter(batch)
@@ -102,9 +116,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         )  # fmt: skip
 
 
-def _check(
-    compress: Compress, deterministic: bool = False, precision: str = "fp32", **_: Any
-) -> None:
+def _check(compress: Compress, precision: str, deterministic: bool) -> None:
     """Raise `UserError` for a training that cannot be compressed."""
     if deterministic:
         raise UserError(
