@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from spartito import data, extend, models
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.data.batch import Batch
+    from spartito.engine.compression import PowerSGD
     from spartito.engine.seed import seed_everything
     from spartito.strategies import (
         CentralStorageStrategy,
@@ -54,6 +55,7 @@ __getattr__ = _attach(
         "MultiWorkerMirroredStrategy": "spartito.strategies",
         "OneDeviceStrategy": "spartito.strategies",
         "ParameterServerStrategy": "spartito.strategies",
+        "PowerSGD": "spartito.engine.compression",
         "Strategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
@@ -81,6 +83,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
+    "PowerSGD",
     "SpartitoError",
     "Strategy",
     "Task",

@@ -94,15 +94,14 @@ class Compression(ABC):
         """What the sums left out, relative to them (L2 norm), in a sample of the updates."""
         return (self._lost / self._sent) ** 0.5 if self._sent else 0.0
 
-    def _look(self, lost: Sequence[Tensor], sent: Sequence[Tensor]) -> None:
-        """Count what is ``lost`` of what was to be ``sent``, now and then."""
-        if self.updates % _SAMPLED == 0:
-            self._lost += _square(lost)
-            self._sent += _square(sent)
+    @property
+    def _is_sampled(self) -> bool:
+        return self.updates % _SAMPLED == 0
 
 
 def _square(tensors: Sequence[Tensor]) -> float:
-    return float(sum(float(norm) ** 2 for norm in torch._foreach_norm(list(tensors))))
+    """The sum of all squares."""
+    return sum(norm.item() ** 2 for norm in torch._foreach_norm(list(tensors)))
 
 
 class Whole(Compression):
@@ -123,8 +122,9 @@ class Rounded(Compression):
 
         def run() -> None:
             rounded.copy_(flat)
-            if self.updates % _SAMPLED == 0:
-                self._look([flat - rounded], [flat])
+            if self._is_sampled:
+                self._lost += _square([flat - rounded])
+                self._sent += _square([flat])
             add()
             flat.copy_(rounded)
 
@@ -191,15 +191,15 @@ class LowRank(Compression):
                 torch.add(matrix, memory.errors[0], out=memory.errors[1])
                 torch.mm(memory.errors[1], memory.rights[0], out=left)
             torch._foreach_copy_(besides, others) if others else None
-            if self.updates % _SAMPLED == 0:
-                self._look([], [memory.errors[1] for memory in memories])
+            if self._is_sampled:
+                self._sent += _square([memory.errors[1] for memory in memories])
             add_lefts()
             for memory, left, right in zip(memories, lefts, rights, strict=True):
                 left.copy_(torch.linalg.qr(left)[0])
                 torch.mm(memory.errors[1].T, left, out=right)
                 memory.errors[1].addmm_(left, right.T, alpha=-1)
-            if self.updates % _SAMPLED == 0:
-                self._look([memory.errors[1] for memory in memories], [])
+            if self._is_sampled:
+                self._lost += _square([memory.errors[1] for memory in memories])
             add_rights()
             for matrix, memory, left, right in zip(matrices, memories, lefts, rights, strict=True):
                 torch.mm(left, right.T, out=matrix)

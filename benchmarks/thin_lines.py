@@ -1,0 +1,112 @@
+"""Milliseconds of a step of two machines on a thin line: exact, compressed, torch DDP on gloo."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from benchmarks.common import Figure, announce, conclude, parser, positive, progress
+from benchmarks.launching import ROOT
+from tests.netns import Machine, NoNamespacesError, network
+
+LIMIT = 300.0
+PORT = 29700
+SIDES = ("exact", "bf16", "powersgd", "ddp", "ddp 1 MB")
+
+CASES = {
+    "cats-100": ("xception", "100mbit", 2),
+    "mlp-100": ("mlp", "100mbit", 10),
+    "mlp-1000": ("mlp", "1gbit", 50),
+}
+"""Model, rate of the line, steps of a window."""
+
+TARGETS = {
+    ("cats-100", "exact", "ddp"): 1.4,
+    ("cats-100", "bf16", "ddp"): 1.9,
+    ("cats-100", "powersgd", "ddp"): 2.0,
+    ("cats-100", "exact", "ddp 1 MB"): 1.0,
+    ("cats-100", "bf16", "ddp 1 MB"): 1.4,
+    ("cats-100", "powersgd", "ddp 1 MB"): 1.45,
+    ("mlp-100", "bf16", "ddp"): 1.9,
+    ("mlp-100", "powersgd", "ddp"): 17.0,
+    ("mlp-1000", "powersgd", "ddp"): 5.0,
+}
+
+
+def main() -> None:
+    """Print the ratios to DDP with its default buckets, and with buckets of 1 MB."""
+    assert __doc__ is not None
+    options = parser(__doc__, rounds=1)
+    options.add_argument("--only", choices=tuple(CASES), help="one of the lines")
+    options.add_argument("--side", choices=(*SIDES, "alone"), action="append", help="of these only")
+    options.add_argument("--windows", type=positive, default=2, help="windows of a turn")
+    given = options.parse_args()
+    here = announce(__doc__)
+    figures: list[Figure] = []
+    seconds: dict[str, dict[str, list[float]]] = {}
+    for case in [given.only] if given.only else CASES:
+        model, rate, steps = CASES[case]
+        sides = tuple(given.side or SIDES)
+        found = seconds[case] = {side: [] for side in sides}
+        for number in range(given.rounds):
+            # Every second round runs backwards, so that no side always follows the same one.
+            for side in sides if number % 2 == 0 else reversed(sides):
+                found[side] += measure(side, model, rate, given.windows, steps)
+            now = {side: statistics.median(found[side]) * 1e3 for side in sides}
+            progress(number, given.rounds, now, f"ms a step, {case}")
+        median = {side: statistics.median(values) for side, values in found.items()}
+        figures += [Figure(f"{case}: {s}", median[s] * 1e3, measure="ms") for s in sides]
+        figures += [
+            Figure(f"{case}: {ours} / {theirs}", median[theirs] / median[ours], target)
+            for (name, ours, theirs), target in TARGETS.items()
+            if name == case and {ours, theirs} <= set(sides)
+        ]
+    conclude(here, figures, given.json, seconds=seconds)
+
+
+def measure(side: str, model: str, rate: str, windows: int, steps: int) -> list[float]:
+    """Seconds per step in the windows of one job on two machines of one worker each."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "found.json")
+        try:
+            with network("bench0", "bench1") as machines:
+                for machine in machines:
+                    machine.slow_down(rate)
+                job = [side, model, f"--windows={windows}", f"--steps={steps}", f"--out={out}"]
+                _run(machines, ["-m", "benchmarks.jobs.lines", *job], out)
+        except NoNamespacesError as error:
+            sys.exit(str(error))
+        found: list[float] = json.loads(out.read_text())
+        return found
+
+
+def _run(machines: list[Machine], job: list[str], out: Path) -> None:
+    """The job to its end; ends the program with what a machine said if it fails there."""
+    launch = [sys.executable, "-m", "spartito", "run", "--workers", "1"]
+    launch += ["--nnodes", str(len(machines)), "--master-addr", f"{machines[0].address}:{PORT}"]
+    started = []
+    end = time.monotonic() + LIMIT
+    try:
+        for number, machine in enumerate(machines):
+            words = [*machine.enters, "env", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
+            words += [*launch, "--node-rank", str(number), *job]
+            log = out.with_name(f"{number}.log")
+            with log.open("wb") as file:
+                program = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file)
+            started.append((program, log))
+        for program, log in started:
+            if program.wait(max(0.0, end - time.monotonic())):
+                sys.exit(f"a machine failed\n{log.read_text(errors='replace')[-4000:]}")
+    finally:
+        for program, _ in started:
+            program.terminate()  # `spartito` ends what it started
+            program.wait()
+
+
+if __name__ == "__main__":
+    main()
