@@ -172,9 +172,11 @@ class StreamedGradients(PackedGradients):
         parameters = self.parameters
         nbytes = [parameter.numel() * parameter.itemsize for parameter in parameters]
         kinds = [parameter.dtype for parameter in parameters]
+        parts = sum(nbytes) >= OVERLAPPED * self._bucket_bytes
+        limit = self._bucket_bytes if parts else sum(nbytes) + 1
         self._buckets = [
             _Bucket(members, parameters, self._lane, self._compression)
-            for members in cut(order, nbytes, kinds, self._bucket_bytes)
+            for members in cut(order, nbytes, kinds, limit)
         ]
         self._bucket_of = {m: n for n, bucket in enumerate(self._buckets) for m in bucket.members}
 
