@@ -62,12 +62,16 @@ def ours(side: str, work: Work, plan: Plan) -> list[float]:
 def plain(side: str, work: Work, plan: Plan) -> list[float]:
     """Plain torch: DistributedDataParallel on gloo, or nobody else."""
     dist.init_process_group("gloo")
-    model = work.model
-    if side in BUCKETS:
-        model = nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKETS[side])
-    found = time_plain(model, work, plan)
+    found = time_plain(wrapped(side, work.model), work, plan)
     dist.destroy_process_group()
     return found
+
+
+def wrapped(side: str, model: nn.Module) -> nn.Module:
+    """The model as that side trains it; nobody may hold on to DDP when its group goes."""
+    if side not in BUCKETS:
+        return model
+    return nn.parallel.DistributedDataParallel(model, bucket_cap_mb=BUCKETS[side])
 
 
 if __name__ == "__main__":

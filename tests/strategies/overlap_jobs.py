@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator, Mapping
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.data.batch import Batch
+from spartito.engine.compression import LowRank
 from spartito.engine.overlap import StreamedGradients
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.synchronous import SynchronousStrategy
@@ -188,3 +190,97 @@ def fail(pipe: Connection, rank: int, port: int, how: str) -> Any:
             strategy.close()
             return type(error).__name__, str(error), streamed(strategy), len(lanes())
     return "trained"
+
+
+class Wide(nn.Module):
+    """Two matrices that are sent as products, one that is not, and vectors."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.first, self.second = nn.Linear(6, 48), nn.Linear(48, 40)
+        self.filters, self.head = nn.Conv1d(1, 32, 30), nn.Linear(32, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.second(torch.relu(self.first(x))))
+        out: Tensor = self.head(self.filters(x[:, None]).amax(2))
+        return out
+
+
+def compressed(
+    way: str, compress: Any, folder: str = "", phase: str = "", bucket_bytes: int = 2048
+) -> dict[str, Any]:
+    """Weights after 20 steps of training, with a rest in a folder after the tenth."""
+    strategy = make(way, compress=compress, bucket_bytes=bucket_bytes)
+    net = Wide()
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.05, momentum=0.9),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+    )
+    if phase == "resume":
+        trainer.load(folder)
+    trainer.fit(examples(80), epochs=1 if phase == "save" else 2, batch_size=8, verbose=0)
+    if phase == "save":
+        trainer.save(folder)
+    traffic = strategy.groups.world.traffic
+    result = {
+        "weights": {name: value.clone() for name, value in net.state_dict().items()},
+        "sent": traffic.sent,
+        "error": traffic.compression_error,
+        "early": streamed(strategy),
+    }
+    strategy.close()
+    return result
+
+
+def left_out(way: str, folder: str) -> list[Tensor]:
+    """The sum over all machines of what a checkpoint's steps have left out, once loaded here."""
+    strategy = make(way, compress=sp.PowerSGD(2, 0))
+    net = Wide()
+    strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.05, momentum=0.9))
+    strategy.load(Path(folder))
+    found = strategy._compression()
+    assert isinstance(found, LowRank)
+    named = dict(net.named_parameters())
+    state = found.state_dict(named, strategy.groups.data, strategy.groups.lane.is_leader)
+    sums = [errors.sum(0) for errors in state["errors"].values()]
+    strategy.close()
+    return sums
+
+
+def products(way: str) -> tuple[Tensor, Tensor, Tensor]:
+    """The reduced gradients of one matrix in three updates of which each left out a part."""
+    strategy = make(way, compress=sp.PowerSGD(1, 0))
+    net = nn.Linear(30, 20, bias=False).double()
+    _, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 1.0))
+    before = net.weight.detach().clone()
+    generator = torch.Generator().manual_seed(strategy.cluster.rank)
+    size = strategy.num_replicas_in_sync
+    data = sp.data.arrays(torch.zeros(3 * size, 30).double(), torch.zeros(3 * size))
+    given = torch.zeros(20, 30).double()
+    for batch in strategy.distribute(data.batch(size)):
+        target = torch.randn(20, 30, generator=generator, dtype=torch.float64)
+        given += target
+        strategy.backward((net.weight * target).sum(), batch)
+        strategy.update(optimizer)
+    found = strategy._compression()
+    assert found is not None
+    group = strategy.groups.data
+    state = found.state_dict({"w": net.weight}, group, strategy.groups.lane.is_leader)
+    kept = state["errors"]["w"].sum(0)
+    applied = before - net.weight.detach()
+    everyone = group.all_reduce(given)
+    strategy.close()
+    return everyone / size, applied, kept
+
+
+def refused(compress: Any, **given: Any) -> str:
+    """What is said against a compression."""
+    try:
+        strategy = make("sockets", compress=compress)
+        strategy.prepare(Wide(), lambda p: torch.optim.SGD(p, 0.1), **given)
+    except sp.UserError as error:
+        return str(error)
+    return ""

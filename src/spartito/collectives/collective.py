@@ -22,11 +22,15 @@ MAX_DIMS = 64  # of torch's own
 
 @dataclass(slots=True)
 class Traffic:
-    """Bytes that this task sent and received, and seconds that it waited."""
+    """Bytes that this task sent and received, and seconds that it waited.
+
+    ``compression_error`` is what compressed sums left out, relative to them (L2 norm).
+    """
 
     sent: int = 0
     received: int = 0
     waited: float = 0.0
+    compression_error: float = 0.0
 
     def moved(self, nbytes: int) -> None:
         """Count ``nbytes`` that went out, and as many that came in."""

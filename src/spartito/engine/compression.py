@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,10 +59,10 @@ def choose(compress: Compress) -> Compress:
     """``compress`` as None, "bf16" or `PowerSGD`; `UserError` for anything else."""
     if compress is None or compress == "bf16" or isinstance(compress, PowerSGD):
         return compress
-    name, _, rank = str(compress).partition(":")
-    if name != "powersgd" or (rank and not rank.isdecimal()):
+    name, colon, rank = str(compress).partition(":")
+    if name != "powersgd" or (colon and not rank.isdecimal()):
         raise UserError(f"compress={compress!r}", _WAYS)
-    return PowerSGD(int(rank)) if rank else PowerSGD()
+    return PowerSGD(int(rank)) if colon else PowerSGD()
 
 
 class Compression(ABC):
@@ -88,6 +89,37 @@ class Compression(ABC):
     def updated(self) -> None:
         """Take note that an update was made of the last sums."""
         self.updates += 1
+
+    def state_dict(
+        self, named: Mapping[str, nn.Parameter], group: Collective, is_leader: bool
+    ) -> dict[str, Any]:
+        """What is kept between updates, of all tasks of ``group``, which all call this.
+
+        Args:
+            named: The model's parameters under the user's names.
+            group: The tasks.
+            is_leader: Whether this one sends what its machine has summed.
+
+        Returns:
+            The same on all tasks; nothing where nothing is kept.
+        """
+        return {}
+
+    def load_state_dict(  # noqa: B027 - few keep something
+        self,
+        state: Mapping[str, Any],
+        named: Mapping[str, nn.Parameter],
+        group: Collective,
+        is_leader: bool,
+    ) -> None:
+        """Take back what `state_dict` returned, under any number of machines.
+
+        Args:
+            state: What it was.
+            named: As there.
+            group: As there.
+            is_leader: As there.
+        """
 
     @property
     def error(self) -> float:
@@ -137,11 +169,13 @@ class _Memory:
     Of each there are two, in turn, so that a step can be undone.
     """
 
-    def __init__(self, like: Tensor, rank: int) -> None:
-        self.errors = [torch.zeros_like(like), torch.zeros_like(like)]
+    def __init__(self, parameter: nn.Parameter, rank: int) -> None:
+        rows, dtype = parameter.shape[0], parameter.dtype
+        columns = parameter.numel() // rows
+        self.errors = [torch.zeros(rows, columns, dtype=dtype) for _ in range(2)]
         generator = torch.Generator().manual_seed(0)  # the same on all
-        right = torch.randn(like.shape[1], rank, generator=generator, dtype=torch.float64)
-        self.rights = [right.to(like.dtype), torch.empty(like.shape[1], rank, dtype=like.dtype)]
+        right = torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(dtype)
+        self.rights = [right, right.clone()]
 
     def flip(self) -> None:
         """Make what was computed what is kept, or what was kept."""
@@ -173,7 +207,7 @@ class LowRank(Compression):
         thin = [(p, part.view(p.shape[0], -1)) for p, part in pairs if self._is_thin(p)]
         if not thin:
             return whole
-        memories = [self._memory(parameter, matrix) for parameter, matrix in thin]
+        memories = [self._memory(parameter) for parameter, _ in thin]
         matrices = [matrix for _, matrix in thin]
         others = [part for parameter, part in pairs if not self._is_thin(parameter)]
         beside = flat.new_empty(sum(map(len, others)))
@@ -226,11 +260,51 @@ class LowRank(Compression):
         rows, columns = parameter.shape[0], parameter.numel() // parameter.shape[0]
         return FEWER * self._chosen.rank * (rows + columns) <= rows * columns
 
-    def _memory(self, parameter: nn.Parameter, matrix: Tensor) -> _Memory:
+    def _memory(self, parameter: nn.Parameter) -> _Memory:
         if parameter not in self._memories:
-            self._memories[parameter] = _Memory(matrix, self._chosen.rank)
+            self._memories[parameter] = _Memory(parameter, self._chosen.rank)
         found: _Memory = self._memories[parameter]
         return found
+
+    def state_dict(
+        self, named: Mapping[str, nn.Parameter], group: Collective, is_leader: bool
+    ) -> dict[str, Any]:
+        leaders = _leaders(group, is_leader)
+        errors, rights = {}, {}
+        for name, parameter in named.items() if not self.is_exact else ():
+            if self._is_thin(parameter):
+                memory = self._memory(parameter)
+                everyone = group.all_gather(memory.errors[0])
+                errors[name] = torch.stack([everyone[rank] for rank in leaders])
+                rights[name] = group.broadcast(memory.rights[0].clone())
+        return {"updates": self.updates, "errors": errors, "factors": rights}
+
+    def load_state_dict(
+        self,
+        state: Mapping[str, Any],
+        named: Mapping[str, nn.Parameter],
+        group: Collective,
+        is_leader: bool,
+    ) -> None:
+        leaders = _leaders(group, is_leader)
+        self.updates = state["updates"]
+        for name, errors in state["errors"].items():
+            parameter = named[name]
+            if not self._is_thin(parameter):
+                continue
+            memory, right = self._memory(parameter), state["factors"][name]
+            own = errors.sum(0) / len(leaders)  # what all have left out is what counts
+            if len(errors) == len(leaders) and is_leader:
+                own = errors[leaders.index(group.rank)]
+            memory.errors[0].copy_(own)
+            if right.shape == memory.rights[0].shape:
+                memory.rights[0].copy_(right)
+
+
+def _leaders(group: Collective, is_leader: bool) -> list[int]:
+    """The ranks that send what their machine has summed."""
+    flags = group.all_gather(torch.tensor([is_leader]))
+    return [rank for rank, flag in enumerate(flags) if flag]
 
 
 def _stacked(heights: Sequence[int], width: int, like: Tensor) -> tuple[Tensor, list[Tensor]]:

@@ -137,7 +137,7 @@ class StreamedGradients(PackedGradients):
         bucket_bytes: int = BUCKET,
     ) -> None:
         self._bucket_bytes = bucket_bytes
-        self._lane, self._alone, self._compression = lane, alone, compression
+        self._lane, self._alone, self.compression = lane, alone, compression
         self._hooks: list[RemovableHandle] = []
         self._buckets: list[_Bucket] = []
         self._next = 0  # the bucket that is sent next
@@ -175,7 +175,7 @@ class StreamedGradients(PackedGradients):
         parts = sum(nbytes) >= OVERLAPPED * self._bucket_bytes
         limit = self._bucket_bytes if parts else sum(nbytes) + 1
         self._buckets = [
-            _Bucket(members, parameters, self._lane, self._compression)
+            _Bucket(members, parameters, self._lane, self.compression)
             for members in cut(order, nbytes, kinds, limit)
         ]
         self._bucket_of = {m: n for n, bucket in enumerate(self._buckets) for m in bucket.members}
@@ -250,6 +250,7 @@ class StreamedGradients(PackedGradients):
         if changes:
             self._again()
         self._lane.count_for(self._collective)
+        self._collective.traffic.compression_error = self.compression.error
         unused = self._unused(packed) if self.absent else frozenset()
         self._give_back(total[0], unused)
         self._learn(bool(changes))
@@ -262,7 +263,7 @@ class StreamedGradients(PackedGradients):
 
     def _again(self) -> None:
         """Send all of it anew."""
-        self._compression.undo()
+        self.compression.undo()
         self._next = 0
         self._flush()
         self._lane.wait()
@@ -272,7 +273,7 @@ class StreamedGradients(PackedGradients):
         if self._may_leave:
             self._flush()
             self._lane.wait()
-            self._compression.undo()
+            self.compression.undo()
         self._next, self._may_leave = 0, False
 
     def _give_back(self, weight: float, unused: frozenset[int]) -> None:
@@ -285,7 +286,7 @@ class StreamedGradients(PackedGradients):
 
     def _learn(self, changed: bool) -> None:
         """Do in the next update what fits the one that is complete."""
-        self._compression.updated()
+        self.compression.updated()
         self._passes = self.backward_calls
         self._rest = max(0, self._rest - 1)
         if changed:  # the more often, the longer without overlap

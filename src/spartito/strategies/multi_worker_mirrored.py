@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
 from spartito.collectives.tcp import SocketCollective
 from spartito.data.batch import Batch
 from spartito.engine.compression import Compress, Compression, choose, make_compression
 from spartito.engine.gradients import Gradients
-from spartito.engine.optimizers import OptimizerLike, optimizer_parameters
+from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.engine.overlap import BUCKET, OVERLAPPED, StreamedGradients
 from spartito.errors import UserError
 from spartito.log import warn
@@ -98,6 +101,27 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         super().enter(batch)
         for compression in self._compressions:
             compression.epoch = batch.epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        state, found = super().state_dict(), self._compression()
+        saved = {} if found is None else found.state_dict(*self._kept)
+        return {**state, "compression": saved} if saved else state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        if "compression" in state and (found := self._compression()) is not None:
+            found.load_state_dict(state["compression"], *self._kept)
+
+    def _compression(self) -> Compression | None:
+        """That of the pair that is meant, if its gradients leave in buckets."""
+        gradients = self._pairs.only.gradients
+        return gradients.compression if isinstance(gradients, StreamedGradients) else None
+
+    @property
+    def _kept(self) -> tuple[dict[str, nn.Parameter], Collective, bool]:
+        """What a compression needs to save and load what it keeps."""
+        named = dict(unwrap(self._pairs.only.model).named_parameters())
+        return named, self._group, self.groups.lane.is_leader
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
         group, pairs = self._group, self._pairs

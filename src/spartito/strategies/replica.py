@@ -203,7 +203,7 @@ class ReplicaStrategy(Strategy):
         self.coordination.attempt(write)
 
     def load(self, source: Path | Mapping[str, Any]) -> None:
-        sections = ("model", "optimizer", "accumulated", "loss_scale")
+        sections = ("model", "optimizer", "accumulated", "loss_scale", "compression")
         state = read_sections(source, *sections) if isinstance(source, Path) else source
         self.load_state_dict(dict(state))
 

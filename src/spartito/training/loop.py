@@ -159,6 +159,7 @@ class TrainingLoop:
             "waited_for_tasks_seconds": self._waited,
             "bytes_sent": traffic.sent,
             "bytes_received": traffic.received,
+            "compression_error": traffic.compression_error,
             "examples": self._own_examples,
             "batches": self._own_batches,
         }

@@ -1,0 +1,73 @@
+"""Gradients on thin lines: replicas stay equal, nothing is lost for good, and checkpoints go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import spartito as sp
+from tests.replicas import Replicas
+from tests.strategies import overlap_jobs as jobs
+
+WAYS = [("sockets", 3), ("layers", 4)]
+
+
+@pytest.mark.parametrize(("way", "size"), WAYS)
+@pytest.mark.parametrize("compress", ["bf16", sp.PowerSGD(2, 3)], ids=["bf16", "powersgd"])
+def test_replicas_stay_equal_and_near_the_exact_training(
+    replicas: Replicas, way: str, size: int, compress: Any
+) -> None:
+    exact = replicas(jobs.compressed, size, way, None)[0]
+    first, *others = replicas(jobs.compressed, size, way, compress)
+    assert first["early"] > 0
+    for other in others:
+        for name, value in first["weights"].items():
+            assert torch.equal(other["weights"][name], value), name
+    assert first["sent"] < 0.8 * exact["sent"]
+    assert exact["error"] == 0
+    assert 0 < first["error"] < (0.01 if compress == "bf16" else 1)
+    for name, value in first["weights"].items():
+        assert not torch.equal(value, exact["weights"][name])
+        torch.testing.assert_close(value, exact["weights"][name], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize(("way", "size"), WAYS)
+def test_what_a_step_leaves_out_comes_later(replicas: Replicas, way: str, size: int) -> None:
+    for given, applied, kept in replicas(jobs.products, size, way):
+        assert torch.linalg.matrix_rank(applied) <= 3  # a product of rank 1 in each of 3 updates
+        assert kept.norm() > 0.1 * given.norm()
+        torch.testing.assert_close(applied + kept, given, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(("way", "size"), WAYS)
+def test_a_checkpoint_goes_on_in_bits(
+    replicas: Replicas, way: str, size: int, tmp_path: Path
+) -> None:
+    compress, folder = sp.PowerSGD(2, 3), str(tmp_path / "rest")
+    whole = replicas(jobs.compressed, size, way, compress)
+    replicas(jobs.compressed, size, way, compress, folder, "save")
+    resumed = replicas(jobs.compressed, size, way, compress, folder, "resume")
+    for one, other in zip(whole, resumed, strict=True):
+        for name, value in one["weights"].items():
+            assert torch.equal(other["weights"][name], value), name
+    # Under another number of machines their sum is what it was.
+    before = replicas(jobs.left_out, size, way, folder)[0]
+    after = replicas(jobs.left_out, 2, "sockets", folder)[0]
+    assert len(before) == 2
+    for one, other in zip(before, after, strict=True):
+        assert one.norm() > 0
+        torch.testing.assert_close(one, other)
+
+
+def test_what_cannot_be_compressed_is_refused(replicas: Replicas) -> None:
+    said = replicas(jobs.refused, 2, "powersgd", deterministic=True)
+    said += replicas(jobs.refused, 2, "bf16", deterministic=True)
+    assert all("with deterministic=True" in text for text in said)
+    (text, _) = replicas(jobs.refused, 2, "powersgd", precision="fp16")
+    assert "precision='fp16', whose loss scale changes" in text
+    for wrong in ("topk", "powersgd:", "powersgd:0", "powersgd:-1", 4):
+        (text, _) = replicas(jobs.refused, 2, wrong)
+        assert str(wrong) in text or "rank=0" in text
