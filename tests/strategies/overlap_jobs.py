@@ -193,7 +193,7 @@ def fail(pipe: Connection, rank: int, port: int, how: str) -> Any:
 
 
 class Wide(nn.Module):
-    """Two matrices that are sent as products, one that is not, and vectors."""
+    """Three matrices that are sent as products of rank 2, one that is not, and vectors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -268,18 +268,18 @@ def products(way: str) -> tuple[Tensor, Tensor, Tensor]:
     found = strategy._compression()
     assert found is not None
     group = strategy.groups.data
-    state = found.state_dict({"w": net.weight}, group, strategy.groups.lane.is_leader)
-    kept = state["errors"]["w"].sum(0)
+    state = found.state_dict(dict(net.named_parameters()), group, strategy.groups.lane.is_leader)
+    kept = state["errors"]["weight"].sum(0)
     applied = before - net.weight.detach()
     everyone = group.all_reduce(given)
     strategy.close()
     return everyone / size, applied, kept
 
 
-def refused(compress: Any, **given: Any) -> str:
+def refused(compress: Any, way: str = "sockets", **given: Any) -> str:
     """What is said against a compression."""
     try:
-        strategy = make("sockets", compress=compress)
+        strategy = make(way, compress=compress)
         strategy.prepare(Wide(), lambda p: torch.optim.SGD(p, 0.1), **given)
     except sp.UserError as error:
         return str(error)

@@ -56,7 +56,7 @@ def test_a_checkpoint_goes_on_in_bits(
     # Under another number of machines their sum is what it was.
     before = replicas(jobs.left_out, size, way, folder)[0]
     after = replicas(jobs.left_out, 2, "sockets", folder)[0]
-    assert len(before) == 2
+    assert len(before) == 3
     for one, other in zip(before, after, strict=True):
         assert one.norm() > 0
         torch.testing.assert_close(one, other)
@@ -71,3 +71,6 @@ def test_what_cannot_be_compressed_is_refused(replicas: Replicas) -> None:
     for wrong in ("topk", "powersgd:", "powersgd:0", "powersgd:-1", 4):
         (text, _) = replicas(jobs.refused, 2, wrong)
         assert str(wrong) in text or "rank=0" in text
+    (text, _) = replicas(jobs.refused, 2, "bf16", "process_group")
+    assert "a process group sends gradients as they are" in text
+    assert replicas(jobs.refused, 2, "bf16", "auto") == ["", ""]  # one machine: said, and left out

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
+from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.tcp import SocketCollective
 from spartito.data.batch import Batch
 from spartito.engine.compression import Compress, Compression, choose, make_compression
@@ -126,8 +127,13 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
         group, pairs = self._group, self._pairs
         if not isinstance(group, SocketCollective | HierarchicalCollective):
+            if self._compress is not None and isinstance(group, ProcessGroupCollective):
+                raise UserError(
+                    f"compress={self._compress!r}: a process group sends gradients as they are",
+                    "On CPUs communication='auto' compresses; on GPUs leave it out.",
+                )
             if self._compress is not None and self.is_chief:
-                warn("compress=%r is for lines between machines: not used here", self._compress)
+                warn("compress=%r is for several machines: left out on one", self._compress)
             return super()._gradients(model, optimizer)
         nbytes = sum(p.numel() * p.itemsize for p in optimizer_parameters(optimizer))
         if self._compress is None and nbytes < OVERLAPPED * self._bucket_bytes:
