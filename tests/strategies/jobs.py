@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
@@ -20,9 +21,14 @@ from spartito.registry import StrategyInfo
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as named_strategy
 
+DEVICE = os.environ.get("SPARTITO_TEST_DEVICE", "cpu")
+"""Where the contracts of the strategies are tested: "cpu", or "cuda" for each replica's own GPU."""
+
 
 def make_strategy(name: str | None = None, **options: Any) -> Strategy:
     """A strategy by its name, or by the path of its class: ``"package.module:Class"``."""
+    if DEVICE == "cpu" and torch.cuda.is_available():
+        options.setdefault("device", "cpu")
     if name and ":" in name:
         made: Strategy = StrategyInfo(name, name).load()(**options)
         return made

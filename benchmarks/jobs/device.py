@@ -1,0 +1,371 @@
+"""One check of training on a device, by name; its last line is JSON with what it measured.
+
+A check that does not hold raises; one that has nothing to check here raises `Skipped`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import spartito as sp
+from benchmarks.jobs.plain import make_work, mlp
+from benchmarks.launching import ROOT, run_job
+
+Found = dict[str, float | str]
+"""What a check measured, by name; names end with what it is measured in."""
+
+EXACT = 1e-10  # of losses in fp64, on devices that add up in other orders
+SHARING = "tests.strategies.sharing:SharingStrategy"
+
+
+class Skipped(Exception):
+    """There is nothing to check here, and why."""
+
+
+def facts(device: str) -> Found:
+    """What the machine has."""
+    found: Found = {"torch": torch.__version__, "Python": sys.version.split()[0]}
+    for number in range(torch.cuda.device_count() if device == "cuda" else 0):
+        seen = torch.cuda.get_device_properties(number)
+        found[f"GPU {number}"] = f"{seen.name}, {seen.total_memory / 2**30:.0f} GiB"
+    if device == "cuda":
+        found["CUDA"] = str(torch.version.cuda)
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def numbers(device: str) -> Found:
+    """fp64 training: losses as in plain torch on the same device, and as on the CPU."""
+    ours, plain, host = _train(device), _plain(device), _train("cpu")
+    differences = _difference(ours, plain), _difference(ours, host)
+    _check(max(differences) <= EXACT, f"losses {ours}, in plain torch {plain}, on the CPU {host}")
+    return {"against plain torch": differences[0], "against the CPU": differences[1]}
+
+
+def low_precision(device: str) -> Found:
+    """bf16 and fp16: the loss falls as in fp32, and parameters stay fp32."""
+    found: Found = {}
+    whole = _train(device, dtype=torch.float32)
+    for precision in ("bf16", "fp16") if device == "cuda" else ("bf16",):
+        losses = _train(device, dtype=torch.float32, precision=precision)
+        _check(losses[-1] < losses[0], f"{precision}: the loss does not fall: {losses}")
+        found[f"{precision}: last loss / fp32's"] = losses[-1] / whole[-1]
+    return found
+
+
+def compiled(device: str) -> Found:
+    """torch.compile: the losses of the module as it is."""
+    began = time.perf_counter()
+    made = _train(device, dtype=torch.float32, change=torch.compile)
+    seconds = time.perf_counter() - began
+    difference = _difference(made, _train(device, dtype=torch.float32))
+    _check(difference < 1e-4, f"losses differ by {difference}")
+    return {"against eager": difference, "compiling and training (s)": seconds}
+
+
+def checkpoints(device: str) -> Found:
+    """From the CPU to the device and back: as if training had stayed on the CPU."""
+    with tempfile.TemporaryDirectory() as folder:
+        parts = []
+        for number, where in enumerate(("cpu", device, "cpu")):
+            trainer = _trainer(where, torch.float64)
+            if number:
+                trainer.load(f"{folder}/{number - 1}")
+            history = trainer.fit(_data(torch.float64), epochs=2 * number + 2, verbose=False)
+            parts += history.history["loss"][-2:]
+            trainer.save(f"{folder}/{number}")
+            trainer.strategy.close()
+    difference = _difference(parts, _train("cpu", epochs=6))
+    _check(difference <= EXACT, f"losses differ by {difference}")
+    return {"against 6 epochs on the CPU": difference}
+
+
+def fit_speed(device: str) -> Found:
+    """`fit` against a hand-written loop with the same batches, loss and accuracy."""
+    found: Found = {}
+    for name in ("mlp", "wide"):
+        fit, loop = _seconds_per_step(name, device, steps=300 if device == "cuda" else 40)
+        found[f"{name}: fit / hand-written loop (times)"] = loop / fit
+        found[f"{name}: a step of fit (us)"] = fit * 1e6
+    return found
+
+
+def memory(device: str) -> Found:
+    """The device's peak in `fit` against a hand-written loop."""
+    if device != "cuda":
+        raise Skipped("only a GPU counts its memory")
+    x, y = torch.rand(512, 784), torch.randint(0, 10, (512,))
+    peaks = []
+    for ours in (False, True):
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model = mlp((4096, 4096, 4096))
+        if ours:
+            trainer = sp.Trainer(
+                model,
+                optimizer=_adam(model),
+                loss=nn.CrossEntropyLoss(),
+                metrics=["accuracy"],
+                strategy=sp.OneDeviceStrategy(device=device),
+            )
+            trainer.fit(sp.data.arrays(x, y).batch(64), epochs=2, verbose=False)
+            trainer.strategy.close()
+            del trainer
+        else:
+            model = model.to(device)
+            _epoch(model, _adam(model), x, y, 64, device)
+        peaks.append((torch.cuda.max_memory_allocated() - before) / 2**20)
+        del model
+    _check(peaks[1] < 1.1 * peaks[0], f"MiB of the loop and of fit: {peaks}")
+    return {"fit (MiB)": peaks[1], "hand-written loop (MiB)": peaks[0]}
+
+
+def denormals(device: str) -> Found:
+    """Training leaves the flag of this thread, and the device's denormal numbers, as they were."""
+    small = {where: torch.tensor([1e-39], device=where) for where in {"cpu", device}}
+    before = {where: (tensor * 0.5).cpu().item() for where, tensor in small.items()}
+    _train(device, dtype=torch.float32)
+    after = {where: (tensor * 0.5).cpu().item() for where, tensor in small.items()}
+    _check(before == after, f"half of 1e-39 was {before}, and is {after} after training")
+    return {f"half of 1e-39 on {where}": value for where, value in after.items()}
+
+
+def replicas(device: str) -> Found:
+    """DDP's engine: losses as on one device; NCCL with two GPUs or more, else gloo on one."""
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    workers = max(2, min(count, 4))
+    alone = _train(device, epochs=3)
+    words = ["-m", "benchmarks.jobs.device", "replica", f"--device={device}"]
+    told = run_job(words, workers=workers, limit=120.0)
+    _check(told["ok"], str(told))
+    difference = _difference(told["losses"], alone)
+    _check(difference <= EXACT, f"losses differ by {difference}")
+    backend = "NCCL" if count > 1 else "gloo"
+    return {"replicas": float(workers), "on": backend, "against one device": difference}
+
+
+def nccl(device: str) -> Found:
+    """A sum by NCCL in a world of one, with the NCCL of this torch."""
+    if device != "cuda":
+        raise Skipped("NCCL is for GPUs")
+    import torch.distributed as dist
+
+    with tempfile.NamedTemporaryFile() as file:
+        dist.init_process_group("nccl", init_method=f"file://{file.name}x", rank=0, world_size=1)
+        tensor = torch.ones(1000, device=device)
+        dist.all_reduce(tensor)
+        _wait(device)
+        dist.destroy_process_group()
+    _check(tensor.sum().item() == 1000, "the sum is wrong")
+    return {}
+
+
+def contracts(device: str) -> Found:
+    """The contract suite of the strategies on this device."""
+    env = {**os.environ, "SPARTITO_TEST_DEVICE": device}
+    quick = ["-q", "-p", "no:cacheprovider", "-p", "no:randomly"]
+    only = [] if device == "cuda" else ["-k", "one_device and plain"]
+    command = [sys.executable, "-m", "pytest", *quick, *only, "tests/strategies/test_contracts.py"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    last = (done.stdout.strip().splitlines() or [done.stderr[-500:]])[-1]
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    _check(done.returncode == 0, "\n".join([last, *failed]))
+    return {"pytest": last.strip("= ")}
+
+
+def _replica(device: str) -> None:
+    """One replica of `replicas`."""
+    count = torch.cuda.device_count() if device == "cuda" else 0
+    options: dict[str, Any] = {"communication": "ddp"}
+    if device == "cpu":
+        options["device"] = "cpu"
+    if device == "cpu" or count > 1:
+        strategy: Any = sp.MirroredStrategy(**options)
+    else:
+        from tests.strategies.jobs import make_strategy
+
+        strategy = make_strategy(SHARING, **options)
+    losses = _train(device, epochs=3, strategy=strategy)
+    if os.environ["RANK"] == "0":
+        print(json.dumps({"ok": True, "losses": losses}), flush=True)
+
+
+def _seconds_per_step(name: str, device: str, steps: int) -> tuple[float, float]:
+    """Of `fit` and of a hand-written loop: the fastest of three epochs in turns, after one."""
+    work, ours = make_work(name, 1), make_work(name, 1)
+    trainer = sp.Trainer(
+        ours.model,
+        optimizer=_adam(ours.model),
+        loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"],
+        strategy=sp.OneDeviceStrategy(device=device),
+    )
+    size = work.local_batch
+    rows = torch.arange(steps * size) % len(work.x)
+    x, y = work.x[rows], work.y[rows]
+    chain = sp.data.arrays(x, y).shuffle().batch(size)
+    model = work.model.to(device)
+    optimizer = _adam(model)
+
+    def timed(run: Callable[[], Any]) -> float:
+        began = time.perf_counter()
+        run()
+        _wait(device)
+        return (time.perf_counter() - began) / steps
+
+    def fit() -> float:
+        return timed(lambda: trainer.fit(chain, epochs=1, verbose=False))
+
+    def loop() -> float:
+        return timed(lambda: _epoch(model, optimizer, x, y, size, device))
+
+    pairs = [(fit(), loop()) for _ in range(4)][1:]
+    return min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
+
+
+def _data(dtype: torch.dtype) -> sp.data.Dataset:
+    x, y = _rows(dtype)
+    return sp.data.arrays(x, y).batch(24)
+
+
+def _rows(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Ten classes that a small network can tell apart."""
+    generator = torch.Generator().manual_seed(7)
+    y = torch.arange(240) % 10
+    centres = torch.randn(10, 784, generator=generator, dtype=torch.float64)
+    x = centres[y] + 2 * torch.randn(240, 784, generator=generator, dtype=torch.float64)
+    return x.to(dtype), y
+
+
+def _trainer(
+    device: str,
+    dtype: torch.dtype,
+    precision: str = "fp32",
+    change: Callable[[nn.Module], Any] = lambda model: model,
+    strategy: Any = None,
+) -> sp.Trainer:
+    torch.manual_seed(3)
+    model = change(mlp((32, 32)).to(dtype))
+    return sp.Trainer(
+        model,
+        optimizer=torch.optim.Adam(model.parameters(), lr=1e-3),
+        loss=nn.CrossEntropyLoss(),
+        strategy=sp.OneDeviceStrategy(device=device) if strategy is None else strategy,
+        precision=precision,
+    )
+
+
+def _train(
+    device: str, *, dtype: torch.dtype = torch.float64, epochs: int = 4, **options: Any
+) -> list[float]:
+    """The loss of each epoch."""
+    trainer = _trainer(device, dtype, **options)
+    history = trainer.fit(_data(dtype), epochs=epochs, verbose=False)
+    trainer.strategy.close()
+    losses: list[float] = history.history["loss"]
+    return losses
+
+
+def _plain(device: str) -> list[float]:
+    """As `_train`, in plain torch."""
+    torch.manual_seed(3)
+    model = mlp((32, 32)).double().to(device)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    x, y = (part.to(device) for part in _rows(torch.float64))
+    losses = []
+    for _ in range(4):
+        total = 0.0
+        for first in range(0, 240, 24):
+            loss = nn.functional.cross_entropy(model(x[first:][:24]), y[first:][:24])
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.item() * 24
+        losses.append(total / 240)
+    return losses
+
+
+def _epoch(
+    model: nn.Module, optimizer: Any, x: Tensor, y: Tensor, size: int, device: str
+) -> tuple[float, float]:
+    """One pass in a new order, with loss and accuracy, read at its end."""
+    order = torch.randperm(len(x))
+    total, right = torch.zeros(2, device=device)
+    for first in range(0, len(x), size):
+        rows = order[first : first + size]
+        inputs, labels = x.index_select(0, rows).to(device), y.index_select(0, rows).to(device)
+        output = model(inputs)
+        loss = nn.functional.cross_entropy(output, labels)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        total += loss.detach() * len(rows)
+        right += (output.detach().argmax(1) == labels).sum()
+    return total.item() / len(x), right.item() / len(x)
+
+
+def _adam(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.Adam(model.parameters(), lr=1e-3, fused=True)
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _difference(left: list[float], right: list[float]) -> float:
+    """The largest between two lists of losses, NaN if there is one."""
+    pairs = list(zip(left, right, strict=True))
+    return torch.tensor(pairs, dtype=torch.float64).diff(dim=1).abs().max().item()
+
+
+def _check(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise AssertionError(otherwise)
+
+
+CHECKS: Mapping[str, Callable[[str], Found]] = {
+    check.__name__: check
+    for check in (
+        *(facts, numbers, denormals, low_precision, checkpoints, nccl, replicas),
+        *(compiled, fit_speed, memory, contracts),
+    )
+}
+"""All checks, the quick ones first; each is given the kind of device."""
+
+
+def main() -> None:
+    """Run the check that the command line names."""
+    options = argparse.ArgumentParser()
+    options.add_argument("check", choices=[*CHECKS, "replica"])
+    options.add_argument("--device", choices=("cuda", "cpu"), required=True)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    if given.check == "replica":
+        _replica(given.device)
+        return
+    try:
+        found: dict[str, Any] = {"status": "ok", "found": CHECKS[given.check](given.device)}
+    except Skipped as reason:
+        found = {"status": "skipped", "reason": str(reason)}
+    except AssertionError as reason:
+        found = {"status": "failed", "reason": str(reason)}
+    print(json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(ROOT)))
+    main()
