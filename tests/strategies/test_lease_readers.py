@@ -26,12 +26,14 @@ class Counting:
 
     def __init__(self) -> None:
         self.reads: Counter[int] = Counter()
+        self.readers: set[int] = set()
 
     def __len__(self) -> int:
         return EXAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         self.reads[index] += 1
+        self.readers.add(threading.get_ident())
         return torch.tensor([float(index)]), torch.tensor(index)
 
 
@@ -79,6 +81,19 @@ def test_leases_that_follow_each_other_read_each_example_once() -> None:
         list(reader.read(lease(0, 0, start, min(STEPS, start + 2))))
     assert set(examples.reads.values()) == {1}
     assert sum(examples.reads.values()) == EXAMPLES
+
+
+def test_leases_here_and_there_are_read_by_one_thread_and_nothing_beside_them() -> None:
+    examples = Counting()
+    reader = IndexedReader(data(examples), SLICES, seed=3)
+    given = [(0, 0, 2), (1, 4, 6), (0, 4, 5), (1, 0, 3), (0, 6, 8)]
+    for index, start, stop in given:
+        list(reader.read(lease(0, index, start, stop)))
+    reader.close()
+    steps = sum(stop - start for _, start, stop in given)
+    assert set(examples.reads.values()) == {1}
+    assert sum(examples.reads.values()) == steps * BATCH // SLICES
+    assert len(examples.readers - {threading.get_ident()}) == 1
 
 
 def test_a_closed_reader_leaves_no_threads() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -19,7 +19,14 @@ def read_ahead(tasks: Iterator[Callable[[], T]], depth: int, threads: int) -> Ge
         for task in tasks:
             yield task()
         return
-    pool = ThreadPoolExecutor(threads, thread_name_prefix="spartito-data")
+    with ThreadPoolExecutor(threads, thread_name_prefix="spartito-data") as pool:
+        yield from read_ahead_in(pool, tasks, depth)
+
+
+def read_ahead_in(
+    pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], T]], depth: int
+) -> Generator[T]:
+    """As `read_ahead`, in threads that last: closing the iterator waits until they rest."""
     ahead: deque[Future[T]] = deque()
     try:
         for task in tasks:
@@ -29,4 +36,4 @@ def read_ahead(tasks: Iterator[Callable[[], T]], depth: int, threads: int) -> Ge
         while ahead:
             yield ahead.popleft().result()
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        wait([future for future in ahead if not future.cancel()])

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -17,7 +19,7 @@ from spartito.data.collate import rows
 from spartito.data.dataset import Dataset
 from spartito.data.loader import IndexedFeed, Loader, make_feed, used_up
 from spartito.data.passes import Passes
-from spartito.data.prefetch import read_ahead
+from spartito.data.prefetch import read_ahead, read_ahead_in
 from spartito.data.source import PerWorker, Source
 from spartito.engine.denormals import Denormals
 from spartito.errors import SpartitoError, UserError
@@ -302,22 +304,25 @@ class Reader(Protocol):
 class IndexedReader:
     """Examples by index: any work item can be read at any time.
 
-    A lease mostly goes on where the last one ended: what was read ahead then is there already.
+    All leases share the order of a pass, and threads that read ahead. These read what is leased;
+    where one lease has followed another they go on beyond its end, as the next one mostly does.
     """
 
     def __init__(self, chain: Dataset, slices: int, seed: int) -> None:
         self._chain, self._slices, self._seed = chain, slices, seed
         self._passes = Passes(chain, seed if chain.seed is None else chain.seed)
         self._feeds: dict[int, IndexedFeed] = {}
-        self._next = (0, 0, 0)  # slice, pass and step of the next of these batches
+        self._next = (-1, 0, 0)  # slice, pass and step after the last of these batches
         self._batches: Generator[Batch] | None = None
+        self._goes_on = False  # beyond the end of a lease
+        self._threads: ThreadPoolExecutor | None = None
 
     def read(self, lease: Lease) -> Generator[Batch]:
         """As `Reader.read`."""
-        start = lease.data_shard, lease.pass_, lease.start
-        if self._batches is None or self._next != start:
-            self.close()
-            self._batches = self._open(*start)
+        follows = self._next == (lease.data_shard, lease.pass_, lease.start)
+        if self._batches is None or not (follows and self._goes_on):
+            self._end()
+            self._batches, self._goes_on = self._open(lease, follows), follows
         for step in range(lease.start, lease.stop):
             batch = next(self._batches, None)
             if batch is None:
@@ -327,17 +332,30 @@ class IndexedReader:
 
     def close(self) -> None:
         """As `Reader.close`."""
+        self._end()
+        if self._threads is not None:
+            self._threads.shutdown()
+            self._threads = None
+
+    def _end(self) -> None:
+        """Read ahead no more."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None
 
-    def _open(self, index: int, number: int, start: int) -> Generator[Batch]:
-        chain = self._chain
+    def _open(self, lease: Lease, goes_on: bool) -> Generator[Batch]:
+        chain, index = self._chain, lease.data_shard
         if index not in self._feeds:
             made = IndexedFeed(chain, (index, self._slices), self._seed, self._passes)
             self._feeds[index] = made
-        tasks = self._feeds[index].tasks(number, start)
-        return read_ahead(tasks, chain.ahead, chain.threads)
+        tasks = self._feeds[index].tasks(lease.pass_, lease.start)
+        if not goes_on:
+            tasks = islice(tasks, lease.stop - lease.start)
+        if not chain.ahead:
+            return read_ahead(tasks, 0, 0)
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(chain.threads, "spartito-data")
+        return read_ahead_in(self._threads, tasks, chain.ahead)
 
 
 class StreamReader:

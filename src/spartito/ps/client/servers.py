@@ -120,6 +120,8 @@ class Servers:
 
     def admit(self) -> None:
         """Have values to compute with; waits where a push might get too stale."""
+        if self._admitted:
+            return
         with self._waiting():
             while not self._admitted:
                 with suppress(Restarted):  # it knows nothing of this task yet: ask again
@@ -193,7 +195,6 @@ class Servers:
             raise restarted
         return found
 
-    @torch.no_grad()
     def _take(self, found: Sequence[Values]) -> None:
         self._versions = [values.version for values in found]
         self.progress = found[0]
