@@ -46,8 +46,8 @@ def main() -> None:
         progress(number, given.rounds, values, "examples/s")
     speed = rates(windows, LOCAL_BATCH * WORKERS)
     figures = [
-        Figure("shared memory / no communication", speed["shared memory"] / speed[ALONE], 0.70),
-        Figure("TCP / no communication", speed["TCP"] / speed[ALONE], 0.42),
+        Figure("shared memory / no communication", speed["shared memory"] / speed[ALONE], 0.75),
+        Figure("TCP / no communication", speed["TCP"] / speed[ALONE], 0.5),
     ]
     if given.tensorflow:
         name = max(TENSORFLOW, key=lambda side: speed[side])
