@@ -31,6 +31,11 @@ MLP = "MLP, 2 workers on one machine, local batch 32"
 WIDE = "MLP of 10 million parameters, 2 workers, local batch 32"
 CATS = "cats-vs-dogs, 2 workers, local batch 8"
 FIT = "fit on one device against a hand-written loop"
+LINES = {
+    "cats-100": "cats-vs-dogs at 100 Mbit/s",
+    "mlp-100": "the MLP at 100 Mbit/s",
+    "mlp-1000": "the MLP at 1 Gbit/s",
+}
 PLAN = (
     Planned("mlp", MLP, "mlp_workers", 2, 240, takes=("tensorflow",)),
     Planned(
@@ -49,6 +54,11 @@ PLAN = (
             takes=("tensorflow",)),
     Planned("cats-bf16", f"{CATS}, bf16", "cats_vs_dogs_workers", 1, 200,
             ("--precision=bf16",), ("tensorflow",)),
+    *(
+        Planned(f"line-{line}", f"Two machines on a thin line: {title}", "thin_lines", 1, 120,
+                (f"--only={line}",))
+        for line, title in LINES.items()
+    ),
     Planned("images", "Photos from a folder", "images", 1, 200,
             takes=("data", "tensorflow", "grain")),
     Planned("collective", "All-reduce on one machine", "collective", 1, 60),

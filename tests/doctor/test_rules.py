@@ -25,6 +25,7 @@ from spartito.doctor.findings import (
 from spartito.doctor.probe.coordinator import rounds
 from spartito.doctor.report import closing, grids
 from spartito.doctor.rules.judge import judge
+from spartito.doctor.rules.lines import VERY_THIN, compress
 from spartito.doctor.rules.verdict import Verdict, exit_code
 from spartito.doctor.wording import amount, duration, joined, rate
 
@@ -304,6 +305,29 @@ def test_the_slow_pair_is_marked(slow: Speed) -> None:
     ((row, column),) = matrix.marked
     assert (matrix.rows[row][0], matrix.heads[column]) == ("from worker 1", "to worker 2")
     assert matrix.rows[row][column].endswith("slow")
+
+
+@pytest.mark.parametrize(
+    ("bandwidth", "way"), [(1.2e7, "powersgd"), (1.2e8, "bf16"), (1.2e9, ""), (VERY_THIN, "bf16")]
+)
+def test_a_thin_line_is_compressed(bandwidth: float, way: str) -> None:
+    healthy = report()
+    given = report(speeds=[Speed(*s.pair, 2e-4, bandwidth, 0.0) for s in healthy.speeds])
+    assert compress(bandwidth) == way
+    if not way:
+        assert judge(given) == []
+        return
+    verdict = the_verdict(given, "thin line")
+    assert verdict.severity == "note"
+    assert f"compress='{way}'" in verdict.advice
+    # Each of 3 machines sends two thirds of 10 MB, and as much of the sums.
+    seconds = 2 * 10e6 * 2 / 3 / bandwidth
+    assert f"{duration(seconds)} for 10," in verdict.message
+    servers = msgspec.structs.replace(given, expected=[*given.expected, "ps 0"])
+    groups = report(*(facts(task, process_group=True) for task in ADDRESSES), speeds=given.speeds)
+    together = report(*(facts(task, machine="boot") for task in ADDRESSES), speeds=given.speeds)
+    for other in (servers, groups, together):
+        assert "thin line" not in {verdict.kind for verdict in judge(other)}
 
 
 def test_ways_between_machines_are_not_slow_because_the_loopback_is_fast() -> None:

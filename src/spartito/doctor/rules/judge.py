@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import get_args
 
 from spartito.doctor.findings import Findings
-from spartito.doctor.rules import machine, network
+from spartito.doctor.rules import lines, machine, network
 from spartito.doctor.rules.verdict import Severity, Verdict, Verdicts
 
 RULES: tuple[Callable[[Findings], Verdicts], ...] = (
@@ -24,6 +24,7 @@ RULES: tuple[Callable[[Findings], Verdicts], ...] = (
     machine.clocks,
     network.slow_pairs,
     network.unmeasured_pairs,
+    lines.thin_lines,
     machine.shared_memory,
     machine.threads,
     machine.memory,
