@@ -3,7 +3,7 @@
 Each call of the group takes a number of steps that all ranks know; a rank counts its steps in its
 line of the memory, next to the tags of its last calls:
 
-    | steps, -, tag, tag, tag, tag | bell |  of each rank
+    | steps, parts, tag, tag, tag, tag | bell |  of each rank
     | slots of step 0: of each rank | slots of step 1 | ...   (used in turn)
     | reserve for messages, of each rank
 
@@ -39,10 +39,13 @@ Bytes = NDArray[np.uint8]
 
 LINE = 128  # bytes of a rank's line: no two ranks write into the same cache line
 TAGS = 4  # tags of a line: as many calls may be on their way
-SMALL, LARGE = 64 << 10, 2 << 20  # bytes of a slot, in the first memory and in that of large calls
-DEPTH = {SMALL: 4, LARGE: 2}  # steps until a slot is used again
+SMALL = 64 << 10  # bytes of a slot of the first memory
+LARGE = 2 << 20  # of that of large calls
+HUGE = 8 << 20  # of that for which a rank need not wait for others
+DEPTH = {SMALL: 4, LARGE: 2, HUGE: 2}  # steps until a slot is used again
 RESERVE = 16 << 30  # bytes of addresses that each rank has for messages; space is taken when used
 PAGE = 4096
+PART = 1  # the position of how much of its slot a rank has filled, in its line, in words
 BELL = 8  # the position of a rank's bell in its line, in words: a cache line of its own
 SPINS = 1000  # looks at the memory before the core is offered to others
 YIELD_SECONDS = 0.0002  # of offering it, before we sleep
@@ -98,11 +101,11 @@ class Memory:
         memory = bytes_of(segment)
         self._address = memory.ctypes.data
         self._lines = memoryview(segment.map).cast("q")
-        self._small = Slots(memory[head:], SMALL, self.size)
-        self._large: Slots | None = None
+        self._slots = {SMALL: Slots(memory[head:], SMALL, self.size)}
         cells = [rank * LINE // 8 for rank in range(self.size)]
         words = [Word(self._address + 8 * cell) for cell in cells]
         self._own, self._word = cells[self.rank], words[self.rank]
+        self._parts = [Word(self._address + 8 * (cell + PART)) for cell in cells]
         self._bells = [Word(self._address + 8 * (cell + BELL)) for cell in cells]
         self._peers = {
             rank: (rank, cells[rank], words[rank]) for rank in range(self.size) if rank != self.rank
@@ -129,17 +132,19 @@ class Memory:
             raise self._broken
         self._tag = tag
 
-    def slots(self, nbytes: int) -> Slots:
-        """Slots for a call of ``nbytes``, which all ranks know; they are made when first needed."""
-        if nbytes <= SMALL:
-            return self._small
-        if self._large is None:
+    def slots(self, nbytes: int, most: int = LARGE) -> Slots:
+        """Slots for a call of ``nbytes``, which all ranks know; they are made when first needed.
+
+        ``most`` is the size of the largest ones.
+        """
+        size = SMALL if nbytes <= SMALL else LARGE if nbytes <= LARGE else most
+        if size not in self._slots:
             tag = self._tag
             self.meet()  # at this call: all make it, and with as many bytes
-            memory = self.shared(DEPTH[LARGE] * LARGE * self.size)
+            memory = self.shared(DEPTH[size] * size * self.size)
             self._tag = tag
-            self._large = Slots(memory, LARGE, self.size)
-        return self._large
+            self._slots[size] = Slots(memory, size, self.size)
+        return self._slots[size]
 
     def open(self, slots: Slots) -> list[Bytes]:
         """The slots of the next step, of which our own may be written now."""
@@ -161,9 +166,30 @@ class Memory:
             peers.values() if ranks is None else [peers[rank] for rank in ranks], self.step
         )
 
+    def announce_part(self, part: int) -> None:
+        """As `announce`, where the slot has ``part`` of its parts so far."""
+        lines, own, step = self._lines, self._own, self.step
+        lines[own + 2 + step % TAGS] = self._tag
+        lines[own + PART] = step << 20 | part
+        lines[own] = step
+        (self._word if part == 1 else self._parts[self.rank]).wake()
+
+    def has_part(self, part: int) -> bool:
+        """Whether the slots of all others have so many parts at this step."""
+        target, lines = self.step << 20 | part, self._lines
+        return all(lines[cell + PART] >= target for _, cell, _ in self._peers.values())
+
+    def wait_for_part(self, part: int) -> None:
+        """Wait until the slots of all others have so many parts, and compare their calls."""
+        self.wait()
+        lines, target = self._lines, self.step << 20 | part
+        for rank, cell, _ in self._peers.values():
+            if lines[cell + PART] < target:
+                self._look_for(cell, self._parts[rank], target, PART)
+
     def meet(self) -> None:
         """A step in which nothing is written."""
-        self.open(self._small)
+        self.open(self._slots[SMALL])
         self.announce()
         self.wait()
 
@@ -172,7 +198,7 @@ class Memory:
         self._tag = encode("new memory", size)
 
         def tell(text: str) -> str:
-            slots = self.open(self._small)
+            slots = self.open(self._slots[SMALL])
             if self.rank == 0:
                 said = text.encode()
                 slots[0][: len(said) + 1] = np.frombuffer(said + b"\0", dtype=np.uint8)
@@ -287,16 +313,16 @@ class Memory:
                 calls = {self.rank: self._tag, rank: lines[cell + call]}
                 raise self._fail(different({self.names[who]: calls[who] for who in sorted(calls)}))
 
-    def _look_for(self, cell: int, word: Word, step: int) -> None:
-        lines = self._lines
+    def _look_for(self, cell: int, word: Word, target: int, offset: int = 0) -> None:
+        lines, cell = self._lines, cell + offset
         for _ in range(self._spins):
-            if lines[cell] >= step:
+            if lines[cell] >= target:
                 return
         self.sleep(
             word,
             lambda: lines[cell],
-            lambda: lines[cell] >= step,
-            lambda: [rank for rank, its, _ in self._peers.values() if lines[its] < step],
+            lambda: lines[cell] >= target,
+            lambda: [rank for rank, its, _ in self._peers.values() if lines[its + offset] < target],
         )
 
     def _fail(self, error: BaseException) -> BaseException:

@@ -3,7 +3,8 @@
 Large rows go through the slots in chunks, so that what is written, added up and read again stays
 in the caches, and all ranks work at the same time. Each meeting of the ranks costs more than some
 memory traffic where other processes have the cores too: a rank that waits for one that lost its
-core loses its own. So two ranks add up everything twice, and meet once for each chunk.
+core loses its own. So two ranks add up everything twice, and write ahead what the other may read
+later.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from itertools import pairwise
 import numpy as np
 
 from spartito.backend.arithmetic import Arithmetic
-from spartito.backend.memory import LARGE, Bytes, Memory
+from spartito.backend.memory import HUGE, LARGE, Bytes, Memory
 
 WHOLE = 256 << 10  # bytes up to which each rank adds up everything: one meeting instead of two
 CHUNK = LARGE // 2  # bytes of a row that are reduced in one step
+PART = 256 << 10  # bytes that are written before others are told
 ALIGNED = 64  # bytes: what parts of a slot are rounded to
 
 
@@ -38,17 +40,37 @@ class SharedMemoryOperations:
             self._reduce_by_slices(row, way, range(self.size))
             return
         memory = self.memory
-        kind = memory.slots(len(row))
-        for start in _starts(len(row), kind.size):
-            chunk = row[start : start + kind.size]
-            slots = memory.open(kind)
-            slots[self.rank][: len(chunk)] = chunk
+        if len(row) <= WHOLE:
+            slots = memory.open(memory.slots(len(row)))
+            slots[self.rank][: len(row)] = row
             memory.announce()
             memory.wait()
-            parts = [slot[: len(chunk)] for slot in slots]
-            if self.rank < 2:  # what is added first may be replaced by the sum
-                parts[self.rank] = chunk
-            _add_up(parts, chunk, way)
+            self._add_parts(slots, row, way)
+            return
+        kind = memory.slots(len(row), HUGE)
+        count = -(-len(row) // kind.size)
+        for first, last in _slices(len(row), count, ALIGNED):
+            self._all_reduce_ahead(row[first:last], memory.open(kind), way)
+
+    def _all_reduce_ahead(self, row: Bytes, slots: Sequence[Bytes], way: Arithmetic) -> None:
+        """Add up part after part; while others are late, write those that come next."""
+        memory, own, written = self.memory, slots[self.rank], 0
+        starts = _starts(len(row), PART)
+        for part, start in enumerate(starts, 1):
+            while written < len(starts) and (written < part or not memory.has_part(part)):
+                chunk = row[written * PART : (written + 1) * PART]
+                own[written * PART :][: len(chunk)] = chunk
+                written += 1
+                memory.announce_part(written)
+            memory.wait_for_part(part)
+            self._add_parts([slot[start:] for slot in slots], row[start : start + PART], way)
+
+    def _add_parts(self, slots: Sequence[Bytes], row: Bytes, way: Arithmetic) -> None:
+        """Add up what is in the slots of all; what is added first may be replaced by the sum."""
+        parts = [slot[: len(row)] for slot in slots]
+        if self.rank < 2:
+            parts[self.rank] = row
+        _add_up(parts, row, way)
 
     def reduce(self, row: Bytes, root: int, way: Arithmetic) -> None:
         """As `all_reduce`; only rank ``root`` gets the result."""
@@ -227,5 +249,6 @@ def _part(size: int, ranks: int) -> int:
 def _slices(nbytes: int, ranks: int, itemsize: int) -> list[tuple[int, int]]:
     """First and last byte of the slice of each rank: whole elements, nearly equal."""
     count = nbytes // itemsize
-    bounds = [count * rank // ranks * itemsize for rank in range(ranks + 1)]
+    bounds = [count * rank // ranks * itemsize for rank in range(ranks)]
+    bounds.append(nbytes)
     return list(pairwise(bounds))
