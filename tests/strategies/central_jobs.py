@@ -79,14 +79,26 @@ def one_memory(name: str) -> dict[str, Any]:
     return result
 
 
+def elements(net: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+    """How many elements of each parameter this replica has state of."""
+    return {
+        name: max(torch.as_tensor(value).numel() for value in optimizer.state[p].values())
+        for name, p in net.named_parameters()
+        if optimizer.state.get(p)
+    }
+
+
 def states(name: str, kind: str, folder: str) -> dict[str, Any]:
     """Two updates, a state, its way back, one more update; and who holds what."""
     strategy = make_strategy(name)
     torch.manual_seed(1)
-    net = nn.Sequential(nn.Linear(3, 5), nn.ReLU(), nn.Linear(5, 2)).double()
+    conv = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    net = nn.Sequential(
+        nn.Unflatten(1, (3, 2, 2)), conv, nn.Flatten(), nn.ReLU(), nn.Linear(5, 2)
+    ).double()
     made, optimizer = strategy.prepare(net, OPTIMIZERS[kind](net.parameters()))
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    x = torch.arange(18.0, dtype=torch.float64).view(6, 3) / 9
+    x = torch.arange(72.0, dtype=torch.float64).view(6, 12) / 36
     data = strategy.distribute((x, x[:, :2]))
 
     def epoch() -> None:
@@ -97,13 +109,13 @@ def states(name: str, kind: str, folder: str) -> dict[str, Any]:
 
     epoch()
     epoch()
-    held = [name for name, p in net.named_parameters() if optimizer.state.get(p)]
+    held = elements(net, optimizer)
     file = Path(folder, f"{strategy.cluster.rank}.pt")
     torch.save(strategy.state_dict(), file)
     saved = torch.load(file, weights_only=False)
     epoch()
     strategy.load_state_dict(saved)
-    still = [name for name, p in net.named_parameters() if optimizer.state.get(p)]
+    still = elements(net, optimizer)
     state = strategy.state_dict()
     values = state["optimizer"]["state"]
     strategy.close()

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import is_
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -207,6 +208,22 @@ def scale_gradients(parameters: Sequence[nn.Parameter], factor: Number) -> None:
         torch._foreach_mul_(grads, factor)
 
 
+class Pack(Protocol):
+    """The parameters of one dtype and device: how their gradients become sums."""
+
+    def fill(self) -> None:
+        """Show the gradients that are here to the others."""
+        ...
+
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
+        """As `Reducer.reduce`."""
+        ...
+
+    def give_back(self, unused: frozenset[int]) -> None:
+        """Put the sums to where the update finds them; ``unused`` parameters (ids) get None."""
+        ...
+
+
 class PackedGradients(Gradients):
     """Several replicas: packed into one flat tensor per dtype, reduced, and seen through views.
 
@@ -222,14 +239,16 @@ class PackedGradients(Gradients):
     def _plan(self) -> None:
         self._checked = False
         packed = self.parameters
-        private = not all(group.get("fused") for group in self._optimizer.param_groups)
         kinds = dict.fromkeys((p.dtype, p.device) for p in packed)
-        self._packs = [
-            _Pack([p for p in packed if (p.dtype, p.device) == kind], self._collective, private)
-            for kind in kinds
+        self._packs: list[Pack] = [
+            self._pack([p for p in packed if (p.dtype, p.device) == kind]) for kind in kinds
         ]
         if not self._packs:
             self._bare = self._collective.reducer(0, torch.float64, torch.device("cpu"))
+
+    def _pack(self, parameters: list[nn.Parameter]) -> Pack:
+        private = not all(group.get("fused") for group in self._optimizer.param_groups)
+        return _Pack(parameters, self._collective, private)
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         self.refresh()
@@ -243,7 +262,7 @@ class PackedGradients(Gradients):
         brought = (weight, float(self.loss), *piggybacked, float(absent), self.loss_divisor)
         for pack in self._packs:
             pack.fill()
-            total = pack.reducer.reduce(brought, self.loss_divisor)
+            total = pack.reduce(brought, self.loss_divisor)
         if not self._packs:
             total = self._bare.reduce(brought, self.loss_divisor)
         if total[-1] != self.loss_divisor * self._collective.world_size:
@@ -296,9 +315,10 @@ class _Pack:
         self.parameters = parameters
         first = parameters[0]
         numel = sum(parameter.numel() for parameter in parameters)
-        self.reducer: Reducer = collective.reducer(numel, first.dtype, first.device)
-        self._inputs = views(self.reducer.input, parameters)
-        self._outputs = views(self.reducer.output, parameters)
+        reducer: Reducer = collective.reducer(numel, first.dtype, first.device)
+        self.reduce = reducer.reduce
+        self._inputs = views(reducer.input, parameters)
+        self._outputs = views(reducer.output, parameters)
         self._private = private
 
     def fill(self) -> None:

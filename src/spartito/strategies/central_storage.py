@@ -18,8 +18,10 @@ from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
+from spartito.engine.divided import ELEMENTWISE, DividedGradients, Span, joined
 from spartito.engine.gradients import Gradients, same
-from spartito.engine.optimizers import optimizer_parameters, unwrap
+from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
+from spartito.engine.precision import choose_precision
 from spartito.errors import UserError
 from spartito.storage.tensors import pack_state, unpack_state
 from spartito.strategies.coordination import SynchronousCoordination
@@ -40,11 +42,11 @@ class Shares:
         pairs = zip(self.parameters, self.owners, strict=True)
         return [parameter for parameter, owner in pairs if owner != rank]
 
-    def by_name(self, model: nn.Module) -> dict[str, int]:
-        """The owners by the parameters' names."""
-        names = {id(parameter): name for name, parameter in model.named_parameters()}
+    @property
+    def spans(self) -> dict[int, list[Span]]:
+        """The same by the parameters' ids, as spans of all of each."""
         pairs = zip(self.parameters, self.owners, strict=True)
-        return {names[id(parameter)]: owner for parameter, owner in pairs}
+        return {id(parameter): [Span(owner, 0, parameter.numel())] for parameter, owner in pairs}
 
 
 class CentralCoordination(SynchronousCoordination):
@@ -71,10 +73,11 @@ class CentralCoordination(SynchronousCoordination):
 class CentralStorageStrategy(SynchronousStrategy):
     """Replicas on the CPUs of one machine that compute with the same memory, read in place.
 
-    Gradients are summed as in mirrored. Then each replica updates its part of the parameters,
-    and holds the optimizer's state of that part alone; the numbers are those of one device.
-    An optimizer that is not one of torch's own may look at all parameters at once: the chief
-    updates them all. Buffers stay each replica's own.
+    Each replica adds up the gradients of its part of the elements, updates it in place, and holds
+    the optimizer's state of that part alone; the numbers are those of one device. torch's
+    Adafactor, Muon and the like, which look at whole parameters, get whole ones, after a sum as in
+    mirrored, and so does all in fp16. An optimizer that is not one of torch's own may look at all
+    parameters at once: the chief updates them all. Buffers stay each replica's own.
 
     What a replica writes into a parameter, all of them see, also after `close`: a script that
     changes parameters by itself does so on the chief only, after an update.
@@ -112,6 +115,7 @@ class CentralStorageStrategy(SynchronousStrategy):
             flush_denormals=flush_denormals,
         )
         self._shares: dict[Optimizer, Shares] = {}
+        self._scales = False
         self._homes: list[tuple[nn.Parameter, int]] = []
         self.coordination = CentralCoordination(
             self.name, self.job, self.cluster, self._pairs, self.groups, self._homes
@@ -133,21 +137,33 @@ class CentralStorageStrategy(SynchronousStrategy):
             )
         return groups
 
+    def prepare(
+        self, model: nn.Module, optimizer: OptimizerLike, *, precision: str = "fp32", **options: Any
+    ) -> tuple[nn.Module, Optimizer]:
+        self._scales = choose_precision(precision, self.device) == "fp16"
+        return super().prepare(model, optimizer, precision=precision, **options)
+
     def state_dict(self) -> dict[str, Any]:
-        state = super().state_dict()
         pair = self._pairs.only
-        owners = self._divide(pair.optimizer).by_name(unwrap(pair.model))
-        return {**state, "optimizer": self._collect(state["optimizer"], owners)}
+        spans = self._spans(pair)
+        state = super().state_dict()
+        return {**state, "optimizer": self._collect(state["optimizer"], unwrap(pair.model), spans)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
+        pair, own = self._pairs.only, self.cluster.rank
         if "optimizer" in state:
-            pair, own = self._pairs.only, self.cluster.rank
-            owners = self._divide(pair.optimizer).by_name(unwrap(pair.model))
+            spans = self._spans(pair)
+            here = {
+                name
+                for name, parameter in unwrap(pair.model).named_parameters()
+                if any(span.rank == own for span in spans.get(id(parameter), ()))
+            }
             values = state["optimizer"]["state"].items()
-            kept = {name: value for name, value in values if owners.get(name, own) == own}
+            kept = {name: value for name, value in values if name in here}
             state = {**state, "optimizer": {**state["optimizer"], "state": kept}}
         self._group.barrier()  # nobody computes with the old values any more
         super().load_state_dict(state)
+        self._spans(pair)
         self._group.barrier()  # nobody still writes when the first one trains
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -173,8 +189,23 @@ class CentralStorageStrategy(SynchronousStrategy):
         return 1 / self.num_replicas_in_sync
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+        group = self._group
+        if isinstance(group, SharedMemoryCollective) and self._divides_elements(optimizer):
+            return model, DividedGradients(optimizer, group)
         self._divide(optimizer)
         return super()._gradients(model, optimizer)
+
+    def _divides_elements(self, optimizer: Optimizer) -> bool:
+        """Whether an update of some elements of a parameter is the same part of its update."""
+        return type(optimizer) in ELEMENTWISE and not self._scales
+
+    def _spans(self, pair: Pair) -> dict[int, list[Span]]:
+        """Who holds the state of what, once what is not this replica's is gone."""
+        if isinstance(pair.gradients, DividedGradients):
+            pair.gradients.refresh()
+            pair.gradients.adopt()
+            return pair.gradients.spans
+        return self._divide(pair.optimizer).spans
 
     def _divide(self, optimizer: Optimizer) -> Shares:
         """Who updates what; parameters that are new are given out, the others stay."""
@@ -200,25 +231,35 @@ class CentralStorageStrategy(SynchronousStrategy):
         return shares
 
     def _optimize(self, pair: Pair) -> None:
-        for parameter in self._divide(pair.optimizer).others(self.cluster.rank):
-            parameter.grad = None  # optimizers pass over it
-        super()._optimize(pair)
+        if isinstance(pair.gradients, DividedGradients):
+            pair.gradients.update(lambda: super(CentralStorageStrategy, self)._optimize(pair))
+        else:
+            for parameter in self._divide(pair.optimizer).others(self.cluster.rank):
+                parameter.grad = None  # optimizers pass over it
+            super()._optimize(pair)
         self._group.barrier()
 
-    def _collect(self, own: dict[str, Any], owners: dict[str, int]) -> dict[str, Any]:
-        """The state of all shares, in the order of the parameters, from this replica's ``own``.
+    def _collect(
+        self, own: dict[str, Any], model: nn.Module, spans: dict[int, list[Span]]
+    ) -> dict[str, Any]:
+        """The state of all spans, in the order of the parameters, from this replica's ``own``.
 
         Settings are the chief's: an optimizer may count in them.
         """
-        tree, tensors = pack_state(own, "optimizer")
+        known = {name: values for name, values in own["state"].items() if values}
+        tree, tensors = pack_state({**own, "state": known}, "optimizer")
         kinds = {name: [list(t.shape), str(t.dtype)[6:]] for name, t in tensors.items()}
         told = self._group.all_gather_bytes(json.dumps([tree, kinds]).encode())
         states = [self._rebuilt(owner, text, tensors) for owner, text in enumerate(told)]
-        held = {
-            name: states[owner]["state"][name]
-            for name, owner in owners.items()
-            if name in states[owner]["state"]
-        }
+        held = {}
+        for name, parameter in model.named_parameters():
+            parts = [
+                (span, states[span.rank]["state"][name])
+                for span in spans.get(id(parameter), ())
+                if name in states[span.rank]["state"]
+            ]
+            if parts:
+                held[name] = joined(parts, parameter)
         return {**states[0], "state": held}
 
     def _rebuilt(self, owner: int, told: bytes, own: dict[str, Tensor]) -> dict[str, Any]:

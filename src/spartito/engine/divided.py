@@ -1,0 +1,285 @@
+"""An update that is divided by elements: each replica of a machine updates a range of them.
+
+ZeRO's first stage (Rajbhandari et al. 2020; Xu et al. 2020), for parameters that lie in memory
+which all replicas share. A replica shows the gradients of the others' ranges to them, adds up those
+of its own range in the order of the ranks, and runs the optimizer on views of it: nobody writes a
+sum that only others read, and the state of an element exists once.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn, optim
+from torch.optim import Optimizer
+
+from spartito.collectives.calls import encode
+from spartito.collectives.collective import Piggybacked
+from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
+from spartito.engine.gradients import Number, PackedGradients
+
+ELEMENTWISE = {
+    optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
+}  # fmt: skip
+"""Optimizers of torch, by their exact types, that update each element by itself."""
+
+
+class Span(NamedTuple):
+    """The elements of a parameter, in the order of its memory, that a replica updates."""
+
+    rank: int
+    start: int
+    stop: int
+
+
+def cut(sizes: Sequence[int], ranks: int, unit: int) -> list[list[Span]]:
+    """Divide blocks of ``sizes`` elements, one after the other, evenly among ``ranks``.
+
+    Args:
+        sizes: Elements of each block.
+        ranks: Among how many.
+        unit: Inside of a block ranges begin at multiples of it.
+
+    Returns:
+        The spans of each block, in the order of the ranks; none is empty.
+    """
+    total, before, spans = sum(sizes), 0, []
+    for size in sizes:
+        edges = [total * rank // ranks - before for rank in range(1, ranks)]
+        inner = [min(max(edge, 0) // unit * unit, size) if edge < size else size for edge in edges]
+        bounds = [0, *inner, size]
+        spans.append(
+            [Span(rank, *bounds[rank : rank + 2]) for rank in range(ranks)
+             if bounds[rank] < bounds[rank + 1]]
+        )  # fmt: skip
+        before += size
+    return spans
+
+
+class DividedGradients(PackedGradients):
+    """Gradients of which each replica gets the sum of its own elements, in memory of its own.
+
+    The optimizer sees only `update`: parameters that are views of these elements, and their state.
+    Between updates its state is under the user's parameters, a row of elements for each that is
+    divided.
+    """
+
+    def __init__(self, optimizer: Optimizer, collective: SharedMemoryCollective) -> None:
+        self.spans: dict[int, list[Span]] = {}
+        """Who updates what, by the ids of the parameters; what is given out stays."""
+        self._shared, self._parts = collective, dict[int, _Part]()
+        self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        super().__init__(optimizer, collective)
+
+    def _plan(self) -> None:
+        for learns in (True, False):
+            self._give_out([p for p in self._given if p.requires_grad is learns])
+        self._parts.clear()
+        super()._plan()
+        self._state.clear()
+        self.adopt()
+
+    def _pack(self, parameters: list[nn.Parameter]) -> _DividedPack:
+        made = _DividedPack(parameters, self._shared, self.spans)
+        self._parts |= {id(part.whole): part for part in made.parts}
+        return made
+
+    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
+        found = super().reduce(piggybacked)
+        if not found[0]:  # no update follows, which would end by a meeting
+            self._shared.barrier()
+        return found
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Call ``step`` while the optimizer has this replica's elements, and nothing else."""
+        optimizer, parts = self._optimizer, self._parts
+        groups, state = optimizer.param_groups, optimizer.state
+        whole = [group["params"] for group in groups]
+        self.adopt()
+        for group in groups:
+            group["params"] = [parts[id(p)].own for p in group["params"] if id(p) in parts]
+        optimizer.state = self._state
+        try:
+            step()
+        finally:
+            optimizer.state = state
+            for part in parts.values():
+                if part.state is None and part.own in self._state:
+                    part.state = state[part.whole] = self._state[part.own]
+            for group, parameters in zip(groups, whole, strict=True):
+                group["params"] = parameters
+
+    def adopt(self) -> None:
+        """Take up state that was put under the user's parameters, and only what is needed here."""
+        state, rank = self._optimizer.state, self._shared.rank
+        for part in self._parts.values():
+            values = state.get(part.whole)
+            if values is part.state:
+                continue
+            part.state = values
+            if values is None:
+                self._state.pop(part.own, None)
+            else:
+                values |= {key: part.cut(value) for key, value in values.items()}
+                self._state[part.own] = values
+        if len(state) > len(self._parts):
+            for parameter in list(state):
+                spans = self.spans.get(id(parameter), ())
+                if all(span.rank != rank for span in spans):
+                    del state[parameter]
+
+    def norm(self) -> Tensor:
+        """The L2 norm of the reduced gradients of all replicas; they meet for it."""
+        own = [part.own.grad for part in self._parts.values() if part.own.grad is not None]
+        square = torch.nn.utils.get_total_norm(own).double().square()
+        return self._shared.all_reduce(square.view(1)).sqrt()[0]
+
+    def clip(self, norm: float, total: Tensor) -> None:
+        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+        grads = [part.own.grad for part in self._parts.values() if part.own.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, scale)
+
+    def _give_out(self, parameters: Sequence[nn.Parameter]) -> None:
+        new = [parameter for parameter in parameters if id(parameter) not in self.spans]
+        for dtype in dict.fromkeys(parameter.dtype for parameter in new):
+            alike = [parameter for parameter in new if parameter.dtype == dtype]
+            sizes = [parameter.numel() for parameter in alike]
+            found = cut(sizes, self._shared.world_size, LINE // dtype.itemsize)
+            self.spans |= dict(zip(map(id, alike), found, strict=True))
+
+
+def joined(parts: Sequence[tuple[Span, dict[str, Any]]], like: nn.Parameter) -> dict[str, Any]:
+    """An optimizer's values of a whole parameter, from those of its spans, each of one replica."""
+    found = dict(parts[0][1])
+    for key, first in found.items():
+        span = parts[0][0]
+        length = span.stop - span.start
+        if length < like.numel() and isinstance(first, Tensor) and first.shape == (length,):
+            flat = torch.zeros(like.numel(), dtype=first.dtype)
+            for span, values in parts:
+                flat[span.start : span.stop] = values[key]
+            found[key] = _shaped(flat, like)
+    return found
+
+
+class _Part:
+    """This replica's elements of a parameter, as one that an optimizer can have."""
+
+    def __init__(self, whole: nn.Parameter, span: Span, total: Tensor) -> None:
+        self.whole, self.span = whole, span
+        self.is_all = span.stop - span.start == whole.numel()
+        self.own = nn.Parameter(self.view(whole.detach()))
+        self.sum = _shaped(total, whole) if self.is_all else total
+        self.state: dict[str, Any] | None = None
+
+    def view(self, tensor: Tensor) -> Tensor:
+        """These elements of a tensor that is like the parameter."""
+        if self.is_all:
+            return tensor
+        return _flat(tensor, self.whole)[self.span.start : self.span.stop]
+
+    def cut(self, value: Any) -> Any:
+        """These elements of an optimizer's value of the whole parameter; any other as it is."""
+        whole = isinstance(value, Tensor) and value.dim() and value.shape == self.whole.shape
+        return self.view(value).clone() if whole and not self.is_all else value
+
+
+class _DividedPack:
+    """The parameters of one dtype: what goes to the others, and what comes from them."""
+
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        shared: SharedMemoryCollective,
+        spans: dict[int, list[Span]],
+    ) -> None:
+        self.parameters, self._shared = parameters, shared
+        dtype, rank = parameters[0].dtype, shared.rank
+        numel = sum(parameter.numel() for parameter in parameters)
+        size = numel * dtype.itemsize
+        segment = shared.segment(max(1, size * shared.world_size))
+        inputs = [segment.tensor(r * size, numel, dtype) for r in range(shared.world_size)]
+        own = [span for p in parameters for span in spans[id(p)] if span.rank == rank]
+        sums = torch.zeros(sum(span.stop - span.start for span in own), dtype=dtype)
+        self._sums, self._tag = sums, encode("reduce", numel, dtype)
+        self.parts: list[_Part] = []
+        self._out: list[tuple[nn.Parameter, int, int, Tensor]] = []
+        self._come: list[list[Tensor | None]] = []
+        first = done = 0
+        for parameter in parameters:
+            count = parameter.numel()
+            mine = next((s for s in spans[id(parameter)] if s.rank == rank), Span(rank, 0, 0))
+            for start, stop in ((0, mine.start), (mine.stop, count)):
+                if start < stop:
+                    target = inputs[rank][first + start : first + stop]
+                    whole = stop - start == count
+                    target = _shaped(target, parameter) if whole else target
+                    self._out.append((parameter, start, stop, target))
+            if mine.start < mine.stop:
+                length = mine.stop - mine.start
+                part = _Part(parameter, mine, sums[done : done + length])
+                shown = [i[first + mine.start : first + mine.stop] for i in inputs]
+                shown = [_shaped(s, parameter) for s in shown] if part.is_all else shown
+                self._come.append([None if r == rank else s for r, s in enumerate(shown)])
+                self.parts.append(part)
+                done += length
+            first += count
+        self._nbytes = size - sums.nbytes
+
+    def fill(self) -> None:
+        grads: list[Tensor] = []
+        targets: list[Tensor] = []
+        for parameter, start, stop, target in self._out:
+            grad = parameter.grad
+            if grad is None:
+                target.zero_()
+                continue
+            if stop - start != parameter.numel():
+                grad = _flat(grad, parameter)[start:stop]
+            grads.append(grad)
+            targets.append(target)
+        if grads:
+            torch._foreach_copy_(targets, grads)
+
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
+        """Meet, and add up the gradients of one's own elements."""
+        with self._shared.current_call.call(self._tag):
+            total = self._shared.exchange_piggybacked(piggybacked)
+        self._shared.traffic.moved(self._nbytes)
+        for part, shown in zip(self.parts, self._come, strict=True):
+            grad = part.whole.grad
+            if grad is None:
+                come = [tensor for tensor in shown if tensor is not None]
+                come.append(torch.zeros_like(part.sum))
+            else:
+                own = part.view(grad)
+                come = [own if tensor is None else tensor for tensor in shown]
+            torch.add(come[0], come[1], out=part.sum)
+            for tensor in come[2:]:
+                part.sum.add_(tensor)
+        if total[0] and total[0] != loss_divisor:
+            self._sums.mul_(loss_divisor / total[0])
+        return total
+
+    def give_back(self, unused: frozenset[int]) -> None:
+        for part in self.parts:
+            part.own.grad = None if id(part.whole) in unused else part.sum
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def _flat(tensor: Tensor, like: Tensor) -> Tensor:
+    """The elements of ``tensor`` in the order of the memory of ``like``, a dense one."""
+    if tensor.stride() != like.stride():
+        tensor = torch.empty_like(like.detach()).copy_(tensor)
+    return tensor.as_strided((like.numel(),), (1,))
+
+
+def _shaped(flat: Tensor, like: Tensor) -> Tensor:
+    """``flat``, with as many elements, shaped and laid out as ``like``."""
+    return flat.as_strided(like.shape, like.stride(), flat.storage_offset())
