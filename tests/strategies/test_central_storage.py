@@ -30,19 +30,19 @@ def test_shares_are_even_but_for_the_largest(sizes: list[int], ranks: int) -> No
 
 
 @given(st.lists(st.integers(0, 1000)), st.integers(1, 5), st.integers(1, 16))
-def test_elements_are_cut_evenly(sizes: list[int], ranks: int, unit: int) -> None:
-    found = cut(sizes, ranks, unit)
+def test_elements_are_cut_evenly(sizes: list[int], ranks: int, multiple: int) -> None:
+    found = cut(sizes, ranks, multiple)
     loads = [0] * ranks
     for size, spans in zip(sizes, found, strict=True):
         end = 0
         for rank, start, stop in spans:
             assert start == end < stop
-            assert start % unit == 0
+            assert start % multiple == 0
             loads[rank] += stop - start
             end = stop
         assert end == size
         assert [span.rank for span in spans] == sorted({span.rank for span in spans})
-    assert max(loads) - min(loads) <= 1 + 2 * (unit - 1)
+    assert max(loads) - min(loads) <= 1 + 2 * (multiple - 1)
 
 
 @given(st.lists(st.integers(0, 1000)))

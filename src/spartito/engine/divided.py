@@ -36,13 +36,13 @@ class Span(NamedTuple):
     stop: int
 
 
-def cut(sizes: Sequence[int], ranks: int, unit: int) -> list[list[Span]]:
+def cut(sizes: Sequence[int], ranks: int, multiple: int) -> list[list[Span]]:
     """Divide blocks of ``sizes`` elements, one after the other, evenly among ``ranks``.
 
     Args:
         sizes: Elements of each block.
         ranks: Among how many.
-        unit: Inside of a block ranges begin at multiples of it.
+        multiple: Inside of a block ranges begin at multiples of this.
 
     Returns:
         The spans of each block, in the order of the ranks; none is empty.
@@ -50,7 +50,10 @@ def cut(sizes: Sequence[int], ranks: int, unit: int) -> list[list[Span]]:
     total, before, spans = sum(sizes), 0, []
     for size in sizes:
         edges = [total * rank // ranks - before for rank in range(1, ranks)]
-        inner = [min(max(edge, 0) // unit * unit, size) if edge < size else size for edge in edges]
+        inner = [
+            min(max(edge, 0) // multiple * multiple, size) if edge < size else size
+            for edge in edges
+        ]
         bounds = [0, *inner, size]
         spans.append(
             [Span(rank, *bounds[rank : rank + 2]) for rank in range(ranks)

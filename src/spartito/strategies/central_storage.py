@@ -138,10 +138,21 @@ class CentralStorageStrategy(SynchronousStrategy):
         return groups
 
     def prepare(
-        self, model: nn.Module, optimizer: OptimizerLike, *, precision: str = "fp32", **options: Any
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
     ) -> tuple[nn.Module, Optimizer]:
         self._scales = choose_precision(precision, self.device) == "fp16"
-        return super().prepare(model, optimizer, precision=precision, **options)
+        return super().prepare(
+            model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
+            deterministic=deterministic, seed=seed,
+        )  # fmt: skip
 
     def state_dict(self) -> dict[str, Any]:
         pair = self._pairs.only
