@@ -55,7 +55,7 @@ def numbers(device: str) -> Found:
 
 
 def low_precision(device: str) -> Found:
-    """bf16 and fp16: the loss falls as in fp32, and parameters stay fp32."""
+    """bf16 and fp16: the loss falls, beside that of fp32."""
     found: Found = {}
     whole = _train(device, dtype=torch.float32)
     for precision in ("bf16", "fp16") if device == "cuda" else ("bf16",):
