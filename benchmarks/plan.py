@@ -63,7 +63,7 @@ PLAN = (
     ),
     Planned("images", "Photos from a folder", "images", 1, 200,
             takes=("data", "tensorflow", "grain")),
-    Planned("backend", "Plain torch programs on our backend against gloo, 2 ranks", "backend", 1, 240),
+    Planned("backend", "Plain torch programs on our backend against gloo", "backend", 1, 240),
     Planned("collective", "All-reduce on one machine", "collective", 1, 60),
     Planned("storage", "central_storage against mirrored, and against one device",
             "central_storage", 1, 120),
