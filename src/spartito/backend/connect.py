@@ -12,11 +12,12 @@ from spartito.backend.errors import LostRankError, RefusedCallError
 from spartito.backend.machine import OneMachine
 from spartito.backend.operations import Alone, Operations
 from spartito.collectives.placement import Placement
-from spartito.collectives.rendezvous import TaskInfo
+from spartito.collectives.rendezvous import FAREWELL, TaskInfo
 from spartito.collectives.shared_memory import Cores, host_key, supported
 from spartito.collectives.store import Membership
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
+from spartito.errors import UserError
 
 
 def operations_of(options: Any) -> Operations:
@@ -33,17 +34,27 @@ def operations_of(options: Any) -> Operations:
         "rank 0",
     )
     tasks = _met(group)
-    check_versions({name: task.versions for name, task in zip(group.names, tasks, strict=True)})
+    try:
+        _check(group.names, tasks)
+    except UserError:
+        # The store goes with its keeper: that one leaves when all have read it.
+        group.under("refused").sign_in(FAREWELL)
+        raise
+    own = tasks[group.rank]
+    spins = own.cores.suffice([task.cores for task in tasks], cgroup_quota())
+    return OneMachine(group.under("memory"), spins)
+
+
+def _check(names: Sequence[str], tasks: Sequence[TaskInfo]) -> None:
+    """Refuse ranks whose versions do not fit together, and those of several machines."""
+    check_versions({name: task.versions for name, task in zip(names, tasks, strict=True)})
     placement = Placement.of([task.host for task in tasks])
     if len(placement.machines) > 1:
-        machines = [[group.names[rank] for rank in members] for members in placement.machines]
+        machines = [[names[rank] for rank in members] for members in placement.machines]
         raise RefusedCallError(
             f"a group of ranks on {len(machines)} machines: {machines}",
             "The backend 'spartito' connects ranks of one machine: take gloo.",
         )
-    own = tasks[group.rank]
-    spins = own.cores.suffice([task.cores for task in tasks], cgroup_quota())
-    return OneMachine(group.under("memory"), spins)
 
 
 def beside(options: Any) -> Any:
