@@ -25,6 +25,7 @@ LIMITS = {"contracts": 300.0, "fit_speed": 120.0, "replicas": 120.0, "compiled":
 """Seconds that a check may take, where it is not `LIMIT`."""
 
 LIMIT = 60.0
+WRAPPED = "th, td { text-align: left; white-space: normal; vertical-align: top }"
 MARKS = {"ok": "ok", "failed": "FAILED", "skipped": "skipped"}
 
 
@@ -134,7 +135,8 @@ def write(folder: Path, device: str, outcomes: Sequence[Outcome]) -> None:
     style = (ROOT / "src/spartito/report/templates/style.css.j2").read_text()
     (folder / "gpu.html").write_text(
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}'
-        f"</title><style>{style}</style></head><body><main><h1>{escape(title)}</h1><table><tr>"
+        f"</title><style>{style} {WRAPPED}</style></head><body><main>"
+        f"<h1>{escape(title)}</h1><table><tr>"
         + "".join(f"<th>{name}</th>" for name in head)
         + f"</tr>{cells}</table></main></body></html>"
     )
