@@ -37,6 +37,7 @@ from spartito.collectives.collective import (
 )
 from spartito.collectives.forks import keep_from_forks
 from spartito.collectives.segment import Segment
+from spartito.collectives.slices import Slices
 from spartito.collectives.store import Membership
 from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, own_cgroup
@@ -180,6 +181,11 @@ class SharedMemoryCollective(Collective):
             finally:
                 self._unlink(segment)
         return segment
+
+    def slices(self, size: int, numel: int, dtype: torch.dtype | None) -> Slices:
+        """Memory for a row of ``size`` bytes that is reduced slice by slice, as `reducer`."""
+        self._reducers += 1
+        return Slices(self, size, encode("reduce", numel, dtype, self._reducers - 1))
 
     def close(self) -> None:
         while self._lives:

@@ -53,7 +53,7 @@ def step(optimizer: Optimizer) -> None:
         for group, tensors in zip(optimizer.param_groups, found, strict=True):
             if tensors is not None and tensors[0]:
                 if tensors[3]:
-                    torch._foreach_add_(tensors[3], _ONE, alpha=1.0)
+                    torch._foreach_add_(tensors[3], ONE, alpha=1.0)
                 kernel.update(group, *tensors)
     mark(optimizer)
 
@@ -203,6 +203,6 @@ _KERNELS: dict[type[Optimizer], Kernel] = {
     ),
 }
 """By the exact type: a subclass may do anything else."""
-_ONE = torch.tensor(1.0)
+ONE = torch.tensor(1.0)
 _ORDINARY = {Tensor, nn.Parameter}
 _TORCHS = Path(base.__file__).parent

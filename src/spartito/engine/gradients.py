@@ -9,7 +9,7 @@ are accumulated.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from operator import is_
@@ -56,6 +56,8 @@ class Gradients(ABC):
         self.backward_calls = 0
         """Backward passes of a loop of the user's own since the last update, on all replicas."""
         self.normalized = False
+        self.whole = False
+        """Whether the next update needs all of the reduced gradients on every replica."""
         self.refresh()
 
     def begin(self, loss_divisor: float) -> float:
@@ -150,6 +152,13 @@ class Gradients(ABC):
         self.loss_divisor = self.weight = self.loss = 0.0
         for parameter in self.parameters:
             parameter.grad = None
+
+    def update(self, step: Callable[[], None]) -> None:
+        """Make the update of the reduced gradients; ``step`` is the optimizer's."""
+        step()
+
+    def compared(self) -> None:  # noqa: B027 - few have something to do
+        """The parameters are equal on all replicas now: compared, or just loaded."""
 
     def norm(self) -> Tensor:
         """The L2 norm of the reduced gradients that are here, a scalar."""

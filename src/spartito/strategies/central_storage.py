@@ -95,6 +95,7 @@ class CentralStorageStrategy(SynchronousStrategy):
     """
 
     name = "central_storage"
+    _divides_updates = False  # in its own way
 
     def __init__(
         self,
@@ -242,12 +243,10 @@ class CentralStorageStrategy(SynchronousStrategy):
         return shares
 
     def _optimize(self, pair: Pair) -> None:
-        if isinstance(pair.gradients, DividedGradients):
-            pair.gradients.update(lambda: super(CentralStorageStrategy, self)._optimize(pair))
-        else:
+        if not isinstance(pair.gradients, DividedGradients):
             for parameter in self._divide(pair.optimizer).others(self.cluster.rank):
                 parameter.grad = None  # optimizers pass over it
-            super()._optimize(pair)
+        super()._optimize(pair)
         self._group.barrier()
 
     def _collect(

@@ -219,6 +219,8 @@ class SynchronousCoordination(Coordination):
                 "Something changed them on one replica alone, as a callback may. Go on from a "
                 "checkpoint: then all start from the same.",
             )
+        for pair in self._pairs.all:
+            pair.gradients.compared()
         return ""
 
     def checksum(self) -> int:

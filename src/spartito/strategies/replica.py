@@ -230,6 +230,7 @@ class ReplicaStrategy(Strategy):
                 f"the checkpoint does not fit the model: {error}",
                 "Build the model as it was built when the checkpoint was written.",
             ) from error
+        pair.gradients.compared()
         if "optimizer" in state:  # all of a training: what waits for an update is of another one
             pair.gradients.clear()
             pair.passes = 0

@@ -14,6 +14,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.rendezvous import Rendezvous
+from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
@@ -23,6 +24,7 @@ from spartito.engine.ddp import Overlapped, OverlappedGradients
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import skipping
+from spartito.engine.sliced import SlicedGradients
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.groups import Groups, one_shard_each
@@ -33,6 +35,8 @@ from spartito.strategies.sharing import Placed, Together
 
 class SynchronousStrategy(ReplicaStrategy):
     """Every replica computes its part of the global batch; gradients are averaged exactly."""
+
+    _divides_updates = True  # where replicas share memory
 
     def __init__(
         self,
@@ -141,18 +145,21 @@ class SynchronousStrategy(ReplicaStrategy):
             whole = Overlapped(model, group)
             self._overlapped.append(whole)
             return whole, OverlappedGradients(optimizer, group, whole, self._finds_unused)
+        if self._divides_updates and isinstance(group, SharedMemoryCollective):
+            return model, SlicedGradients(optimizer, group)
         return model, PackedGradients(optimizer, group)
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         randomness = pair.randomness
         drawn = () if randomness is None else randomness.piggybacked()
+        scaled = pair.precision == "fp16"  # torch's scaler is what skips steps then
+        pair.gradients.whole = scaled or self._parts.world_size > 1
         with self._group.current_call.during("update"):
             weight, loss, (stops, *drawn_by_all) = pair.gradients.reduce((float(stop), *drawn))
             if self._parts.world_size > 1:  # of one model: they end together too
                 stops = self._parts.all_reduce(torch.tensor([stops], dtype=torch.float64)).item()
         if randomness is not None:
             randomness.check(drawn_by_all)
-        scaled = pair.precision == "fp16"  # torch's scaler is what skips steps then
         with skipping(pair.optimizer, float(weight) if scaled else weight) as is_due:
             if is_due:
                 pair.loss_scale.unscale(pair.optimizer)
@@ -176,7 +183,7 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def _optimize(self, pair: Pair) -> None:
         """Let the optimizer use the reduced gradients."""
-        pair.loss_scale.step(pair.optimizer)
+        pair.gradients.update(lambda: pair.loss_scale.step(pair.optimizer))
 
 
 def _leave(overlapped: list[Overlapped], groups: Groups) -> None:

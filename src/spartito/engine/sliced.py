@@ -1,0 +1,419 @@
+"""An update that replicas divide among them: each makes its slice, and its state exists once.
+
+ZeRO's first stage (Rajbhandari et al. 2020) and weight-update sharding (Xu et al. 2020), for the
+CPUs of one machine, cut by elements. A replica packs only what others sum, adds what came for its
+slice to its own gradients, updates views of the user's own tensors with torch's fused kernel, and
+copies the slices of the others. The numbers are bitwise those of an update by each replica.
+
+The optimizer's state lies in memory that all share, in torch's own format: each replica writes
+its slice, and reads all of it. A step of the optimizer's own makes it private again, before.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from spartito.collectives.collective import Piggybacked
+from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.slices import LINE, Section, cut
+from spartito.engine import fused
+from spartito.engine.gradients import Number, PackedGradients, different_batches, refuse_sparse
+from spartito.errors import UserError
+
+NOT_SHARED = 1.0  # this replica could divide updates, once the state is shared
+SAMPLE = 16  # elements of a section
+UNABLE = 2.0**20  # more than there are replicas
+
+
+class SlicedGradients(PackedGradients):
+    """As `PackedGradients`, for CPUs of one machine; updates are divided where they can be.
+
+    They cannot where an optimizer does more than its fused kernel (`fused.kernel_of`), or where a
+    parameter does not lie in one section of memory of its own. All replicas decide the same, in the
+    synchronization that every update has: what one cannot, none does.
+    """
+
+    def __init__(self, optimizer: Optimizer, collective: SharedMemoryCollective) -> None:
+        self._shared = collective
+        self._divided = self._may_share = self._has_no_space = False
+        self._was_touched, self._steps = False, 0
+        self._ours: dict[int, Tensor] = {}  # state in shared memory, by id
+        super().__init__(optimizer, collective)
+        _make_private_before_steps(self, optimizer)
+
+    def _plan(self) -> None:
+        self._checked = False
+        self._laid: list[tuple[Any, ...]] = []
+        self._groups: list[int] = []
+        self._memory: dict[str, list[Tensor]] = {}
+        self._own_state: dict[str, list[Tensor]] = {}
+        self._private = not all(group.get("fused") for group in self._optimizer.param_groups)
+        parameters, rank, world = self.parameters, self._shared.rank, self._shared.world_size
+        sizes = [(p.numel(), p.element_size()) for p in parameters]
+        sections, self._size = cut(sizes, world)
+        self._offsets = {section.tensor: section.offset for section in reversed(sections)}
+        self._shape = [_dense(p) for p in parameters]
+        self._own = [section for section in sections if section.owner == rank]
+        self._foreign = [section for section in sections if section.owner != rank]
+        dtypes, numel = {p.dtype for p in parameters}, sum(numel for numel, _ in sizes)
+        kind = dtypes.pop() if len(dtypes) == 1 else None
+        slices = self._slices = self._shared.slices(self._size, numel, kind)
+
+        def views(
+            sections: Sequence[Section], memory: Callable[[Section, torch.dtype], Tensor]
+        ) -> Any:
+            dtypes = [parameters[section.tensor].dtype for section in sections]
+            return [self._shaped(p, memory(p, d)) for p, d in zip(sections, dtypes, strict=True)]
+
+        self._sent = views(self._foreign, lambda p, d: slices.sent(p, rank, d))
+        self._received = [
+            views(self._own, lambda p, d, other=other: slices.sent(p, other, d))  # type: ignore[misc]
+            for other in range(world)
+            if other != rank
+        ]
+        self._own_results = views(self._own, slices.result)
+        self._foreign_results = views(self._foreign, slices.result)
+        whole = [self._whole(number) for number in range(len(parameters))]
+        self._whole_results = views(whole, slices.result)
+        self._shows_values = False  # what lies in the results now
+        self._versions = [parameter._version for parameter in parameters]
+
+    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
+        self.refresh()
+        packed = self.parameters
+        if not self._checked:
+            refuse_sparse(packed)
+            self._checked = True
+        grads = [None if p.grad is None else p.grad.detach() for p in packed]
+        self._send(grads)
+        obstacle = self._obstacle()
+        absent = sum(grad is None for grad in grads) if self.counts else 0
+        weight = float(self._shared.rank == 0) if self.normalized else float(self.weight)
+        brought = (weight, float(self.loss), *piggybacked, obstacle, float(absent))
+        total = self._slices.meet((*brought, self.loss_divisor))
+        if total[-1] != self.loss_divisor * self._shared.world_size:
+            raise different_batches(self.loss_divisor)
+        self._sums = self._sum(grads)
+        if self._sums and total[0] and total[0] != self.loss_divisor:
+            torch._foreach_mul_(self._sums, self.loss_divisor / total[0])
+        self.absent = total[-2]
+        self._idle = self._unused(packed) if self.absent else frozenset()
+        self._divided = total[-3] == 0 and total[0] != 0
+        self._may_share = total[-3] < UNABLE
+        if not self._divided:
+            self._give_back()
+        return total[0], total[1], total[2:-3]
+
+    def norm(self) -> Tensor:
+        if not self._divided:
+            return super().norm()
+        norms = torch._foreach_norm(self._sums) if self._sums else ()
+        own = sum(norm * norm for norm in map(float, norms))
+        parts = self._shared.all_gather(torch.tensor([own], dtype=torch.float64))
+        return torch.cat(parts).sum().sqrt()
+
+    def clip(self, norm: float, total: Tensor) -> None:
+        if not self._divided:
+            super().clip(norm, total)
+        elif self._sums:
+            scale = torch.clamp(norm / (total + 1e-6), max=1.0)
+            torch._foreach_mul_(self._sums, scale.item())
+
+    def update(self, step: Callable[[], None]) -> None:
+        if self._divided:
+            with torch.no_grad():
+                self._update()
+        else:
+            self.make_private()  # also where a kernel is called without the hooks of a step
+            step()
+            if self._may_share and not self._has_no_space:
+                self._share_state()
+        self._versions = [parameter._version for parameter in self.parameters]
+        self._shows_values = self._divided
+
+    def compared(self) -> None:
+        versions = [parameter._version for parameter in self.parameters]
+        if self._was_touched or versions != self._versions:
+            self._laid, self._shows_values = [], False
+        self._was_touched, self._versions = False, versions
+
+    def make_private(self) -> None:
+        """Replace the state in shared memory by copies, before anything else changes it."""
+        for values in self._optimizer.state.values() if self._ours else ():
+            for key, value in values.items():
+                if id(value) in self._ours:
+                    values[key] = value.clone()
+        self._ours.clear()
+
+    def _send(self, grads: Sequence[Tensor | None]) -> None:
+        """Put the slices of the others where they read them."""
+        views, found = [], []
+        for section, view in zip(self._foreign, self._sent, strict=True):
+            grad = grads[section.tensor]
+            if grad is None:
+                view.zero_()
+            else:
+                views.append(view)
+                found.append(self._part(section, grad))
+        if views:
+            torch._foreach_copy_(views, found)
+
+    def _sum(self, grads: Sequence[Tensor | None]) -> list[Tensor]:
+        """One's own slice over all replicas, summed in their order."""
+        into: list[Tensor]
+        into, *rest = self._received
+        first = max(self._shared.rank, 1) - 1
+        for other in rest[:first]:
+            _add(into, other)
+        with_grads = [n for n, section in enumerate(self._own) if grads[section.tensor] is not None]
+        _add(
+            [into[n] for n in with_grads],
+            [self._part(self._own[n], grads[self._own[n].tensor]) for n in with_grads],
+        )
+        for other in rest[first:]:
+            _add(into, other)
+        return into
+
+    def _give_back(self) -> None:
+        """Show all the sums: each replica makes the whole update, or none."""
+        if self._sums:
+            torch._foreach_copy_(self._own_results, self._sums)
+        self._slices.finish()
+        for parameter, result in zip(self.parameters, self._whole_results, strict=True):
+            shown = result.clone() if self._private else result
+            parameter.grad = None if id(parameter) in self._idle else shown
+
+    def _obstacle(self) -> float:
+        """What keeps this replica from dividing the next update: 0 is nothing."""
+        kernel = self._kernel = fused.kernel_of(self._optimizer)
+        if self.whole or kernel is None or self._has_no_space or not self._lies_apart():
+            return UNABLE
+        self._was_touched = self._was_touched or self._is_touched()
+        if self._was_touched:
+            return UNABLE
+        state = self._optimizer.state
+        for group in self._optimizer.param_groups:
+            keys = kernel.keys(group)
+            for parameter in group["params"]:
+                number = self._number.get(id(parameter), -1)
+                if number < 0:  # frozen
+                    if parameter.grad is not None:
+                        return UNABLE
+                    continue
+                values = state.get(parameter)
+                if not values:
+                    if (keys or kernel.counts) and parameter.grad is not None:
+                        return NOT_SHARED
+                    continue
+                for key in keys:
+                    memory = self._memory.get(key)
+                    if memory is None or values.get(key) is not memory[number]:
+                        return NOT_SHARED
+        return 0.0
+
+    def _lies_apart(self) -> bool:
+        """Whether the parameters are ordinary ones, each in one section of memory of its own."""
+        laid = [(p.data_ptr(), p.dtype, p.is_cpu, p.stride(), type(p)) for p in self.parameters]
+        groups = [len(group["params"]) for group in self._optimizer.param_groups]
+        if laid != self._laid or groups != self._groups:
+            self._was_touched = self._was_touched or bool(self._laid and laid != self._laid)
+            self._laid, self._groups = laid, groups
+            self._look_at_parameters()
+        return self._is_apart
+
+    def _is_touched(self) -> bool:
+        """Whether something other than an update has changed a parameter since the last one.
+
+        Then each replica updates all, so that one that did so alone is found at the end of the
+        epoch; divided, its values would be overwritten here, or taken over there. A write through
+        ``.data`` leaves no trace: a sample of one section is looked at, another one in each step.
+        """
+        if [parameter._version for parameter in self.parameters] != self._versions:
+            return True
+        if not (self._shows_values and self._samples):
+            return False
+        self._steps += 1
+        here, shown = self._samples[self._steps % len(self._samples)]
+        return not torch.equal(here, shown)
+
+    def _look_at_parameters(self) -> None:
+        self._number = {id(p): number for number, p in enumerate(self.parameters)}
+        members = [
+            [p for p in group["params"] if id(p) in self._number]
+            for group in self._optimizer.param_groups
+        ]
+        numbers = [{self._number[id(p)] for p in each} for each in members]
+        self._by_group = [
+            [n for n, section in enumerate(self._own) if section.tensor in each] for each in numbers
+        ]
+        laid = [(p.shape, p.stride()) for p in self.parameters]
+        self._is_apart = (
+            all(map(fused.alike, members))
+            and laid == self._shape
+            and not _overlap([(p.data_ptr(), p.nbytes) for p in self.parameters])
+        )
+        tensors = [parameter.detach() for parameter in self.parameters if self._is_apart]
+        self._targets = [
+            self._part(section, tensors[section.tensor]) for section in self._own if tensors
+        ]
+        self._copies = [
+            self._part(section, tensors[section.tensor]) for section in self._foreign if tensors
+        ]
+        self._samples = [
+            (_sample(here), _sample(shown))
+            for here, shown in zip(
+                [*self._targets, *self._copies],
+                [*self._own_results, *self._foreign_results] if tensors else [],
+                strict=True,
+            )
+        ]
+
+    def _update(self) -> None:
+        """Update one's own slice, publish it, and take those of the others."""
+        optimizer, kernel = self._optimizer, self._kernel
+        assert kernel is not None, "decided in `reduce`"
+        state = optimizer.state
+        if kernel.counts:
+            steps = [state[p]["step"] for p in self.parameters if id(p) not in self._idle]
+            torch._foreach_add_(steps, fused.ONE, alpha=1.0)
+        for group, numbers in zip(optimizer.param_groups, self._by_group, strict=True):
+            if self._idle:
+                used = [self.parameters[self._own[n].tensor] for n in numbers]
+                numbers = [n for n, p in zip(numbers, used, strict=True) if id(p) not in self._idle]
+            if not numbers:
+                continue
+            owners = [self.parameters[self._own[n].tensor] for n in numbers]
+            kernel.update(
+                group,
+                [self._targets[n] for n in numbers],
+                [self._sums[n] for n in numbers],
+                [[self._own_state[key][n] for n in numbers] for key in kernel.keys(group)],
+                [state[p]["step"] for p in owners] if kernel.counts else [],
+            )
+        fused.mark(optimizer)
+        if self._targets:
+            torch._foreach_copy_(self._own_results, self._targets)
+        self._slices.finish()
+        if self._copies:
+            torch._foreach_copy_(self._copies, self._foreign_results)
+
+    def _share_state(self) -> None:
+        """Move the state that each replica has into memory that all share; all call this."""
+        kernel = fused.kernel_of(self._optimizer)
+        found: dict[str, dict[int, Tensor]] = {}
+        fits = kernel is not None and self._lies_apart()
+        if kernel is not None and fits:
+            for group in self._optimizer.param_groups:
+                for parameter in group["params"]:
+                    values = self._optimizer.state.get(parameter)
+                    number = self._number.get(id(parameter))
+                    for key in kernel.keys(group) if values and number is not None else ():
+                        value = values.get(key) if values else None
+                        fits = fits and _is_like(value, parameter)
+                        found.setdefault(key, {})[number] = value  # type: ignore[assignment, index]
+        agreed = torch.tensor([float(not fits)])
+        if self._shared.all_reduce(agreed).item():
+            return
+        try:
+            for key in found:
+                if key not in self._memory:
+                    self._allocate(key)
+        except UserError:  # no space, which all of them hear
+            self._has_no_space = True
+            return
+        for key, values in found.items():
+            for number, value in values.items():
+                if value is not self._memory[key][number]:
+                    for n, section in enumerate(self._own):
+                        if section.tensor == number:
+                            self._own_state[key][n].copy_(self._part(section, value))
+                    shared = self._memory[key][number]
+                    self._ours[id(shared)] = shared
+                    self._optimizer.state[self.parameters[number]][key] = shared
+        self._shared.barrier()
+
+    def _allocate(self, key: str) -> None:
+        """Shared memory for the state ``key`` of all parameters."""
+        segment = self._shared.segment(max(self._size, LINE))
+
+        def memory(section: Section) -> Tensor:
+            dtype = self.parameters[section.tensor].dtype
+            return segment.tensor(section.offset, section.stop - section.start, dtype)
+
+        whole = [self._whole(number) for number in range(len(self.parameters))]
+        self._memory[key] = [self._shaped(section, memory(section)) for section in whole]
+        self._own_state[key] = [self._shaped(section, memory(section)) for section in self._own]
+
+    def _whole(self, number: int) -> Section:
+        """All of a parameter."""
+        return Section(number, 0, self.parameters[number].numel(), 0, self._offsets[number], True)
+
+    def _shaped(self, section: Section, flat: Tensor) -> Tensor:
+        """Memory of a section as an update sees it: as the parameter, or flat where that is cut."""
+        return flat.as_strided(*self._shape[section.tensor]) if section.whole else flat
+
+    def _part(self, section: Section, tensor: Tensor | None) -> Tensor:
+        """A section of a tensor that has the shape of its parameter."""
+        assert tensor is not None
+        if section.whole:
+            return tensor
+        shape, stride = self._shape[section.tensor]
+        if tensor.stride() != stride:
+            tensor = torch.empty_strided(shape, stride, dtype=tensor.dtype).copy_(tensor)
+        first = tensor.storage_offset() + section.start
+        return tensor.as_strided((section.stop - section.start,), (1,), first)
+
+
+def _make_private_before_steps(gradients: SlicedGradients, optimizer: Optimizer) -> None:
+    """Have the state made private before a step of the optimizer's own, whoever calls it."""
+    found = weakref.ref(gradients)
+
+    @fused.our_hook
+    def hook(*_: object) -> None:
+        alive = found()
+        if alive is not None:
+            alive.make_private()
+
+    optimizer.register_step_pre_hook(hook)
+
+
+def _add(into: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
+    if into:
+        torch._foreach_add_(list(into), list(parts))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Some elements of a tensor that has no gaps, evenly spaced in its memory."""
+    every = max(1, tensor.numel() // SAMPLE)
+    count = -(-tensor.numel() // every)
+    return tensor.as_strided((count,), (every,), tensor.storage_offset())
+
+
+def _dense(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """The shape and the strides of a tensor that is laid out as this one, without gaps."""
+    made = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+    return made.shape, made.stride()
+
+
+def _overlap(blocks: Sequence[tuple[int, int]]) -> bool:
+    """Whether two blocks of memory, ``(address, bytes)``, have bytes in common."""
+    filled = sorted(block for block in blocks if block[1])
+    return any(one[0] + one[1] > two[0] for one, two in pairwise(filled))
+
+
+def _is_like(value: object, parameter: Tensor) -> bool:
+    """Whether a state has a number for each element of its parameter, laid out as these."""
+    return (
+        type(value) is Tensor
+        and value.is_cpu
+        and value.dtype == parameter.dtype
+        and value.shape == parameter.shape
+        and value.stride() == parameter.stride()
+    )
