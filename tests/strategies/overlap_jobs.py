@@ -241,6 +241,25 @@ def compressed(
     return result
 
 
+def uneven(way: str, compress: Any, accumulate: int) -> tuple[dict[str, Tensor], float]:
+    """Weights after batches of 7 and 1 rows: replicas have more, fewer, or none."""
+    strategy = make(way, compress=compress)
+    net = Wide().double()
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.05, momentum=0.9),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+        accumulate=accumulate,
+    )
+    x, y = examples(29)
+    trainer.fit((x.double(), y), epochs=4, batch_size=7, verbose=0)
+    weights = {name: value.clone() for name, value in net.state_dict().items()}
+    error = strategy.groups.world.traffic.compression_error
+    strategy.close()
+    return weights, error
+
+
 def left_out(way: str, folder: str) -> list[Tensor]:
     """The sum over all machines of what a checkpoint's steps have left out, once loaded here."""
     strategy = make(way, compress=sp.PowerSGD(2, 0))
@@ -249,8 +268,7 @@ def left_out(way: str, folder: str) -> list[Tensor]:
     strategy.load(Path(folder))
     found = strategy._compression()
     assert isinstance(found, LowRank)
-    named = dict(net.named_parameters())
-    state = found.state_dict(named, strategy.groups.data, strategy.groups.lane.is_leader)
+    state = found.state_dict(*strategy._kept)
     sums = [errors.sum(0) for errors in state["errors"].values()]
     strategy.close()
     return sums
@@ -260,7 +278,7 @@ def products(way: str) -> tuple[Tensor, Tensor, Tensor]:
     """The reduced gradients of one matrix in three updates of which each left out a part."""
     strategy = make(way, compress=sp.PowerSGD(1, 0))
     net = nn.Linear(30, 20, bias=False).double()
-    _, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 1.0))
+    model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 1.0))
     before = net.weight.detach().clone()
     generator = torch.Generator().manual_seed(strategy.cluster.rank)
     size = strategy.num_replicas_in_sync
@@ -269,12 +287,12 @@ def products(way: str) -> tuple[Tensor, Tensor, Tensor]:
     for batch in strategy.distribute(data.batch(size)):
         target = torch.randn(20, 30, generator=generator, dtype=torch.float64)
         given += target
-        strategy.backward((net.weight * target).sum(), batch)
+        strategy.backward((model(torch.eye(30).double()) * target.T).sum(), batch)
         strategy.update(optimizer)
     found = strategy._compression()
     assert found is not None
     group = strategy.groups.data
-    state = found.state_dict(dict(net.named_parameters()), group, strategy.groups.lane.is_leader)
+    state = found.state_dict(*strategy._kept)
     kept = state["errors"]["weight"].sum(0)
     applied = before - net.weight.detach()
     everyone = group.all_reduce(given)

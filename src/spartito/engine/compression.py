@@ -149,7 +149,7 @@ class Rounded(Compression):
     def summing(self, parameters: Sequence[nn.Parameter], group: Collective, flat: Tensor) -> Work:
         if flat.dtype not in _FLOATS:
             return group.summing(flat)
-        rounded = torch.empty(flat.numel(), dtype=torch.bfloat16)
+        rounded = torch.empty_like(flat, dtype=torch.bfloat16)
         add = group.summing(rounded)
 
         def run() -> None:
@@ -170,11 +170,11 @@ class _Memory:
     """
 
     def __init__(self, parameter: nn.Parameter, rank: int) -> None:
-        rows, dtype = parameter.shape[0], parameter.dtype
+        rows = parameter.shape[0]
         columns = parameter.numel() // rows
-        self.errors = [torch.zeros(rows, columns, dtype=dtype) for _ in range(2)]
+        self.errors = [parameter.new_zeros(rows, columns) for _ in range(2)]
         generator = torch.Generator().manual_seed(0)  # the same on all
-        right = torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(dtype)
+        right = torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(parameter)
         self.rights = [right, right.clone()]
 
     def flip(self) -> None:

@@ -7,19 +7,24 @@ The first update is made without it, and shows whether all parameters get a grad
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import add
-from typing import Any
+from typing import Any, cast
 from weakref import WeakMethod
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed import GradBucket
+from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from spartito.collectives.collective import Piggybacked, add_piggybacked
+from spartito.collectives.calls import encode
+from spartito.collectives.collective import Piggybacked, Reducer, add_piggybacked
+from spartito.collectives.lane import Work
 from spartito.collectives.process_group import ProcessGroupCollective, Scalars
+from spartito.engine.compression import Compression, Whole
 from spartito.engine.gradients import (
     Number,
     PackedGradients,
@@ -32,6 +37,65 @@ from spartito.errors import UserError
 
 _SETTLED = 3
 """Forward passes after which DDP's buckets are what they stay."""
+
+
+class _Summing:
+    """Sums flat gradients over ``group``, as ``compression`` sends them.
+
+    On a GPU that runs on a stream of its own, beside the rest of backward.
+    """
+
+    def __init__(self, compression: Compression, group: ProcessGroupCollective) -> None:
+        self._compression, self._group = compression, group
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def of(self, parameters: Sequence[nn.Parameter], flat: Tensor) -> Work:
+        """What replaces ``flat``, the gradients of ``parameters``, by their sum."""
+        return self._compression.summing(parameters, self._group, flat)
+
+    def begin(self, bucket: GradBucket) -> Future[Tensor]:
+        """The mean, which DDP's backward passes want of each bucket that is complete."""
+        flat = bucket.buffer()
+        if not flat.is_cuda:
+            done: Future[Tensor] = Future()
+            self._average(bucket, done)
+            return done
+        if flat.device not in self._streams:
+            self._streams[flat.device] = torch.cuda.Stream(flat.device)
+        stream = self._streams[flat.device]
+        stream.wait_stream(torch.cuda.current_stream(flat.device))
+        with torch.cuda.stream(stream):
+            done = Future(devices=[flat.device])
+            self._average(bucket, done)
+        return done
+
+    def _average(self, bucket: GradBucket, done: Future[Tensor]) -> None:
+        self.of(cast(list[nn.Parameter], bucket.parameters()), bucket.buffer())()
+        done.set_result(bucket.buffer().div_(self._group.world_size))
+
+
+class _SummingReducer:
+    """The sum of gradients that DDP is not in charge of, sent as it would send them."""
+
+    def __init__(
+        self,
+        summing: _Summing,
+        parameters: Sequence[nn.Parameter],
+        group: ProcessGroupCollective,
+    ) -> None:
+        first, numel = parameters[0], sum(parameter.numel() for parameter in parameters)
+        self.input = self.output = first.new_zeros(numel)
+        self._add, self._group = summing.of(parameters, self.input), group
+        self._tag = encode("reduce", numel, first.dtype)
+
+    def reduce(self, piggybacked: Piggybacked, loss_divisor: float) -> Piggybacked:
+        """As `Reducer.reduce`."""
+        with self._group.current_call.call(self._tag):
+            total = self._group.synchronize(piggybacked)
+        self._add()
+        if total[0] and total[0] != loss_divisor:
+            self.output.mul_(loss_divisor / total[0])
+        return total
 
 
 class Overlapped(Wrapper):
@@ -47,6 +111,8 @@ class Overlapped(Wrapper):
         self._parallel: list[DistributedDataParallel] = []  # in a list: it is no submodule
         self.follow: Callable[[], Callable[[], None] | None] = lambda: None
         """What to call before a forward pass with gradients."""
+        self.summing: _Summing | None = None
+        """What makes the means; None leaves it to DDP."""
         self.finds_unused = False
         """Whether parameters may go without a gradient."""
         self.synchronizes = True
@@ -78,6 +144,8 @@ class Overlapped(Wrapper):
                     gradient_as_bucket_view=True,
                 )
             ]
+        if (summing := self.summing) is not None:
+            self._parallel[0].register_comm_hook(None, lambda state, bucket: summing.begin(bucket))
 
     def check_complete(self) -> None:
         """Raise `UserError` where a backward pass that averages left parameters out.
@@ -141,8 +209,12 @@ class OverlappedGradients(PackedGradients):
         collective: ProcessGroupCollective,
         model: Overlapped,
         finds_unused: bool | None = None,
+        compression: Compression | None = None,
     ) -> None:
         self._model, self._finds_unused = model, finds_unused
+        self.compression = compression or Whole()
+        if not isinstance(self.compression, Whole):
+            model.summing = _Summing(self.compression, collective)
         model.follow = WeakMethod(self._follow)
         self._is_measured = False
         self._earlier: Scalars | None = None
@@ -162,6 +234,7 @@ class OverlappedGradients(PackedGradients):
     def _follow(self) -> None:
         """Give up DDP before a forward pass where other parameters learn than it was told."""
         if not self.counts:
+            self.compression.undo()
             self._model.averaged = False
         self.refresh()
         if self._model.is_wrapped and not all(p.requires_grad for p in self._wrapped):
@@ -177,6 +250,12 @@ class OverlappedGradients(PackedGradients):
         self._is_measured = False
         super()._plan()
 
+    def _reducer(self, parameters: list[nn.Parameter]) -> Reducer:
+        """Updates without DDP send gradients in the same way."""
+        if (summing := self._model.summing) is not None:
+            return _SummingReducer(summing, parameters, self._collective)
+        return super()._reducer(parameters)
+
     def discarding(self) -> AbstractContextManager[None]:
         """The others' gradients may come by this pass too."""
         return nullcontext() if self._model.averaged else super().discarding()
@@ -188,6 +267,7 @@ class OverlappedGradients(PackedGradients):
                 super()._plan()
             weight, loss, others = super().reduce(piggybacked)
             self._is_measured = True
+            self._updated()
             return weight, loss, tuple(map(add, others, self._others(None, len(others))))
         self._model.check_complete()
         mine = float(self._collective.rank == 0) if self.normalized else self.weight
@@ -195,7 +275,12 @@ class OverlappedGradients(PackedGradients):
         _, weight, loss, *_ = came.sums
         world = self._collective.world_size
         scale_gradients(self.parameters, quotient(self.loss_divisor * world, weight))
+        self._updated()
         return weight, loss, self._others(came, len(piggybacked))
+
+    def _updated(self) -> None:
+        self.compression.updated()
+        self._collective.traffic.compression_error = self.compression.error
 
     def _others(self, came: Scalars | None, count: int) -> Piggybacked:
         """The sums of the piggybacked scalars of the exchange before: so nobody waits for this one.
@@ -215,6 +300,7 @@ class OverlappedGradients(PackedGradients):
     def clear(self) -> None:
         """As `Gradients.clear`; then DDP takes over, with what the first update has shown."""
         super().clear()
+        self.compression.undo()  # what was sent for no update
         self._model.averaged = False
         if not self._is_measured:
             return

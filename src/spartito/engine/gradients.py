@@ -257,7 +257,11 @@ class PackedGradients(Gradients):
 
     def _pack(self, parameters: list[nn.Parameter]) -> Pack:
         private = not all(group.get("fused") for group in self._optimizer.param_groups)
-        return _Pack(parameters, self._collective, private)
+        return _Pack(parameters, self._reducer(parameters), private)
+
+    def _reducer(self, parameters: list[nn.Parameter]) -> Reducer:
+        first, numel = parameters[0], sum(parameter.numel() for parameter in parameters)
+        return self._collective.reducer(numel, first.dtype, first.device)
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         self.refresh()
@@ -318,13 +322,8 @@ def different_batches(loss_divisor: float) -> UserError:
 class _Pack:
     """The parameters of one dtype and device in a flat tensor."""
 
-    def __init__(
-        self, parameters: list[nn.Parameter], collective: Collective, private: bool
-    ) -> None:
+    def __init__(self, parameters: list[nn.Parameter], reducer: Reducer, private: bool) -> None:
         self.parameters = parameters
-        first = parameters[0]
-        numel = sum(parameter.numel() for parameter in parameters)
-        reducer: Reducer = collective.reducer(numel, first.dtype, first.device)
         self.reduce = reducer.reduce
         self._inputs = views(reducer.input, parameters)
         self._outputs = views(reducer.output, parameters)

@@ -15,6 +15,7 @@ from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.tcp import SocketCollective
 from spartito.data.batch import Batch
 from spartito.engine.compression import Compress, Compression, choose, make_compression
+from spartito.engine.ddp import OverlappedGradients
 from spartito.engine.gradients import Gradients
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.engine.overlap import BUCKET, OVERLAPPED, StreamedGradients
@@ -54,7 +55,8 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             find_unused_parameters: Whether parameters may get no gradient, with "ddp".
             compress: How gradients go from machine to machine, on thin lines: None is as they
                 are; "bf16" half of the bytes, summed in fp32; "powersgd", "powersgd:RANK" or a
-                `PowerSGD` a tenth and less, with what is left out added to the next step.
+                `PowerSGD` a tenth and less, with what is left out added to the next step. With
+                "ddp", as on GPUs, each replica's gradients go so.
             bucket_bytes: Gradients leave in parts of at least so many bytes, as backward has them;
                 three such parts are worth it, fewer leave at its end.
 
@@ -116,34 +118,40 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     def _compression(self) -> Compression | None:
         """That of the pair that is meant, if its gradients leave in buckets."""
         gradients = self._pairs.only.gradients
-        return gradients.compression if isinstance(gradients, StreamedGradients) else None
+        if isinstance(gradients, StreamedGradients | OverlappedGradients):
+            return gradients.compression
+        return None
 
     @property
     def _kept(self) -> tuple[dict[str, nn.Parameter], Collective, bool]:
         """What a compression needs to save and load what it keeps."""
         named = dict(unwrap(self._pairs.only.model).named_parameters())
-        return named, self._group, self.groups.lane.is_leader
+        sends = isinstance(self._group, ProcessGroupCollective) or self.groups.lane.is_leader
+        return named, self._group, sends
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
         group, pairs = self._group, self._pairs
         if not isinstance(group, SocketCollective | HierarchicalCollective):
-            if self._compress is not None and isinstance(group, ProcessGroupCollective):
+            by_group = isinstance(group, ProcessGroupCollective)
+            if self._compress is not None and by_group and not self._overlaps:
                 raise UserError(
                     f"compress={self._compress!r}: a process group sends gradients as they are",
-                    "On CPUs communication='auto' compresses; on GPUs leave it out.",
+                    "communication='auto' compresses, and 'ddp' does.",
                 )
-            if self._compress is not None and self.is_chief:
+            if self._compress is not None and not by_group and self.is_chief:
                 warn("compress=%r is for several machines: left out on one", self._compress)
             return super()._gradients(model, optimizer)
         nbytes = sum(p.numel() * p.itemsize for p in optimizer_parameters(optimizer))
         if self._compress is None and nbytes < OVERLAPPED * self._bucket_bytes:
             return super()._gradients(model, optimizer)
-        compression = make_compression(self._compress)
-        self._compressions.append(compression)
         return model, StreamedGradients(
-            optimizer, group, self.groups.lane, lambda: len(pairs.all) == 1, compression,
-            self._bucket_bytes,
+            optimizer, group, self.groups.lane, lambda: len(pairs.all) == 1,
+            self._new_compression(), self._bucket_bytes,
         )  # fmt: skip
+
+    def _new_compression(self) -> Compression:
+        self._compressions.append(make_compression(self._compress))
+        return self._compressions[-1]
 
 
 def _check(compress: Compress, precision: str, deterministic: bool) -> None:

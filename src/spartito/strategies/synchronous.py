@@ -19,6 +19,7 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
+from spartito.engine.compression import Compression, Whole
 from spartito.engine.context import enter
 from spartito.engine.ddp import Overlapped, OverlappedGradients
 from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
@@ -144,10 +145,17 @@ class SynchronousStrategy(ReplicaStrategy):
         if self._overlaps and isinstance(group, ProcessGroupCollective):
             whole = Overlapped(model, group)
             self._overlapped.append(whole)
-            return whole, OverlappedGradients(optimizer, group, whole, self._finds_unused)
+            compression = self._new_compression()
+            return whole, OverlappedGradients(
+                optimizer, group, whole, self._finds_unused, compression
+            )
         if self._divides_updates and isinstance(group, SharedMemoryCollective):
             return model, SlicedGradients(optimizer, group)
         return model, PackedGradients(optimizer, group)
+
+    def _new_compression(self) -> Compression:
+        """How one optimizer's gradients are sent where DDP sends them."""
+        return Whole()
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         randomness = pair.randomness
