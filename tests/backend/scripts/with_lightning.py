@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 
-class Classifier(lightning.LightningModule):  # type: ignore[misc]
+class Classifier(lightning.LightningModule):
     """Prints what it has logged of each epoch, the mean over all ranks."""
 
     def __init__(self) -> None:
