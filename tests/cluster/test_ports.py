@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import random
 import socket
 from contextlib import ExitStack
 
@@ -33,6 +34,15 @@ def test_free_ports_differ_and_can_be_taken_at_once(
         for port in ports:
             held.enter_context(socket.socket()).bind((HOST, port))
     assert len(set(ports)) == 20
+
+
+def test_a_seed_says_nothing_about_ports() -> None:
+    """Else two programs of one seed, or two runs of a property test, would want the same."""
+    drawn = []
+    for _ in range(2):
+        random.seed(0)
+        drawn.append(free_ports(5, HOST))
+    assert drawn[0] != drawn[1]
 
 
 def test_a_port_that_is_held_is_for_our_tasks_alone() -> None:

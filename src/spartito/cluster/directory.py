@@ -8,7 +8,6 @@ that an earlier job left behind counts for nothing, and no clocks are compared.
 from __future__ import annotations
 
 import errno
-import random
 import secrets
 import socket
 import time
@@ -33,7 +32,7 @@ from spartito.cluster.listed import (
     named_task,
     spec_of,
 )
-from spartito.cluster.ports import BELOW_EPHEMERAL, free_port, is_own
+from spartito.cluster.ports import BELOW_EPHEMERAL, drawn, free_port, is_own
 from spartito.cluster.spec import ClusterSpec, Task, is_loopback, split_address
 from spartito.errors import TaskLostError, UserError
 from spartito.names import ENV_TIMEOUT
@@ -194,7 +193,7 @@ def _ports(allowed: range | None, number: int, count: int) -> Sequence[int]:
     """Ports to try for the ``number``-th of ``count`` tasks: those of one host must differ."""
     if allowed is None:
         ports = BELOW_EPHEMERAL[number::count]
-        return random.sample(ports, min(TRIES, len(ports)))
+        return drawn(ports, TRIES)
     start = number % len(allowed)
     return (*allowed[start:], *allowed[:start])
 

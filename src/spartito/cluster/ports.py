@@ -29,6 +29,11 @@ def free_port(
     return free_ports(1, host, allowed, held)[0]
 
 
+def drawn(ports: Sequence[int], count: int) -> list[int]:
+    """At most ``count`` of ``ports`` in any order: others in each process, also after a seed."""
+    return random.SystemRandom().sample(ports, min(count, len(ports)))
+
+
 def free_ports(
     count: int,
     host: str = "127.0.0.1",
@@ -51,7 +56,7 @@ def free_ports(
                 "Allow more ports: --ports, SPARTITO_PORTS.",
             )
         return found
-    tried = random.sample(BELOW_EPHEMERAL, min(len(BELOW_EPHEMERAL), 50 * count))
+    tried = drawn(BELOW_EPHEMERAL, 50 * count)
     ports = list(islice((port for port in tried if _is_free(family, host, port, held)), count))
     with ExitStack() as probes:  # all at once, so that they differ
         for _ in range(count - len(ports)):
