@@ -116,6 +116,24 @@ def regrouped(net: Net, optimizer: Optimizer, step: int, rank: int) -> None:
         one["params"].append(two["params"].pop(0))
 
 
+def halved(net: Net, optimizer: Optimizer, step: int, rank: int) -> None:
+    """Write into the state, twice in place and once past torch's count of writes."""
+    for values in optimizer.state.values() if step in (3, 4, 6) else ():
+        for key, value in values.items():
+            if key != "step":
+                (value.data if step == 6 else value).mul_(0.5)
+
+
+def hook_writes(net: Net, optimizer: Optimizer, step: int, rank: int) -> None:
+    def hook(*_: object) -> None:
+        for parameter in net.parameters():
+            if parameter.grad is not None:
+                parameter.grad.mul_(2).add_(0.01)
+
+    if step == 3:
+        optimizer.register_step_pre_hook(hook)
+
+
 Change = Callable[[Net, Optimizer, int, int], None]
 CASES: dict[str, tuple[Callable[..., Optimizer], Change, float | None, int]] = {
     # optimizer, what changes before a step, clip_norm, how many updates are divided: after those
@@ -134,6 +152,9 @@ CASES: dict[str, tuple[Callable[..., Optimizer], Change, float | None, int]] = {
     "hooked": (Adam, hook_on_one, None, 2),
     "by hand": (Adam, by_hand, None, 1),
     "replaced": (Adam, replaced, None, 2),
+    "halved": (Adam, halved, None, STEPS - 5),
+    "halved momentum": (lambda p: SGD(p, 0.1, momentum=0.9), halved, None, STEPS - 5),
+    "hook writes": (Adam, hook_writes, None, 1),
     "regrouped": (Adam, regrouped, None, STEPS - 2),
 }
 

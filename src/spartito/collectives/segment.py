@@ -24,7 +24,7 @@ class Segment:
 
     def __init__(self, path: Path, map_: mmap.mmap) -> None:
         self.path = path
-        self.map = map_
+        self.map = self.view = map_
 
     @classmethod
     def create(cls, size: int, directories: Sequence[Path], reserve: int = 0) -> Segment:
@@ -83,6 +83,14 @@ class Segment:
         finally:
             os.close(fd)
 
+    def open_view(self) -> None:
+        """Map the file anew, while it has a name: as ``view``, what is written stays here."""
+        fd = os.open(self.path, os.O_RDWR | os.O_NOFOLLOW)
+        try:
+            self.view = mmap.mmap(fd, len(self.map), flags=mmap.MAP_PRIVATE)
+        finally:
+            os.close(fd)
+
     def claim(self, file: int, offset: int, size: int) -> None:
         """Claim the space of a part; ``file`` is the segment's file, opened anew.
 
@@ -98,8 +106,10 @@ class Segment:
                 "Free some there, or give the container more with --shm-size.",
             ) from error
 
-    def tensor(self, offset: int, numel: int, dtype: torch.dtype) -> Tensor:
-        """``numel`` elements of the mapping from byte ``offset`` on."""
+    def tensor(
+        self, offset: int, numel: int, dtype: torch.dtype, map_: mmap.mmap | None = None
+    ) -> Tensor:
+        """``numel`` elements of the mapping, or of its ``view``, from byte ``offset`` on."""
         if numel == 0:
             return torch.empty(0, dtype=dtype)
-        return torch.frombuffer(self.map, dtype=dtype, count=numel, offset=offset)
+        return torch.frombuffer(map_ or self.map, dtype=dtype, count=numel, offset=offset)

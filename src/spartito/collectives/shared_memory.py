@@ -170,13 +170,18 @@ class SharedMemoryCollective(Collective):
         segment = self.segment(max(1, numel * dtype.itemsize) * (self.world_size + 1))
         return SharedReducer(self, segment, numel, dtype)
 
-    def segment(self, size: int) -> Segment:
-        """``size`` bytes, all 0, that every replica has mapped; nothing else can find them."""
+    def segment(self, size: int, has_view: bool = False) -> Segment:
+        """``size`` bytes, all 0, that every replica has mapped; nothing else can find them.
+
+        With ``has_view`` they are mapped once more, so that what is written there stays here.
+        """
         with self.current_call.call(encode("shared memory", size, torch.uint8)):
             segment = self._segment_for_all(
                 size, lambda text: self.all_gather_bytes(text.encode())[0].decode()
             )
             try:
+                if has_view:
+                    segment.open_view()
                 self.barrier()
             finally:
                 self._unlink(segment)

@@ -66,18 +66,25 @@ def kernel_of(optimizer: Optimizer) -> Kernel | None:
     kernel = _KERNELS.get(type(optimizer))
     if (
         kernel is None
-        or base._global_optimizer_pre_hooks
-        or base._global_optimizer_post_hooks
-        or optimizer._optimizer_step_post_hooks
-        or not all(map(_is_ours, optimizer._optimizer_step_pre_hooks.values()))
+        or not is_bare(optimizer)
         or "found_inf" in optimizer.__dict__
         or "grad_scale" in optimizer.__dict__
-        or not _is_torchs(getattr(optimizer.step, "__func__", optimizer.step))
         or torch.autograd._profiler_enabled()
         or not all(map(kernel.is_plain, optimizer.param_groups))
     ):
         return None
     return kernel
+
+
+def is_bare(optimizer: Optimizer) -> bool:
+    """Whether a step is torch's own, without hooks of a user's, who may do anything there."""
+    return not (
+        base._global_optimizer_pre_hooks
+        or base._global_optimizer_post_hooks
+        or optimizer._optimizer_step_post_hooks
+        or not all(map(_is_ours, optimizer._optimizer_step_pre_hooks.values()))
+        or not _is_torchs(getattr(optimizer.step, "__func__", optimizer.step))
+    )
 
 
 def alike(tensors: Sequence[Tensor]) -> bool:

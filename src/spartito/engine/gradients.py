@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.collectives.collective import Collective, Piggybacked, Reducer
+from spartito.engine.fused import is_bare
 from spartito.engine.optimizers import optimizer_parameters
 from spartito.errors import UserError
 
@@ -236,7 +237,8 @@ class Pack(Protocol):
 class PackedGradients(Gradients):
     """Several replicas: packed into one flat tensor per dtype, reduced, and seen through views.
 
-    An optimizer that may write into ``.grad``, which all but torch's fused ones do, gets copies.
+    An optimizer that may write into ``.grad``, as all but torch's fused ones and all with hooks,
+    gets copies.
     """
 
     def __init__(self, optimizer: Optimizer, collective: Collective) -> None:
@@ -256,8 +258,7 @@ class PackedGradients(Gradients):
             self._bare = self._collective.reducer(0, torch.float64, torch.device("cpu"))
 
     def _pack(self, parameters: list[nn.Parameter]) -> Pack:
-        private = not all(group.get("fused") for group in self._optimizer.param_groups)
-        return _Pack(parameters, self._reducer(parameters), private)
+        return _Pack(parameters, self._reducer(parameters), self._optimizer)
 
     def _reducer(self, parameters: list[nn.Parameter]) -> Reducer:
         first, numel = parameters[0], sum(parameter.numel() for parameter in parameters)
@@ -322,12 +323,14 @@ def different_batches(loss_divisor: float) -> UserError:
 class _Pack:
     """The parameters of one dtype and device in a flat tensor."""
 
-    def __init__(self, parameters: list[nn.Parameter], reducer: Reducer, private: bool) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], reducer: Reducer, optimizer: Optimizer
+    ) -> None:
         self.parameters = parameters
         self.reduce = reducer.reduce
         self._inputs = views(reducer.input, parameters)
         self._outputs = views(reducer.output, parameters)
-        self._private = private
+        self._optimizer = optimizer
 
     def fill(self) -> None:
         grads: list[Tensor] = []
@@ -342,9 +345,15 @@ class _Pack:
             torch._foreach_copy_(views, grads)
 
     def give_back(self, unused: frozenset[int]) -> None:
-        outputs = [view.clone() for view in self._outputs] if self._private else self._outputs
-        for parameter, output in zip(self.parameters, outputs, strict=True):
-            parameter.grad = None if id(parameter) in unused else output
+        is_private = writes_gradients(self._optimizer)
+        for parameter, output in zip(self.parameters, self._outputs, strict=True):
+            shown = output.clone() if is_private else output
+            parameter.grad = None if id(parameter) in unused else shown
+
+
+def writes_gradients(optimizer: Optimizer) -> bool:
+    """Whether a step may write into ``.grad``: torch's fused ones do not, hooks of a user's may."""
+    return not (all(group.get("fused") for group in optimizer.param_groups) and is_bare(optimizer))
 
 
 def views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

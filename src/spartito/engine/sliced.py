@@ -6,14 +6,15 @@ slice to its own gradients, updates views of the user's own tensors with torch's
 copies the slices of the others. The numbers are bitwise those of an update by each replica.
 
 The optimizer's state lies in memory that all share, in torch's own format: each replica writes
-its slice, and reads all of it. A step of the optimizer's own makes it private again, before.
+its slice, and reads all of it. What a user writes into it stays on his replica, is noticed, and
+makes it private again, as a step of the optimizer's own does, before.
 """
 
 from __future__ import annotations
 
+import mmap
 import weakref
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,14 +22,21 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from spartito.collectives.collective import Piggybacked
+from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.collectives.slices import LINE, Section, cut
 from spartito.engine import fused
-from spartito.engine.gradients import Number, PackedGradients, different_batches, refuse_sparse
+from spartito.engine.gradients import (
+    Number,
+    PackedGradients,
+    different_batches,
+    refuse_sparse,
+    writes_gradients,
+)
+from spartito.engine.layout import dense, is_like, overlap, sample
 from spartito.errors import UserError
 
 NOT_SHARED = 1.0  # this replica could divide updates, once the state is shared
-SAMPLE = 16  # elements of a section
 UNABLE = 2.0**20  # more than there are replicas
 
 
@@ -53,13 +61,14 @@ class SlicedGradients(PackedGradients):
         self._laid: list[tuple[Any, ...]] = []
         self._groups: list[int] = []
         self._memory: dict[str, list[Tensor]] = {}
+        self._segments: dict[str, Segment] = {}
+        self._state_samples: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self._own_state: dict[str, list[Tensor]] = {}
-        self._private = not all(group.get("fused") for group in self._optimizer.param_groups)
         parameters, rank, world = self.parameters, self._shared.rank, self._shared.world_size
         sizes = [(p.numel(), p.element_size()) for p in parameters]
         sections, self._size = cut(sizes, world)
         self._offsets = {section.tensor: section.offset for section in reversed(sections)}
-        self._shape = [_dense(p) for p in parameters]
+        self._shape = [dense(p) for p in parameters]
         self._own = [section for section in sections if section.owner == rank]
         self._foreign = [section for section in sections if section.owner != rank]
         dtypes, numel = {p.dtype for p in parameters}, sum(numel for numel, _ in sizes)
@@ -186,12 +195,14 @@ class SlicedGradients(PackedGradients):
         if self._sums:
             torch._foreach_copy_(self._own_results, self._sums)
         self._slices.finish()
+        is_private = writes_gradients(self._optimizer)
         for parameter, result in zip(self.parameters, self._whole_results, strict=True):
-            shown = result.clone() if self._private else result
+            shown = result.clone() if is_private else result
             parameter.grad = None if id(parameter) in self._idle else shown
 
     def _obstacle(self) -> float:
         """What keeps this replica from dividing the next update: 0 is nothing."""
+        self._steps += 1
         kernel = self._kernel = fused.kernel_of(self._optimizer)
         if self.whole or kernel is None or self._has_no_space or not self._lies_apart():
             return UNABLE
@@ -214,9 +225,13 @@ class SlicedGradients(PackedGradients):
                     continue
                 for key in keys:
                     memory = self._memory.get(key)
-                    if memory is None or values.get(key) is not memory[number]:
+                    if (
+                        memory is None
+                        or values.get(key) is not memory[number]
+                        or memory[number]._version
+                    ):
                         return NOT_SHARED
-        return 0.0
+        return 0.0 if all(map(self._is_untouched, self._state_samples.values())) else NOT_SHARED
 
     def _lies_apart(self) -> bool:
         """Whether the parameters are ordinary ones, each in one section of memory of its own."""
@@ -239,9 +254,12 @@ class SlicedGradients(PackedGradients):
             return True
         if not (self._shows_values and self._samples):
             return False
-        self._steps += 1
         here, shown = self._samples[self._steps % len(self._samples)]
         return not torch.equal(here, shown)
+
+    def _is_untouched(self, samples: Sequence[tuple[Tensor, Tensor]]) -> bool:
+        """Whether a state has what was shown; a write through ``.data`` leaves no other trace."""
+        return not samples or torch.equal(*samples[self._steps % len(samples)])
 
     def _look_at_parameters(self) -> None:
         self._number = {id(p): number for number, p in enumerate(self.parameters)}
@@ -257,7 +275,7 @@ class SlicedGradients(PackedGradients):
         self._is_apart = (
             all(map(fused.alike, members))
             and laid == self._shape
-            and not _overlap([(p.data_ptr(), p.nbytes) for p in self.parameters])
+            and not overlap([(p.data_ptr(), p.nbytes) for p in self.parameters])
         )
         tensors = [parameter.detach() for parameter in self.parameters if self._is_apart]
         self._targets = [
@@ -267,7 +285,7 @@ class SlicedGradients(PackedGradients):
             self._part(section, tensors[section.tensor]) for section in self._foreign if tensors
         ]
         self._samples = [
-            (_sample(here), _sample(shown))
+            (sample(here), sample(shown))
             for here, shown in zip(
                 [*self._targets, *self._copies],
                 [*self._own_results, *self._foreign_results] if tensors else [],
@@ -316,7 +334,7 @@ class SlicedGradients(PackedGradients):
                     number = self._number.get(id(parameter))
                     for key in kernel.keys(group) if values and number is not None else ():
                         value = values.get(key) if values else None
-                        fits = fits and _is_like(value, parameter)
+                        fits = fits and is_like(value, parameter)
                         found.setdefault(key, {})[number] = value  # type: ignore[assignment, index]
         agreed = torch.tensor([float(not fits)])
         if self._shared.all_reduce(agreed).item():
@@ -325,6 +343,7 @@ class SlicedGradients(PackedGradients):
             for key in found:
                 if key not in self._memory:
                     self._allocate(key)
+                self._show(key)
         except UserError:  # no space, which all of them hear
             self._has_no_space = True
             return
@@ -341,15 +360,26 @@ class SlicedGradients(PackedGradients):
 
     def _allocate(self, key: str) -> None:
         """Shared memory for the state ``key`` of all parameters."""
-        segment = self._shared.segment(max(self._size, LINE))
+        segment = self._segments[key] = self._shared.segment(max(self._size, LINE), has_view=True)
+        self._own_state[key] = [self._in(segment, section, segment.map) for section in self._own]
 
-        def memory(section: Section) -> Tensor:
-            dtype = self.parameters[section.tensor].dtype
-            return segment.tensor(section.offset, section.stop - section.start, dtype)
-
+    def _show(self, key: str) -> None:
+        """Make the tensors that a user sees, without what was written into former ones."""
+        segment = self._segments[key]
+        segment.view.madvise(mmap.MADV_DONTNEED)
         whole = [self._whole(number) for number in range(len(self.parameters))]
-        self._memory[key] = [self._shaped(section, memory(section)) for section in whole]
-        self._own_state[key] = [self._shaped(section, memory(section)) for section in self._own]
+        seen = [self._in(segment, section, segment.view) for section in [*whole, *self._own]]
+        self._memory[key] = seen[: len(whole)]
+        self._state_samples[key] = [
+            (sample(ours), sample(shown))
+            for ours, shown in zip(self._own_state[key], seen[len(whole) :], strict=True)
+        ]
+
+    def _in(self, segment: Segment, section: Section, map_: mmap.mmap) -> Tensor:
+        """A section in one of the two mappings of a segment."""
+        dtype = self.parameters[section.tensor].dtype
+        flat = segment.tensor(section.offset, section.stop - section.start, dtype, map_)
+        return self._shaped(section, flat)
 
     def _whole(self, number: int) -> Section:
         """All of a parameter."""
@@ -387,33 +417,3 @@ def _make_private_before_steps(gradients: SlicedGradients, optimizer: Optimizer)
 def _add(into: Sequence[Tensor], parts: Sequence[Tensor]) -> None:
     if into:
         torch._foreach_add_(list(into), list(parts))
-
-
-def _sample(tensor: Tensor) -> Tensor:
-    """Some elements of a tensor that has no gaps, evenly spaced in its memory."""
-    every = max(1, tensor.numel() // SAMPLE)
-    count = -(-tensor.numel() // every)
-    return tensor.as_strided((count,), (every,), tensor.storage_offset())
-
-
-def _dense(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
-    """The shape and the strides of a tensor that is laid out as this one, without gaps."""
-    made = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
-    return made.shape, made.stride()
-
-
-def _overlap(blocks: Sequence[tuple[int, int]]) -> bool:
-    """Whether two blocks of memory, ``(address, bytes)``, have bytes in common."""
-    filled = sorted(block for block in blocks if block[1])
-    return any(one[0] + one[1] > two[0] for one, two in pairwise(filled))
-
-
-def _is_like(value: object, parameter: Tensor) -> bool:
-    """Whether a state has a number for each element of its parameter, laid out as these."""
-    return (
-        type(value) is Tensor
-        and value.is_cpu
-        and value.dtype == parameter.dtype
-        and value.shape == parameter.shape
-        and value.stride() == parameter.stride()
-    )

@@ -1,0 +1,41 @@
+"""How tensors lie in memory: without gaps, apart, alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+SAMPLE = 16  # elements of a section
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Some elements of a tensor that has no gaps, evenly spaced in its memory."""
+    every = max(1, tensor.numel() // SAMPLE)
+    count = -(-tensor.numel() // every)
+    return tensor.as_strided((count,), (every,), tensor.storage_offset())
+
+
+def dense(tensor: Tensor) -> tuple[torch.Size, tuple[int, ...]]:
+    """The shape and the strides of a tensor that is laid out as this one, without gaps."""
+    made = torch.empty_like(tensor, device="meta", memory_format=torch.preserve_format)
+    return made.shape, made.stride()
+
+
+def overlap(blocks: Sequence[tuple[int, int]]) -> bool:
+    """Whether two blocks of memory, ``(address, bytes)``, have bytes in common."""
+    filled = sorted(block for block in blocks if block[1])
+    return any(one[0] + one[1] > two[0] for one, two in pairwise(filled))
+
+
+def is_like(value: object, parameter: Tensor) -> bool:
+    """Whether a state has a number for each element of its parameter, laid out as these."""
+    return (
+        type(value) is Tensor
+        and value.is_cpu
+        and value.dtype == parameter.dtype
+        and value.shape == parameter.shape
+        and value.stride() == parameter.stride()
+    )
