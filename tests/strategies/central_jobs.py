@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+import spartito as sp
+from spartito.errors import UserError
 from spartito.strategies import CentralStorageStrategy
 from spartito.strategies import strategy as make_strategy
 
@@ -139,6 +141,28 @@ def refused_memory() -> str:
     finally:
         platform.machine = own
     return ""
+
+
+def step_with_a_hook(kind: str, is_before: bool) -> str:
+    """What an update says to a hook on steps, which would have a part of everything."""
+    strategy = make_strategy("central_storage")
+    net = nn.Linear(40, 30).double()
+    optimizer = OPTIMIZERS[kind](net.parameters())
+    strategy.prepare(net, optimizer)
+    batches = iter(strategy.distribute(sp.data.arrays(torch.ones(8, 40).double()).batch(4)))
+    text = ""
+    for number, batch in enumerate(batches):
+        if number:
+            register = optimizer.register_step_pre_hook
+            register = register if is_before else optimizer.register_step_post_hook
+            register(lambda *_: None)
+        strategy.backward(net(batch.x).sum(1), batch)
+        try:
+            strategy.update(optimizer)
+        except UserError as error:
+            text += f"{number} {error}"
+    strategy.close()
+    return text
 
 
 def die_in_an_update(folder: str) -> None:

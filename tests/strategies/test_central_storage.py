@@ -137,3 +137,13 @@ def test_other_clusters_are_refused(
     cluster = ClusterSpec(addresses, Task("worker", 0), 0, 2, 0, local, "a:1", "a test")
     with pytest.raises(UserError, match=message):
         CentralStorageStrategy(cluster=cluster)
+
+
+@pytest.mark.parametrize("is_before", [True, False])
+@pytest.mark.parametrize("kind", ["Adam", "Adafactor"])
+def test_hooks_on_steps_that_would_see_a_part_are_refused(
+    replicas: Replicas, kind: str, is_before: bool
+) -> None:
+    for text in replicas(jobs.step_with_a_hook, 2, kind, is_before):
+        assert text.startswith(f"1 an {kind} with hooks on its steps under central_storage")
+        assert "choose mirrored" in text

@@ -78,12 +78,17 @@ def kernel_of(optimizer: Optimizer) -> Kernel | None:
 
 def is_bare(optimizer: Optimizer) -> bool:
     """Whether a step is torch's own, without hooks of a user's, who may do anything there."""
-    return not (
+    is_torchs = _is_torchs(getattr(optimizer.step, "__func__", optimizer.step))
+    return is_torchs and not has_hooks(optimizer)
+
+
+def has_hooks(optimizer: Optimizer) -> bool:
+    """Whether a user has hooks before or after steps."""
+    return bool(
         base._global_optimizer_pre_hooks
         or base._global_optimizer_post_hooks
         or optimizer._optimizer_step_post_hooks
         or not all(map(_is_ours, optimizer._optimizer_step_pre_hooks.values()))
-        or not _is_torchs(getattr(optimizer.step, "__func__", optimizer.step))
     )
 
 

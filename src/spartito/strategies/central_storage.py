@@ -18,6 +18,7 @@ from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
+from spartito.engine import fused
 from spartito.engine.divided import ELEMENTWISE, DividedGradients, Span, joined
 from spartito.engine.gradients import Gradients, same
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
@@ -80,7 +81,8 @@ class CentralStorageStrategy(SynchronousStrategy):
     parameters at once: the chief updates them all. Buffers stay each replica's own.
 
     What a replica writes into a parameter, all of them see, also after `close`: a script that
-    changes parameters by itself does so on the chief only, after an update.
+    changes parameters by itself does so on the chief only, after an update. Hooks on the steps of
+    the optimizer are refused: a step has only a part of the gradients and of the new values.
 
     Args:
         cluster: The tasks of the job; None asks the environment.
@@ -243,6 +245,12 @@ class CentralStorageStrategy(SynchronousStrategy):
         return shares
 
     def _optimize(self, pair: Pair) -> None:
+        if self.num_replicas_in_sync > 1 and fused.has_hooks(pair.optimizer):
+            raise UserError(
+                f"an {type(pair.optimizer).__name__} with hooks on its steps under central_storage",
+                "A replica's step has only its part of the gradients and of the new values: "
+                "choose mirrored, or do it before or after strategy.update.",
+            )
         if not isinstance(pair.gradients, DividedGradients):
             for parameter in self._divide(pair.optimizer).others(self.cluster.rank):
                 parameter.grad = None  # optimizers pass over it
