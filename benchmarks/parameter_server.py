@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import resource
 import shutil
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -38,12 +41,17 @@ def main() -> None:
     windows: Windows = {side: [] for side in sides}
     for number in range(given.rounds):
         now: Windows = {}
+        others: list[str] = []
         # Every second round runs backwards, so that no side always follows the same one.
         for side in sides if number % 2 == 0 else reversed(sides):
+            began, before = time.perf_counter(), foreign_seconds()
             now[side] = turn(side, given)
+            taken = (foreign_seconds() - before) / (time.perf_counter() - began)
+            others.append(f"{side} {taken:.2f}")
             windows[side] += now[side]
         values = rates({side: now[side] for side in sides}, LOCAL_BATCH * WORKERS)
         progress(number, given.rounds, values, "examples/s")
+        print(f"  cores that other processes took meanwhile: {', '.join(others)}")
     speed = rates(windows, LOCAL_BATCH * WORKERS)
     figures = [
         Figure("shared memory / no communication", speed["shared memory"] / speed[ALONE], 0.75),
@@ -56,6 +64,19 @@ def main() -> None:
             Figure(f"TCP / {name}", speed["TCP"] / speed[name], 5.0),
         ]
     conclude(here, figures, given.json, examples_per_second=speed, seconds_per_step=windows)
+
+
+def foreign_seconds() -> float:
+    """CPU seconds that all but this process and its children have taken since the start.
+
+    Three processes share the cores here, two where they do not communicate: what else runs slows
+    the sides by different amounts, and a ratio measured beside it is of no use.
+    """
+    with open("/proc/stat") as lines:
+        user, nice, system, _, _, irq, soft, steal = map(int, lines.readline().split()[1:9])
+    whole = (user + nice + system + irq + soft + steal) / os.sysconf("SC_CLK_TCK")
+    used = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return whole - sum(one.ru_utime + one.ru_stime for one in used)
 
 
 def turn(side: str, given: argparse.Namespace) -> list[float]:
