@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
 
 def first_gradient(value: Tensor, factor: float) -> Tensor:
-    """``factor`` as the gradient of a scalar ``value``: the same tensor in step after step."""
-    made = _scalar(factor, value.dtype, value.device)
-    # A hook of the user's may have written into it.
-    return made if made._version == 0 else torch.full_like(value, factor)
+    """``factor`` as the gradient of a scalar ``value``.
+
+    A new tensor: where a parameter without dimensions is a term of the loss, it becomes its
+    ``.grad``, to which later backward passes add in place.
+    """
+    return torch.full((), factor, dtype=value.dtype, device=value.device)
 
 
 def backward(value: Tensor, gradient: Tensor) -> None:
@@ -28,8 +28,3 @@ def backward(value: Tensor, gradient: Tensor) -> None:
     _engine_run_backward(
         (value,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
     )
-
-
-@lru_cache(256)
-def _scalar(factor: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    return torch.full((), factor, dtype=dtype, device=device)
