@@ -18,6 +18,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from tests.backend.jobs import live_on
+
 Call = Callable[[], object]
 
 
@@ -76,6 +78,14 @@ def waits(pipe: Connection, rank: int, size: int, port: int, limit: float, call:
     pipe.send_bytes(pickle.dumps("together"))
     pipe.recv()
     return error_of(CALLS[call])
+
+
+def apart(
+    pipe: Connection, rank: int, size: int, port: int, limit: float, job: Any, *args: Any
+) -> Any:
+    """``job``, on a machine of its own."""
+    live_on(f"machine {rank}")
+    return job(pipe, rank, size, port, limit, *args)
 
 
 def error_of(call: Call) -> tuple[list[str], str]:

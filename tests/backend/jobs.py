@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -11,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from spartito.backend import connect
+from spartito.collectives.shared_memory import host_key
 from tests.backend.operations import Pending, Step, differences, expected, start
 
 LIMIT = timedelta(seconds=20)
@@ -18,9 +21,19 @@ _KEPT: list[object] = []
 """Groups of gloo, which aborts where its own thread is the last that lets go of one."""
 
 
+def live_on(machine: str) -> None:
+    """Let this process take itself to be on ``machine``."""
+    connect.host_key = lambda: machine  # type: ignore[attr-defined]
+
+
 @contextmanager
 def group_of(backend: str) -> Iterator[int]:
-    """A default process group, as torchrun's variables say; gives the rank."""
+    """A default process group, as torchrun's variables say; gives the rank.
+
+    "spartito on ab" puts each rank on the machine of its letter.
+    """
+    backend, _, machines = backend.partition(" on ")
+    live_on(machines[int(os.environ["RANK"])] if machines else host_key())
     dist.init_process_group(backend, timeout=LIMIT)
     if backend == "gloo":
         _KEPT.append(dist.group.WORLD)
@@ -70,3 +83,23 @@ def refusals(backend: str) -> dict[str, tuple[list[str], str]]:
 
     with group_of(backend):
         return refused(backend)
+
+
+def left_messages(backend: str) -> list[float]:
+    """Large messages both ways that nobody reads yet, a call of another group; then they are."""
+    with group_of(backend) as rank:
+        other = dist.new_group([0, 1], timeout=LIMIT)
+        peer, size = 1 - rank, 3_000_000
+        for tag in (1, 2):
+            sent = torch.full((size,), 10.0 * rank + tag)
+            dist.send(sent, peer, tag=tag)
+            sent.zero_()
+        total = torch.full((size,), 1.0)
+        dist.all_reduce(total, group=other)
+        dist.all_reduce(total)
+        found = [total.min().item(), total.max().item()]
+        for tag in (2, 1):
+            came = torch.zeros(size)
+            dist.recv(came, None if tag == 1 else peer, tag=tag)
+            found += [came.min().item(), came.max().item()]
+    return found

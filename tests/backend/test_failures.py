@@ -102,6 +102,42 @@ def test_calls_that_differ_are_named_on_all_ranks(how: str) -> None:
             assert "rank 0" in text or "rank 1" in text
 
 
+@pytest.mark.parametrize("call", ["large", "any_source"])
+def test_between_machines_a_killed_rank_is_named(call: str) -> None:
+    with running() as group:
+        together(group, 2, failing.apart, LONG, failing.waits, call)
+        group.tell(0)
+        group.signal(1, signal.SIGKILL)
+        lost(group.result(0, LONG / 2), "rank 1 is gone")
+
+
+def test_between_machines_all_others_name_it() -> None:
+    with running() as group:
+        together(group, 3, failing.apart, LONG, failing.waits, "all_reduce")
+        for rank in (1, 2):
+            group.tell(rank)
+        group.signal(0, signal.SIGKILL)
+        for rank in (1, 2):
+            lost(group.result(rank, LONG / 2), "rank 0 is gone")
+
+
+def test_between_machines_a_stopped_rank_is_named_at_the_limit() -> None:
+    with running() as group:
+        together(group, 2, failing.apart, 1.0, failing.waits, "all_reduce")
+        group.signal(1, signal.SIGSTOP)
+        group.tell(0)
+        lost(group.result(0), "rank 1 did not come within 1 s")
+        group.signal(1, signal.SIGCONT)
+
+
+@pytest.mark.parametrize(("how", "size"), [("large shape", 3), ("operation", 2), ("message", 2)])
+def test_between_machines_calls_that_differ_are_named(how: str, size: int) -> None:
+    with running() as group:
+        for kinds, text in together(group, size, failing.apart, LONG, failing.differs, how):
+            assert "RuntimeError" in kinds, text
+            assert "rank 0" in text or "rank 1" in text
+
+
 REFUSED = {
     "meta": "meta",
     "bitwise": "BAND",

@@ -28,25 +28,27 @@ from tests.replicas import Replicas
 NUMBERS = (*FLOATS, *WHOLE)
 ORDERED = ("SUM", "PRODUCT", "MIN", "MAX", "AVG")
 BITWISE = ("BAND", "BOR", "BXOR")
+BACKENDS = [(2, "spartito"), (3, "spartito"), (2, "spartito on ab"), (3, "spartito on abc")]
+TRANSPORTS = pytest.mark.parametrize(("size", "backend"), BACKENDS)
 
 
 def everyone(size: int) -> tuple[int, ...]:
     return tuple(range(size))
 
 
-def right(replicas: Replicas, size: int, program: list[Step]) -> None:
+def right(replicas: Replicas, size: int, program: list[Step], backend: str) -> None:
     """No rank has anything to say against the results."""
-    assert replicas(jobs.steps, size, "spartito", program) == [[]] * size
+    assert replicas(jobs.steps, size, backend, program) == [[]] * size
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_reductions_of_every_type(replicas: Replicas, size: int) -> None:
+@TRANSPORTS
+def test_reductions_of_every_type(replicas: Replicas, size: int, backend: str) -> None:
     program = [
         Step(kind, everyone(size), dtype, op, root=size - 1)
         for kind, dtype, op in product(REDUCING, NUMBERS, (*ORDERED, *BITWISE))
         if not (op in BITWISE and dtype.is_floating_point)
     ]
-    right(replicas, size, program)
+    right(replicas, size, program, backend)
 
 
 def test_a_mean_of_whole_numbers_is_cut_off() -> None:
@@ -55,22 +57,22 @@ def test_a_mean_of_whole_numbers_is_cut_off() -> None:
     assert values.tolist() == [-3, -3, 3, 3]
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_moves_of_every_type(replicas: Replicas, size: int) -> None:
+@TRANSPORTS
+def test_moves_of_every_type(replicas: Replicas, size: int, backend: str) -> None:
     program = [
         Step(kind, everyone(size), dtype, root=size - 1)
         for kind, dtype in product(MOVING, (*NUMBERS, *COMPLEX, torch.bool))
     ]
-    right(replicas, size, program)
+    right(replicas, size, program, backend)
 
 
-@pytest.mark.parametrize("size", [2, 3])
-def test_every_shape_and_layout(replicas: Replicas, size: int) -> None:
+@TRANSPORTS
+def test_every_shape_and_layout(replicas: Replicas, size: int, backend: str) -> None:
     program = [
         Step(kind, everyone(size), shape=shape, layout=layout, seed=1)
         for kind, shape, layout in product(START, SHAPES, LAYOUTS)
     ]
-    right(replicas, size, program)
+    right(replicas, size, program, backend)
 
 
 @st.composite
@@ -99,5 +101,11 @@ def programs(draw: st.DrawFn, size: int) -> list[Step]:
 @settings(max_examples=25)
 @given(data=st.data())
 def test_any_program(replicas: Replicas, data: st.DataObject) -> None:
-    size = data.draw(st.sampled_from([2, 3]))
-    right(replicas, size, data.draw(programs(size)))
+    size, backend = data.draw(st.sampled_from([*BACKENDS, (3, "spartito on aba")]))
+    right(replicas, size, data.draw(programs(size)), backend)
+
+
+@pytest.mark.parametrize("backend", ["spartito", "spartito on ab"])
+def test_messages_wait_for_who_reads_them_later(replicas: Replicas, backend: str) -> None:
+    found = replicas(jobs.left_messages, 2, backend)
+    assert found == [[4, 4, 12, 12, 11, 11], [4, 4, 2, 2, 1, 1]]

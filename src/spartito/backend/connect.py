@@ -10,14 +10,18 @@ import torch.distributed as dist
 
 from spartito.backend.errors import LostRankError, RefusedCallError
 from spartito.backend.machine import OneMachine
+from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone, Operations
-from spartito.collectives.placement import Placement
+from spartito.cluster.endpoints import DRAWN, Endpoint, chosen_interface, port_range
+from spartito.cluster.interfaces import ELSEWHERE, own_address
+from spartito.cluster.secret import check_secrets, fingerprint, read_secret
 from spartito.collectives.rendezvous import FAREWELL, TaskInfo
 from spartito.collectives.shared_memory import Cores, host_key, supported
 from spartito.collectives.store import Membership
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
 from spartito.errors import UserError
+from spartito.names import ENV_INTERFACE
 
 
 def operations_of(options: Any) -> Operations:
@@ -34,40 +38,58 @@ def operations_of(options: Any) -> Operations:
         "rank 0",
     )
     tasks = _met(group)
+    named = dict(zip(group.names, tasks, strict=True))
     try:
-        _check(group.names, tasks)
+        check_versions({name: task.versions for name, task in named.items()})
+        check_secrets({name: task.secret for name, task in named.items()})
     except UserError:
         # The store goes with its keeper: that one leaves when all have read it.
         group.under("refused").sign_in(FAREWELL)
         raise
+    if len({task.host for task in tasks}) > 1:
+        return SeveralMachines(
+            group.under("sockets"), _endpoint(group.names[group.rank], options.store), _key()
+        )
     own = tasks[group.rank]
     spins = own.cores.suffice([task.cores for task in tasks], cgroup_quota())
     return OneMachine(group.under("memory"), spins)
 
 
-def _check(names: Sequence[str], tasks: Sequence[TaskInfo]) -> None:
-    """Refuse ranks whose versions do not fit together, and those of several machines."""
-    check_versions({name: task.versions for name, task in zip(names, tasks, strict=True)})
-    placement = Placement.of([task.host for task in tasks])
-    if len(placement.machines) > 1:
-        machines = [[names[rank] for rank in members] for members in placement.machines]
+def _key() -> bytes:
+    return read_secret().encode()
+
+
+def _endpoint(name: str, store: Any) -> Endpoint:
+    """Where a rank listens: at the interface on the way to the host of the store."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    interface = chosen_interface()
+    host, port = getattr(store, "host", ELSEWHERE), getattr(store, "port", 0)
+    try:
+        host = interface or own_address(host, port)
+    except OSError as error:
         raise RefusedCallError(
-            f"a group of ranks on {len(machines)} machines: {machines}",
-            "The backend 'spartito' connects ranks of one machine: take gloo.",
-        )
+            f"{name} has no way to {host}, by which other machines could reach it: {error}",
+            f"Set {ENV_INTERFACE} to the interface or address that they reach.",
+        ) from error
+    return Endpoint(name, host, tuple(port_range() or (DRAWN,)), interface=interface)
 
 
-def beside(options: Any) -> Any:
+def beside(options: Any, address: str) -> Any:
     """A gloo group of the same ranks: torch's C++ parts call it where they do not know ours.
 
     They call a few operations only by a table of their own, as the functional ``all_gather`` into
-    a given tensor. Its ranks connect when it is used first.
+    a given tensor. Its ranks connect when it is used first, at ``address`` unless that is "".
     """
     store = dist.PrefixStore("gloo", options.store)
     gloo: Any = dist.ProcessGroupGloo
     made = gloo._Options()
     made._timeout = options.timeout
-    made._devices = [gloo.create_default_device(lazy_init=True)]
+    made._devices = [
+        gloo.create_device(hostname=address, lazy_init=True)
+        if address
+        else gloo.create_default_device(lazy_init=True)
+    ]
     return gloo(store, options.group_rank, options.group_size, made)
 
 
@@ -92,7 +114,7 @@ def refuse_others(devices: Mapping[str, str]) -> None:
 def _met(group: Membership) -> list[TaskInfo]:
     """What the ranks of the group say of themselves."""
     host = host_key() if supported() else group.names[group.rank]
-    own = TaskInfo(host, Versions.own(), Cores.own())
+    own = TaskInfo(host, Versions.own(), Cores.own(), fingerprint(read_secret()))
     text = msgspec.json.encode(own).decode()
     missing, texts = group.under("came").sign_in(group.timeout, text)
     if missing:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 
 
@@ -15,3 +17,22 @@ class DifferentCallsError(MismatchedCallsError, RuntimeError):
 
 class LostRankError(TaskLostError, RuntimeError):
     """A rank is gone, or did not come within the time limit of the group."""
+
+
+def gone(names: Sequence[str], waiter: str) -> LostRankError:
+    """The error of the rank ``waiter`` for ranks whose process ended, or that left."""
+    who = " and ".join(names)
+    return LostRankError(
+        f"{who} {'is' if len(names) == 1 else 'are'} gone: the process ended, or left the "
+        f"group, while {waiter} waited",
+        f"Look at the last lines of {who}.",
+    )
+
+
+def late(names: Sequence[str], timeout: float) -> LostRankError:
+    """The error for ranks that did not come within so many seconds."""
+    return LostRankError(
+        f"{' and '.join(names)} did not come within {timeout:g} s",
+        "It may be stopped, busy elsewhere, or at another call than the others. The "
+        "argument timeout of init_process_group and new_group sets the limit.",
+    )

@@ -334,20 +334,17 @@ def connect(options: Any, devices: Mapping[str, str]) -> SpartitoGroup:
         The group.
 
     Raises:
-        RefusedCallError: Other backends beside ours, or ranks on several machines.
+        RefusedCallError: Other backends beside ours, or a rank that others cannot reach.
         LostRankError: Names the ranks that did not come within the time limit.
         UserError: On all ranks, where their versions of Spartito or torch do not fit together.
     """
     refuse_others(devices)
+    operations = operations_of(options)
     group = SpartitoGroup(
-        options.group_rank,
-        options.group_size,
-        operations_of(options),
-        options.store,
-        options.timeout,
+        options.group_rank, options.group_size, operations, options.store, options.timeout
     )
     group._register_backend(
-        torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, beside(options)
+        torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, beside(options, operations.address)
     )
     return group
 

@@ -19,6 +19,8 @@ class OneMachine(SharedMemoryOperations):
         spins: Whether there is a core for each rank.
     """
 
+    address = ""
+
     def __init__(self, group: Membership, spins: bool) -> None:
         super().__init__(Memory(group, spins))
         self._mail = Mail(self.memory)

@@ -27,7 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spartito.backend.calls import different, encode
-from spartito.backend.errors import LostRankError
+from spartito.backend.errors import LostRankError, gone, late
 from spartito.collectives.futex import Word
 from spartito.collectives.lives import Lives
 from spartito.collectives.segment import Segment
@@ -114,7 +114,7 @@ class Memory:
         self._lives = Lives(self.rank, lambda rank: Path(f"{segment.path}.{rank}"))
         try:
             if missing := group.under("life").missing():
-                raise self._late(missing)
+                raise late(missing, self.timeout)
             self._lives.open(self.size)
             self.begin(encode("barrier", 0))
             self.meet()
@@ -252,12 +252,12 @@ class Memory:
         self._lines[rank * LINE // 8 + BELL] += 1
         self._bells[rank].wake()
 
-    def listen(self, done: Callable[[], bool], late: Callable[[], list[int]]) -> None:
-        """Wait until ``done()``, of which a `ring` by one of the ranks ``late()`` tells."""
+    def listen(self, done: Callable[[], bool], sources: Callable[[], list[int]]) -> None:
+        """Wait until ``done()``, of which a `ring` by one of the ranks ``sources()`` tells."""
         if self._broken is not None:
             raise self._broken
         cell = self._own + BELL
-        self.sleep(self._bells[self.rank], lambda: self._lines[cell], done, late)
+        self.sleep(self._bells[self.rank], lambda: self._lines[cell], done, sources)
 
     def alive(self, rank: int) -> bool:
         """Whether the process of ``rank`` lives and is in the group."""
@@ -268,7 +268,7 @@ class Memory:
         word: Word,
         value: Callable[[], int],
         done: Callable[[], bool],
-        late: Callable[[], list[int]],
+        sources: Callable[[], list[int]],
     ) -> None:
         """Wait until ``done()``, of which the change of ``word`` tells.
 
@@ -276,7 +276,7 @@ class Memory:
             word: Changes when something comes.
             value: What is in the word.
             done: What is waited for.
-            late: The ranks that could bring it: one that is gone is an error.
+            sources: The ranks that could bring it: one that is gone is an error.
         """
         start = checked = time.monotonic()
         while True:
@@ -292,15 +292,17 @@ class Memory:
                     start -= YIELD_SECONDS
             if now - checked > CHECK_SECONDS:
                 checked = now
-                ranks = late()
+                ranks = sources()
                 self._waiting.look(now - start, ranks, self.timeout)
-                gone = [rank for rank in ranks if not self.alive(rank)]
+                lost = [rank for rank in ranks if not self.alive(rank)]
                 if done():  # it came, and then left: all is well
                     return
-                if gone:
-                    raise self._fail(self._gone(gone))
+                if lost:
+                    raise self._fail(
+                        gone([self.names[rank] for rank in lost], self.names[self.rank])
+                    )
                 if now - start > self.timeout:
-                    raise self._fail(self._late([self.names[rank] for rank in ranks]))
+                    raise self._fail(late([self.names[rank] for rank in ranks], self.timeout))
 
     def _wait_for(
         self, peers: Iterable[tuple[int, int, Word]], step: int, compare: bool = True
@@ -329,21 +331,6 @@ class Memory:
         """Every later call of the group raises ``error`` too: its ranks are out of step."""
         self._broken = error
         return error
-
-    def _gone(self, ranks: Sequence[int]) -> LostRankError:
-        who = " and ".join(self.names[rank] for rank in ranks)
-        return LostRankError(
-            f"{who} {'is' if len(ranks) == 1 else 'are'} gone: the process ended, or left the "
-            f"group, while {self.names[self.rank]} waited",
-            f"Look at the last lines of {who}.",
-        )
-
-    def _late(self, names: Sequence[str]) -> LostRankError:
-        return LostRankError(
-            f"{' and '.join(names)} did not come within {self.timeout:g} s",
-            "It may be stopped, busy elsewhere, or at another call than the others. The "
-            "argument timeout of init_process_group and new_group sets the limit.",
-        )
 
     def _teller(self, group: Membership) -> Callable[[str], str]:
         def tell(text: str) -> str:

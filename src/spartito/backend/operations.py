@@ -14,7 +14,13 @@ from spartito.backend.work import Done, Receive
 
 
 class Operations(Protocol):
-    """The operations of a group, on rows of bytes. Each is preceded by `begin`."""
+    """The operations of a group, on rows of bytes. Each is preceded by `begin`.
+
+    Attributes:
+        address: Where ranks on other machines reach this one; "" where all are on one.
+    """
+
+    address: str
 
     def begin(self, tag: int) -> None:
         """Begin the call that ``tag`` says: ranks in different ones get an error."""
@@ -55,6 +61,8 @@ class Operations(Protocol):
 
 class Alone:
     """The operations of a group of one rank."""
+
+    address = ""
 
     def begin(self, tag: int) -> None:
         """Do nothing."""

@@ -49,7 +49,7 @@ class SharedMemoryOperations:
             return
         kind = memory.slots(len(row), HUGE)
         count = -(-len(row) // kind.size)
-        for first, last in _slices(len(row), count, ALIGNED):
+        for first, last in slices(len(row), count, ALIGNED):
             self._all_reduce_ahead(row[first:last], memory.open(kind), way)
 
     def _all_reduce_ahead(self, row: Bytes, slots: Sequence[Bytes], way: Arithmetic) -> None:
@@ -70,7 +70,7 @@ class SharedMemoryOperations:
         parts = [slot[: len(row)] for slot in slots]
         if self.rank < 2:
             parts[self.rank] = row
-        _add_up(parts, row, way)
+        add_up(parts, row, way)
 
     def reduce(self, row: Bytes, root: int, way: Arithmetic) -> None:
         """As `all_reduce`; only rank ``root`` gets the result."""
@@ -84,7 +84,7 @@ class SharedMemoryOperations:
             memory.wait()
             parts = [slot[: len(row)] for slot in slots]
             parts[root] = row
-            _add_up(parts, row, way)
+            add_up(parts, row, way)
         else:
             slots[self.rank][: len(row)] = row
             memory.announce()
@@ -111,7 +111,7 @@ class SharedMemoryOperations:
         kind = memory.slots(len(row))
         step = min(kind.size, CHUNK)
         if len(row):
-            _copy(into[self.rank], row)
+            copy(into[self.rank], row)
         for start in _starts(len(row), step):
             part = row[start : start + step]
             slots = memory.open(kind)
@@ -137,7 +137,7 @@ class SharedMemoryOperations:
             target = into[start : start + step]
             parts = [slot[self.rank * step :][: len(target)] for slot in slots]
             parts[self.rank] = rows[self.rank][start : start + step]
-            _add_up(parts, target, way)
+            add_up(parts, target, way)
 
     def exchange(self, out: Sequence[Bytes], into: Sequence[Bytes], largest: int) -> None:
         """Send row ``out[r]`` to each rank ``r``, and put what it sends into ``into[r]``.
@@ -149,7 +149,7 @@ class SharedMemoryOperations:
         kind = memory.slots(largest * self.size)
         step = _part(kind.size, self.size)
         if len(out[rank]):
-            _copy(into[rank], out[rank])
+            copy(into[rank], out[rank])
         for start in _starts(largest, step):
             slots = memory.open(kind)
             own = slots[rank]
@@ -188,29 +188,29 @@ class SharedMemoryOperations:
             chunk = row[:0]
             if start is not None:
                 chunk = row[start : start + CHUNK]
-                for peer, (first, last) in enumerate(_slices(len(chunk), size, way.itemsize)):
+                for peer, (first, last) in enumerate(slices(len(chunk), size, way.itemsize)):
                     if peer != rank:
                         own[first:last] = chunk[first:last]
             if before is not None:
                 earlier, written = before
-                first, last = _slices(len(earlier), size, way.itemsize)[rank]
+                first, last = slices(len(earlier), size, way.itemsize)[rank]
                 parts = [slot[first:last] for slot in written]
                 parts[rank] = earlier[first:last]
                 result = own[CHUNK:][: last - first]
-                _add_up(parts, result, way)
+                add_up(parts, result, way)
                 if reads:
                     earlier[first:last] = result
             memory.announce()
             memory.wait()
             if before is not None and reads:
                 earlier = before[0]
-                for peer, (first, last) in enumerate(_slices(len(earlier), size, way.itemsize)):
+                for peer, (first, last) in enumerate(slices(len(earlier), size, way.itemsize)):
                     if peer != rank:
                         earlier[first:last] = slots[peer][CHUNK:][: last - first]
             before = (chunk, slots)
 
 
-def _add_up(parts: Sequence[Bytes], into: Bytes, way: Arithmetic) -> None:
+def add_up(parts: Sequence[Bytes], into: Bytes, way: Arithmetic) -> None:
     """Reduce rows in their order; ``into`` may be one of them."""
     if not len(into):
         return
@@ -231,7 +231,8 @@ def _sum_aside(parts: Sequence[Bytes], way: Arithmetic) -> Bytes:
     return total
 
 
-def _copy(into: Bytes, row: Bytes) -> None:
+def copy(into: Bytes, row: Bytes) -> None:
+    """Copy ``row``, unless ``into`` is the same memory."""
     if into.ctypes.data != row.ctypes.data:
         into[:] = row
 
@@ -246,7 +247,7 @@ def _part(size: int, ranks: int) -> int:
     return size // ranks // ALIGNED * ALIGNED
 
 
-def _slices(nbytes: int, ranks: int, itemsize: int) -> list[tuple[int, int]]:
+def slices(nbytes: int, ranks: int, itemsize: int) -> list[tuple[int, int]]:
     """First and last byte of the slice of each rank: whole elements, nearly equal."""
     count = nbytes // itemsize
     bounds = [count * rank // ranks * itemsize for rank in range(ranks)]
