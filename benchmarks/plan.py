@@ -48,8 +48,6 @@ PLAN = (
     Planned(
         "fit-plain", f"{FIT}, as a plain user has them", "fit_overhead", 3, 150, ("--plain",)
     ),
-    Planned("backend", "Plain torch programs on the backend spartito", "backend", 1, 240),
-    Planned("lines", "Two machines on a thin line", "thin_lines", 1, 400),
     Planned("servers", "MLP, 2 workers and 1 parameter server", "parameter_server", 2, 300,
             takes=("tensorflow",)),
     Planned("cats", f"{CATS}, fp32", "cats_vs_dogs_workers", 1, 200,

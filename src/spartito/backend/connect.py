@@ -75,6 +75,15 @@ def _endpoint(name: str, store: Any) -> Endpoint:
     return Endpoint(name, host, tuple(port_range() or (DRAWN,)), interface=interface)
 
 
+def renew(options: Any) -> None:
+    """Give each group that a process makes under one name keys of its own in the store.
+
+    Where a launcher keeps the store it outlives a group that was destroyed, with what was said.
+    """
+    made = options.store.add(f"made/{options.group_rank}", 1)
+    options.store = dist.PrefixStore(str(made), options.store)
+
+
 def beside(options: Any, address: str) -> Any:
     """A gloo group of the same ranks: torch's C++ parts call it where they do not know ours.
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from spartito.backend.arithmetic import Arithmetic, arithmetic
 from spartito.backend.calls import encode
-from spartito.backend.connect import beside, operations_of, refuse_others
+from spartito.backend.connect import beside, operations_of, refuse_others, renew
 from spartito.backend.dynamo import skip
 from spartito.backend.errors import RefusedCallError
 from spartito.backend.identity import Identity
@@ -339,6 +339,7 @@ def connect(options: Any, devices: Mapping[str, str]) -> SpartitoGroup:
         UserError: On all ranks, where their versions of Spartito or torch do not fit together.
     """
     refuse_others(devices)
+    renew(options)
     operations = operations_of(options)
     group = SpartitoGroup(
         options.group_rank, options.group_size, operations, options.store, options.timeout
