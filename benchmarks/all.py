@@ -77,7 +77,7 @@ def measure(planned: Planned, given: argparse.Namespace, named: dict[str, str]) 
     return Result(
         name=planned.name,
         title=planned.title,
-        command=shlex.join(["python", *words]),
+        command=shlex.join(["python", *planned.words(rounds, dict.fromkeys(named, "PATH"))]),
         when=datetime.now().isoformat(" ", "minutes"),
         seconds=seconds,
         others=None if math.isnan(used) else used,
