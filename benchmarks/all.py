@@ -17,7 +17,7 @@ from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 
-from benchmarks.common import Others, announce, positive
+from benchmarks.common import Others, announce, interpreter, positive
 from benchmarks.launching import ROOT, end_by_exception
 from benchmarks.page import render
 from benchmarks.plan import LONGER, PLAN, Planned
@@ -145,8 +145,18 @@ def _options() -> argparse.ArgumentParser:
                       help=f"of {', '.join(_names())}")  # fmt: skip
     made.add_argument("--rounds", type=positive, help="turns of each side, in every command")
     made.add_argument("--long", action="store_true", help="each command's own number of rounds")
-    made.add_argument("--tensorflow", metavar="PYTHON", help="an interpreter that has TensorFlow")
-    made.add_argument("--grain", metavar="PYTHON", help="an interpreter that has grain and Pillow")
+    made.add_argument(
+        "--tensorflow",
+        metavar="PYTHON",
+        type=interpreter,
+        help="an interpreter that has TensorFlow",
+    )
+    made.add_argument(
+        "--grain",
+        metavar="PYTHON",
+        type=interpreter,
+        help="an interpreter that has grain and Pillow",
+    )
     made.add_argument("--data", metavar="PHOTOS", help="photos, one folder per class")
     made.add_argument("--out", type=Path, default=ROOT / "docs", help="where results are written")
     made.add_argument("--json", action="store_true", help="print one last line of JSON")

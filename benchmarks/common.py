@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import resource
+import shutil
 import statistics
 import time
 from collections.abc import Mapping, Sequence
@@ -59,6 +60,13 @@ def parser(description: str, rounds: int) -> argparse.ArgumentParser:
         help="leave denormals to each side, as its plain user has them",
     )
     return made
+
+
+def interpreter(text: str) -> str:
+    """A command line's value that names a Python, before anything is measured."""
+    if shutil.which(text) is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no program: name a Python that has it")
+    return text
 
 
 class _Plain(argparse.Action):

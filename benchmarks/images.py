@@ -7,7 +7,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from benchmarks.common import Figure, announce, conclude, parser, positive, progress
+from benchmarks.common import Figure, announce, conclude, interpreter, parser, positive, progress
 from benchmarks.launching import run_job
 from benchmarks.photos import make_photos
 
@@ -32,8 +32,12 @@ def main() -> None:
     options.add_argument("--data", type=Path, help="photos to enlarge, one folder per class")
     options.add_argument("--photos", type=positive, default=256, help="how many files of a size")
     options.add_argument("--seconds", type=float, default=1.0, help="of one side, at least")
-    options.add_argument("--tensorflow", metavar="PYTHON", help="a Python with TensorFlow")
-    options.add_argument("--grain", metavar="PYTHON", help="a Python with grain and Pillow")
+    options.add_argument(
+        "--tensorflow", metavar="PYTHON", type=interpreter, help="a Python with TensorFlow"
+    )
+    options.add_argument(
+        "--grain", metavar="PYTHON", type=interpreter, help="a Python with grain and Pillow"
+    )
     given = options.parse_args()
     here = announce(__doc__)
     pythons = {"spartito": sys.executable, "torch": sys.executable}

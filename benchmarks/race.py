@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.common import Windows, parser, positive, progress, rates
+from benchmarks.common import Windows, interpreter, parser, positive, progress, rates
 from benchmarks.launching import run_job
 
 WORKERS = 2
@@ -21,7 +21,12 @@ def race_parser(description: str, rounds: int, windows: int, steps: int) -> argp
     made = parser(description, rounds)
     made.add_argument("--windows", type=positive, default=windows, help="windows of a turn")
     made.add_argument("--steps", type=positive, default=steps, help="steps of a window")
-    made.add_argument("--tensorflow", metavar="PYTHON", help="an interpreter that has TensorFlow")
+    made.add_argument(
+        "--tensorflow",
+        metavar="PYTHON",
+        type=interpreter,
+        help="an interpreter that has TensorFlow",
+    )
     made.add_argument(
         "--peer-malloc",
         choices=("same", "default"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import math
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.all import run
-from benchmarks.common import Figure, Others, instructions
+from benchmarks.common import Figure, Others, instructions, interpreter
 from benchmarks.page import render
 from benchmarks.plan import PLAN
 from benchmarks.results import Result, from_line, markdown, put_between, read, write
@@ -35,6 +36,12 @@ GOOD = Result(
 )
 BAD = Result("bad", "Bad", "python -m benchmarks.bad", "2026-01-02 04:05", 1.0, 0.0,
              error="<no> root\nexit code 1")  # fmt: skip
+
+
+def test_a_python_that_is_not_there_is_refused_before_anything_is_measured() -> None:
+    assert interpreter(sys.executable) == sys.executable
+    with pytest.raises(argparse.ArgumentTypeError, match="'nowhere/python' is no program"):
+        interpreter("nowhere/python")
 
 
 def test_every_planned_command_is_there() -> None:
