@@ -1,6 +1,7 @@
 """Models that the recipes train."""
 
 from spartito.models.cats_vs_dogs import CatsVsDogs
+from spartito.models.gpt import GPT
 from spartito.models.mnist import MnistMLP
 
-__all__ = ["CatsVsDogs", "MnistMLP"]
+__all__ = ["CatsVsDogs", "GPT", "MnistMLP"]
