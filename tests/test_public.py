@@ -26,7 +26,7 @@ LAYERS = [
     {"backend"},
     {"ps.protocol"},
     {"engine", "ps.scheduler", "ps.server", "ps.client", "checkpoint"},
-    {"ps.chief"},
+    {"ps.chief", "mesh"},
     {"ps.job", "ps"},
     {"strategies"},
     {"report"},

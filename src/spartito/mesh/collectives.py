@@ -1,0 +1,178 @@
+"""Differentiable collectives along one axis of the mesh.
+
+All of them keep one rule: a replicated tensor has its full gradient, with the same bits on every
+task of the axis; a shard has the gradient of the shard; a partial sum has a replicated gradient.
+
+| | forward | backward |
+|---|---|---|
+| `gather` | all shards | own slice |
+| `cut` | own slice | all shards |
+| `enter` | nothing: a replicated operand of a sharded computation | sum |
+| `reduce` | sum of the parts | nothing |
+| `gather_enter` | all shards, for a sharded computation | sum, own slice |
+| `reduce_cut` | sum, own slice | all shards |
+| `swap` | cut along another dim | back |
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartito.collectives.collective import Collective
+from spartito.mesh.spec import Blocks
+
+
+class Axis:
+    """One axis as a task sees it: who is along it, and plain collectives between them.
+
+    Args:
+        name: Of the axis.
+        group: The tasks along it; their ranks follow the axis.
+    """
+
+    def __init__(self, name: str, group: Collective) -> None:
+        self.name, self.group = name, group
+        self.size, self.index = group.world_size, group.rank
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over the axis, in a tensor of its own; the same bits on all tasks."""
+        return self.group.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
+
+    def all(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
+        """The shards of all tasks, joined along ``dim``."""
+        parts = self.group.all_gather(tensor.contiguous())
+        if blocks:
+            split = [part.split([size // self.size for size in blocks], dim) for part in parts]
+            return torch.cat([part for block in zip(*split, strict=True) for part in block], dim)
+        return torch.cat(parts, dim)
+
+    def own(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
+        """This task's shard of a tensor that all have, in memory of its own."""
+        return self.view(tensor, dim, blocks).clone(memory_format=torch.contiguous_format)
+
+    def view(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
+        """This task's shard of a tensor that all have, where it lies if it can."""
+        if blocks:
+            parts = [self.view(block, dim) for block in tensor.split(list(blocks), dim)]
+            return torch.cat(parts, dim)
+        size = tensor.shape[dim] // self.size
+        return tensor.narrow(dim, self.index * size, size)
+
+    def sum_own(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
+        """This task's shard of the sum over the axis."""
+        return self.own(self.sum(tensor), dim, blocks)
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, blocks: Blocks) -> Tensor:
+        ctx.axis, ctx.dim, ctx.blocks = axis, dim, blocks
+        return axis.all(x, dim, blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return cut(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
+
+
+class _GatherEnter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, blocks: Blocks) -> Tensor:
+        ctx.axis, ctx.dim, ctx.blocks = axis, dim, blocks
+        return axis.all(x, dim, blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return reduce_cut(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
+
+
+class _Cut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, blocks: Blocks) -> Tensor:
+        ctx.axis, ctx.dim, ctx.blocks = axis, dim, blocks
+        return axis.own(x, dim, blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gather(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
+
+
+class _ReduceCut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, blocks: Blocks) -> Tensor:
+        ctx.axis, ctx.dim, ctx.blocks = axis, dim, blocks
+        return axis.sum_own(x, dim, blocks)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return gather_enter(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
+
+
+class _Enter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return reduce(grad, ctx.axis), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return axis.sum(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return enter(grad, ctx.axis), None
+
+
+def gather(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
+    """All shards joined along ``dim``, as a replicated tensor."""
+    if _has_gradient(x):
+        return _Gather.apply(x, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
+    return axis.all(x, dim, blocks)
+
+
+def gather_enter(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
+    """As `gather` and `enter` of the result, with one collective in backward."""
+    if _has_gradient(x):
+        return _GatherEnter.apply(x, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
+    return axis.all(x, dim, blocks)
+
+
+def cut(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
+    """This task's shard of a replicated tensor."""
+    if _has_gradient(x):
+        return _Cut.apply(x, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
+    return axis.view(x, dim, blocks)
+
+
+def reduce_cut(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
+    """This task's shard of a sum of parts."""
+    if _has_gradient(x):
+        return _ReduceCut.apply(x, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
+    return axis.sum_own(x, dim, blocks)
+
+
+def enter(x: Tensor, axis: Axis) -> Tensor:
+    """A replicated tensor as an operand of a computation of which each task does a part."""
+    if _has_gradient(x):
+        return _Enter.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return x
+
+
+def reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of the parts that the tasks have, as a replicated tensor."""
+    if _has_gradient(x):
+        return _Reduce.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+    return axis.sum(x)
+
+
+def _has_gradient(x: Tensor) -> bool:
+    return x.requires_grad and torch.is_grad_enabled()

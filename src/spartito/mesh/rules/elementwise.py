@@ -1,0 +1,100 @@
+"""Operations on each element for itself, with operands that are broadcast; in place too."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from spartito.mesh.plan import NOTHING, axes_of, finished, moved, order, plan, spec_of
+from spartito.mesh.sharded import Sharded, made, rule
+
+_NAMES = """
+abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
+reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh arctan arcsin arccos erf
+erfc erfinv sigmoid logit relu selu sign sgn signbit floor ceil round trunc frac fix deg2rad
+rad2deg isnan isinf isfinite isposinf isneginf isreal logical_not bitwise_not nan_to_num clamp
+clip clamp_min clamp_max threshold digamma lgamma i0 sinc hardshrink add sub subtract mul multiply
+div divide true_divide floor_divide remainder fmod pow float_power atan2 arctan2 hypot maximum
+minimum fmax fmin logaddexp logaddexp2 xlogy copysign rsub ldexp eq ne lt le gt ge equal_
+not_equal less less_equal greater greater_equal logical_and logical_or logical_xor bitwise_and
+bitwise_or bitwise_xor addcmul addcdiv lerp where masked_fill isclose celu elu gelu silu mish
+softplus hardtanh hardswish hardsigmoid leaky_relu relu6 logsigmoid softsign tanhshrink softshrink
+prelu_ heaviside type_as clone contiguous detach
+"""
+
+_OPERATORS = """
+add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow rpow neg pos abs
+invert eq ne lt le gt ge and or xor rand ror rxor
+"""
+
+_IN_PLACE = """
+add_ sub_ mul_ div_ true_divide_ floor_divide_ remainder_ fmod_ pow_ relu_ sigmoid_ tanh_ exp_
+log_ sqrt_ rsqrt_ neg_ abs_ clamp_ clamp_min_ clamp_max_ masked_fill_ addcmul_ addcdiv_ lerp_
+square_ reciprocal_ sin_ cos_ floor_ ceil_ round_ trunc_ nan_to_num_ sign_ zero_ fill_ copy_
+logical_not_ logical_and_ logical_or_ eq_ ne_ lt_ le_ gt_ ge_ erf_ log1p_ expm1_ threshold_
+multiply_ divide_ subtract_ negative_ clip_
+"""
+
+_IN_PLACE_OPERATORS = "iadd isub imul itruediv ifloordiv imod ipow iand ior ixor"
+
+
+def _functions(names: str, *homes: Any, form: str = "{}") -> list[Any]:
+    found = [getattr(home, form.format(name), None) for name in names.split() for home in homes]
+    return [function for function in found if function is not None]
+
+
+def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operation on the shards, all operands cut like one of them."""
+    first, *others = *args, *kwargs.values()
+    if isinstance(first, Sharded) and not any(isinstance(value, Tensor) for value in others):
+        local = func(first.local, *args[1:], **kwargs)
+        return first if local is first.local else made(local, first.spec, first.axes)
+    return _joined(func, args, kwargs, ())
+
+
+def in_place(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """As `elementwise`; the first operand stays cut as it is."""
+    return _joined(func, args, kwargs, (0, -1))
+
+
+def _joined(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: tuple[int, ...]
+) -> Any:
+    named = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
+    spots = [n for n, value in enumerate(args) if isinstance(value, Tensor)]
+    operands = [args[n] for n in spots] + [kwargs[name] for name in named]
+    shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
+    out = order(len(shape))
+    letters = tuple(broadcast(operand.shape, shape, out) for operand in operands)
+    if not first:  # what is large stays where it is
+        sizes = [operand.numel() for operand in operands]
+        first = tuple(sorted(range(len(sizes)), key=lambda n: -sizes[n]))
+    decided = plan(tuple(map(spec_of, operands)), letters, out, "", first)
+    axes = axes_of(*operands)
+    locals_ = moved(operands, decided, axes)
+    given = list(args)
+    for n, local in zip(spots, locals_, strict=False):
+        given[n] = local
+    named_locals = dict(zip(named, locals_[len(spots) :], strict=True))
+    local = func(*given, **{**kwargs, **named_locals})
+    if first and first[-1] == -1 and local is locals_[0]:
+        return operands[0]
+    return finished(local, decided, axes)
+
+
+def broadcast(own: torch.Size, shape: torch.Size, out: str) -> str:
+    """The letters of an operand of a broadcast operation."""
+    skip = len(shape) - len(own)
+    return "".join(
+        letter if size == whole else NOTHING
+        for size, whole, letter in zip(own, shape[skip:], out[skip:], strict=True)
+    )
+
+
+rule(*_functions(_NAMES, torch, Tensor, F, torch._C._nn, torch.special))(elementwise)
+rule(*_functions(_OPERATORS, Tensor, form="__{}__"))(elementwise)
+rule(*_functions(_IN_PLACE, torch, Tensor, F))(in_place)
+rule(*_functions(_IN_PLACE_OPERATORS, Tensor, form="__{}__"))(in_place)

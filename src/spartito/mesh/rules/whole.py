@@ -1,0 +1,73 @@
+"""What is not on the table: gathered, computed by every task, and said once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartito.log import warn
+from spartito.mesh.sharded import Sharded, all_whole, at, local_of, map_tensors
+
+_said: set[tuple[str, str]] = set()
+
+
+def compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The plain operation with whole tensors: right for every operation, and slower.
+
+    What it changes in place is cut again into the shards.
+    """
+    name = getattr(func, "__name__", str(func))
+    if name == "__get__":
+        return _property(func, *args)
+    changed = _changed(name, args, kwargs)
+    _say(name, args, kwargs)
+    copies = {id(value): value.whole() for value in changed}
+    for key, copy in copies.items():
+        copies[key] = copy.clone() if copy.requires_grad else copy
+
+    def plain(value: Sharded) -> Tensor:
+        return copies.get(id(value)) if id(value) in copies else value.whole()
+
+    result = func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
+    for value in changed:
+        value.local.copy_(local_of(copies[id(value)], value.spec, value.axes))
+        if result is copies[id(value)]:
+            return value
+    return result
+
+
+def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Sharded]:
+    """The sharded operands that the operation changes."""
+    in_place = name.endswith("_") and not name.endswith("__")
+    in_place = in_place or (name.startswith("__i") and name != "__invert__")
+    in_place = in_place or name == "__setitem__" or kwargs.get("inplace") is True
+    found = [args[0]] if in_place and args and isinstance(args[0], Sharded) else []
+    if isinstance(out := kwargs.get("out"), Sharded):
+        found.append(out)
+    return found
+
+
+def _property(func: Any, value: Sharded) -> Any:
+    """A property of a tensor: that of the shard, unless it is a tensor itself."""
+    found = func(value.local)
+    return func(value.whole()) if isinstance(found, Tensor) else found
+
+
+def _say(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    key = name, at()
+    if key in _said:
+        return
+    _said.add(key)
+    cut: list[str] = []
+    map_tensors(
+        (args, kwargs), lambda value: cut.append(f"{tuple(value.shape)} cut as {value.spec.dims}")
+    )
+    warn(
+        "%s%s has no rule for %s: every task gathers and computes all of it",
+        name, f" in {at()}" if at() else "", " and ".join(cut),
+    )  # fmt: skip
+
+
+__all__ = ["all_whole", "compute_whole", "torch"]
