@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from spartito.log import warn
-from spartito.mesh.sharded import Sharded, all_whole, at, local_of, map_tensors
+from spartito.mesh.sharded import Sharded, at, local_of, map_tensors
 
 _said: set[tuple[str, str]] = set()
 
@@ -23,12 +22,10 @@ def compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
         return _property(func, *args)
     changed = _changed(name, args, kwargs)
     _say(name, args, kwargs)
-    copies = {id(value): value.whole() for value in changed}
-    for key, copy in copies.items():
-        copies[key] = copy.clone() if copy.requires_grad else copy
+    copies = {id(value): value.whole().clone() for value in changed}
 
     def plain(value: Sharded) -> Tensor:
-        return copies.get(id(value)) if id(value) in copies else value.whole()
+        return copies[id(value)] if id(value) in copies else value.whole()
 
     result = func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
     for value in changed:
@@ -68,6 +65,3 @@ def _say(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         "%s%s has no rule for %s: every task gathers and computes all of it",
         name, f" in {at()}" if at() else "", " and ".join(cut),
     )  # fmt: skip
-
-
-__all__ = ["all_whole", "compute_whole", "torch"]
