@@ -115,22 +115,27 @@ class Sharded(Tensor):
 
     @property
     def dtype(self) -> torch.dtype:  # type: ignore[override]
+        """That of the shard."""
         return self.local.dtype
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
+        """That of the shard."""
         return self.local.device
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
+        """Whether the shard learns."""
         return self.local.requires_grad
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether the shard is a leaf."""
         return self.local.is_leaf
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
+        """That of the shard."""
         return self.local.grad_fn
 
     def __repr__(self) -> str:  # type: ignore[override]

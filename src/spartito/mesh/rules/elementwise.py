@@ -14,7 +14,7 @@ from spartito.mesh.sharded import Sharded, made, rule
 _NAMES = """
 abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
 reciprocal sin cos tan asin acos atan sinh cosh tanh asinh acosh atanh arctan arcsin arccos erf
-erfc erfinv sigmoid logit relu selu sign sgn signbit floor ceil round trunc frac fix deg2rad
+erfc erfinv sigmoid logit relu selu sign sgn signbit ceil round trunc frac fix deg2rad
 rad2deg isnan isinf isfinite isposinf isneginf isreal logical_not bitwise_not nan_to_num clamp
 clip clamp_min clamp_max threshold digamma lgamma i0 sinc hardshrink add sub subtract mul multiply
 div divide true_divide floor_divide remainder fmod pow float_power atan2 arctan2 hypot maximum
@@ -33,7 +33,7 @@ invert eq ne lt le gt ge and or xor rand ror rxor
 _IN_PLACE = """
 add_ sub_ mul_ div_ true_divide_ floor_divide_ remainder_ fmod_ pow_ relu_ sigmoid_ tanh_ exp_
 log_ sqrt_ rsqrt_ neg_ abs_ clamp_ clamp_min_ clamp_max_ masked_fill_ addcmul_ addcdiv_ lerp_
-square_ reciprocal_ sin_ cos_ floor_ ceil_ round_ trunc_ nan_to_num_ sign_ zero_ fill_ copy_
+square_ reciprocal_ sin_ cos_ ceil_ round_ trunc_ nan_to_num_ sign_ zero_ fill_ copy_
 logical_not_ logical_and_ logical_or_ eq_ ne_ lt_ le_ gt_ ge_ erf_ log1p_ expm1_ threshold_
 multiply_ divide_ subtract_ negative_ clip_
 """
@@ -94,7 +94,9 @@ def broadcast(own: torch.Size, shape: torch.Size, out: str) -> str:
     )
 
 
-rule(*_functions(_NAMES, torch, Tensor, F, torch._C._nn, torch.special))(elementwise)
+_DOWN = torch.floor.__name__
+
+rule(*_functions(f"{_NAMES} {_DOWN}", torch, Tensor, F, torch._C._nn, torch.special))(elementwise)
 rule(*_functions(_OPERATORS, Tensor, form="__{}__"))(elementwise)
-rule(*_functions(_IN_PLACE, torch, Tensor, F))(in_place)
+rule(*_functions(f"{_IN_PLACE} {_DOWN}_", torch, Tensor, F))(in_place)
 rule(*_functions(_IN_PLACE_OPERATORS, Tensor, form="__{}__"))(in_place)
