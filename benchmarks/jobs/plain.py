@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
@@ -47,6 +47,12 @@ def make_work(name: str, world_size: int) -> Work:
     x, y = images.contiguous(memory_format=torch.channels_last), torch.rand(count, 1).round()
     model = Xception().to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return Work(model, nn.BCEWithLogitsLoss(), x, y, size)
+
+
+def in_default_layout(work: Work) -> Work:
+    """Pictures and weights as torch lays them out where nobody asks for `channels_last`."""
+    model = work.model.to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    return replace(work, model=model, x=work.x.contiguous())
 
 
 def mlp(widths: Sequence[int] = WIDTHS["mlp"]) -> nn.Module:

@@ -3,6 +3,7 @@
 fit      Spartito's Trainer.fit          ddp    torch's DistributedDataParallel on gloo
 loop     Spartito's custom loop          alone  processes that do not communicate
 central  `fit` under central_storage
+same     ddp of the model that Spartito trains; written: ddp of torch's default layout
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import nn
 
 import spartito as sp
 from benchmarks.common import flush_denormals
-from benchmarks.jobs.plain import Work, make_work
+from benchmarks.jobs.plain import Work, in_default_layout, make_work
 from benchmarks.race import OURS
 
 
@@ -46,8 +47,10 @@ def main() -> None:
     torch.set_num_threads(1)
     flush_denormals()
     work = make_work(given.model, int(os.environ["WORLD_SIZE"]))
-    if given.model == "xception" and given.side in OURS:
+    if given.model == "xception" and given.side in (*OURS, "same", "alone"):
         work = replace(work, model=sp.models.CatsVsDogs())
+    elif given.side == "written":
+        work = in_default_layout(work)
     found = SIDES[given.side](work, Plan(given.windows, given.steps, given.precision))
     if os.environ["RANK"] == "0":
         print(json.dumps(found), flush=True)
@@ -174,6 +177,8 @@ SIDES: dict[str, Callable[[Work, Plan], list[float]]] = {
     "loop": loop,
     "central": central,
     "ddp": ddp,
+    "same": ddp,
+    "written": ddp,
     "alone": alone,
 }
 
