@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from spartito.checkpoint.parts import SUFFIX, Reader
 from spartito.errors import UserError
 from spartito.failpoints import failpoint
 from spartito.log import warn
@@ -40,11 +41,10 @@ from spartito.storage.atomic import (
     write_directory,
     write_file_atomically,
 )
-from spartito.storage.tensors import load_tensors, pack_state, save_tensors, unpack_state
+from spartito.storage.tensors import Json, pack_state, save_tensors, unpack_state
 
 STATE = "state.json"
 BEST = "best.json"
-_SUFFIX = ".safetensors"
 
 
 @dataclass(frozen=True)
@@ -83,13 +83,17 @@ def write_sections(directory: Path, state: Mapping[str, Any]) -> None:
         UserError: If something in ``state`` cannot be saved.
     """
     packed = {section: pack_state(tree, section) for section, tree in state.items()}
-    file = directory / STATE
-    trees = json.loads(file.read_bytes()) if file.exists() else {}
-    for section, (tree, tensors) in packed.items():
-        trees[section] = tree
+    for section, (_, tensors) in packed.items():
         if tensors:
-            save_tensors(tensors, directory / f"{section}{_SUFFIX}")
-    file.write_text(json.dumps(trees, allow_nan=False) + "\n")
+            save_tensors(tensors, directory / f"{section}{SUFFIX}")
+    write_trees(directory, {section: tree for section, (tree, _) in packed.items()})
+
+
+def write_trees(directory: Path, trees: Mapping[str, Json]) -> None:
+    """Add the trees of sections, without their tensors, to a checkpoint that is being written."""
+    file = directory / STATE
+    before = json.loads(file.read_bytes()) if file.exists() else {}
+    file.write_text(json.dumps({**before, **trees}, allow_nan=False) + "\n")
 
 
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
@@ -110,8 +114,7 @@ def read_sections(path: str | os.PathLike[str], *names: str) -> dict[str, Any]:
     trees: dict[str, Any] = json.loads((Path(path) / STATE).read_bytes())
     state: dict[str, Any] = {}
     for section in [name for name in trees if not names or name in names]:
-        file = Path(path) / f"{section}{_SUFFIX}"
-        state[section] = unpack_state(trees[section], load_tensors(file) if file.exists() else {})
+        state[section] = unpack_state(trees[section], Reader(path, section).all())
     return state
 
 
@@ -274,7 +277,7 @@ class CheckpointManager:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-_FILES = (MANIFEST, STATE, f"model{_SUFFIX}")
+_FILES = (MANIFEST, STATE, f"model{SUFFIX}")
 _PROBE = ".writable"
 
 

@@ -5,30 +5,20 @@ from __future__ import annotations
 import json
 import math
 import os
-import secrets
-import stat
 from collections.abc import Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from spartito.errors import UserError
+from spartito.storage.stream import CODES, METADATA, Entry, in_order, write_stream
 
 Json: TypeAlias = Any
 """What the `json` module reads and writes."""
 
-_ALIASES = "aliases"
-_RESERVED = "__metadata__"
-_DTYPES = frozenset(
-    {
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.complex64,
-        torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz,
-        torch.int64, torch.int32, torch.int16, torch.int8, torch.bool,
-        torch.uint64, torch.uint32, torch.uint16, torch.uint8,
-    }
-)  # fmt: skip
+ALIASES = "aliases"
+"""Where the head of a file has the names that stand for others."""
 
 
 def save_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[str]) -> None:
@@ -38,31 +28,24 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], file: str | os.PathLike[st
     file's metadata. Raises `UserError` for a sparse tensor, a dtype that the format lacks, or a
     file that cannot be written.
     """
-    first: dict[tuple[Any, ...], str] = {}
-    aliases: dict[str, str] = {}
-    stored: dict[str, torch.Tensor] = {}
-    storages: set[int] = set()
     for name, tensor in tensors.items():
-        _check(name, tensor)
-        owner = first.setdefault(_identity(name, tensor), name)
-        if owner != name:
-            aliases[name] = owner
-            continue
-        plain = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-        # The format holds no views: parts of one storage become tensors of their own.
-        storage = plain.untyped_storage().data_ptr()
-        stored[name] = plain.clone() if storage in storages else plain
-        storages.add(storage)
-    metadata = {"format": "pt"} | ({_ALIASES: json.dumps(aliases)} if aliases else {})
-    try:
-        mode = _mode_of_new(file)
-        save_file(stored, os.fspath(file), metadata=metadata)
-        os.chmod(file, mode)  # it comes with 0600
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{file} cannot be written: {error}",
-            "Name a folder that this process may write to, with space on its disk.",
-        ) from error
+        check_tensor(name, tensor)
+    aliases = same_tensors(tensors)
+    stored = {name: tensor for name, tensor in tensors.items() if name not in aliases}
+    entries = in_order(Entry(n, tuple(t.shape), t.dtype) for n, t in stored.items())
+    write_stream(file, entries, (stored[entry.name] for entry in entries), metadata_with(aliases))
+
+
+def same_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The names of tensors that are the same memory as an earlier one (tied), with its name."""
+    first: dict[tuple[Any, ...], str] = {}
+    owners = {name: first.setdefault(_identity(name, t), name) for name, t in tensors.items()}
+    return {name: owner for name, owner in owners.items() if owner != name}
+
+
+def metadata_with(aliases: Mapping[str, str]) -> dict[str, str]:
+    """The head of a file in which these names stand for others."""
+    return {"format": "pt"} | ({ALIASES: json.dumps(aliases)} if aliases else {})
 
 
 def load_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
@@ -74,7 +57,7 @@ def load_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         with safe_open(os.fspath(file), framework="pt") as content:
             metadata = content.metadata() or {}
             tensors = {name: content.get_tensor(name) for name in content.keys()}  # noqa: SIM118
-        aliases = json.loads(metadata.get(_ALIASES, "{}"))
+        aliases = json.loads(metadata.get(ALIASES, "{}"))
         return tensors | {name: tensors[owner] for name, owner in aliases.items()}
     except FileNotFoundError:
         raise UserError(f"{file} does not exist") from None
@@ -82,27 +65,14 @@ def load_tensors(file: str | os.PathLike[str]) -> dict[str, torch.Tensor]:
         raise UserError(f"{file} is not a safetensors file that can be read: {error}") from error
 
 
-def _mode_of_new(file: str | os.PathLike[str]) -> int:
-    """The mode of a file that is made beside ``file`` as any other: the umask's, or the folder's.
-
-    To ask for the umask means to change it for a moment, for all threads.
-    """
-    probe = f"{os.fspath(file)}.{secrets.token_hex(4)}"
-    fd = os.open(probe, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-    try:
-        return stat.S_IMODE(os.fstat(fd).st_mode)
-    finally:
-        os.close(fd)
-        os.unlink(probe)
-
-
-def _check(name: str, tensor: torch.Tensor) -> None:
-    if name == _RESERVED:
+def check_tensor(name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor that the format does not hold."""
+    if name == METADATA:
         raise UserError(f"A tensor is called {name!r}, which the format keeps for itself")
     if tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
         kind = "meta" if tensor.is_meta else str(tensor.layout).removeprefix("torch.")
         raise UserError(f"{name} is a {kind} tensor, and only dense ones with values are saved")
-    if tensor.dtype not in _DTYPES:
+    if tensor.dtype not in CODES:
         raise UserError(f"{name} is of {tensor.dtype}, which the safetensors format does not hold")
 
 
@@ -138,6 +108,11 @@ def unpack_state(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 # be mistaken for it is written as a list of pairs.
 _TENSOR, _TUPLE, _FLOAT, _PAIRS = "$tensor", "$tuple", "$float", "$dict"
 _MARKS = frozenset({_TENSOR, _TUPLE, _FLOAT, _PAIRS})
+
+
+def is_mark(tree: Json) -> bool:
+    """Whether a JSON object stands for something that JSON lacks."""
+    return isinstance(tree, dict) and len(tree) == 1 and not _MARKS.isdisjoint(tree)
 
 
 def _pack(value: Any, path: tuple[str, ...], tensors: dict[str, torch.Tensor]) -> Json:
@@ -219,4 +194,4 @@ def _free_name(wish: str, taken: Mapping[str, Any]) -> str:
             yield f"{wish}#{number}"
             number += 1
 
-    return next(name for name in names() if name not in taken and name != _RESERVED)
+    return next(name for name in names() if name not in taken and name != METADATA)

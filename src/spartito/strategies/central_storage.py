@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
@@ -157,15 +158,15 @@ class CentralStorageStrategy(SynchronousStrategy):
             deterministic=deterministic, seed=seed,
         )  # fmt: skip
 
-    def state_dict(self) -> dict[str, Any]:
-        pair = self._pairs.only
+    def _state(self, pair: Pair) -> dict[str, Any]:
         spans = self._spans(pair)
-        state = super().state_dict()
+        state = super()._state(pair)
         return {**state, "optimizer": self._collect(state["optimizer"], unwrap(pair.model), spans)}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def _load(self, saved: Saved) -> None:
         pair, own = self._pairs.only, self.cluster.rank
-        if "optimizer" in state:
+        if "optimizer" in saved:
+            state = {section: saved.whole(section) for section in saved}
             spans = self._spans(pair)
             here = {
                 name
@@ -174,9 +175,9 @@ class CentralStorageStrategy(SynchronousStrategy):
             }
             values = state["optimizer"]["state"].items()
             kept = {name: value for name, value in values if name in here}
-            state = {**state, "optimizer": {**state["optimizer"], "state": kept}}
+            saved = Saved.of({**state, "optimizer": {**state["optimizer"], "state": kept}})
         self._group.barrier()  # nobody computes with the old values any more
-        super().load_state_dict(state)
+        super()._load(saved)
         self._spans(pair)
         self._group.barrier()  # nobody still writes when the first one trains
 

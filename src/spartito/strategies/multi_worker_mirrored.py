@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
@@ -21,6 +22,7 @@ from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwr
 from spartito.engine.overlap import BUCKET, OVERLAPPED, StreamedGradients
 from spartito.errors import UserError
 from spartito.log import warn
+from spartito.strategies.pair import Pair
 from spartito.strategies.synchronous import SynchronousStrategy
 
 
@@ -105,15 +107,15 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         for compression in self._compressions:
             compression.epoch = batch.epoch
 
-    def state_dict(self) -> dict[str, Any]:
-        state, found = super().state_dict(), self._compression()
+    def _state(self, pair: Pair) -> dict[str, Any]:
+        state, found = super()._state(pair), self._compression()
         saved = {} if found is None else found.state_dict(*self._kept)
         return {**state, "compression": saved} if saved else state
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state)
-        if "compression" in state and (found := self._compression()) is not None:
-            found.load_state_dict(state["compression"], *self._kept)
+    def _load(self, saved: Saved) -> None:
+        super()._load(saved)
+        if "compression" in saved and (found := self._compression()) is not None:
+            found.load_state_dict(saved.whole("compression"), *self._kept)
 
     def _compression(self) -> Compression | None:
         """That of the pair that is meant, if its gradients leave in buckets."""

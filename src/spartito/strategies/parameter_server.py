@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.saved import Saved
 from spartito.cluster.limits import time_limit
 from spartito.cluster.spec import ClusterSpec
 from spartito.data.batch import Batch
@@ -201,8 +202,7 @@ class ParameterServerStrategy(ReplicaStrategy):
             self.coordination.announce_options()
             self._update(pair, None, 0, False)
 
-    def state_dict(self) -> dict[str, Any]:
-        pair = self._pairs.only
+    def _state(self, pair: Pair) -> dict[str, Any]:
         served = self.coordination.fetch()
         model = unwrap(pair.model)
         optimizer = named_state(model, pair.optimizer)
@@ -211,10 +211,11 @@ class ParameterServerStrategy(ReplicaStrategy):
         pair.optimizer.state.clear()  # it lives on the servers
         return {"model": dict(model.state_dict()), "optimizer": optimizer}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        if self.coordination.chief is not None and "optimizer" not in state:
-            state = {**self.state_dict(), **state}  # the servers keep their optimizer's state
-        super().load_state_dict(state)
+    def _load(self, saved: Saved) -> None:
+        if self.coordination.chief is not None and "optimizer" not in saved:
+            given = {section: saved.whole(section) for section in saved}
+            saved = Saved.of({**self.state_dict(), **given})  # the servers keep theirs
+        super()._load(saved)
         self.coordination.give()
         self._pairs.only.optimizer.state.clear()
 

@@ -6,7 +6,6 @@ from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, nullcontext
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.checkpoint.manager import read_sections, write_sections
 from spartito.cluster.spec import NO_RANK, ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
@@ -36,15 +34,12 @@ from spartito.engine.loss import (
 )
 from spartito.engine.memory import check_memory
 from spartito.engine.optimizers import (
-    NoOptimizer,
     OptimizerLike,
     check_initialized,
     check_members,
     check_optimizer,
     fuse,
-    load_named_state,
     make_optimizer,
-    named_state,
     optimizer_parameters,
     unwrap,
 )
@@ -52,12 +47,12 @@ from spartito.engine.precision import autocast, choose_precision, convert, make_
 from spartito.engine.randomness import RandomnessForbidden, globalize, replaying
 from spartito.errors import UserError
 from spartito.log import warn
-from spartito.strategies.base import Strategy
 from spartito.strategies.distributed import StepResult
 from spartito.strategies.pair import Pair
+from spartito.strategies.saving import SavingStrategy
 
 
-class ReplicaStrategy(Strategy):
+class ReplicaStrategy(SavingStrategy):
     """A model that lives whole in this process, and computes its part of the global batch.
 
     What is left to the kinds of it: how gradients become an update (`_update`), and who else
@@ -191,54 +186,6 @@ class ReplicaStrategy(Strategy):
             what = f"update() after prepare(accumulate={pair.accumulate})"
             raise UserError(what, "In a loop of your own, call it once per so many batches.")
         self._update(pair, None, 0, False)
-
-    def save(self, directory: Path) -> None:
-        state = self.state_dict()
-
-        def write() -> str:
-            if self.is_chief:
-                write_sections(directory, state)
-            return ""
-
-        self.coordination.attempt(write)
-
-    def load(self, source: Path | Mapping[str, Any]) -> None:
-        sections = ("model", "optimizer", "accumulated", "loss_scale", "compression")
-        state = read_sections(source, *sections) if isinstance(source, Path) else source
-        self.load_state_dict(dict(state))
-
-    def state_dict(self) -> dict[str, Any]:
-        """Model and optimizer under the user's names, equal on all replicas; all call it."""
-        self.synchronize()
-        pair = self._pairs.only
-        model = unwrap(pair.model)
-        state = {
-            "model": dict(model.state_dict()),
-            "optimizer": named_state(model, pair.optimizer),
-        }
-        if scale := pair.loss_scale.state_dict():
-            state["loss_scale"] = scale
-        return {**state, "accumulated": pair.accumulated()} if pair.passes else state
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Take back what `state_dict` returned, under any strategy and number of replicas."""
-        pair = self._pairs.only
-        try:
-            unwrap(pair.model).load_state_dict(state["model"])
-        except RuntimeError as error:
-            raise UserError(
-                f"the checkpoint does not fit the model: {error}",
-                "Build the model as it was built when the checkpoint was written.",
-            ) from error
-        pair.gradients.compared()
-        if "optimizer" in state:  # all of a training: what waits for an update is of another one
-            pair.gradients.clear()
-            pair.passes = 0
-            pair.saved = state.get("accumulated")
-            if scale := state.get("loss_scale"):
-                pair.loss_scale.load_state_dict(scale)
-        if "optimizer" in state and not isinstance(pair.optimizer, NoOptimizer):
-            load_named_state(unwrap(pair.model), pair.optimizer, state["optimizer"])
 
     def close(self) -> None:
         enter(None)

@@ -119,9 +119,9 @@ class SynchronousStrategy(ReplicaStrategy):
         self.denormals.close()
         self._leave()
 
-    def state_dict(self) -> dict[str, Any]:
+    def _state(self, pair: Pair) -> dict[str, Any]:
         self.coordination.compare()
-        return super().state_dict()
+        return super()._state(pair)
 
     @property
     def _state_fraction(self) -> float:

@@ -1,0 +1,94 @@
+"""How replicas save and load model and optimizer: each its own part, whole ones or cut."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from spartito.checkpoint.boxes import Cut
+from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.saving import Tasks, save_together
+from spartito.engine.optimizers import NoOptimizer, load_named_state, named_state, unwrap
+from spartito.strategies.base import Strategy
+from spartito.strategies.pair import Pair
+from spartito.strategies.states import (
+    load_model,
+    names_here,
+    saved_gradients,
+    saved_optimizer,
+    take_apart,
+)
+
+
+class SavingStrategy(Strategy):
+    """A strategy whose tasks have model and optimizer in their own memory, or parts of them.
+
+    Which parts, `_cuts` says; `spartito.checkpoint.parts` tells how.
+    """
+
+    def save(self, directory: Path) -> None:
+        pair = self._pairs.only
+        state = self._state(pair)
+        tasks = Tasks(self.coordination.attempt, self.groups.world, self.is_chief)
+        save_together(directory, lambda: take_apart(state, partial(self._cuts, pair)), tasks)
+
+    def load(self, source: Path | Mapping[str, Any]) -> None:
+        self._load(Saved.at(source) if isinstance(source, Path) else Saved.of(source))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Model and optimizer under the user's names, equal on all replicas; all call it."""
+        pair = self._pairs.only
+        if any(self._cuts(pair, section) for section in ("model", "optimizer")):
+            return super().state_dict()
+        return self._state(pair)
+
+    def _state(self, pair: Pair) -> dict[str, Any]:
+        """This task's own part of model and optimizer, under the user's names."""
+        self.synchronize()
+        model = unwrap(pair.model)
+        state = {
+            "model": dict(model.state_dict()),
+            "optimizer": named_state(model, pair.optimizer),
+        }
+        if scale := pair.loss_scale.state_dict():
+            state["loss_scale"] = scale
+        return {**state, "accumulated": pair.accumulated()} if pair.passes else state
+
+    def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
+        """What this task has a part of only, by the user's names: see `spartito.checkpoint.parts`.
+
+        ``section`` is "model", "optimizer" or "accumulated".
+        """
+        return {}
+
+    def _load(self, saved: Saved) -> None:
+        """Take back one's own part of what any strategy has saved."""
+        pair, attempt = self._pairs.only, self.coordination.attempt
+        model = unwrap(pair.model)
+        all_ = {name for names in attempt(lambda: names_here(model)) for name in json.loads(names)}
+
+        def load() -> str:
+            load_model(model, saved, self._cuts(pair, "model"), all_)
+            pair.gradients.compared()
+            if "optimizer" in saved:  # all of a training: what waits is of another one
+                self._load_training(pair, saved, all_)
+            return ""
+
+        attempt(load)
+
+    def _load_training(self, pair: Pair, saved: Saved, all_: set[str]) -> None:
+        """What is beside the model; ``all_`` are the names of all tasks."""
+        model = unwrap(pair.model)
+        own = {name for name, _ in model.named_parameters()}
+        pair.gradients.clear()
+        pair.passes, pair.saved = 0, None
+        if "accumulated" in saved:
+            pair.saved = saved_gradients(saved, own, self._cuts(pair, "accumulated"))
+        if "loss_scale" in saved and (scale := saved.whole("loss_scale")):
+            pair.loss_scale.load_state_dict(scale)
+        if not isinstance(pair.optimizer, NoOptimizer):
+            cuts = self._cuts(pair, "optimizer")
+            load_named_state(model, pair.optimizer, saved_optimizer(saved, own, all_, cuts))
