@@ -199,11 +199,17 @@ def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def checkpoint_and_resume(
-    name: str, options: dict[str, Any], folder: str, phase: str, accumulate: int = 1
+    name: str,
+    options: dict[str, Any],
+    folder: str,
+    phase: str,
+    again: str = "",
+    accumulate: int = 1,
 ) -> dict[str, Any]:
     """Train 2 of 4 epochs and a half and save ("save"), go on ("resume"), or all ("whole").
 
-    With ``accumulate`` 2 that is in the middle of an update.
+    What was loaded is saved as ``again`` at once. With ``accumulate`` 2 that is in the middle of an
+    update.
     """
     strategy = make_strategy(name, **options)
     net = mlp(0.3)
@@ -229,19 +235,26 @@ def checkpoint_and_resume(
 
     if phase == "resume":
         trainer.load(folder)
+        if again:
+            trainer.save(again)
     history = trainer.fit(train, epochs=4, callbacks=[SaveInTheMiddle()], verbose=0)
     result = {
         "history": history.history,
         "epochs": history.epoch,
-        "weights": {k: v.clone() for k, v in net.state_dict().items()},
+        "weights": {k: v.clone() for k, v in strategy.state_dict()["model"].items()},
     }
     strategy.close()
     return result
 
 
-def resume_each(name: str, options: dict[str, Any], folders: list[str]) -> list[dict[str, Any]]:
+def resume_each(
+    name: str, options: dict[str, Any], folders: Sequence[str], agains: Sequence[str]
+) -> list[dict[str, Any]]:
     """Go on from each of these checkpoints in turn."""
-    return [checkpoint_and_resume(name, options, folder, "resume") for folder in folders]
+    return [
+        checkpoint_and_resume(name, options, folder, "resume", again)
+        for folder, again in zip(folders, agains, strict=True)
+    ]
 
 
 def gan(name: str, options: dict[str, Any]) -> dict[str, Any]:

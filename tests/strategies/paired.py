@@ -6,13 +6,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.boxes import BoxCut, Cut
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine.gradients import Gradients
 from spartito.strategies.groups import DATA, MODEL
+from spartito.strategies.pair import Pair
 from spartito.strategies.synchronous import SynchronousStrategy
 
 WIDE = 2  # processes of a pair
@@ -47,3 +50,33 @@ class PairedStrategy(SynchronousStrategy):
         """All run the model as often as the others, also those without rows."""
         met = self.groups.world.all_reduce(torch.ones(1))
         assert met.item() == self.cluster.world_size
+
+
+class CutStrategy(PairedStrategy):
+    """As before, and each process of a pair has some rows only of every matrix, not as many."""
+
+    name = "cut"
+
+    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+        self._cut: dict[str, Cut] = {}
+        for name, module in model.named_modules():
+            if isinstance(module, nn.Linear):
+                self._cut[f"{name}.weight"] = self._halve(module)
+        return super()._gradients(model, optimizer)
+
+    def _halve(self, layer: nn.Linear) -> Cut:
+        group, shape = self.groups.model, tuple(layer.weight.shape)
+        edges = [0, shape[0] // 2, shape[0]]
+        own = slice(edges[group.rank], edges[group.rank + 1])
+        layer.weight.data = layer.weight.data[own].clone()
+
+        def forward(x: Tensor) -> Tensor:
+            parts = group.all_gather_rows(layer.weight.detach())
+            parts[group.rank] = layer.weight
+            return nn.functional.linear(x, torch.cat(parts), layer.bias)
+
+        layer.forward = forward  # type: ignore[method-assign,assignment]
+        return BoxCut(shape, (own.start, 0), tuple(layer.weight.shape))
+
+    def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
+        return self._cut

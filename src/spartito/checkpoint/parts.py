@@ -26,7 +26,9 @@ said. Where the local tensors are not those in ``model.state_dict()``, as DTenso
     def _state(self, pair: Pair) -> dict[str, Any]
 
 so that it returns plain local ones. What is loaded is copied into the model's own tensors (into
-`to_local` of a DTensor); the optimizer's state becomes new tensors like the local parameter.
+``to_local()`` of a DTensor); the optimizer's state becomes new tensors like the local parameter.
+``strategy.state_dict()`` gathers the whole for everybody, and ``load_state_dict`` takes the task's
+own part of whole tensors.
 """
 
 from __future__ import annotations

@@ -8,15 +8,18 @@ import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from spartito.checkpoint.boxes import Box
 from spartito.checkpoint.manager import write_trees
 from spartito.checkpoint.parts import Slot, write_slots
 from spartito.checkpoint.plan import FilePlan, Local, Plan, plan
 from spartito.collectives.collective import Collective
 from spartito.errors import UserError
+from spartito.storage.tensors import unpack_state
 
 Attempt = Callable[[Callable[[], str]], list[str]]
 """`Coordination.attempt`: what a function returns on every task, or one error on all."""
@@ -51,7 +54,15 @@ def save_together(directory: Path, apart: Callable[[], Mapping[str, Local]], tas
     Raises:
         UserError: On all tasks, if one cannot write, or what they have is no whole model.
     """
-    sections, found, shares = _agree(directory, apart, tasks)
+    token = secrets.token_hex(8)
+
+    def show() -> str:
+        if tasks.is_chief:
+            (directory / f".{token}").touch()
+        return token
+
+    probe = directory / f".{tasks.attempt(show)[0]}"
+    sections, found, shares = _agree(apart, tasks, probe.exists)
     failures: list[UserError] = []
     own = {name: local.tensors for name, local in sections.items()}
     for file in found.files:
@@ -71,33 +82,47 @@ def save_together(directory: Path, apart: Callable[[], Mapping[str, Local]], tas
             raise failures[0]
         if tasks.is_chief:
             write_trees(directory, found.trees)
+            probe.unlink()
         return ""
 
     tasks.attempt(end)
 
 
+def gather_together(apart: Callable[[], Mapping[str, Local]], tasks: Tasks) -> dict[str, Any]:
+    """All sections whole, on every task; all call it.
+
+    Args:
+        apart: Gives what this task has, by section.
+        tasks: All of them.
+
+    Raises:
+        UserError: On all tasks, if what they have is no whole model.
+    """
+    sections, found, _ = _agree(apart, tasks, bool)
+    whole: dict[str, dict[str, Tensor]] = {section: {} for section in found.trees}
+    for file in found.files:
+        tensors = whole[file.section]
+        come = _sent(file, sections[file.section].tensors, tasks.group)
+        for slot, part in zip(file.slots, come, strict=True):
+            if slot.name not in tensors:
+                tensors[slot.name] = torch.empty(slot.shape, dtype=slot.dtype)
+            tensors[slot.name][slot.box.within(Box.all_of(slot.shape))] = part
+        tensors |= {name: tensors[owner] for name, owner in file.aliases.items()}
+    return {section: unpack_state(tree, whole[section]) for section, tree in found.trees.items()}
+
+
 def _agree(
-    directory: Path, apart: Callable[[], Mapping[str, Local]], tasks: Tasks
+    apart: Callable[[], Mapping[str, Local]], tasks: Tasks, shares: Callable[[], bool]
 ) -> tuple[Mapping[str, Local], Plan, list[bool]]:
-    """What is here, who writes what, and which tasks see a file in the chief's directory."""
-    token = secrets.token_hex(8)
+    """What is here, who writes what, and which tasks ``shares`` is true for."""
     sections: dict[str, Local] = {}
-
-    def show() -> str:
-        if tasks.is_chief:
-            (directory / f".{token}").touch()
-        return token
-
-    probe = directory / f".{tasks.attempt(show)[0]}"
 
     def tell() -> str:
         sections.update(apart())
         told = {name: local.told() for name, local in sections.items()}
-        return json.dumps([probe.exists(), told])
+        return json.dumps([shares(), told])
 
     told = [json.loads(text) for text in tasks.attempt(tell)]
-    if tasks.is_chief:
-        probe.unlink()
     return sections, plan([each for _, each in told]), [shared for shared, _ in told]
 
 

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from spartito.checkpoint.boxes import Cut
+from spartito.checkpoint.plan import Local
 from spartito.checkpoint.saved import Saved
-from spartito.checkpoint.saving import Tasks, save_together
+from spartito.checkpoint.saving import Tasks, gather_together, save_together
 from spartito.engine.optimizers import NoOptimizer, load_named_state, named_state, unwrap
 from spartito.strategies.base import Strategy
 from spartito.strategies.pair import Pair
@@ -31,9 +32,7 @@ class SavingStrategy(Strategy):
 
     def save(self, directory: Path) -> None:
         pair = self._pairs.only
-        state = self._state(pair)
-        tasks = Tasks(self.coordination.attempt, self.groups.world, self.is_chief)
-        save_together(directory, lambda: take_apart(state, partial(self._cuts, pair)), tasks)
+        save_together(directory, partial(self._apart, pair, self._state(pair)), self._tasks)
 
     def load(self, source: Path | Mapping[str, Any]) -> None:
         self._load(Saved.at(source) if isinstance(source, Path) else Saved.of(source))
@@ -41,9 +40,17 @@ class SavingStrategy(Strategy):
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer under the user's names, equal on all replicas; all call it."""
         pair = self._pairs.only
-        if any(self._cuts(pair, section) for section in ("model", "optimizer")):
-            return super().state_dict()
-        return self._state(pair)
+        state = self._state(pair)
+        if not any(self._cuts(pair, section) for section in ("model", "optimizer")):
+            return state
+        return gather_together(partial(self._apart, pair, state), self._tasks)
+
+    def _apart(self, pair: Pair, state: dict[str, Any]) -> dict[str, Local]:
+        return take_apart(state, partial(self._cuts, pair))
+
+    @property
+    def _tasks(self) -> Tasks:
+        return Tasks(self.coordination.attempt, self.groups.world, self.is_chief)
 
     def _state(self, pair: Pair) -> dict[str, Any]:
         """This task's own part of model and optimizer, under the user's names."""
