@@ -108,6 +108,7 @@ BUILT_IN = {
             one_machine=True,
             shares_memory=True,
         ),
+        StrategyInfo("mesh", "spartito.strategies.mesh:MeshStrategy"),
         StrategyInfo(
             "parameter_server",
             "spartito.strategies.parameter_server:ParameterServerStrategy",

@@ -7,6 +7,7 @@ import os
 import weakref
 from collections import UserDict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,18 @@ def make_strategy(name: str | None = None, **options: Any) -> Strategy:
         made: Strategy = StrategyInfo(name, name).load()(**options)
         return made
     return named_strategy(name, **options)
+
+
+def weights(strategy: Strategy, net: nn.Module, optimizer: Any = None) -> dict[str, Tensor]:
+    """All parameters and buffers of ``net``, also where no task has the whole of them.
+
+    ``optimizer`` is the one that was prepared with it, where the strategy has several.
+    """
+    if strategy.groups.model.world_size == 1:
+        return {name: value.clone() for name, value in net.state_dict().items()}
+    with strategy.using(optimizer) if optimizer is not None else nullcontext():
+        state: dict[str, Tensor] = strategy.state_dict()["model"]
+        return {name: value.clone() for name, value in state.items()}
 
 
 FEATURES, CLASSES = 6, 3
@@ -118,7 +131,7 @@ def fit_mlp(
     result = {
         "history": history.history,
         "again": again.history,
-        "weights": {k: v.clone() for k, v in net.state_dict().items()},
+        "weights": weights(strategy, net),
         "predictions": trainer.predict(x[:7], batch_size=3),
         "lr": trainer.optimizer.param_groups[0]["lr"],
         "steps": trainer.step,
@@ -193,7 +206,7 @@ def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
         deterministic=True,
     )
     history = trainer.fit(train, epochs=6, validation_data=(x, y), verbose=0)
-    state = {k: v.clone() for k, v in net.state_dict().items()}
+    state = weights(strategy, net)
     strategy.close()
     return {"history": history.history, "weights": state}
 
@@ -241,7 +254,7 @@ def checkpoint_and_resume(
     result = {
         "history": history.history,
         "epochs": history.epoch,
-        "weights": {k: v.clone() for k, v in strategy.state_dict()["model"].items()},
+        "weights": weights(strategy, net),
     }
     strategy.close()
     return result
@@ -288,14 +301,17 @@ def gan(name: str, options: dict[str, Any]) -> dict[str, Any]:
             curve.append(strategy.reduce("mean", both).item())
     result = {
         "curve": curve,
-        "weights": {**_weights("g", generator_net), **_weights("d", critic)},
+        "weights": {
+            **_named("g", weights(strategy, generator_net, g_opt)),
+            **_named("d", weights(strategy, critic, d_opt)),
+        },
     }
     strategy.close()
     return result
 
 
-def _weights(prefix: str, net: nn.Module) -> dict[str, Tensor]:
-    return {f"{prefix}.{k}": v.clone() for k, v in net.state_dict().items()}
+def _named(prefix: str, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {f"{prefix}.{name}": value for name, value in values.items()}
 
 
 class Sometimes(nn.Module):
@@ -325,7 +341,8 @@ def unused_parameters(name: str, options: dict[str, Any]) -> dict[str, Any]:
     for batch in strategy.distribute(sp.data.arrays(x, x[:, :1]).batch(6)):
         strategy.backward((net2(batch.x) - batch.y).square(), batch)
         strategy.update(optimizer)
-    state = {"always": net.always.weight.detach().clone(), "rare": net.rare.weight.detach().clone()}
+    found = weights(strategy, net)
+    state = {name: found[f"{name}.weight"] for name in ("always", "rare")}
     kept = torch.equal(before, net.never.weight) and net.never.weight not in optimizer.state
     strategy.close()
     return {"weights": state, "kept": kept}
@@ -382,7 +399,7 @@ def corrupt_examples(name: str, options: dict[str, Any]) -> dict[str, Any]:
     history = trainer.fit(sp.data.as_dataset(Faulty(), 4).shuffle(), epochs=3, verbose=0)
     result = {
         "history": history.history,
-        "weights": {k: v.clone() for k, v in net.state_dict().items()},
+        "weights": weights(strategy, net),
     }
     strategy.close()
     return result
@@ -416,7 +433,7 @@ def streams(name: str, options: dict[str, Any], kind: str) -> dict[str, Any]:
     history = trainer.fit(made[kind](), epochs=2, batch_size=4, verbose=0)
     result = {
         "history": history.history,
-        "weights": {k: v.clone() for k, v in net.state_dict().items()},
+        "weights": weights(strategy, net),
     }
     strategy.close()
     return result
@@ -726,11 +743,9 @@ def tokens(name: str, options: dict[str, Any]) -> dict[str, Any]:
     )
     loader = torch.utils.data.DataLoader(Sentences(), 4, collate_fn=padded)
     history = trainer.fit(loader, epochs=2, validation_data=loader, verbose=0)
+    result = {"history": history.history, "weights": weights(strategy, net)}
     strategy.close()
-    return {
-        "history": history.history,
-        "weights": {k: v.clone() for k, v in net.state_dict().items()},
-    }
+    return result
 
 
 def one_after_the_other(name: str, options: dict[str, Any]) -> list[int]:

@@ -74,7 +74,7 @@ class _SyncNormalize(torch.autograd.Function):
         )
 
 
-class _SyncForward:
+class SynchronizedForward:
     """The forward pass that the synchronized classes share."""
 
     def forward(self: Any, input: Tensor) -> Any:
@@ -107,15 +107,15 @@ class _SyncForward:
         self.running_var.lerp_(unbiased.to(self.running_var.dtype), momentum)
 
 
-class SyncBatchNorm1d(_SyncForward, nn.BatchNorm1d):
+class SyncBatchNorm1d(SynchronizedForward, nn.BatchNorm1d):
     """`nn.BatchNorm1d` over the global batch."""
 
 
-class SyncBatchNorm2d(_SyncForward, nn.BatchNorm2d):
+class SyncBatchNorm2d(SynchronizedForward, nn.BatchNorm2d):
     """`nn.BatchNorm2d` over the global batch."""
 
 
-class SyncBatchNorm3d(_SyncForward, nn.BatchNorm3d):
+class SyncBatchNorm3d(SynchronizedForward, nn.BatchNorm3d):
     """`nn.BatchNorm3d` over the global batch."""
 
 
@@ -147,7 +147,7 @@ def local_batchnorms(model: nn.Module) -> list[_BatchNorm]:
     return [
         module
         for module in model.modules()
-        if isinstance(module, _BatchNorm) and not isinstance(module, _SyncForward)
+        if isinstance(module, _BatchNorm) and not isinstance(module, SynchronizedForward)
     ]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from spartito.collectives.collective import Collective
 from spartito.engine import fused
 from spartito.engine.optimizers import fill_momentum
 from spartito.errors import UserError
@@ -60,8 +61,8 @@ class LossScale:
         """What a backward pass begins with."""
         return gradient
 
-    def unscale(self, optimizer: Optimizer) -> None:
-        """Bring back the reduced gradients, the same on all replicas."""
+    def unscale(self, optimizer: Optimizer, parts: Collective) -> None:
+        """Bring back the reduced gradients; ``parts`` are the tasks that share one model."""
 
     def step(self, optimizer: Optimizer) -> None:
         """Let the optimizer step, unless gradients have overflowed."""
@@ -90,7 +91,7 @@ class DynamicLossScale(LossScale):
     def scale(self, gradient: Tensor) -> Tensor:
         return self._scaler.scale(gradient)
 
-    def unscale(self, optimizer: Optimizer) -> None:
+    def unscale(self, optimizer: Optimizer, parts: Collective) -> None:
         self._is_unscaled = False
         for group in optimizer.param_groups:
             for parameter in group["params"]:
@@ -99,6 +100,10 @@ class DynamicLossScale(LossScale):
                     self._is_unscaled = True
         if self._is_unscaled:
             self._scaler.unscale_(optimizer)
+            if parts.world_size > 1:  # what overflows on one task is left out on all
+                state = self._scaler._per_optimizer_states[id(optimizer)]
+                for found in state["found_inf_per_device"].values():
+                    parts.all_reduce(found)
 
     def step(self, optimizer: Optimizer) -> None:
         if self._is_unscaled:

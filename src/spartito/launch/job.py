@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -139,6 +140,8 @@ class JobSpec:
         program: what every task runs.
         strategy: its name; None lets ``SPARTITO_STRATEGY`` decide, else the number of tasks.
         strategy_options: its keyword arguments as a JSON object.
+        mesh: short for the option ``mesh``, as ``data=2,model=2``; the strategy is then mesh, and
+            the axes say how many tasks compute.
         workers: the tasks that compute, on each machine or in all, as the launcher says; None
             leaves their number to it.
         ps: the parameter servers.
@@ -155,6 +158,11 @@ class JobSpec:
     strategy: str | None = option(f"One of {', '.join(strategy_names())}.", metavar="NAME")
     strategy_options: str | None = option(
         "The strategy's keyword arguments, a JSON object.", metavar="JSON"
+    )
+    mesh: str | None = option(
+        "The axes over which a model is laid out, as data=2,model=2; the strategy is then mesh, "
+        "unless another is named, and the axes say how many tasks compute.",
+        metavar="AXES",
     )
     workers: int | None = option(
         "Tasks that compute: on each machine under run and train (one per GPU, or one, by "
@@ -188,6 +196,45 @@ class JobSpec:
             strategy_info(self.strategy)
         if self.strategy_options is not None:
             _check_options(self.strategy_options)
+        if self.mesh is not None:
+            given = json.loads(self.strategy_options or "{}")
+            axes = parse_axes(self.mesh)
+            if given.get("mesh", axes) != axes:
+                raise UserError(
+                    f"--mesh {self.mesh} and --strategy-options {self.strategy_options}",
+                    "Say once how large the mesh is.",
+                )
+            object.__setattr__(self, "strategy_options", json.dumps({**given, "mesh": axes}))
+            object.__setattr__(self, "strategy", self.strategy or "mesh")
+
+    @property
+    def places(self) -> int | None:
+        """How many tasks the mesh of the job has; None where none is given."""
+        axes = json.loads(self.strategy_options or "{}").get("mesh")
+        if not isinstance(axes, dict) or not all(isinstance(n, int) for n in axes.values()):
+            return None
+        return math.prod(axes.values())
+
+    def workers_on(self, machines: int) -> int | None:
+        """The workers that each of so many machines gets.
+
+        Args:
+            machines: the machines.
+
+        Returns:
+            As asked, else what the mesh says; None leaves it to the launcher.
+
+        Raises:
+            UserError: the mesh does not divide among the machines.
+        """
+        if self.workers is not None or self.places is None:
+            return self.workers
+        if self.places % machines:
+            raise UserError(
+                f"a mesh of {self.places} tasks on {machines} machines",
+                "Take one whose size the machines divide, or say --workers.",
+            )
+        return self.places // machines
 
     def argv(self) -> tuple[str, ...]:
         """The words after ``python`` for tasks that see the folders of this machine.
@@ -207,7 +254,7 @@ class JobSpec:
         Returns:
             The roles, not checked yet; see `choose`.
         """
-        return Roles(workers or self.workers or 1, self.ps, self.evaluator, self.chief)
+        return Roles(workers or self.workers_on(1) or 1, self.ps, self.evaluator, self.chief)
 
     def choose(
         self,
@@ -240,6 +287,11 @@ class JobSpec:
         servers = roles.ps if servers is None else servers
         name = self.strategy or (env or {}).get(ENV_STRATEGY) or default_name(replicas, servers)
         strategy_info(name).check(replicas, replicas if here is None else here, servers)
+        if self.places not in (None, replicas):
+            raise UserError(
+                f"a mesh of {self.places} tasks in a job of {replicas}",
+                f"Start {self.places} tasks, or give axes whose sizes multiply to {replicas}.",
+            )
         return name
 
     def environment(self, env: Mapping[str, str]) -> dict[str, str]:
@@ -305,6 +357,30 @@ def check_folders_of_recipe(program: Program, command: str) -> None:
                 f"{name} after -- is what 'spartito cluster {command}' itself wants to know",
                 f"Write {name} before the --.",
             )
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """The axes of a mesh that was typed.
+
+    Args:
+        text: As ``data=2,model=2``.
+
+    Returns:
+        Their sizes, in this order.
+
+    Raises:
+        UserError: It is no such list.
+    """
+    axes: dict[str, int] = {}
+    for word in text.split(","):
+        name, _, size = (part.strip() for part in word.partition("="))
+        if not name or not size.isdecimal() or not int(size) or name in axes:
+            raise UserError(
+                f"--mesh {text}: {word!r} is no axis, or one twice",
+                "Write each axis once with its size: data=2,model=2",
+            )
+        axes[name] = int(size)
+    return axes
 
 
 def _check_options(options: str) -> None:

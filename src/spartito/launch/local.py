@@ -125,7 +125,8 @@ class Local(Processes):
         joins = joined(variables) if self.nnodes is None else None
         source = None if joins is None else joins.source
         machines = 1 if self.nnodes is None else self.nnodes
-        roles = job.roles(_count_workers(job.workers, variables, joins))
+        asked = job.workers_on(machines) if joins is None else job.workers
+        roles = job.roles(_count_workers(asked, variables, joins))
         check_number(len(roles.tasks), available_cores(), self.yes)
         if roles.asked and (machines > 1 or self.master_addr is not None):
             raise UserError(f"{roles.asked} starts on one machine only", SEVERAL_MACHINES)

@@ -16,6 +16,7 @@ from spartito.registry import default_name, strategy_info
 from spartito.strategies.base import Strategy
 from spartito.strategies.central_storage import CentralStorageStrategy
 from spartito.strategies.distributed import StepResult
+from spartito.strategies.mesh import MeshStrategy
 from spartito.strategies.mirrored import MirroredStrategy
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.one_device import OneDeviceStrategy
@@ -101,6 +102,7 @@ def _environment_options() -> dict[str, Any]:
 
 __all__ = [
     "CentralStorageStrategy",
+    "MeshStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

@@ -66,7 +66,7 @@ class CentralCoordination(SynchronousCoordination):
         super().__init__(name, job, cluster, pairs, groups)
         self._homes = homes
 
-    def checksum(self) -> int:
+    def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
         """Of where the parameters lie now; what lies in their memory is the same for all."""
         moved = [parameter.data_ptr() - home for parameter, home in self._homes]
         return crc32(repr(moved).encode())

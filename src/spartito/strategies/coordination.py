@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
-from spartito.collectives.collective import Traffic
+from spartito.collectives.collective import Collective, Traffic
 from spartito.engine.batchnorm import average_statistics
 from spartito.engine.checksum import checksum, drifted, moments, outliers, rounding_id
 from spartito.errors import UserError
@@ -187,45 +187,52 @@ class SynchronousCoordination(Coordination):
             self._compare(order)
 
     def _compare(self, order: int) -> str:
-        if self._groups.data.world_size == 1:
-            return ""
-        parameters = self._parameters()
+        self._compare_in(self._groups.data, self._parameters(), order)
+        for pair in self._pairs.all:
+            pair.gradients.compared()
+        return ""
+
+    def _compare_in(
+        self, group: Collective, parameters: Sequence[nn.Parameter], order: int
+    ) -> None:
+        """Raise `UserError` unless all tasks of a group have the same of these."""
+        if group.world_size == 1:
+            return
         learn = crc32(bytes(parameter.requires_grad for parameter in parameters))
         device = parameters[0].device if parameters else torch.device("cpu")
-        mine = (self.checksum(), rounding_id(device), order, learn)
-        values, rounds, orders, flags = zip(*self._gather(mine), strict=True)
+        mine = (self.checksum(parameters), rounding_id(device), order, learn)
+        found = [each.tolist() for each in group.all_gather(torch.tensor(mine))]
+        values, rounds, orders, flags = zip(*found, strict=True)
         if unlike := outliers(orders):
-            raise self._unlike(
+            raise _unlike(
+                group,
                 unlike,
                 "has trained on other examples, or in another order, than",
                 "Give all replicas the same data, batch size and seed.",
             )
         if unlike := outliers(flags):
-            raise self._unlike(
+            raise _unlike(
+                group,
                 unlike,
                 "has other parameters that learn than",
                 "Freeze and unfreeze the same ones on every replica.",
             )
         unlike = outliers(values)
         if unlike and len(set(rounds)) > 1:  # processors of several kinds: to rounding, then
-            found = self._groups.data.all_gather(
-                torch.tensor(moments(self._parameters()), dtype=torch.float64)
-            )
-            unlike = outliers(drifted([tuple(each.tolist()) for each in found]))
+            sums = group.all_gather(torch.tensor(moments(parameters), dtype=torch.float64))
+            unlike = outliers(drifted([tuple(each.tolist()) for each in sums]))
         if unlike:
-            raise self._unlike(
+            raise _unlike(
+                group,
                 unlike,
                 "has other parameters than",
                 "Something changed them on one replica alone, as a callback may. Go on from a "
                 "checkpoint: then all start from the same.",
             )
-        for pair in self._pairs.all:
-            pair.gradients.compared()
-        return ""
 
-    def checksum(self) -> int:
+    def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
         """A checksum of what must be equal on all replicas."""
-        return checksum(self._parameters())
+        return checksum(parameters)
 
     def _parameters(self) -> list[nn.Parameter]:
         """Those of all prepared models. Buffers may differ: not all are synchronized."""
@@ -234,11 +241,9 @@ class SynchronousCoordination(Coordination):
     def _sum(self, value: float) -> float:
         return self._groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()
 
-    def _gather(self, mine: Sequence[int]) -> list[list[int]]:
-        return [each.tolist() for each in self._groups.data.all_gather(torch.tensor(mine))]
 
-    def _unlike(self, ranks: Sequence[int], what: str, do: str) -> UserError:
-        names = self._groups.data.names
-        odd = " and ".join(names[rank] for rank in ranks)
-        rest = " and ".join(name for rank, name in enumerate(names) if rank not in ranks)
-        return UserError(f"the replicas have drifted apart: {odd} {what} {rest}", do)
+
+def _unlike(group: Collective, ranks: Sequence[int], what: str, do: str) -> UserError:
+    odd = " and ".join(group.names[rank] for rank in ranks)
+    rest = " and ".join(name for rank, name in enumerate(group.names) if rank not in ranks)
+    return UserError(f"the replicas have drifted apart: {odd} {what} {rest}", do)

@@ -170,7 +170,7 @@ class SynchronousStrategy(ReplicaStrategy):
             randomness.check(drawn_by_all)
         with skipping(pair.optimizer, float(weight) if scaled else weight) as is_due:
             if is_due:
-                pair.loss_scale.unscale(pair.optimizer)
+                pair.loss_scale.unscale(pair.optimizer, self._parts)
                 if pair.clip_norm is not None:
                     pair.gradients.clip(pair.clip_norm, self.global_norm(pair))
                 self._optimize(pair)

@@ -130,7 +130,7 @@ class Hosts(Processes):
         program = job.program
         question = Question(program.module or program.name, program.module is not None, names)
         found = ask_hosts(hosts, ssh, question)
-        each = _workers(hosts, found, job.workers)
+        each = _workers(hosts, found, job.workers_on(count))
         roles = job.roles(each * count)
         for host, its in zip(hosts, found, strict=True):
             check_number(each, its.cores, self.yes, host.name)

@@ -1,0 +1,392 @@
+"""What a layout does to a model, before any step and without any other task.
+
+The collectives of a step are counted, not estimated: a copy of the model without values (on torch's
+meta device) makes one forward and backward pass, along axes that count instead of sending.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
+
+from spartito.errors import UserError
+from spartito.mesh import apply
+from spartito.mesh.collectives import Axis
+from spartito.mesh.layout import Layout
+from spartito.mesh.sharded import Axes
+from spartito.mesh.spec import Blocks
+
+FLOPS, BANDWIDTH, LATENCY = 3e10, 2e9, 4e-5
+"""What warnings assume of a task: operations and bytes a second, seconds of a collective."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One parameter or buffer.
+
+    Attributes:
+        name: The user's.
+        dims: What its dims are called.
+        axes: Along which axis each is cut.
+        shape: That of the whole tensor.
+        nbytes: What this task has of it.
+        whole_nbytes: What one device has.
+    """
+
+    name: str
+    dims: tuple[str, ...]
+    axes: tuple[str | None, ...]
+    shape: tuple[int, ...]
+    nbytes: int
+    whole_nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """The collectives of one step that begin in one module.
+
+    Attributes:
+        module: Its path; "" is the model itself.
+        calls: How many, forward and backward.
+        nbytes: Of the tensors that they bring together.
+        flops: Operations of the module on one device, forward and backward.
+        parts: Among how many tasks they are divided.
+    """
+
+    module: str
+    calls: int
+    nbytes: int
+    flops: int = 0
+    parts: int = 1
+
+    @property
+    def seconds(self) -> float:
+        """About how long the collectives take."""
+        return self.calls * LATENCY + self.nbytes / BANDWIDTH
+
+    @property
+    def saved_seconds(self) -> float:
+        """About how much sooner the module is done."""
+        return self.flops * (1 - 1 / self.parts) / FLOPS
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a layout does; ``print`` it.
+
+    Attributes:
+        mesh: The sizes of the axes.
+        rows: All parameters and buffers.
+        costs: The collectives of a step, by module; empty where they could not be counted.
+        example: The shapes of what was given to the model, or why nothing could be.
+        warnings: What the layout should be changed for.
+    """
+
+    mesh: Mapping[str, int]
+    rows: Sequence[Row]
+    costs: Sequence[Cost] = ()
+    example: str = ""
+    warnings: Sequence[str] = field(default=())
+
+    @property
+    def nbytes(self) -> int:
+        """What this task has of the model."""
+        return sum(row.nbytes for row in self.rows)
+
+    @property
+    def whole_nbytes(self) -> int:
+        """What one device has."""
+        return sum(row.whole_nbytes for row in self.rows)
+
+    def __str__(self) -> str:
+        mesh = " x ".join(f"{name} {size}" for name, size in self.mesh.items())
+        lines = [f"mesh: {mesh}", ""]
+        cells = [("tensor", "dims", "lies along", "bytes here", "of")]
+        for row in self.rows:
+            along = ", ".join(axis or "-" for axis in row.axes) if any(row.axes) else "whole"
+            cells.append(
+                (row.name, ", ".join(row.dims), along, f"{row.nbytes:,}", f"{row.whole_nbytes:,}")
+            )
+        cells.append(("all", "", "", f"{self.nbytes:,}", f"{self.whole_nbytes:,}"))
+        lines += _table(cells, right=(3, 4))
+        if self.costs:
+            lines += ["", f"collectives of one step, for {self.example}:"]
+            counted = [("module", "calls", "bytes")]
+            counted += [(c.module or "(model)", str(c.calls), f"{c.nbytes:,}") for c in self.costs]
+            total = sum(c.calls for c in self.costs), sum(c.nbytes for c in self.costs)
+            counted.append(("all", str(total[0]), f"{total[1]:,}"))
+            lines += _table(counted, right=(1, 2))
+        elif self.example:
+            lines += ["", f"collectives of one step: {self.example}"]
+        return "\n".join([*lines, *(f"warning: {text}" for text in self.warnings)])
+
+    def figures(self) -> dict[str, Any]:
+        """The same as JSON, for the run folder and its report."""
+        return {
+            "mesh": dict(self.mesh),
+            "tensors": [
+                [row.name, list(row.dims), list(row.axes), list(row.shape), row.nbytes]
+                for row in self.rows
+            ],
+            "bytes": [self.nbytes, self.whole_nbytes],
+            "collectives": [[c.module, c.calls, c.nbytes] for c in self.costs],
+            "example": self.example,
+            "warnings": list(self.warnings),
+        }
+
+
+def describe(
+    model: nn.Module,
+    planned: Mapping[str, apply.Placed],
+    layout: Layout,
+    example: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> Description:
+    """What a plan does to a model; neither is changed.
+
+    Args:
+        model: A whole one.
+        planned: What `spartito.mesh.apply.plan` returned for it.
+        layout: The rules, and the sizes of the axes.
+        example: An input, a tuple or a dict of inputs of one task; None tries some that the first
+            layer could take.
+        loss: What becomes of the output; None: the sum of all its tensors.
+
+    Returns:
+        Tables and warnings.
+    """
+    tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
+    rows = []
+    for path, placed in planned.items():
+        tensor = tensors[path]
+        local = placed.spec.local_shape(placed.shape, layout.axes)
+        size = tensor.element_size()
+        dims = tuple(map(str, placed.dims)) or ("-",) * len(placed.shape)
+        here = torch.Size(local).numel() * size
+        all_ = torch.Size(placed.shape).numel() * size
+        rows.append(Row(path, dims, placed.spec.dims, placed.shape, here, all_))
+    costs, said = count(model, planned, layout, example, loss)
+    warnings = [
+        apply.does_not_divide(placed, layout) + "; it stays whole"
+        for placed in planned.values()
+        if placed.uneven
+    ]
+    if all(placed.spec.is_replicated for placed in planned.values()):
+        warnings.append("no tensor is cut: all tasks of the model compute all of it")
+    warnings += _too_dear(costs, rows)
+    return Description(dict(layout.axes), rows, costs, said, warnings)
+
+
+def _too_dear(costs: Sequence[Cost], rows: Sequence[Row]) -> Iterator[str]:
+    """The modules whose cut costs more time than it saves, and more bytes a step than memory."""
+    for cost in costs:
+        own = [row for row in rows if cost.module and row.name.rpartition(".")[0] == cost.module]
+        saved = sum(row.whole_nbytes - row.nbytes for row in own)
+        if saved and cost.nbytes > saved and cost.seconds > cost.saved_seconds:
+            yield (
+                f"{cost.module}: {cost.nbytes:,} bytes in {cost.calls} collectives of a step take "
+                f"about {cost.seconds * 1e3:.2g} ms, and its cut saves {saved:,} bytes of "
+                f"parameters and {cost.saved_seconds * 1e3:.2g} ms; "
+                f"names={{'{cost.module}.*weight': {(None,) * len(own[0].shape)}, ...}} leaves it "
+                "whole"
+            )
+
+
+class _Counted(Axis):
+    """An axis of which this is the first task, and the others are not there: it counts."""
+
+    def __init__(self, name: str, size: int, note: Callable[[Tensor], None]) -> None:
+        self.name, self.size, self.index = name, size, 0
+        self._note = note
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        self._note(tensor)
+        return tensor.clone(memory_format=torch.contiguous_format)
+
+    def all(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
+        whole = torch.cat([tensor] * self.size, dim)
+        self._note(whole)
+        return whole
+
+
+class _Axes(dict[str, Axis]):
+    """Gives each module axes of its own, so that backward passes count for it too."""
+
+    def __init__(self, sizes: Mapping[str, int]) -> None:
+        super().__init__()
+        self._sizes = sizes
+        self.running = [""]
+        self.calls: dict[str, list[int]] = defaultdict(list)
+
+    def __getitem__(self, name: str) -> Axis:
+        calls = self.calls[self.running[-1]]
+        return _Counted(name, self._sizes[name], lambda t: calls.append(t.numel() * t.itemsize))
+
+
+def count(
+    model: nn.Module,
+    planned: Mapping[str, apply.Placed],
+    layout: Layout,
+    example: Any = None,
+    loss: Callable[[Any], Tensor] | None = None,
+) -> tuple[list[Cost], str]:
+    """Count the collectives of one step.
+
+    Args:
+        model: A whole one.
+        planned: Where its tensors lie.
+        layout: The sizes of the axes.
+        example: As for `describe`.
+        loss: As for `describe`.
+
+    Returns:
+        The modules with collectives, and the shapes of the example, or why nothing was counted.
+    """
+    tried = [example] if example is not None else list(_examples(model))
+    if not tried:
+        return [], "give an example of the input, describe(model, x)"
+    problem: Exception | None = None
+    for one in tried:
+        one = _on_meta(one)
+        axes = _Axes(layout.axes)
+        copied = _without_values(model)
+        flops: dict[str, int] = defaultdict(int)
+        _follow(copied, axes, flops)
+        apply.cut(copied, planned, axes)
+        try:
+            with torch.enable_grad():
+                args, kwargs = _call(one)
+                output = copied(*args, **kwargs)
+                made = _total(output) if loss is None else loss(output)
+                axes.running[:] = [""]
+                made.backward()
+        except Exception as error:  # of a model that wants to see values, or another input
+            problem = problem or error
+            continue
+        costs = [
+            Cost(path, len(sizes), sum(sizes), flops[path], _parts(path, planned, layout))
+            for path, sizes in axes.calls.items()
+            if sizes
+        ]
+        return costs, _shapes(one)
+    text = str(problem).split("\n")[0]
+    return [], f"not counted, the model failed without values: {type(problem).__name__}: {text}"
+
+
+def _parts(module: str, planned: Mapping[str, apply.Placed], layout: Layout) -> int:
+    """Among how many tasks a module is divided."""
+    found = 1
+    for path, placed in planned.items():
+        if path.rpartition(".")[0] == module:
+            sizes = [layout.axes[axis] for axis in placed.spec.axes]
+            found = max(found, torch.Size(sizes).numel())
+    return found
+
+
+def _without_values(model: nn.Module) -> nn.Module:
+    """A copy of a model on torch's meta device; no value is copied."""
+    memo: dict[int, Any] = {}
+    for parameter in model.parameters():
+        made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+        memo[id(parameter)] = made
+    for buffer in model.buffers():
+        memo[id(buffer)] = buffer.detach().to("meta")
+    return copy.deepcopy(model, memo).train()
+
+
+def _follow(model: nn.Module, axes: _Axes, flops: dict[str, int]) -> None:
+    """Have the axes know which module runs, and count its operations."""
+    for path, module in model.named_modules():
+
+        def begin(*_: Any, path: str = path) -> None:
+            axes.running.append(path)
+
+        def end(module: nn.Module, _: Any, output: Any, path: str = path) -> None:
+            axes.running.pop()
+            weight = getattr(module, "weight", None)
+            if isinstance(output, Tensor) and isinstance(module, nn.Linear | _ConvNd):
+                out = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+                flops[path] += 6 * torch.Size(module_shape[path]).numel() // out * output.numel()
+
+        module_shape = {
+            name: tuple(one.weight.shape)
+            for name, one in model.named_modules()
+            if isinstance(one, nn.Linear | _ConvNd)
+        }
+        module.register_forward_pre_hook(begin)
+        module.register_forward_hook(end)
+
+
+def _examples(model: nn.Module) -> Iterator[Any]:
+    """Inputs that the first layer could take."""
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            for tokens in (64, 16, 4):
+                yield torch.zeros(2, tokens, dtype=torch.int64)
+            return
+        weight = getattr(module, "weight", None)
+        dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
+        if isinstance(module, nn.Linear):
+            yield torch.zeros(2, module.in_features, dtype=dtype)
+            yield torch.zeros(2, 16, module.in_features, dtype=dtype)
+            return
+        if isinstance(module, _ConvNd):
+            for size in (64, 224):
+                yield torch.zeros(2, module.in_channels, *[size] * len(module.kernel_size)).to(dtype)
+            return
+
+
+def _on_meta(value: Any) -> Any:
+    return torch.utils._pytree.tree_map(
+        lambda one: one.detach().to("meta") if isinstance(one, Tensor) else one, value
+    )
+
+
+def _call(example: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(example, Mapping):
+        return (), dict(example)
+    return (example if isinstance(example, tuple) else (example,)), {}
+
+
+def _total(output: Any) -> Tensor:
+    """A loss of all that an output has."""
+    if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
+        output = output["loss"]
+    leaves = [
+        leaf
+        for leaf in torch.utils._pytree.tree_leaves(
+            dict(output) if isinstance(output, Mapping) else output
+        )
+        if isinstance(leaf, Tensor) and leaf.requires_grad
+    ]
+    if not leaves:
+        raise UserError("an output without a gradient", "Give a loss, or freeze less.")
+    total: Tensor = sum(leaf.sum() for leaf in leaves)  # type: ignore[assignment]
+    return total
+
+
+def _shapes(example: Any) -> str:
+    leaves = torch.utils._pytree.tree_leaves(example)
+    shapes = [str(tuple(leaf.shape)) for leaf in leaves if isinstance(leaf, Tensor)]
+    return "an input of " + ", ".join(shapes)
+
+
+def _table(cells: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
+    """Rows of text in columns; numbers to the right."""
+    widths = [max(len(row[n]) for row in cells) for n in range(len(cells[0]))]
+    lines = []
+    for row in cells:
+        parts = [
+            text.rjust(width) if number in right else text.ljust(width)
+            for number, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return lines

@@ -1,0 +1,301 @@
+"""One model on several tasks: each has a part of every tensor, as a layout by names says."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective
+from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine.gradients import Gradients
+from spartito.engine.optimizers import OptimizerLike, unwrap
+from spartito.errors import UserError
+from spartito.log import warn
+from spartito.mesh import apply
+from spartito.mesh.axes import Mesh
+from spartito.mesh.collectives import Axis
+from spartito.mesh.layout import DEFAULT, Layout, read_rules
+from spartito.mesh.spec import Spec
+from spartito.strategies.coordination import SynchronousCoordination
+from spartito.strategies.groups import DATA, MODEL
+from spartito.strategies.pair import Pair
+from spartito.strategies.synchronous import SynchronousStrategy
+
+AXIS = "axis:"
+"""Before the name of an axis: the group of the tasks along it."""
+
+
+class MeshStrategy(SynchronousStrategy):
+    """Tensors are cut along the axes of a mesh, by rules about their named dims.
+
+    The model stays as it was written. The results are those of one device; the layout decides
+    on time and memory alone.
+    """
+
+    name = "mesh"
+
+    def __init__(
+        self,
+        mesh: Mapping[str, int] | None = None,
+        layout: Any = DEFAULT,
+        names: Mapping[str, Sequence[str | None]] | None = None,
+        strict: bool = False,
+        *,
+        model: int | None = None,
+        cluster: ClusterSpec | None = None,
+        device: torch.device | str | None = None,
+        sync_batchnorm: bool | None = None,
+        timeout: float | None = None,
+        communication: str = "auto",
+        flush_denormals: bool = True,
+    ) -> None:
+        """Connects to nobody: that is done in `prepare`.
+
+        Args:
+            mesh: The sizes of its axes, ``{"data": 2, "model": 2}``; tasks are numbered row by
+                row, the last axis fastest. None: ``model`` tasks hold one model.
+            layout: Ordered rules ``(dim, axis)``, or a dict: for each dim of a tensor the first
+                rule whose axis the tensor does not use yet. The axis of "batch" has the data
+                shards.
+            names: Patterns of parameters' paths, as ``"blocks.*.up.weight"``, and the names of
+                their dims, which win over those of their module's type: ``("hidden", None)``;
+                ``"3*heads"`` is packed queries, keys and values.
+            strict: Whether dims that do not divide are refused; else they stay whole.
+            model: Short for ``mesh={"data": tasks / model, "model": model}``; None: all tasks.
+            cluster: As under `SynchronousStrategy`, like all that follows.
+            device: Where this process computes.
+            sync_batchnorm: Whether BatchNorm is one over the global batch.
+            timeout: Seconds that a wait for another task may take.
+            communication: How the tasks exchange tensors; "ddp" cannot be had.
+            flush_denormals: Whether denormal numbers are 0.
+
+        Raises:
+            UserError: For a mesh that has not as many places as the job tasks, a rule about an
+                axis that it lacks, or another value that cannot be.
+        """
+        if mesh is not None and model is not None:
+            raise UserError(
+                f"mesh={dict(mesh)} and model={model}", "model=2 is short for a mesh: give one."
+            )
+        if communication == "ddp":
+            raise UserError(
+                "communication='ddp' on a mesh: DDP takes models that are whole",
+                "Leave it out, or choose strategy 'mirrored'.",
+            )
+        self._asked = mesh, model, read_rules(layout)
+        self._names, self._strict = dict(names or {}), strict
+        super().__init__(
+            cluster=cluster,
+            device=device,
+            sync_batchnorm=sync_batchnorm,
+            timeout=timeout,
+            communication=communication,
+            flush_denormals=flush_denormals,
+        )
+        self.coordination = MeshCoordination(
+            self.name, self.job, self.cluster, self._pairs, self.groups
+        )
+
+    def check(self, cluster: ClusterSpec) -> None:
+        super().check(cluster)
+        mesh, layout = self._layout_for(cluster.world_size)
+        mesh.check(cluster.world_size)
+
+    def _layout_for(self, tasks: int) -> tuple[Mesh, Layout]:
+        """The mesh of a job of so many tasks, and the rules on it."""
+        given, model, rules = self._asked
+        if self.is_evaluator:  # alone: it has the whole model
+            given, model = dict.fromkeys(given or {"model": 1}, 1), None
+        if given is None:
+            size = tasks if model is None else model
+            if size < 1 or tasks % size:
+                raise UserError(
+                    f"model={size} in a job of {tasks} tasks",
+                    f"It divides the number of tasks: {_divisors(tasks)}.",
+                )
+            given = {"data": tasks // size, "model": size}
+        mesh = Mesh(given)
+        default = rules == DEFAULT
+        kept = [rule for rule in rules if not default or rule[1] in mesh.axes]
+        return mesh, Layout(tuple(kept), mesh.axes)
+
+    @functools.cached_property
+    def mesh(self) -> Mesh:
+        """The axes and their sizes."""
+        return self._layout_for(self.cluster.world_size)[0]
+
+    @functools.cached_property
+    def layout(self) -> Layout:
+        """The rules on this mesh."""
+        return self._layout_for(self.cluster.world_size)[1]
+
+    @property
+    def data_shard(self) -> tuple[int, int]:
+        axis = self.layout.batch_axis
+        if axis is None:
+            return 0, 1
+        return self.mesh.coordinates(self.cluster.rank)[axis], self.mesh.axes[axis]
+
+    @property
+    def connect(self) -> Callable[..., Mapping[str, Collective]]:  # type: ignore[override]
+        return functools.partial(_connect, self.mesh, self.layout.batch_axis)
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer]:
+        apply.hide(unwrap(model))
+        apply.plan(unwrap(model), self.layout, self._names, self._strict)
+        return super().prepare(
+            model,
+            optimizer,
+            accumulate=accumulate,
+            clip_norm=clip_norm,
+            precision=precision,
+            deterministic=deterministic,
+            seed=seed,
+        )
+
+    def global_norm(self, pair: Pair) -> Tensor:
+        specs, squares = apply.specs_of(unwrap(pair.model)), []
+        if self._parts.world_size == 1:
+            return super().global_norm(pair)
+        for parameter in pair.gradients.parameters:
+            if parameter.grad is not None:
+                how = specs.get(id(parameter))
+                copies = self._parts.world_size // (self._cuts(how) if how else 1)
+                squares.append(parameter.grad.double().square().sum() / copies)
+        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
+        return self._parts.all_reduce(total.reshape(1)).sqrt()[0]
+
+    def _cuts(self, how: Spec) -> int:
+        """Into how many shards a tensor is cut."""
+        sizes = [self.mesh.axes[axis] for axis in how.axes]
+        return functools.reduce(int.__mul__, sizes, 1)
+
+    @property
+    def _axes(self) -> dict[str, Axis]:
+        batch = self.layout.batch_axis
+        return {
+            name: Axis(name, self.groups[AXIS + name]) for name in self.mesh.axes if name != batch
+        }
+
+    def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        own = unwrap(model)
+        known = apply.specs_of(own)
+        cut = [tensor for tensor in tensors if id(tensor) in known]
+        self._send(self.groups.data, cut)  # by those that have the same shards
+        self._send(self.groups.world, [tensor for tensor in tensors if id(tensor) not in known])
+        if known:
+            apply.show(own, known, self._axes)
+        elif len(tensors) == len(list(own.parameters())) + len(list(own.buffers())):
+            planned = apply.plan(own, self.layout, self._names, self._strict)
+            self._say(planned)
+            apply.cut(own, planned, self._axes)
+        if self._parts.world_size > 1:
+            torch.set_rng_state(self._parts.broadcast(torch.get_rng_state()))
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model and optimizer, on every task; all call it. It may not fit: see `save`."""
+        with apply.saving():
+            state = super().state_dict()
+        pair = self._pairs.only
+        model, axes = unwrap(pair.model), self._axes
+        specs = apply.specs_of(model)
+        cut = {
+            name: (specs[id(tensor)], tensor)
+            for name, tensor in (
+                *model.named_parameters(remove_duplicate=False),
+                *model.named_buffers(remove_duplicate=False),
+            )
+            if id(tensor) in specs
+        }
+
+        def whole(name: str, value: Any) -> Any:
+            if not isinstance(value, Tensor) or name not in cut:
+                return value
+            how, local = cut[name]
+            return apply.whole_of(value, how, axes) if value.shape == local.shape else value
+
+        with self.coordination.during("save"):
+            state["model"] = {name: whole(name, value) for name, value in state["model"].items()}
+            optimizer = state["optimizer"]["state"]
+            state["optimizer"]["state"] = {
+                name: {key: whole(name, value) for key, value in values.items()}
+                for name, values in optimizer.items()
+            }
+            if "accumulated" in state:
+                waiting = state["accumulated"]["gradients"]
+                state["accumulated"]["gradients"] = {n: whole(n, g) for n, g in waiting.items()}
+        return state
+
+    def _say(self, planned: Mapping[str, apply.Placed]) -> None:
+        """Tell what stays whole though a rule is about it."""
+        uneven = [placed for placed in planned.values() if placed.uneven]
+        if uneven and self.is_chief:
+            warn(
+                "%d tensors stay whole where they do not divide: %s",
+                len(uneven),
+                "; ".join(apply.does_not_divide(one, self.layout) for one in uneven[:3]),
+            )
+        if self.is_chief and self.groups.model.world_size > 1:
+            if all(placed.spec.is_replicated for placed in planned.values()):
+                warn("no tensor of the model is cut: all tasks of the mesh compute all of it")
+
+    def _send(self, group: Collective, tensors: Sequence[Tensor]) -> None:
+        """The values of the first task of ``group`` to all, as one message per dtype."""
+        if group.world_size == 1:
+            return
+        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+            alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+            with self.coordination.during("prepare"):
+                flat = group.broadcast(torch.cat([t.reshape(-1) for t in alike]))
+            for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
+                tensor.copy_(part.view(tensor.shape))
+
+
+class MeshCoordination(SynchronousCoordination):
+    """Tasks of one model have parameters in common, and must draw the same random numbers."""
+
+    def _compare(self, order: int) -> str:
+        found = super()._compare(order)
+        specs = {key for pair in self._pairs.all for key in apply.specs_of(unwrap(pair.model))}
+        common = [parameter for parameter in self._parameters() if id(parameter) not in specs]
+        self._compare_in(self._groups.model, common, order)
+        return found
+
+
+def _connect(
+    mesh: Mesh, batch: str | None, rendezvous: Rendezvous, cluster: ClusterSpec
+) -> Mapping[str, Collective]:
+    """The groups of a task on a mesh: all, its data shards, its model, and each axis."""
+    rank = cluster.rank
+    here = mesh.coordinates(rank)
+    beside = [r for r in range(mesh.size) if batch is None or mesh.coordinates(r)[batch] == here[batch]]
+    found = {WORLD: rendezvous.group()}
+    found[DATA] = rendezvous.group(DATA, mesh.along(batch, rank) if batch else [rank])
+    found[MODEL] = rendezvous.group(MODEL, beside)
+    for axis in mesh.axes:
+        if axis != batch:
+            along = mesh.along(axis, rank)
+            same = along == beside
+            found[AXIS + axis] = found[MODEL] if same else rendezvous.group(AXIS + axis, along)
+    return found
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
