@@ -30,6 +30,8 @@ CASES: list[Case] = [
     ("central_storage", 2, {}),
     ("central_storage", 3, {}),
     ("tests.strategies.paired:PairedStrategy", 4, {}),  # two processes for each data shard
+    ("mesh", 2, {"model": 2}),
+    ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
     ("parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}),
     ("parameter_server", 3, {"max_staleness": 0, "min_shard_bytes": 16, "shared_memory": False}),
 ]
@@ -48,7 +50,8 @@ EXACT = 1e-12
 
 
 def named(case: Case) -> str:
-    return "-".join(map(str, [case[0], case[1], *case[2].values()]))
+    values = [n for v in case[2].values() for n in (v.values() if isinstance(v, dict) else [v])]
+    return "-".join(map(str, [case[0], case[1], *values]))
 
 
 every_strategy = pytest.mark.parametrize("case", CASES, ids=named)
@@ -60,10 +63,13 @@ every_synchronous = pytest.mark.parametrize(
 )
 """For what needs replicas that meet inside of a step, or several models."""
 
+SEVERAL = ("parameter_server", "mesh")
+
 every_flat = pytest.mark.parametrize(
-    "case", [c for c in CASES if c[0] != "parameter_server" and ":" not in c[0]], ids=named
+    "case", [c for c in CASES if c[0] not in SEVERAL and ":" not in c[0]], ids=named
 )
-"""For what speaks of ranks: each process is one data shard."""
+"""For what speaks of ranks: each process is one data shard. What it says of meshes is in
+test_mesh.py."""
 
 
 def close(left: Any, right: Any) -> None:

@@ -7,6 +7,7 @@ output of the one before takes up its cut: column, row, column, ... (Shoeybi et 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -157,9 +158,8 @@ def _role(
         heads = _packed(parent, width, out)
         if heads is None:
             return None, None
-        queries = heads.blocks(out)[0]
-        units = heads.parts[0] * heads.units
-        return _linear(heads, FEATURES), _Cut(queries, Dim("heads", units=units))
+        units = heads.units * math.gcd(*heads.parts)  # where keys are not cut, queries are not
+        return _linear(heads, FEATURES), _Cut(heads.blocks(out)[0], Dim("heads", units=units))
     if name in _QUERY | _KEY_VALUE:
         heads = _of_heads(Dim("heads"), parent, out, name in _KEY_VALUE)
         return _linear(heads, FEATURES), before if name in _KEY_VALUE else _Cut(out, heads)
