@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -17,7 +17,7 @@ from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.data.batch import Batch
 from spartito.engine.denormals import Denormals
 from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import OptimizerLike
+from spartito.engine.optimizers import OptimizerLike, unwrap
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.registry import strategy_info, strategy_names
@@ -244,6 +244,16 @@ class Strategy(ABC):
         Raises:
             UserError: If the model or the optimizer is another one.
         """
+
+    def keep(self) -> Callable[[], None]:
+        """Copy the values of the model, to go back to them in this process; all tasks call it.
+
+        Returns:
+            A function that all tasks call to put them back. Each keeps its own part of them.
+        """
+        state = unwrap(self._pairs.only.model).state_dict().items()
+        kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state}
+        return lambda: self.load({"model": kept})
 
     def state_dict(self) -> dict[str, Any]:
         """All of model and optimizer in memory, for scripts that write their own files.

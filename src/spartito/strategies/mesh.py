@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
-from spartito.engine.gradients import Gradients
+from spartito.engine.gradients import Gradients, PackedGradients
 from spartito.engine.optimizers import OptimizerLike, unwrap
 from spartito.errors import UserError
 from spartito.log import warn
@@ -194,6 +194,17 @@ class MeshStrategy(SynchronousStrategy):
             name: Axis(name, self.groups[AXIS + name]) for name in self.mesh.axes if name != batch
         }
 
+    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+        own = unwrap(model)
+        compiled = [m for m in own.modules() if m._compiled_call_impl is not None]
+        if (own is not model or compiled) and self.is_chief:
+            warn("torch.compile is left out on a mesh: it cannot look into the exchange of shards")
+        for module in compiled:
+            module._compiled_call_impl = None
+        if self.num_replicas_in_sync > 1 and self.device.type != "cpu":
+            return own, PackedGradients(optimizer, self._group)
+        return super()._gradients(own, optimizer)
+
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         own = unwrap(model)
         known = apply.specs_of(own)
@@ -209,39 +220,59 @@ class MeshStrategy(SynchronousStrategy):
         if self._parts.world_size > 1:
             torch.set_rng_state(self._parts.broadcast(torch.get_rng_state()))
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole model and optimizer, on every task; all call it. It may not fit: see `save`."""
-        with apply.saving():
-            state = super().state_dict()
+    def keep(self) -> Callable[[], None]:
         pair = self._pairs.only
-        model, axes = unwrap(pair.model), self._axes
-        specs = apply.specs_of(model)
-        cut = {
-            name: (specs[id(tensor)], tensor)
-            for name, tensor in (
-                *model.named_parameters(remove_duplicate=False),
-                *model.named_buffers(remove_duplicate=False),
-            )
-            if id(tensor) in specs
-        }
+        model = unwrap(pair.model)
+        tensors = [*model.parameters(), *model.buffers()]
+        kept = [tensor.detach().clone() for tensor in tensors]
+
+        @torch.no_grad()
+        def put_back() -> None:
+            for tensor, value in zip(tensors, kept, strict=True):
+                tensor.copy_(value)
+            pair.gradients.compared()
+
+        return put_back
+
+    def state_dict(self) -> dict[str, Any]:
+        """The whole model and optimizer, on every task, which all call it: `save` needs less."""
+        pair, axes = self._pairs.only, self._axes
+        state, cuts = self._state(pair), self._cuts(pair, "model")
 
         def whole(name: str, value: Any) -> Any:
-            if not isinstance(value, Tensor) or name not in cut:
+            cut = cuts.get(name)
+            if cut is None or not isinstance(value, Tensor) or value.shape != cut.local:
                 return value
-            how, local = cut[name]
-            return apply.whole_of(value, how, axes) if value.shape == local.shape else value
+            return apply.whole_of(value, cut.spec, axes)
 
         with self.coordination.during("save"):
             state["model"] = {name: whole(name, value) for name, value in state["model"].items()}
-            optimizer = state["optimizer"]["state"]
             state["optimizer"]["state"] = {
                 name: {key: whole(name, value) for key, value in values.items()}
-                for name, values in optimizer.items()
+                for name, values in state["optimizer"]["state"].items()
             }
             if "accumulated" in state:
                 waiting = state["accumulated"]["gradients"]
                 state["accumulated"]["gradients"] = {n: whole(n, g) for n, g in waiting.items()}
         return state
+
+    def _state(self, pair: Pair) -> dict[str, Any]:
+        with apply.saving():
+            return super()._state(pair)
+
+    def _cuts(self, pair: Pair, section: str) -> Mapping[str, apply.SpecCut]:
+        model = unwrap(pair.model)
+        specs, here = apply.specs_of(model), self.mesh.coordinates(self.cluster.rank)
+        tensors = (
+            *model.named_parameters(remove_duplicate=False),
+            *model.named_buffers(remove_duplicate=False),
+        )
+        found = {}
+        for name, tensor in tensors:
+            if (how := specs.get(id(tensor))) is not None:
+                shape = how.global_shape(tensor.shape, self.mesh.axes)
+                found[name] = apply.SpecCut(shape, how, self.mesh.axes, here)
+        return found
 
     def _say(self, planned: Mapping[str, apply.Placed]) -> None:
         """Tell what stays whole though a rule is about it."""

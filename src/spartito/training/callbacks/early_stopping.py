@@ -72,7 +72,7 @@ class EarlyStopping(Callback):
         if self.monitor.better(value, self.best):
             self.best, self.best_epoch, self.wait = value, epoch, 0
             if self.restore_best_weights:
-                self._weights = _copy(unwrap(self.trainer.model))
+                self._weights = self.trainer.strategy.keep()
             return
         self.wait += 1
         if self.wait >= self.patience and epoch > 0:
@@ -90,7 +90,7 @@ class EarlyStopping(Callback):
                 self.best_epoch + 1,
             )
         if self._weights is not None:
-            self.trainer.strategy.load({"model": self._weights})
+            self._weights()
         elif self.restore_best_weights and self.best is not None:
             warn("the weights of epoch %d were not kept over the resume", self.best_epoch + 1)
 
@@ -108,9 +108,3 @@ class EarlyStopping(Callback):
         self.best_epoch = -1
         self.wait = 0
 
-
-def _copy(model: torch.nn.Module) -> dict[str, Any]:
-    return {
-        name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-        for name, value in model.state_dict().items()
-    }
