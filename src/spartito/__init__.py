@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from spartito.engine.seed import seed_everything
     from spartito.strategies import (
         CentralStorageStrategy,
+        MeshStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
@@ -51,6 +52,7 @@ __getattr__ = _attach(
         "CentralStorageStrategy": "spartito.strategies",
         "ClusterSpec": "spartito.cluster.spec",
         "History": "spartito.training.history",
+        "MeshStrategy": "spartito.strategies",
         "MirroredStrategy": "spartito.strategies",
         "MultiWorkerMirroredStrategy": "spartito.strategies",
         "OneDeviceStrategy": "spartito.strategies",
@@ -79,6 +81,7 @@ __all__ = [
     "ClusterSpec",
     "CorruptSampleError",
     "History",
+    "MeshStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",

@@ -208,7 +208,7 @@ class JobSpec:
             object.__setattr__(self, "strategy", self.strategy or "mesh")
 
     @property
-    def places(self) -> int | None:
+    def mesh_size(self) -> int | None:
         """How many tasks the mesh of the job has; None where none is given."""
         axes = json.loads(self.strategy_options or "{}").get("mesh")
         if not isinstance(axes, dict) or not all(isinstance(n, int) for n in axes.values()):
@@ -227,14 +227,14 @@ class JobSpec:
         Raises:
             UserError: the mesh does not divide among the machines.
         """
-        if self.workers is not None or self.places is None:
+        if self.workers is not None or self.mesh_size is None:
             return self.workers
-        if self.places % machines:
+        if self.mesh_size % machines:
             raise UserError(
-                f"a mesh of {self.places} tasks on {machines} machines",
+                f"a mesh of {self.mesh_size} tasks on {machines} machines",
                 "Take one whose size the machines divide, or say --workers.",
             )
-        return self.places // machines
+        return self.mesh_size // machines
 
     def argv(self) -> tuple[str, ...]:
         """The words after ``python`` for tasks that see the folders of this machine.
@@ -287,10 +287,10 @@ class JobSpec:
         servers = roles.ps if servers is None else servers
         name = self.strategy or (env or {}).get(ENV_STRATEGY) or default_name(replicas, servers)
         strategy_info(name).check(replicas, replicas if here is None else here, servers)
-        if self.places not in (None, replicas):
+        if self.mesh_size not in (None, replicas):
             raise UserError(
-                f"a mesh of {self.places} tasks in a job of {replicas}",
-                f"Start {self.places} tasks, or give axes whose sizes multiply to {replicas}.",
+                f"a mesh of {self.mesh_size} tasks in a job of {replicas}",
+                f"Start {self.mesh_size} tasks, or give axes whose sizes multiply to {replicas}.",
             )
         return name
 

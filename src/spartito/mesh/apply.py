@@ -77,7 +77,7 @@ def plan(
         if not dims:
             found[path] = Placed(path, (), shape, replicated(len(shape)))
             continue
-        placement = layout.place(dims, shape, path, strict or _is_given(path, names))
+        placement = layout.lay(dims, shape, path, strict or _is_given(path, names))
         blocks = tuple(dim.blocks(size) for dim, size in zip(dims, shape, strict=True))
         how = spec(placement.axes, (), blocks)
         found[path] = Placed(path, dims, shape, how, placement.uneven)
@@ -111,8 +111,8 @@ def does_not_divide(placed: Placed, layout: Layout) -> str:
     what = f"{size} {dim.name}"
     if dim.units:
         each = [part * dim.units for part in dim.parts or (1,)]
-        unit = "heads" if dim.name == "heads" else "groups"
-        what = f"{' + '.join(map(str, dict.fromkeys(each)))} {unit}"
+        kind = "heads" if dim.name == "heads" else "groups"
+        what = f"{' + '.join(map(str, dict.fromkeys(each)))} {kind}"
     return f"{placed.path}: {what} do not divide among {axis}={layout.axes[axis]}"
 
 
@@ -224,7 +224,7 @@ class SpecCut:
 # Modules that show their tensors
 
 _inside = 0  # forward passes that run, one in the other
-_HERE = "_spartito_mesh"
+_HERE, _PLAIN = "_spartito_mesh", "_spartito_plain"
 
 
 @dataclass(frozen=True, slots=True)
@@ -284,7 +284,8 @@ def show(model: nn.Module, specs: Mapping[int, Spec], axes: Axes) -> None:
     for path, module in model.named_modules():
         if path in above and not is_shown(module):
             here = module.__dict__.get(_HERE)
-            module.__class__ = _shown(type(module), tuple(sorted(here.specs if here else ())))
+            kind: Any = type(module)
+            module.__class__ = _shown(kind, tuple(sorted(here.specs if here else ())))
 
 
 def hide(model: nn.Module) -> None:
@@ -295,7 +296,7 @@ def hide(model: nn.Module) -> None:
     """
     for module in model.modules():
         if is_shown(module):
-            module.__class__ = type(module)._spartito_plain
+            module.__class__ = vars(type(module))[_PLAIN]
 
 
 def is_shown(module: nn.Module) -> bool:
@@ -307,7 +308,7 @@ def is_shown(module: nn.Module) -> bool:
     Returns:
         Whether its class is one of those made here.
     """
-    return hasattr(type(module), "_spartito_plain")
+    return _PLAIN in vars(type(module))
 
 
 _saves = False
@@ -349,7 +350,7 @@ def _shown(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     body: dict[str, Any] = {name: property(_view(name)) for name in names}
     body |= {
         "forward": forward,
-        "_spartito_plain": kind,
+        _PLAIN: kind,
         "__module__": kind.__module__,
         "__qualname__": kind.__qualname__,
         "__doc__": kind.__doc__,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +20,6 @@ from spartito.errors import UserError
 from spartito.mesh import apply
 from spartito.mesh.collectives import Axis
 from spartito.mesh.layout import Layout
-from spartito.mesh.sharded import Axes
 from spartito.mesh.spec import Blocks
 
 FLOPS, BANDWIDTH, LATENCY = 3e10, 2e9, 4e-5
@@ -304,25 +302,23 @@ def _without_values(model: nn.Module) -> nn.Module:
 
 def _follow(model: nn.Module, axes: _Axes, flops: dict[str, int]) -> None:
     """Have the axes know which module runs, and count its operations."""
-    for path, module in model.named_modules():
 
-        def begin(*_: Any, path: str = path) -> None:
-            axes.running.append(path)
+    def follow(path: str, module: nn.Module) -> None:
+        each = 0  # operations for one element of the output
+        if isinstance(module, nn.Linear | _ConvNd):
+            out = module.out_features if isinstance(module, nn.Linear) else module.out_channels
+            each = 6 * module.weight.numel() // out
 
-        def end(module: nn.Module, _: Any, output: Any, path: str = path) -> None:
+        def end(_: nn.Module, __: Any, output: Any) -> None:
             axes.running.pop()
-            weight = getattr(module, "weight", None)
-            if isinstance(output, Tensor) and isinstance(module, nn.Linear | _ConvNd):
-                out = module.out_features if isinstance(module, nn.Linear) else module.out_channels
-                flops[path] += 6 * torch.Size(module_shape[path]).numel() // out * output.numel()
+            if each and isinstance(output, Tensor):
+                flops[path] += each * output.numel()
 
-        module_shape = {
-            name: tuple(one.weight.shape)
-            for name, one in model.named_modules()
-            if isinstance(one, nn.Linear | _ConvNd)
-        }
-        module.register_forward_pre_hook(begin)
+        module.register_forward_pre_hook(lambda *_: axes.running.append(path))
         module.register_forward_hook(end)
+
+    for path, module in model.named_modules():
+        follow(path, module)
 
 
 def _examples(model: nn.Module) -> Iterator[Any]:
@@ -340,7 +336,9 @@ def _examples(model: nn.Module) -> Iterator[Any]:
             return
         if isinstance(module, _ConvNd):
             for size in (64, 224):
-                yield torch.zeros(2, module.in_channels, *[size] * len(module.kernel_size)).to(dtype)
+                yield torch.zeros(2, module.in_channels, *[size] * len(module.kernel_size)).to(
+                    dtype
+                )
             return
 
 

@@ -149,7 +149,7 @@ class Layout:
         """The axis along which the batch is divided."""
         return next((axis for dim, axis in self.rules if dim == BATCH), None)
 
-    def place(
+    def lay(
         self, dims: Sequence[Dim], shape: Sequence[int], name: str = "", exact: bool = False
     ) -> Placement:
         """What the rules make of one tensor.

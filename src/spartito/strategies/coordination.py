@@ -242,7 +242,6 @@ class SynchronousCoordination(Coordination):
         return self._groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()
 
 
-
 def _unlike(group: Collective, ranks: Sequence[int], what: str, do: str) -> UserError:
     odd = " and ".join(group.names[rank] for rank in ranks)
     rest = " and ".join(name for rank, name in enumerate(group.names) if rank not in ranks)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from spartito.log import warn
 from spartito.mesh import apply
 from spartito.mesh.axes import Mesh
 from spartito.mesh.collectives import Axis
+from spartito.mesh.describe import Description, describe
 from spartito.mesh.layout import DEFAULT, Layout, read_rules
 from spartito.mesh.spec import Spec
 from spartito.strategies.coordination import SynchronousCoordination
@@ -77,7 +78,7 @@ class MeshStrategy(SynchronousStrategy):
             flush_denormals: Whether denormal numbers are 0.
 
         Raises:
-            UserError: For a mesh that has not as many places as the job tasks, a rule about an
+            UserError: For a mesh of more or fewer tasks than the job has, a rule about an
                 axis that it lacks, or another value that cannot be.
         """
         if mesh is not None and model is not None:
@@ -105,7 +106,7 @@ class MeshStrategy(SynchronousStrategy):
 
     def check(self, cluster: ClusterSpec) -> None:
         super().check(cluster)
-        mesh, layout = self._layout_for(cluster.world_size)
+        mesh, _ = self._layout_for(cluster.world_size)
         mesh.check(cluster.world_size)
 
     def _layout_for(self, tasks: int) -> tuple[Mesh, Layout]:
@@ -177,15 +178,14 @@ class MeshStrategy(SynchronousStrategy):
         for parameter in pair.gradients.parameters:
             if parameter.grad is not None:
                 how = specs.get(id(parameter))
-                copies = self._parts.world_size // (self._cuts(how) if how else 1)
+                copies = self._parts.world_size // (self._shards(how) if how else 1)
                 squares.append(parameter.grad.double().square().sum() / copies)
         total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
         return self._parts.all_reduce(total.reshape(1)).sqrt()[0]
 
-    def _cuts(self, how: Spec) -> int:
+    def _shards(self, how: Spec) -> int:
         """Into how many shards a tensor is cut."""
-        sizes = [self.mesh.axes[axis] for axis in how.axes]
-        return functools.reduce(int.__mul__, sizes, 1)
+        return math.prod(self.mesh.axes[axis] for axis in how.axes)
 
     @property
     def _axes(self) -> dict[str, Axis]:
@@ -193,6 +193,26 @@ class MeshStrategy(SynchronousStrategy):
         return {
             name: Axis(name, self.groups[AXIS + name]) for name in self.mesh.axes if name != batch
         }
+
+    def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
+        """What the layout does to a model, before any step and without the other tasks.
+
+        Args:
+            model: A whole one; it is not changed.
+            example: An input, a tuple or a dict of inputs of one task, of which shapes matter
+                alone; None tries some that the first layer could take.
+            loss: A function of the output alone; None is the sum of all that is in it.
+
+        Returns:
+            What ``print`` shows: each tensor with its dims, where it lies and its bytes on a task,
+            the collectives of one step by module, and warnings.
+
+        Raises:
+            UserError: For a layout that `prepare` would refuse.
+        """
+        own = unwrap(model)
+        planned = apply.plan(own, self.layout, self._names, self._strict)
+        return describe(own, planned, self.layout, example, loss)
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
         own = unwrap(model)
@@ -260,7 +280,7 @@ class MeshStrategy(SynchronousStrategy):
         with apply.saving():
             return super()._state(pair)
 
-    def _cuts(self, pair: Pair, section: str) -> Mapping[str, apply.SpecCut]:
+    def _cuts(self, pair: Pair, section: str) -> dict[str, apply.SpecCut]:
         model = unwrap(pair.model)
         specs, here = apply.specs_of(model), self.mesh.coordinates(self.cluster.rank)
         tensors = (
@@ -283,9 +303,9 @@ class MeshStrategy(SynchronousStrategy):
                 len(uneven),
                 "; ".join(apply.does_not_divide(one, self.layout) for one in uneven[:3]),
             )
-        if self.is_chief and self.groups.model.world_size > 1:
-            if all(placed.spec.is_replicated for placed in planned.values()):
-                warn("no tensor of the model is cut: all tasks of the mesh compute all of it")
+        is_whole = all(placed.spec.is_replicated for placed in planned.values())
+        if is_whole and self.is_chief and self.groups.model.world_size > 1:
+            warn("no tensor of the model is cut: all tasks of the mesh compute all of it")
 
     def _send(self, group: Collective, tensors: Sequence[Tensor]) -> None:
         """The values of the first task of ``group`` to all, as one message per dtype."""
@@ -316,7 +336,9 @@ def _connect(
     """The groups of a task on a mesh: all, its data shards, its model, and each axis."""
     rank = cluster.rank
     here = mesh.coordinates(rank)
-    beside = [r for r in range(mesh.size) if batch is None or mesh.coordinates(r)[batch] == here[batch]]
+    beside = [
+        r for r in range(mesh.size) if batch is None or mesh.coordinates(r)[batch] == here[batch]
+    ]
     found = {WORLD: rendezvous.group()}
     found[DATA] = rendezvous.group(DATA, mesh.along(batch, rank) if batch else [rank])
     found[MODEL] = rendezvous.group(MODEL, beside)

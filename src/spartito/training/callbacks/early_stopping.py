@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
-import torch
-
-from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.log import note, warn
 from spartito.training.callback import Callback, Logs
@@ -34,7 +32,7 @@ class EarlyStopping(Callback):
     best: float | None
     best_epoch: int
     stopped_epoch: int | None
-    _weights: dict[str, Any] | None
+    _weights: Callable[[], None] | None
 
     def __init__(
         self,
@@ -107,4 +105,3 @@ class EarlyStopping(Callback):
         self.best = self.stopped_epoch = self._weights = None
         self.best_epoch = -1
         self.wait = 0
-
