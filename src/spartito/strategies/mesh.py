@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.gradients import Gradients, PackedGradients
-from spartito.engine.optimizers import OptimizerLike, unwrap
+from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.mesh import apply
@@ -221,9 +223,33 @@ class MeshStrategy(SynchronousStrategy):
             warn("torch.compile is left out on a mesh: it cannot look into the exchange of shards")
         for module in compiled:
             module._compiled_call_impl = None
+        self._cut_state(own, optimizer)
         if self.num_replicas_in_sync > 1 and self.device.type != "cpu":
             return own, PackedGradients(optimizer, self._group)
         return super()._gradients(own, optimizer)
+
+    def _cut_state(self, model: nn.Module, optimizer: Optimizer) -> None:
+        """Leave this task its part of the state that a fresh optimizer has (Adagrad)."""
+        specs, axes = apply.specs_of(model), self._axes
+        kind = type(optimizer)
+        for parameter in optimizer_parameters(optimizer):
+            how = specs.get(id(parameter))
+            if how is None:
+                continue
+            if kind not in ELEMENTWISE and not getattr(kind, "elementwise", False):
+                raise UserError(
+                    f"{kind.__name__} may look at whole parameters, of which each task has a part",
+                    "Choose Adam, SGD or another of torch's elementwise ones. One of your own that "
+                    "updates each element by itself says so: class Mine: elementwise = True.",
+                )
+            shape = how.global_shape(parameter.shape, self.mesh.axes)
+            for key, value in optimizer.state.get(parameter, {}).items():
+                if isinstance(value, Tensor) and value.shape == shape:
+                    optimizer.state[parameter][key] = apply.shard_of(value, how, axes)
+
+    @property
+    def _state_fraction(self) -> float:
+        return self.data_shard[1] / self.mesh.size
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         own = unwrap(model)
@@ -279,6 +305,10 @@ class MeshStrategy(SynchronousStrategy):
     def _state(self, pair: Pair) -> dict[str, Any]:
         with apply.saving():
             return super()._state(pair)
+
+    def _load(self, saved: Saved) -> None:
+        with apply.saving():
+            super()._load(saved)
 
     def _cuts(self, pair: Pair, section: str) -> dict[str, apply.SpecCut]:
         model = unwrap(pair.model)
