@@ -41,7 +41,7 @@ def weights(strategy: Strategy, net: nn.Module, optimizer: Any = None) -> dict[s
 
     ``optimizer`` is the one that was prepared with it, where the strategy has several.
     """
-    if strategy.groups.model.world_size == 1:
+    if strategy.name == "parameter_server":  # each task has its own
         return {name: value.clone() for name, value in net.state_dict().items()}
     with strategy.using(optimizer) if optimizer is not None else nullcontext():
         state: dict[str, Tensor] = strategy.state_dict()["model"]

@@ -152,23 +152,6 @@ def shard_of(tensor: Tensor, how: Spec, axes: Axes) -> Tensor:
     return torch.empty_like(tensor, memory_format=torch.preserve_format).copy_(tensor)
 
 
-def whole_of(tensor: Tensor, how: Spec, axes: Axes) -> Tensor:
-    """The whole tensor from the shards of all tasks, which call it together.
-
-    Args:
-        tensor: This task's shard.
-        how: How the whole is cut.
-        axes: The axes of the mesh.
-
-    Returns:
-        It, on every task.
-    """
-    for dim, axis in enumerate(how.dims):
-        if axis is not None:
-            tensor = axes[axis].all(tensor.detach(), dim, how.blocks_of(dim))
-    return tensor
-
-
 @dataclass(frozen=True, slots=True)
 class SpecCut:
     """Which boxes of a whole tensor a task holds: what checkpoints ask.

@@ -280,28 +280,6 @@ class MeshStrategy(SynchronousStrategy):
 
         return put_back
 
-    def state_dict(self) -> dict[str, Any]:
-        """The whole model and optimizer, on every task, which all call it: `save` needs less."""
-        pair, axes = self._pairs.only, self._axes
-        state, cuts = self._state(pair), self._cuts(pair, "model")
-
-        def whole(name: str, value: Any) -> Any:
-            cut = cuts.get(name)
-            if cut is None or not isinstance(value, Tensor) or value.shape != cut.local:
-                return value
-            return apply.whole_of(value, cut.spec, axes)
-
-        with self.coordination.during("save"):
-            state["model"] = {name: whole(name, value) for name, value in state["model"].items()}
-            state["optimizer"]["state"] = {
-                name: {key: whole(name, value) for key, value in values.items()}
-                for name, values in state["optimizer"]["state"].items()
-            }
-            if "accumulated" in state:
-                waiting = state["accumulated"]["gradients"]
-                state["accumulated"]["gradients"] = {n: whole(n, g) for n, g in waiting.items()}
-        return state
-
     def _state(self, pair: Pair) -> dict[str, Any]:
         with apply.saving():
             return super()._state(pair)
