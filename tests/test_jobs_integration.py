@@ -17,8 +17,9 @@ from PIL import Image
 
 from spartito.checkpoint.manager import CheckpointManager, read_checkpoint
 from spartito.data import digits
-from spartito.errors import PREFIX
+from spartito.errors import PREFIX, UserError
 from spartito.models import MnistMLP
+from spartito.recipes.predict import main as predict
 from tests.commands import (
     SPARTITO,
     TORCHRUN,
@@ -193,6 +194,44 @@ def test_the_trained_run_names_digits(
     assert all(0 < each["score"] <= 1 for each in results)
     right = [each["label"] == label for each, (_, label) in zip(results, given, strict=True)]
     assert sum(right) >= 3
+
+
+def test_a_small_gpt_writes_on(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
+    text = commands.write("text.txt", "abcdefghij\n" * 400)
+    words: list[str | Path] = ["train", "gpt", "--strategy", "mirrored", "--workers", "2"]
+    found = result(commands.spartito(*words, "--data", text, "--json", "--out", "letters"))
+    assert found["val_perplexity"] < 11
+    words = ["predict", "letters", "--prompt", "abc", "--length", "70", "--temperature", "9"]
+    written = json.loads(commands.spartito(*words, "--seed", "1", "--json").out)
+    assert written.pop("text").startswith("abc")
+    assert written == {"prompt": "abc", "length": 70, "temperature": 9.0, "seed": 1}
+    ended = commands.spartito("predict", "letters", "--temperature", "-1")
+    assert (ended.code, "--temperature -1.0 is not 0 or more" in ended.err) == (2, True)
+
+    def texts(**writing: Any) -> str:
+        assert predict(commands.directory / "letters", [], {"length": 70, **writing}) == 0
+        return capsys.readouterr().out
+
+    cold, warm, again, other = (
+        texts(prompt="b", temperature=heat, seed=seed)
+        for heat, seed in ((0, 0), (9, 0), (9, 0), (9, 1))
+    )
+    assert all(len(each) == 72 and each.startswith("b") for each in (cold, warm, again, other))
+    assert (len({cold, warm, other}), warm == again) == (3, True)
+    with pytest.raises(UserError, match=r"which writes, and looks at no own\.py"):
+        predict(commands.directory / "letters", [Path("own.py")], {})
+    with pytest.raises(UserError, match="'é' does not occur in the text that was learned"):
+        predict(commands.directory / "letters", [], {"prompt": "abé"})
+
+
+def test_a_model_that_looks_at_files_writes_nothing(
+    trained: dict[str, Any], commands: Commands
+) -> None:
+    folder = commands.directory / "digits"
+    with pytest.raises(UserError, match="looks at files and takes no --prompt"):
+        predict(folder, [Path("1.png")], {"prompt": "a"})
+    with pytest.raises(UserError, match=r"looks at files\n.*Name one or more"):
+        predict(folder, [], {})
 
 
 def test_a_run_goes_on(trained: dict[str, Any], commands: Commands) -> None:

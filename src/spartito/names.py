@@ -34,7 +34,7 @@ PRECISIONS = {
     "fp32": "fp32",
 }
 """Precisions by our names and Lightning's, with ours."""
-RECIPES = ("cats_vs_dogs", "mnist")
+RECIPES = ("cats_vs_dogs", "gpt", "mnist")
 RECIPE_SEED = 1337
 
 

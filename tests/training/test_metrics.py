@@ -169,6 +169,31 @@ def test_a_class_of_bytes_is_not_taken_for_an_ignored_one() -> None:
     assert sums(metric) == [1.0, 2.0]
 
 
+def test_perplexity_is_that_of_all_tokens_that_count() -> None:
+    generator = torch.Generator().manual_seed(5)
+    output = torch.randn(7, 4, 3, generator=generator)
+    target = torch.randint(3, (7, 4), generator=generator)
+    target[1:3], target[5, 2] = -100, -100
+    kept = torch.ne(target, -100)
+    wanted = nn.functional.cross_entropy(output[kept], target[kept]).exp().item()
+    assert measured("perplexity", output, target, [2, 5]) == pytest.approx(wanted, rel=1e-6)
+    (own,) = make_metrics(["perplexity"], nn.CrossEntropyLoss(ignore_index=1))
+    own.update(output, target.clamp(min=1), 7)
+    assert own.compute() == pytest.approx(
+        nn.functional.cross_entropy(
+            output.flatten(0, 1), target.clamp(min=1).flatten(), ignore_index=1
+        )
+        .exp()
+        .item(),
+        rel=1e-6,
+    )
+    own.update(torch.tensor([[[-2000.0, 2000.0, 0.0]]]), torch.tensor([[0]]), 1)
+    own.update(torch.tensor([[[-1e6, 1e6, 0.0]]]), torch.tensor([[0]]), 1)
+    assert own.compute() == float("inf")
+    with pytest.raises(UserError, match="does not fit"):
+        measured("perplexity", output.mT, target, [])
+
+
 def test_functions_may_count_what_they_like() -> None:
     (metric,) = make_metrics(lambda output, target: (output["hits"], output["of"]), None)
     for hits, of in ((1, 2), (torch.tensor(5), 6)):

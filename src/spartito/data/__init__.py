@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from spartito.data.dataset import Dataset, arrays, as_dataset, per_worker
     from spartito.data.folders import digits, idx, image_folder
     from spartito.data.source import InputContext
+    from spartito.data.text import characters
     from spartito.data.transforms import RandomFlip, RandomRotation, RandomTransform, Rescale
 
 __getattr__ = _attach(
@@ -23,6 +24,7 @@ __getattr__ = _attach(
         "Rescale": "spartito.data.transforms",
         "arrays": "spartito.data.dataset",
         "as_dataset": "spartito.data.dataset",
+        "characters": "spartito.data.text",
         "digits": "spartito.data.folders",
         "idx": "spartito.data.folders",
         "image_folder": "spartito.data.folders",
@@ -40,6 +42,7 @@ __all__ = [
     "Rescale",
     "arrays",
     "as_dataset",
+    "characters",
     "digits",
     "idx",
     "image_folder",

@@ -114,7 +114,7 @@ class GPT(nn.Module):
     def __init__(
         self,
         vocabulary: int,
-        context: int = 128,
+        context: int = 64,
         layers: int = 4,
         heads: int = 4,
         width: int = 128,
@@ -145,7 +145,7 @@ class GPT(nn.Module):
 
     @classmethod
     def small(cls, vocabulary: int, dropout: float = 0.1, packed: bool = False) -> GPT:
-        """Make one of 0.8 million parameters: 4 layers, 4 heads, 128 channels, 128 tokens.
+        """Make one of 0.8 million parameters: 4 layers, 4 heads, 128 channels, 64 tokens.
 
         Args:
             vocabulary: As `GPT`.
@@ -155,7 +155,7 @@ class GPT(nn.Module):
         Returns:
             The model.
         """
-        return cls(vocabulary, 128, 4, 4, 128, dropout, packed)
+        return cls(vocabulary, 64, 4, 4, 128, dropout, packed)
 
     @classmethod
     def medium(cls, vocabulary: int, dropout: float = 0.1, packed: bool = False) -> GPT:

@@ -9,7 +9,7 @@ from spartito.training.metrics.classification import (
     Recall,
 )
 from spartito.training.metrics.foreign import TorchMetric
-from spartito.training.metrics.mean import MeanMetric
+from spartito.training.metrics.mean import MeanMetric, Perplexity
 
 __all__ = [
     "AUC",
@@ -17,6 +17,7 @@ __all__ = [
     "F1Score",
     "MeanMetric",
     "Metric",
+    "Perplexity",
     "Precision",
     "Recall",
     "TorchMetric",

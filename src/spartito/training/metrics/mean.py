@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from math import fsum
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
-from spartito.engine.loss import IGNORED, count_kept, describe
+from spartito.engine.loss import IGNORED, LossFunction, count_kept, describe
 from spartito.errors import UserError
 from spartito.training.metrics.base import NAN, Metric, State
-from spartito.training.metrics.tensors import fitting, misfit, widened
+from spartito.training.metrics.tensors import find, fitting, misfit, widened
 
 MetricFunction = Callable[[Any, Any], Any]
 """``(output, target)`` to one value per example, shape ``(batch,)``, their scalar mean, or the
@@ -76,6 +78,48 @@ class MeanMetric(Metric):
             f"the metric {self.name} returned {describe(value)} for {size} examples",
             "It gives one value per example, or their mean.",
         )
+
+
+class Perplexity(MeanMetric):
+    """How many classes a model wavers between: the exponential of its mean cross-entropy.
+
+    It is that of all tokens together, not a mean over batches: 1 is certain and right, and the
+    number of classes is a guess. Outputs are logits with the classes in the last dim. Targets of
+    the loss's ``ignore_index`` (-100) do not count.
+
+    Args:
+        name: Under which the figure stands in logs and history.
+    """
+
+    def __init__(self, name: str = "perplexity") -> None:
+        self._ignored = IGNORED
+        super().__init__(name, lambda output, target: self._surprise(*find(output, target)))
+
+    def adapt(self, loss: LossFunction | None) -> None:
+        self._ignored = getattr(loss, "ignore_index", IGNORED)
+
+    def compute(self) -> float:
+        """Compute the perplexity.
+
+        Returns:
+            A float: NaN before the first token, infinite where it is too large.
+        """
+        mean = super().compute()
+        return math.inf if mean > LARGEST else math.exp(mean)
+
+    def _surprise(self, output: Tensor, target: Tensor) -> tuple[Any, Any]:
+        """The sum of the cross-entropies, and how many there are."""
+        if output.shape[:-1] != target.shape:
+            raise misfit(output, target)
+        logits, labels = output.detach().flatten(0, -2), target.flatten()
+        total = F.cross_entropy(logits, labels, ignore_index=self._ignored, reduction="sum")
+        if labels.is_cpu:
+            return total, count_kept(labels, self._ignored)
+        return total, torch.ne(labels, self._ignored).count_nonzero()
+
+
+LARGEST = 709.0
+"""The exponential of more is no float."""
 
 
 def _wide(value: Any) -> Tensor:

@@ -25,6 +25,7 @@ from spartito.training.metrics.foreign import TorchMetric, is_foreign
 from spartito.training.metrics.mean import (
     MeanMetric,
     MetricFunction,
+    Perplexity,
     accuracy,
     binary_accuracy,
     mean_absolute_error,
@@ -55,6 +56,7 @@ _OBJECTS: dict[str, Callable[[str], Metric]] = {
     "auc": AUC,
     "average_precision": partial(AUC, curve="PR"),
     "confusion_matrix": ConfusionMatrix,
+    "perplexity": Perplexity,
     "pr_auc": partial(AUC, curve="PR"),
     "roc_auc": AUC,
     **_COUNTS,
