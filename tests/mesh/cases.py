@@ -77,7 +77,7 @@ def compare(
             local.append(_leaf(value))
             given.append(local[-1])
         else:
-            local.append(_leaf(local_of(value, cut, axes)))
+            local.append(_leaf(local_of(value, cut, axes), value))
             given.append(wrap(local[-1], cut, axes))
     torch.manual_seed(1)
     results = tensors_in(function(*given))
@@ -120,11 +120,19 @@ def _backward(results: list[Tensor]) -> None:
         total.backward()
 
 
-def _leaf(value: Any) -> Any:
+def fixed(tensor: Tensor) -> Tensor:
+    """An operand that does not learn, as a buffer."""
+    tensor.fixed = True  # type: ignore[attr-defined]
+    return tensor
+
+
+def _leaf(value: Any, near: Any = None) -> Any:
+    """A copy of an operand that learns, unless ``near`` (or itself) is fixed."""
     if not isinstance(value, Tensor):
         return value
     made = value.detach().clone()
-    return made.requires_grad_() if made.is_floating_point() else made
+    learns = made.is_floating_point() and not hasattr(value if near is None else near, "fixed")
+    return made.requires_grad_(learns)
 
 
 def combinations(operands: Sequence[Any], axes: Axes) -> Iterator[tuple[Spec | None, ...]]:

@@ -9,7 +9,10 @@ from tests.replicas import Replicas
 
 pytestmark = pytest.mark.timeout(120)
 
-TABLES = ["products", "elementwise", "views", "models"]
+TABLES = [
+    "products", "elementwise", "views", "lookups", "norms", "attention", "convolutions",
+    "reductions", "joins", "losses", "randoms", "others",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("what", TABLES)

@@ -41,6 +41,10 @@ class Axis:
         """The sum over the axis, in a tensor of its own; the same bits on all tasks."""
         return self.group.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
 
+    def each(self, tensor: Tensor) -> list[Tensor]:
+        """The tensors of all tasks, in the order of the axis."""
+        return self.group.all_gather(tensor)
+
     def all(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
         """The shards of all tasks, joined along ``dim``."""
         parts = self.group.all_gather(tensor.contiguous())

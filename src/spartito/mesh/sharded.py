@@ -74,9 +74,13 @@ class Sharded(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         rule = TABLE.get(func)
-        if rule is None:
-            return fallback(func, args, kwargs or {})
-        return rule(func, *args, **kwargs) if kwargs else rule(func, *args)
+        if not kwargs:
+            return fallback(func, args, {}) if rule is None else rule(func, *args)
+        if rule is None or kwargs.get("out") is not None:
+            return fallback(func, args, kwargs)
+        if "input" in kwargs:
+            return rule(func, kwargs.pop("input"), *args, **kwargs)
+        return rule(func, *args, **kwargs)
 
     # What is asked of every tensor, without a way through `__torch_function__`.
 
@@ -230,6 +234,22 @@ def whole(tensor: Tensor) -> Tensor:
     if not isinstance(tensor, Sharded):
         return tensor
     return local_of(tensor, replicated(len(tensor.shape)), tensor.axes)
+
+
+def uncut(tensor: Tensor, *dims: int) -> Tensor:
+    """``tensor`` with these dims (may be negative) whole on every task; differentiable."""
+    if not isinstance(tensor, Sharded):
+        return tensor
+    to = tensor.spec
+    for dim in dims:
+        if to.dims[dim] is not None:
+            to = to.replace(dim % len(to.dims), None)
+    return tensor if to is tensor.spec else wrap(local_of(tensor, to, tensor.axes), to, tensor.axes)
+
+
+def like(local: Tensor, x: Sharded) -> Sharded:
+    """``local`` as the shard of a tensor that is cut as ``x`` is."""
+    return made(local, x.spec, x.axes)
 
 
 def map_tensors(value: Any, change: Callable[[Sharded], Any]) -> Any:

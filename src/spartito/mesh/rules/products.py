@@ -9,6 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartito.mesh.plan import NOTHING, axes_of, finished, moved, order, plan, run, spec_of
+from spartito.mesh.rules.elementwise import broadcast
+from spartito.mesh.rules.whole import compute_whole
 from spartito.mesh.sharded import rule
 
 
@@ -54,3 +56,63 @@ def _matmul(func: Any, a: Tensor, b: Tensor) -> Any:
 @rule(Tensor.__rmatmul__)
 def _rmatmul(func: Any, a: Tensor, b: Tensor) -> Any:
     return torch.matmul(b, a)
+
+
+@rule(torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm, torch.addmv, Tensor.addmv)
+def _added(func: Any, x: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Any:
+    first, second, out = _matmul_letters(a, b)
+    shape = torch.Size([*torch.broadcast_shapes(a.shape[:-2], b.shape[:-2]), a.shape[-2]])
+    shape = torch.Size([*shape, b.shape[-1]]) if b.dim() > 1 else shape
+    decided = plan((spec_of(a), spec_of(b)), (first, second), out, "", (1, 0))
+    if decided.sums:  # what is added comes once, to the sum over the axis
+        product = torch.matmul(a, b)
+        product = product if alpha == 1 else product * alpha
+        return product + (x if beta == 1 else x * beta)
+    letters = (broadcast(x.shape, shape, out), first, second)
+
+    def local(x: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return func(x, a, b, beta=beta, alpha=alpha)  # type: ignore[no-any-return]
+
+    return run(local, [x, a, b], letters, out, "", (2, 1, 0))
+
+
+@rule(torch.einsum, torch.functional.einsum)
+def _einsum(func: Any, equation: Any, *operands: Any) -> Any:
+    given = (
+        operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    )
+    letters, out = _equation(equation, given) if isinstance(equation, str) else ([], "")
+    sizes: dict[str, set[int]] = {}
+    for names, operand in zip(letters, given, strict=False):
+        for name, size in zip(names, operand.shape, strict=False):
+            sizes.setdefault(name, set()).add(size)
+    repeats = any(len(set(names)) < len(names) for names in letters)
+    if not letters or repeats or any(len(each) > 1 for each in sizes.values()):
+        return compute_whole(func, (equation, *operands), {})
+    plain = f"{','.join(letters)}->{out}"
+    return run(
+        lambda *parts: torch.einsum(plain, *parts), given, letters, out, "",
+        tuple(reversed(range(len(given)))),
+    )  # fmt: skip
+
+
+def _equation(equation: str, operands: Any) -> tuple[list[str], str]:
+    """The letters of operands and result, without "..."; nothing where that is not so simple."""
+    left, arrow, out = equation.replace(" ", "").partition("->")
+    letters = left.split(",")
+    if len(letters) != len(operands):
+        return [], ""
+    if not arrow:
+        counts = {name: left.count(name) for name in sorted(set(left)) if name.isalpha()}
+        out = ("..." if "..." in left else "") + "".join(n for n, c in counts.items() if c == 1)
+    wide = max(
+        (each.dim() - len(names) + 3 for names, each in zip(letters, operands, strict=True)
+         if "..." in names),
+        default=0,
+    )  # fmt: skip
+    more = order(wide, left)
+    found = []
+    for names, each in zip(letters, operands, strict=True):
+        own = each.dim() - len(names) + 3 if "..." in names else 0
+        found.append(names.replace("...", more[wide - own :]))
+    return found, out.replace("...", more)

@@ -1,0 +1,79 @@
+"""Types, devices, copies, and what autograd is asked of a tensor."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartito.mesh.sharded import Sharded, like, local_of, rule, whole
+
+_g: Any = Tensor
+
+
+@rule(Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.int,
+      Tensor.long, Tensor.bool, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.to_dense,
+      torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.detach,
+      Tensor.detach, _g.data.__get__, _g.real.__get__, torch.resolve_conj, Tensor.resolve_conj,
+      torch.resolve_neg, Tensor.resolve_neg)  # fmt: skip
+def _converted(func: Any, x: Tensor, *args: Any, **named: Any) -> Any:
+    given = [each.local if isinstance(each, Sharded) else each for each in args]
+    if not isinstance(x, Sharded):
+        return func(x, *given, **named)
+    local = func(x.local, *given, **named)
+    if not isinstance(local, Tensor):  # x.type() without a type is its name
+        return local
+    return x if local is x.local else like(local, x)
+
+
+@rule(Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full, Tensor.new_tensor,
+      Tensor.element_size, Tensor.is_floating_point, Tensor.is_complex, torch.is_floating_point,
+      torch.is_complex, torch.is_tensor, Tensor.get_device, Tensor.is_signed,
+      Tensor.is_contiguous, Tensor.is_inference, Tensor.is_pinned, Tensor.is_shared)  # fmt: skip
+def _of_shard(func: Any, x: Sharded, *args: Any, **named: Any) -> Any:
+    return func(x.local, *args, **named)
+
+
+@rule(Tensor.requires_grad_, Tensor.detach_, Tensor.retain_grad)
+def _own(func: Any, x: Sharded, *args: Any) -> Any:
+    found = func(x.local, *args)
+    if func is Tensor.retain_grad:
+        return found
+    return like(x.local, x)
+
+
+@rule(_g.requires_grad.__set__)
+def _set_requires_grad(func: Any, x: Sharded, value: bool) -> None:
+    x.local.requires_grad = value
+
+
+@rule(_g.grad.__get__)
+def _grad(func: Any, x: Sharded) -> Any:
+    return None if x.local.grad is None else like(x.local.grad, x)
+
+
+@rule(Tensor.register_hook)
+def _register_hook(func: Any, x: Sharded, hook: Any) -> Any:
+    def called(grad: Tensor) -> Any:
+        changed = hook(like(grad, x))
+        return changed if changed is None else local_of(changed, x.spec, x.axes)
+
+    return x.local.register_hook(called)
+
+
+@rule(Tensor.backward)
+def _backward(
+    func: Any, x: Tensor, gradient: Tensor | None = None, *args: Any, **named: Any
+) -> None:
+    if not isinstance(x, Sharded):
+        func(x, None if gradient is None else whole(gradient), *args, **named)
+        return
+    if gradient is None:
+        raise RuntimeError("grad can be implicitly created only for scalar outputs")
+    x.local.backward(local_of(gradient, x.spec, x.axes), *args, **named)
+
+
+@rule(Tensor.stride)
+def _stride(func: Any, x: Sharded, *args: Any) -> Any:
+    return torch.empty(x.shape, device="meta").stride(*args)
