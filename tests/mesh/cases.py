@@ -32,8 +32,15 @@ def axes_of_this_process(sizes: dict[str, int]) -> Iterator[dict[str, Axis]]:
         }
 
 
+def packed(tensor: Tensor) -> Tensor:
+    """An operand whose first dim has three blocks."""
+    tensor.blocks = (tensor.shape[0] // 3,) * 3  # type: ignore[attr-defined]
+    return tensor
+
+
 def specs_of(tensor: Tensor, axes: Axes) -> list[Spec]:
     """Every way to cut a tensor along the axes, each axis once."""
+    blocks = getattr(tensor, "blocks", ())
     found = []
     for dims in product([None, *axes], repeat=tensor.dim()):
         cut = [axis for axis in dims if axis]
@@ -43,6 +50,8 @@ def specs_of(tensor: Tensor, axes: Axes) -> list[Spec]:
         )
         if len(cut) == len(set(cut)) and divides:
             found.append(spec(dims))
+            if blocks and dims[0]:
+                found.append(spec(dims, (), (blocks, *((),) * (tensor.dim() - 1))))
     return found
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.mesh.cases import axes_of_this_process, failures, fixed
+from tests.mesh.cases import axes_of_this_process, failures, fixed, packed
 
 Cases = dict[str, tuple[Callable[..., Any], list[Any]]]
 
@@ -346,6 +347,44 @@ def others() -> Cases:
             [r(2, 4), r(8, 4), r(8), r(4, 8), r(4)],
         ),
     }  # fmt: skip
+
+
+def multihead() -> Cases:
+    """Query, key and value packed into one weight, whose blocks are each cut."""
+    mask = torch.triu(torch.ones(3, 3, dtype=torch.bool), 1)
+    padding = torch.tensor([[False, False, True], [False, True, True]])
+
+    found: Cases = {}
+    weights = [packed(r(12, 4)), packed(r(12)), r(4, 4), r(4)]
+    kinds: dict[str, dict[str, Any]] = {
+        "plain": {},
+        "no weights": {"need_weights": False},
+        "causal": {"need_weights": False, "attn_mask": mask, "is_causal": True},
+        "mask": {"attn_mask": mask},
+        "padding": {"key_padding_mask": padding, "attn_mask": mask, "need_weights": False},
+        "of each head": {"average_attn_weights": False, "training": False},
+    }
+    for name, more in kinds.items():
+        found[f"self, {name}"] = partial(_attend, more, True), [r(3, 2, 4), *weights]
+        found[f"across, {name}"] = partial(_attend, more, False), [r(3, 2, 4), *weights]
+    found["module"] = _module, [r(2, 3, 4), *weights]
+    return found
+
+
+def _attend(
+    more: dict[str, Any], to_itself: bool, x: Tensor, w: Tensor, b: Tensor, c: Tensor, d: Tensor
+) -> Any:
+    y = x if to_itself else x.flip(0)
+    return F.multi_head_attention_forward(x, y, y, 4, 2, w, b, None, None, False, 0.3, c, d, **more)
+
+
+def _module(x: Tensor, w: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Any:
+    module = torch.nn.MultiheadAttention(4, 2, batch_first=True, dropout=0.3).double()
+    made: Any = module
+    del module.in_proj_weight, module.in_proj_bias, module.out_proj.weight, module.out_proj.bias
+    made.in_proj_weight, made.in_proj_bias = w, b
+    made.out_proj.weight, made.out_proj.bias = c, d
+    return module(x, x, x)
 
 
 def check(what: str, sizes: dict[str, int], most: int = 400) -> list[str]:
