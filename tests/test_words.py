@@ -14,7 +14,7 @@ BANNED = {
     r"riders?": "piggybacked scalars",
     r"unit": "loss divisor (or what is meant)",
     r"sightings?|beacons?|living signs?": "heartbeat",
-    r"roll|absentees?": "liveness check, missing tasks",
+    r"(?<!torch\.)(?<!tensor\.)roll|absentees?": "liveness check, missing tasks",
     r"(?<!tensor )boards?": "key-value store",
     r"tally|tallies": "counter",
     r"stations?": "server",

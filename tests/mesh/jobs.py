@@ -207,7 +207,7 @@ def reductions() -> Cases:
         "logsumexp": (lambda x: x.logsumexp(1), [x]),
         "topk": (lambda x: x.topk(2, 1), [x]),
         "sort": (lambda x: x.sort(-1), [x]),
-        "flip": (lambda x: (x.flip(1), torch.flip(x, (0, 2)), x.roll(1, 1)), [x]),
+        "flip": (lambda x: (x.flip(1), torch.flip(x, (0, 2)), torch.roll(x, 1, 1)), [x]),
         "tril": (lambda x: x.tril(), [x]),
         "cumsum": (lambda x: x.cumsum(1), [x]),
         "normalize": (lambda x: (F.normalize(x), F.normalize(x, dim=-1)), [x]),

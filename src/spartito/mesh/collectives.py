@@ -22,7 +22,25 @@ import torch
 from torch import Tensor
 
 from spartito.collectives.collective import Collective
+from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.mesh.exchange import Exchange
 from spartito.mesh.spec import Blocks
+
+
+class _Plain:
+    """What `Exchange` does, for tasks that share no memory."""
+
+    def __init__(self, group: Collective) -> None:
+        self._group, self.size, self.index = group, group.world_size, group.rank
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return self._group.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
+
+    def all(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat(self._group.all_gather(tensor.contiguous()), dim)
+
+    def sum_own(self, tensor: Tensor, dim: int) -> Tensor:
+        return self.sum(tensor).chunk(self.size, dim)[self.index].contiguous()
 
 
 class Axis:
@@ -36,26 +54,32 @@ class Axis:
     def __init__(self, name: str, group: Collective) -> None:
         self.name, self.group = name, group
         self.size, self.index = group.world_size, group.rank
+        shares = isinstance(group, SharedMemoryCollective)
+        self._by: Exchange | _Plain = Exchange(group) if shares else _Plain(group)  # type: ignore[arg-type]
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the axis, in a tensor of its own; the same bits on all tasks."""
-        return self.group.all_reduce(tensor.clone(memory_format=torch.contiguous_format))
+        with torch.no_grad():
+            return self._by.sum(tensor) if self.size > 1 else tensor.clone()
 
-    def each(self, tensor: Tensor) -> list[Tensor]:
-        """The tensors of all tasks, in the order of the axis."""
-        return self.group.all_gather(tensor)
+    def most(self, tensor: Tensor) -> Tensor:
+        """The largest of the tasks' elements, each for itself."""
+        with torch.no_grad():
+            return self._by.all(tensor.unsqueeze(0), 0).amax(0)
 
     def all(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
         """The shards of all tasks, joined along ``dim``."""
-        parts = self.group.all_gather(tensor.contiguous())
-        if blocks:
-            split = [part.split([size // self.size for size in blocks], dim) for part in parts]
-            return torch.cat([part for block in zip(*split, strict=True) for part in block], dim)
-        return torch.cat(parts, dim)
-
-    def own(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
-        """This task's shard of a tensor that all have, in memory of its own."""
-        return self.view(tensor, dim, blocks).clone(memory_format=torch.contiguous_format)
+        with torch.no_grad():
+            if self.size == 1:
+                return tensor.clone()
+            joined = self._by.all(tensor, dim)
+            if not blocks:
+                return joined
+            parts = [
+                part.split([size // self.size for size in blocks], dim)
+                for part in joined.chunk(self.size, dim)
+            ]
+            return torch.cat([part for block in zip(*parts, strict=True) for part in block], dim)
 
     def view(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
         """This task's shard of a tensor that all have, where it lies if it can."""
@@ -65,9 +89,16 @@ class Axis:
         size = tensor.shape[dim] // self.size
         return tensor.narrow(dim, self.index * size, size)
 
+    def own(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
+        """As `view`, in memory of its own."""
+        return self.view(tensor, dim, blocks).clone(memory_format=torch.contiguous_format)
+
     def sum_own(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
         """This task's shard of the sum over the axis."""
-        return self.own(self.sum(tensor), dim, blocks)
+        with torch.no_grad():
+            if self.size == 1 or blocks:
+                return self.view(self.sum(tensor), dim, blocks)
+            return self._by.sum_own(tensor, dim)
 
 
 class _Gather(torch.autograd.Function):

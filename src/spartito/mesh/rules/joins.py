@@ -42,7 +42,7 @@ def _stack(func: Any, tensors: Sequence[Tensor], dim: int = 0) -> Any:
     return run(lambda *parts: torch.stack(parts, at), tensors, [names] * len(tensors), out)
 
 
-def _pieces(x: Sharded, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
+def _parts(x: Sharded, sizes: Sequence[int], dim: int) -> tuple[Tensor, ...]:
     """``x`` taken apart along ``dim``, where its blocks begin or where it is whole."""
     axis = x.spec.dims[dim]
     if axis is not None:
@@ -77,13 +77,13 @@ def _split(func: Any, x: Tensor, split_size: Any, dim: int = 0, **named: Any) ->
         sizes = list(split_size)
         if sum(sizes) != size:
             torch.empty(size, device="meta").split(sizes)  # raises as torch does
-    return _pieces(x, sizes, dim)
+    return _parts(x, sizes, dim)
 
 
 @rule(torch.chunk, Tensor.chunk, torch.tensor_split, Tensor.tensor_split)
 def _chunk(func: Any, x: Sharded, chunks: Any, dim: int = 0) -> Any:
     sizes = [len(part) for part in func(torch.empty(x.shape[dim], device="meta"), chunks)]
-    return _pieces(x, sizes, dim % x.dim())
+    return _parts(x, sizes, dim % x.dim())
 
 
 @rule(torch.unbind, Tensor.unbind, Tensor.__iter__)

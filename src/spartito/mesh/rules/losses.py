@@ -144,8 +144,7 @@ def _log_softmax_of_shards(x: Sharded, dim: int) -> Tensor:
     if axis is None:
         return F.log_softmax(x, dim)
     along = x.axes[axis]
-    most = x.local.detach().amax(dim, keepdim=True)
-    most = torch.stack(along.each(most)).amax(0)
+    most = along.most(x.local.detach().amax(dim, keepdim=True))
     shifted = x.local - most
     total = collectives.reduce(shifted.exp().sum(dim, keepdim=True), along)
     return made(shifted - collectives.enter(total.log(), along), x.spec, x.axes)

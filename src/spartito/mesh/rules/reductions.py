@@ -94,7 +94,7 @@ def _flip(func: Any, x: Tensor, *dims: Any, **named: Any) -> Any:
 
 
 @rule(torch.roll, Tensor.roll)
-def _roll(func: Any, x: Tensor, shifts: Any, dims: Any = ()) -> Any:
+def _shifted(func: Any, x: Tensor, shifts: Any, dims: Any = ()) -> Any:
     return along(func, x, all_of(x, dims), shifts, dims)
 
 
