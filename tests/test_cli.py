@@ -27,7 +27,17 @@ def spartito(
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["run"], ["train"], ["predict"], ["doctor"], ["data", "check"]]
+    "words",
+    [
+        [],
+        ["run"],
+        ["train"],
+        ["predict"],
+        ["doctor"],
+        ["data", "check"],
+        ["checkpoint", "show"],
+        ["checkpoint", "average"],
+    ],
 )
 def test_every_command_has_help_with_an_example(
     words: list[str], capsys: pytest.CaptureFixture[str]

@@ -38,6 +38,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,7 +49,7 @@ from torch import Tensor
 from spartito.checkpoint.boxes import Box, gap
 from spartito.errors import UserError
 from spartito.storage.stream import DTYPES, Entry, in_order, write_stream
-from spartito.storage.tensors import ALIASES, metadata_with
+from spartito.storage.tensors import ALIASES, metadata_with, same_tensors
 
 SUFFIX = ".safetensors"
 BOXES = "boxes"
@@ -170,6 +171,11 @@ class Tensors(Protocol):
         """Of all tensors."""
         ...
 
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """Which of the names stand for which others."""
+        ...
+
     def shape(self, name: str) -> tuple[int, ...]:
         """That of the whole tensor."""
         ...
@@ -180,6 +186,10 @@ class Tensors(Protocol):
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
         """A box of a tensor, or all of it, on the CPU; not to be written to."""
+        ...
+
+    def files_of(self, name: str) -> list[Path]:
+        """The files that a tensor is in, if any."""
         ...
 
 
@@ -194,6 +204,11 @@ class InMemory:
         """Of all tensors."""
         return list(self._tensors)
 
+    @cached_property
+    def aliases(self) -> Mapping[str, str]:
+        """Which of the names stand for which others: the same memory."""
+        return same_tensors(self._tensors)
+
     def shape(self, name: str) -> tuple[int, ...]:
         """That of the whole tensor."""
         return tuple(self._tensors[name].shape)
@@ -206,6 +221,10 @@ class InMemory:
         """A view of a tensor."""
         tensor = self._tensors[name].detach()
         return tensor if box is None else tensor[box.within(Box.all_of(tensor.shape))]
+
+    def files_of(self, name: str) -> list[Path]:
+        """None."""
+        return []
 
 
 @dataclass(frozen=True)
@@ -232,11 +251,21 @@ class Reader:
     """
 
     def __init__(self, directory: str | os.PathLike[str], section: str) -> None:
-        self.files = section_files(Path(directory), section)
+        self._read(section_files(Path(directory), section))
+
+    @classmethod
+    def of(cls, files: Sequence[Path]) -> Reader:
+        """The tensors of these files, whatever they are called."""
+        made = cls.__new__(cls)
+        made._read(files)
+        return made
+
+    def _read(self, files: Sequence[Path]) -> None:
+        self.files = files
         self._stored: dict[str, list[_Stored]] = {}
         self._aliases: dict[str, str] = {}
         self._open: dict[Path, Any] = {}
-        for file in self.files:
+        for file in files:
             for stored in self._look(file):
                 self._stored.setdefault(stored.slot.name, []).append(stored)
         self._check()
@@ -254,6 +283,10 @@ class Reader:
     def slots(self, name: str) -> list[tuple[Path, Slot]]:
         """The parts of a tensor, and the file of each."""
         return [(stored.file, stored.slot) for stored in self._of(name)]
+
+    def files_of(self, name: str) -> list[Path]:
+        """The files that have a part of a tensor."""
+        return [stored.file for stored in self._of(name)]
 
     def shape(self, name: str) -> tuple[int, ...]:
         """That of the whole tensor."""

@@ -26,6 +26,7 @@ COMMANDS = {
     "doctor": "spartito.cli.doctor:doctor",
     "predict": "spartito.cli.data:predict",
     "data": "spartito.cli.data:data_app",
+    "checkpoint": "spartito.cli.checkpoint:checkpoint_app",
     "cluster": "spartito.cli.cluster:cluster_app",
 }
 """Where each command is: only the one that is typed is imported."""

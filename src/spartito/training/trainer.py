@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from spartito.checkpoint.manager import read_sections, write_sections
+from spartito.checkpoint.manager import read_sections
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_RUN_DIR
-from spartito.storage.atomic import write_directory
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
 from spartito.training.arguments import asked_epochs, known_names
@@ -38,12 +36,8 @@ from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
 from spartito.training.resume import find_together, restore
 from spartito.training.run_folder import RunFolder
-from spartito.training.schedule import (
-    Schedule,
-    SchedulerLike,
-    make_scheduler,
-    scheduler_state,
-)
+from spartito.training.saving import save_training
+from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
 
 
 class Trainer:
@@ -319,25 +313,7 @@ class Trainer:
         Raises:
             UserError: On all replicas, when it cannot be written.
         """
-        attempt = self.coordination.attempt
-        with ExitStack() as stack:
-
-            def begin() -> str:
-                if not self.is_chief:
-                    return ""
-                told = about() if about else None
-                return str(stack.enter_context(write_directory(path, told)))
-
-            def end() -> str:
-                if self.is_chief:
-                    write_sections(directory, {"trainer": own})
-                stack.close()
-                return ""
-
-            directory = Path(attempt(begin)[0])
-            self.strategy.save(directory)
-            own = self._state()
-            attempt(end)
+        save_training(self, path, about)
         return Path(path)
 
     @with_its_pair("load")
@@ -363,17 +339,6 @@ class Trainer:
         self._restored = saved if saved["loop"] else None
         if self._restored and (waiting := state.get("accumulated")):  # of an earlier version
             saved["loop"]["data"].setdefault("accumulated", waiting["batches"])
-
-    def _state(self) -> dict[str, Any]:
-        """What training needs to go on beside model and optimizer; all replicas call it."""
-        return {
-            "step": self.step,
-            "epoch": self.epoch,
-            "seed": self.seed,
-            "scheduler": scheduler_state(self.scheduler),
-            "loop": self._loop.state_dict() if self._loop else None,
-            "callbacks": [[type(given).__name__, given.state_dict()] for given in self._given],
-        }
 
     @property
     def data_wait_fraction(self) -> float:
