@@ -214,6 +214,14 @@ class _Counted(Axis):
         self._note(whole)
         return whole
 
+    def sum_own(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
+        self._note(tensor)
+        return self.own(tensor, dim, blocks)
+
+    def most(self, tensor: Tensor) -> Tensor:
+        self._note(tensor)
+        return tensor
+
 
 class _Axes(dict[str, Axis]):
     """Gives each module axes of its own, so that backward passes count for it too."""
