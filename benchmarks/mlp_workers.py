@@ -13,6 +13,7 @@ TARGETS = {
     "wide": {("fit", "alone"): 0.83, ("central", "alone"): 1.0, ("fit", "ddp"): 1.5},
 }
 THEIRS = {"alone": "no communication", "ddp": "torch DDP"}
+BARE = "a divided update, hand-written / no communication"
 
 
 def main() -> None:
@@ -25,7 +26,7 @@ def main() -> None:
     given = options.parse_args()
     given.steps = given.steps or STEPS[given.model]
     here = announce(__doc__)
-    windows = race(given.model, (*SIDES, *THEIRS), LOCAL_BATCH, given, "fp32")
+    windows = race(given.model, (*SIDES, "bare", *THEIRS), LOCAL_BATCH, given, "fp32")
     speed = rates(windows, LOCAL_BATCH * WORKERS)
     targets = {} if given.plain else TARGETS[given.model]
     figures = [
@@ -34,6 +35,7 @@ def main() -> None:
         for side in SIDES
         for target in [targets.get((side, other))]
     ]
+    figures.append(Figure(BARE, speed["bare"] / speed["alone"]))
     if TENSORFLOW in speed:
         target = None if given.plain else 9.0
         figures.append(Figure("mirrored / TensorFlow", speed["fit"] / speed[TENSORFLOW], target))

@@ -3,6 +3,7 @@
 fit      Spartito's Trainer.fit          ddp    torch's DistributedDataParallel on gloo
 loop     Spartito's custom loop          alone  processes that do not communicate
 central  `fit` under central_storage
+bare     a divided update, hand-written
 same     ddp of the model that Spartito trains; written: ddp of torch's default layout
 """
 
@@ -22,6 +23,7 @@ from torch import nn
 
 import spartito as sp
 from benchmarks.common import flush_denormals
+from benchmarks.jobs.bare import stepper as bare_step
 from benchmarks.jobs.plain import Work, in_default_layout, make_work
 from benchmarks.race import OURS
 
@@ -134,6 +136,14 @@ def alone(work: Work, plan: Plan) -> list[float]:
     return found
 
 
+def bare(work: Work, plan: Plan) -> list[float]:
+    """The least that a divided update costs, without a library around it."""
+    dist.init_process_group("gloo")
+    found = time_windows(bare_step(work, dist.get_rank()), plan, meet=dist.barrier)
+    dist.destroy_process_group()
+    return found
+
+
 def time_plain(model: nn.Module, work: Work, plan: Plan) -> list[float]:
     """The bare loop that both plain sides run."""
     optimizer = adam(model)
@@ -180,6 +190,7 @@ SIDES: dict[str, Callable[[Work, Plan], list[float]]] = {
     "same": ddp,
     "written": ddp,
     "alone": alone,
+    "bare": bare,
 }
 
 if __name__ == "__main__":

@@ -53,3 +53,33 @@ def test_what_makes_no_data_set() -> None:
         Arrays({})
     with pytest.raises(UserError, match="an array of ndarray is no tensor"):
         Arrays(np.array(["a", "b"]))
+
+
+def test_small_batches_are_copied_together_and_are_apart() -> None:
+    x = torch.arange(40.0).reshape(20, 2).requires_grad_(False)
+    before = x.clone()
+    source = Arrays(x, {"y": torch.arange(20)})
+    parts: list[slice | torch.Tensor] = [
+        slice(0, 3),
+        torch.tensor([19, 0, 19]),
+        slice(5, 5),
+        slice(18, 20),
+    ]
+    found = source.gather_each(parts)
+    for part, (rows, rest) in zip(parts, found, strict=True):
+        assert torch.equal(rows, before[part])
+        assert torch.equal(rest["y"], torch.arange(20)[part])
+    weight = torch.ones(2, 1, requires_grad=True)
+    loss = (found[0][0] @ weight).sum()
+    found[1][0].mul_(100)  # what a graph keeps of another batch is not changed by it
+    loss.backward()
+    assert torch.equal(found[0][0], before[:3])
+    assert torch.equal(x, before)
+
+
+def test_how_many_batches_are_copied_together() -> None:
+    assert Arrays(torch.zeros(1000, 1024)).at_once(32) == 8  # of 128 KiB
+    assert Arrays(torch.zeros(1000, 1024)).at_once(1000) == 1
+    assert Arrays(torch.zeros(1000, 1)).at_once(0) == 16
+    photos = torch.zeros(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
+    assert Arrays(photos).at_once(1) == 1  # to keep how they lie

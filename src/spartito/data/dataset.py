@@ -256,6 +256,9 @@ class Dataset:
 def arrays(x: Any = None, y: Any = None, *more: Any) -> Dataset:
     """Arrays or tensors in memory, one row per example; dtypes stay as they are.
 
+    Batches are copies, small ones of several steps (up to 16, or 1 MiB) at once: what is written
+    into the arrays while they are read comes up to so many steps later.
+
     Args:
         x: The inputs: an array or tensor, or a tuple or dict of them.
         y: The targets.

@@ -16,6 +16,7 @@ from spartito.data.batch import Batch
 from spartito.data.collate import count_rows, head, take, tidy
 from spartito.data.dataset import Dataset
 from spartito.data.draws import Draws
+from spartito.data.memory import Arrays
 from spartito.data.order import DataShard, permutation
 from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead
@@ -204,7 +205,8 @@ class IndexedFeed:
         """As `Feed.tasks`."""
         parts = self._parts(epoch, start)
         if self._dataset.gathers:
-            return map(partial(partial, self._gather), parts)
+            together = isinstance(self._source, Arrays) and not self._dataset.ahead
+            return self._several(parts) if together else map(partial(partial, self._gather), parts)
         if self._dataset.processes is None:
             return map(partial(partial, self._read), parts)
         if self._processes is None:
@@ -245,6 +247,18 @@ class IndexedFeed:
 
     def _gather(self, part: _Part) -> Batch:
         return self._batch(part, self._source.gather(part.indices), part.offsets, part.rows)
+
+    def _several(self, parts: Iterator[_Part]) -> Iterator[Task]:
+        """Small batches are read several at once: each by itself takes 5% of a small step."""
+        for first in parts:
+            count = self._source.at_once(first.rows)
+            group = [first, *islice(parts, count - 1)]
+            if count == 1:
+                yield partial(self._gather, first)
+                continue
+            found = self._source.gather_each([part.indices for part in group])
+            for part, data in zip(group, found, strict=True):
+                yield partial(self._batch, part, data, part.offsets, part.rows)
 
     def _read(self, part: _Part) -> Batch:
         return self._made(part, self._reading.many(part.wanted))

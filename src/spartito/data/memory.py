@@ -6,7 +6,8 @@ change the user's arrays, and with them every later epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -14,6 +15,9 @@ from torch import Tensor
 
 from spartito.data.collate import leaves, rows
 from spartito.errors import UserError
+
+CHUNK = 1 << 20  # bytes of small batches that are copied at once
+MOST = 16  # such batches
 
 
 class Arrays:
@@ -36,6 +40,10 @@ class Arrays:
             )
         self._size = sizes[0]
 
+        parts = list(leaves(self._tree))
+        self._bytes = max(1, sum(part.nbytes for part in parts) // max(1, self._size))
+        self._is_dense = all(part.is_contiguous() for part in parts)
+
     def __len__(self) -> int:
         return self._size
 
@@ -47,6 +55,25 @@ class Arrays:
         if isinstance(indices, slice):
             return rows(self._tree, lambda tensor: tensor[indices].clone())
         return rows(self._tree, lambda tensor: tensor.index_select(0, indices))
+
+    def at_once(self, size: int) -> int:
+        """How many batches of ``size`` examples `gather_each` is for: such as a cache holds."""
+        fit = CHUNK // (self._bytes * max(1, size))
+        return min(max(1, fit), MOST) if self._is_dense else 1
+
+    def gather_each(self, batches: Sequence[slice | Tensor]) -> list[Any]:
+        """As `gather` of each, with one copy for all of them.
+
+        They share memory and, as ``.data`` has it, nothing else: a write into one batch is seen
+        neither in another one nor by the graph of another one.
+        """
+        numbers = [torch.arange(b.start, b.stop) if isinstance(b, slice) else b for b in batches]
+        found = self.gather(torch.cat(numbers))
+        ends = torch.tensor([0, *map(len, numbers)]).cumsum(0).tolist()
+        return [
+            rows(found, lambda tensor, a=a, b=b: tensor[a:b].data)  # type: ignore[misc]
+            for a, b in pairwise(ends)
+        ]
 
 
 def _is_nested(array: Any) -> bool:

@@ -5,14 +5,12 @@ CPUs of one machine, cut by elements. A replica packs only what others sum, adds
 slice to its own gradients, updates views of the user's own tensors with torch's fused kernel, and
 copies the slices of the others. The numbers are bitwise those of an update by each replica.
 
-The optimizer's state lies in memory that all share, in torch's own format: each replica writes
-its slice, and reads all of it. What a user writes into it stays on his replica, is noticed, and
-makes it private again, as a step of the optimizer's own does, before.
+The optimizer's state lies in memory that all share (`engine.shared_state`); before a step of the
+optimizer's own it becomes private again.
 """
 
 from __future__ import annotations
 
-import mmap
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,9 +20,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from spartito.collectives.collective import Piggybacked
-from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import SharedMemoryCollective
-from spartito.collectives.slices import LINE, Section, cut
+from spartito.collectives.slices import cut
 from spartito.engine import fused
 from spartito.engine.gradients import (
     Number,
@@ -33,8 +30,8 @@ from spartito.engine.gradients import (
     refuse_sparse,
     writes_gradients,
 )
-from spartito.engine.layout import dense, is_like, overlap, sample
-from spartito.errors import UserError
+from spartito.engine.layout import dense, overlap, sample
+from spartito.engine.shared_state import Cut, SharedState
 
 NOT_SHARED = 1.0  # this replica could divide updates, once the state is shared
 UNABLE = 2.0**20  # more than there are replicas
@@ -52,7 +49,7 @@ class SlicedGradients(PackedGradients):
         self._shared = collective
         self._divided = self._may_share = self._has_no_space = False
         self._was_touched, self._steps = False, 0
-        self._ours: dict[int, Tensor] = {}  # state in shared memory, by id
+        self._state: SharedState | None = None
         super().__init__(optimizer, collective)
         _make_private_before_steps(self, optimizer)
 
@@ -60,27 +57,19 @@ class SlicedGradients(PackedGradients):
         self._checked = False
         self._laid: list[tuple[Any, ...]] = []
         self._groups: list[int] = []
-        self._memory: dict[str, list[Tensor]] = {}
-        self._segments: dict[str, Segment] = {}
-        self._state_samples: dict[str, list[tuple[Tensor, Tensor]]] = {}
-        self._own_state: dict[str, list[Tensor]] = {}
+        if self._state is not None:
+            self._state.make_private()
         parameters, rank, world = self.parameters, self._shared.rank, self._shared.world_size
         sizes = [(p.numel(), p.element_size()) for p in parameters]
-        sections, self._size = cut(sizes, world)
-        self._offsets = {section.tensor: section.offset for section in reversed(sections)}
+        sections, size = cut(sizes, world)
         self._shape = [dense(p) for p in parameters]
-        self._own = [section for section in sections if section.owner == rank]
-        self._foreign = [section for section in sections if section.owner != rank]
+        self._cut = Cut(parameters, self._shape, sections, size, rank)
+        self._own, self._foreign = self._cut.own, self._cut.foreign
+        self._state = SharedState(self._optimizer, self._shared, self._cut)
         dtypes, numel = {p.dtype for p in parameters}, sum(numel for numel, _ in sizes)
         kind = dtypes.pop() if len(dtypes) == 1 else None
-        slices = self._slices = self._shared.slices(self._size, numel, kind)
-
-        def views(
-            sections: Sequence[Section], memory: Callable[[Section, torch.dtype], Tensor]
-        ) -> Any:
-            dtypes = [parameters[section.tensor].dtype for section in sections]
-            return [self._shaped(p, memory(p, d)) for p, d in zip(sections, dtypes, strict=True)]
-
+        slices = self._slices = self._shared.slices(size, numel, kind)
+        views = self._cut.views
         self._sent = views(self._foreign, lambda p, d: slices.sent(p, rank, d))
         self._received = [
             views(self._own, lambda p, d, other=other: slices.sent(p, other, d))  # type: ignore[misc]
@@ -89,10 +78,9 @@ class SlicedGradients(PackedGradients):
         ]
         self._own_results = views(self._own, slices.result)
         self._foreign_results = views(self._foreign, slices.result)
-        whole = [self._whole(number) for number in range(len(parameters))]
-        self._whole_results = views(whole, slices.result)
+        self._whole_results = views(self._cut.wholes, slices.result)
         self._shows_values = False  # what lies in the results now
-        self._versions = [parameter._version for parameter in parameters]
+        self._versions = [parameter._version for parameter in self.parameters]
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         self.refresh()
@@ -137,13 +125,14 @@ class SlicedGradients(PackedGradients):
 
     def update(self, step: Callable[[], None]) -> None:
         if self._divided:
-            with torch.no_grad():
-                self._update()
+            self._update()
         else:
             self.make_private()  # also where a kernel is called without the hooks of a step
             step()
             if self._may_share and not self._has_no_space:
-                self._share_state()
+                kernel = fused.kernel_of(self._optimizer)
+                kernel = kernel if self._lies_apart() else None
+                self._has_no_space = not self._shared_state.share(kernel, self._number)
         self._versions = [parameter._version for parameter in self.parameters]
         self._shows_values = self._divided
 
@@ -155,11 +144,12 @@ class SlicedGradients(PackedGradients):
 
     def make_private(self) -> None:
         """Replace the state in shared memory by copies, before anything else changes it."""
-        for values in self._optimizer.state.values() if self._ours else ():
-            for key, value in values.items():
-                if id(value) in self._ours:
-                    values[key] = value.clone()
-        self._ours.clear()
+        self._shared_state.make_private()
+
+    @property
+    def _shared_state(self) -> SharedState:
+        assert self._state is not None, "planned"
+        return self._state
 
     def _send(self, grads: Sequence[Tensor | None]) -> None:
         """Put the slices of the others where they read them."""
@@ -170,7 +160,7 @@ class SlicedGradients(PackedGradients):
                 view.zero_()
             else:
                 views.append(view)
-                found.append(self._part(section, grad))
+                found.append(self._cut.part(section, grad))
         if views:
             torch._foreach_copy_(views, found)
 
@@ -184,7 +174,7 @@ class SlicedGradients(PackedGradients):
         with_grads = [n for n, section in enumerate(self._own) if grads[section.tensor] is not None]
         _add(
             [into[n] for n in with_grads],
-            [self._part(self._own[n], grads[self._own[n].tensor]) for n in with_grads],
+            [self._cut.part(self._own[n], grads[self._own[n].tensor]) for n in with_grads],
         )
         for other in rest[first:]:
             _add(into, other)
@@ -209,33 +199,14 @@ class SlicedGradients(PackedGradients):
         self._was_touched = self._was_touched or self._is_touched()
         if self._was_touched:
             return UNABLE
-        state = self._optimizer.state
-        for group in self._optimizer.param_groups:
-            keys = kernel.keys(group)
-            for parameter in group["params"]:
-                number = self._number.get(id(parameter), -1)
-                if number < 0:  # frozen
-                    if parameter.grad is not None:
-                        return UNABLE
-                    continue
-                values = state.get(parameter)
-                if not values:
-                    if (keys or kernel.counts) and parameter.grad is not None:
-                        return NOT_SHARED
-                    continue
-                for key in keys:
-                    memory = self._memory.get(key)
-                    if (
-                        memory is None
-                        or values.get(key) is not memory[number]
-                        or memory[number]._version
-                    ):
-                        return NOT_SHARED
-        return 0.0 if all(map(self._is_untouched, self._state_samples.values())) else NOT_SHARED
+        if any(parameter.grad is not None for parameter in self._frozen):
+            return UNABLE
+        shown = self._shared_state.is_shown(kernel, self._number, self._steps)
+        return 0.0 if shown else NOT_SHARED
 
     def _lies_apart(self) -> bool:
         """Whether the parameters are ordinary ones, each in one section of memory of its own."""
-        laid = [(p.data_ptr(), p.dtype, p.is_cpu, p.stride(), type(p)) for p in self.parameters]
+        laid = [(p.data_ptr(), p.dtype, p.stride(), type(p)) for p in self.parameters]
         groups = [len(group["params"]) for group in self._optimizer.param_groups]
         if laid != self._laid or groups != self._groups:
             self._was_touched = self._was_touched or bool(self._laid and laid != self._laid)
@@ -257,10 +228,6 @@ class SlicedGradients(PackedGradients):
         here, shown = self._samples[self._steps % len(self._samples)]
         return not torch.equal(here, shown)
 
-    def _is_untouched(self, samples: Sequence[tuple[Tensor, Tensor]]) -> bool:
-        """Whether a state has what was shown; a write through ``.data`` leaves no other trace."""
-        return not samples or torch.equal(*samples[self._steps % len(samples)])
-
     def _look_at_parameters(self) -> None:
         self._number = {id(p): number for number, p in enumerate(self.parameters)}
         members = [
@@ -279,10 +246,10 @@ class SlicedGradients(PackedGradients):
         )
         tensors = [parameter.detach() for parameter in self.parameters if self._is_apart]
         self._targets = [
-            self._part(section, tensors[section.tensor]) for section in self._own if tensors
+            self._cut.part(section, tensors[section.tensor]) for section in self._own if tensors
         ]
         self._copies = [
-            self._part(section, tensors[section.tensor]) for section in self._foreign if tensors
+            self._cut.part(section, tensors[section.tensor]) for section in self._foreign if tensors
         ]
         self._samples = [
             (sample(here), sample(shown))
@@ -297,23 +264,23 @@ class SlicedGradients(PackedGradients):
         """Update one's own slice, publish it, and take those of the others."""
         optimizer, kernel = self._optimizer, self._kernel
         assert kernel is not None, "decided in `reduce`"
-        state = optimizer.state
+        state, own_state = optimizer.state, self._shared_state.own
         if kernel.counts:
-            steps = [state[p]["step"] for p in self.parameters if id(p) not in self._idle]
-            torch._foreach_add_(steps, fused.ONE, alpha=1.0)
+            counted = {n: state[p]["step"] for n, p in enumerate(self.parameters)
+                       if id(p) not in self._idle}  # fmt: skip
+            torch._foreach_add_([*counted.values()], fused.ONE, alpha=1.0)
         for group, numbers in zip(optimizer.param_groups, self._by_group, strict=True):
             if self._idle:
                 used = [self.parameters[self._own[n].tensor] for n in numbers]
                 numbers = [n for n, p in zip(numbers, used, strict=True) if id(p) not in self._idle]
             if not numbers:
                 continue
-            owners = [self.parameters[self._own[n].tensor] for n in numbers]
             kernel.update(
                 group,
                 [self._targets[n] for n in numbers],
                 [self._sums[n] for n in numbers],
-                [[self._own_state[key][n] for n in numbers] for key in kernel.keys(group)],
-                [state[p]["step"] for p in owners] if kernel.counts else [],
+                [[own_state[key][n] for n in numbers] for key in kernel.keys(group)],
+                [counted[self._own[n].tensor] for n in numbers] if kernel.counts else [],
             )
         fused.mark(optimizer)
         if self._targets:
@@ -321,84 +288,6 @@ class SlicedGradients(PackedGradients):
         self._slices.finish()
         if self._copies:
             torch._foreach_copy_(self._copies, self._foreign_results)
-
-    def _share_state(self) -> None:
-        """Move the state that each replica has into memory that all share; all call this."""
-        kernel = fused.kernel_of(self._optimizer)
-        found: dict[str, dict[int, Tensor]] = {}
-        fits = kernel is not None and self._lies_apart()
-        if kernel is not None and fits:
-            for group in self._optimizer.param_groups:
-                for parameter in group["params"]:
-                    values = self._optimizer.state.get(parameter)
-                    number = self._number.get(id(parameter))
-                    for key in kernel.keys(group) if values and number is not None else ():
-                        value = values.get(key) if values else None
-                        fits = fits and is_like(value, parameter)
-                        found.setdefault(key, {})[number] = value  # type: ignore[assignment, index]
-        agreed = torch.tensor([float(not fits)])
-        if self._shared.all_reduce(agreed).item():
-            return
-        try:
-            for key in found:
-                if key not in self._memory:
-                    self._allocate(key)
-                self._show(key)
-        except UserError:  # no space, which all of them hear
-            self._has_no_space = True
-            return
-        for key, values in found.items():
-            for number, value in values.items():
-                if value is not self._memory[key][number]:
-                    for n, section in enumerate(self._own):
-                        if section.tensor == number:
-                            self._own_state[key][n].copy_(self._part(section, value))
-                    shared = self._memory[key][number]
-                    self._ours[id(shared)] = shared
-                    self._optimizer.state[self.parameters[number]][key] = shared
-        self._shared.barrier()
-
-    def _allocate(self, key: str) -> None:
-        """Shared memory for the state ``key`` of all parameters."""
-        segment = self._segments[key] = self._shared.segment(max(self._size, LINE), has_view=True)
-        self._own_state[key] = [self._in(segment, section, segment.map) for section in self._own]
-
-    def _show(self, key: str) -> None:
-        """Make the tensors that a user sees, without what was written into former ones."""
-        segment = self._segments[key]
-        segment.view.madvise(mmap.MADV_DONTNEED)
-        whole = [self._whole(number) for number in range(len(self.parameters))]
-        seen = [self._in(segment, section, segment.view) for section in [*whole, *self._own]]
-        self._memory[key] = seen[: len(whole)]
-        self._state_samples[key] = [
-            (sample(ours), sample(shown))
-            for ours, shown in zip(self._own_state[key], seen[len(whole) :], strict=True)
-        ]
-
-    def _in(self, segment: Segment, section: Section, map_: mmap.mmap) -> Tensor:
-        """A section in one of the two mappings of a segment."""
-        dtype = self.parameters[section.tensor].dtype
-        flat = segment.tensor(section.offset, section.stop - section.start, dtype, map_)
-        return self._shaped(section, flat)
-
-    def _whole(self, number: int) -> Section:
-        """All of a parameter."""
-        return Section(number, 0, self.parameters[number].numel(), 0, self._offsets[number], True)
-
-    def _shaped(self, section: Section, flat: Tensor) -> Tensor:
-        """Memory of a section as an update sees it: as the parameter, or flat where that is cut."""
-        return flat.as_strided(*self._shape[section.tensor]) if section.whole else flat
-
-    def _part(self, section: Section, tensor: Tensor | None) -> Tensor:
-        """A section of a tensor that has the shape of its parameter."""
-        assert tensor is not None
-        if section.whole:
-            return tensor
-        shape, stride = self._shape[section.tensor]
-        if tensor.stride() != stride:
-            tensor = torch.empty_strided(shape, stride, dtype=tensor.dtype).copy_(tensor)
-        first = tensor.storage_offset() + section.start
-        return tensor.as_strided((section.stop - section.start,), (1,), first)
 
 
 def _make_private_before_steps(gradients: SlicedGradients, optimizer: Optimizer) -> None:
