@@ -80,7 +80,7 @@ def finish(trainer: Trainer, options: Options) -> None:
     last = {name: values[-1] for name, values in trainer.history.history.items() if values}
     model = CheckpointManager(out / "checkpoints").latest()
     where = {
-        "model": str(model / "model.safetensors") if model else None,
+        "model": str(_model_in(model)) if model else None,
         "report": str(out / "report.html"),
     }
     if not last:
@@ -91,3 +91,9 @@ def finish(trainer: Trainer, options: Options) -> None:
         print(f"{name:<7}{path}")
     if options.json:
         print(json.dumps({**last, "epochs": trainer.epoch, "steps": trainer.step, **where}))
+
+
+def _model_in(checkpoint: Path) -> Path:
+    """The file of the model; of one that several files hold, the checkpoint."""
+    file = checkpoint / "model.safetensors"
+    return file if file.exists() else checkpoint

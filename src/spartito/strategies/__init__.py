@@ -49,14 +49,9 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     _check_options(kind, options)
     made: Strategy = kind(cluster=cluster, **options)
     if made.is_chief:
-        replicas = cluster.num_computing
-        note(
-            "%s, %d replica%s (%s)",
-            chosen,
-            replicas,
-            "s" if replicas > 1 else "",
-            cluster.source,
-        )
+        count, tasks = made.num_replicas, cluster.num_computing
+        spread = f" on {tasks} tasks" if tasks > count else ""
+        note("%s, %d replica%s%s (%s)", chosen, count, "s"[: count > 1], spread, cluster.source)
         for remark in remarks(cluster):
             note("%s", remark)
     return made

@@ -90,6 +90,11 @@ class Strategy(ABC):
         """The number of replicas that update together."""
         return self.data_shard[1]
 
+    @property
+    def num_replicas(self) -> int:
+        """The copies of the model that compute; one may lie on several tasks."""
+        return self.num_replicas_in_sync
+
     def check(self, cluster: ClusterSpec) -> None:
         """Refuse a cluster on which this strategy cannot run. Pure.
 

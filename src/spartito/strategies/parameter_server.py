@@ -124,6 +124,11 @@ class ParameterServerStrategy(ReplicaStrategy):
         """All of a batch: no worker waits for another, each computes what is leased to it."""
         return 0, 1
 
+    @property
+    def num_replicas(self) -> int:
+        """One on each worker."""
+        return self.cluster.num_computing
+
     @flushed  # a ps serves in it: its threads inherit that
     def prepare(
         self,

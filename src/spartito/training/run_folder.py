@@ -64,7 +64,7 @@ class RunFolder(Callback):
             "python": platform.python_version(),
             "cluster": {
                 "source": cluster.source,
-                "replicas": cluster.num_computing,
+                "replicas": trainer.strategy.num_replicas,
                 "tasks": {role: list(tasks) for role, tasks in cluster.addresses.items()},
                 "threads": torch.get_num_threads(),
             },

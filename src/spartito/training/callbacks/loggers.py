@@ -63,7 +63,7 @@ class Logger(Callback):
         trainer = self.trainer
         return {
             "strategy": trainer.coordination.name,
-            "replicas": trainer.coordination.cluster.num_computing,
+            "replicas": trainer.strategy.num_replicas,
             "epochs": trainer.epochs,
             "batch_size": trainer.batch_size,
             "precision": trainer.precision,
