@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         MultiWorkerMirroredStrategy,
         OneDeviceStrategy,
         ParameterServerStrategy,
+        ShardedStrategy,
         Strategy,
         strategy,
     )
@@ -58,6 +59,7 @@ __getattr__ = _attach(
         "OneDeviceStrategy": "spartito.strategies",
         "ParameterServerStrategy": "spartito.strategies",
         "PowerSGD": "spartito.engine.compression",
+        "ShardedStrategy": "spartito.strategies",
         "Strategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
@@ -87,6 +89,7 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "PowerSGD",
+    "ShardedStrategy",
     "SpartitoError",
     "Strategy",
     "Task",

@@ -109,6 +109,7 @@ BUILT_IN = {
             shares_memory=True,
         ),
         StrategyInfo("mesh", "spartito.strategies.mesh:MeshStrategy"),
+        StrategyInfo("sharded", "spartito.strategies.sharded:ShardedStrategy"),
         StrategyInfo(
             "parameter_server",
             "spartito.strategies.parameter_server:ParameterServerStrategy",

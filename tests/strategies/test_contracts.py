@@ -29,6 +29,11 @@ CASES: list[Case] = [
     ("mirrored", 2, {"communication": "ddp"}),  # the engine of GPUs, here on gloo
     ("central_storage", 2, {}),
     ("central_storage", 3, {}),
+    ("sharded", 2, {}),
+    ("sharded", 3, {"zero": 2, "unit_bytes": 100}),
+    ("sharded", 3, {"zero": 1}),
+    ("sharded", 3, {"communication": "sockets", "unit_bytes": 100}),  # gathers the parameters
+    ("sharded", 4, {"copies": 2, "unit_bytes": 100}),
     ("tests.strategies.paired:PairedStrategy", 4, {}),  # two processes for each data shard
     ("mesh", 2, {"model": 2}),
     ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),

@@ -10,14 +10,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn, optim
 from torch.optim import Optimizer
 
 from spartito.collectives.calls import encode
-from spartito.collectives.collective import Piggybacked
+from spartito.collectives.collective import Collective, Piggybacked
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine.gradients import Number, PackedGradients
 
@@ -63,39 +63,34 @@ def cut(sizes: Sequence[int], ranks: int, multiple: int) -> list[list[Span]]:
     return spans
 
 
-class DividedGradients(PackedGradients):
-    """Gradients of which each replica gets the sum of its own elements, in memory of its own.
+class Owned(Protocol):
+    """This replica's elements of a parameter ``whole``, as one that an optimizer can have."""
 
-    The optimizer sees only `update`: parameters that are views of these elements, and their state.
-    Between updates its state is under the user's parameters, a row of elements for each that is
-    divided.
+    whole: nn.Parameter
+    own: nn.Parameter
+    state: dict[str, Any] | None
+
+    def cut(self, value: Any) -> Any:
+        """These elements of an optimizer's value of the whole parameter; any other as it is."""
+        ...
+
+
+class DividedUpdates(PackedGradients):
+    """Of the reduced gradients each replica gets those of its own elements, and updates these.
+
+    The optimizer sees only `update`: parameters that are these elements, and their state. Between
+    updates its state is under the user's parameters, a row of elements for each that is divided.
     """
 
-    def __init__(self, optimizer: Optimizer, collective: SharedMemoryCollective) -> None:
+    def __init__(
+        self, optimizer: Optimizer, collective: Collective, owners: Collective | None = None
+    ) -> None:
         self.spans: dict[int, list[Span]] = {}
-        """Who updates what, by the ids of the parameters; what is given out stays."""
-        self._shared, self._parts = collective, dict[int, _Part]()
+        """Who of ``owners`` updates what, by the ids of the parameters; what is given out stays."""
+        self._owners = collective if owners is None else owners
+        self._parts: dict[int, Owned] = {}
         self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
         super().__init__(optimizer, collective)
-
-    def _plan(self) -> None:
-        for learns in (True, False):
-            self._give_out([p for p in self._given if p.requires_grad is learns])
-        self._parts.clear()
-        super()._plan()
-        self._state.clear()
-        self.adopt()
-
-    def _pack(self, parameters: list[nn.Parameter]) -> _DividedPack:
-        made = _DividedPack(parameters, self._shared, self.spans)
-        self._parts |= {id(part.whole): part for part in made.parts}
-        return made
-
-    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
-        found = super().reduce(piggybacked)
-        if not found[0]:  # no update follows, which would end by a meeting
-            self._shared.barrier()
-        return found
 
     def update(self, step: Callable[[], None]) -> None:
         """Call ``step`` while the optimizer has this replica's elements, and nothing else."""
@@ -118,7 +113,7 @@ class DividedGradients(PackedGradients):
 
     def adopt(self) -> None:
         """Take up state that was put under the user's parameters, and only what is needed here."""
-        state, rank = self._optimizer.state, self._shared.rank
+        state, rank = self._optimizer.state, self._owners.rank
         for part in self._parts.values():
             values = state.get(part.whole)
             if values is part.state:
@@ -139,13 +134,40 @@ class DividedGradients(PackedGradients):
         """The L2 norm of the reduced gradients of all replicas; they meet for it."""
         own = [part.own.grad for part in self._parts.values() if part.own.grad is not None]
         square = torch.nn.utils.get_total_norm(own).double().square()
-        return self._shared.all_reduce(square.view(1)).sqrt()[0]
+        return self._owners.all_reduce(square.view(1)).sqrt()[0]
 
     def clip(self, norm: float, total: Tensor) -> None:
         scale = torch.clamp(norm / (total + 1e-6), max=1.0)
         grads = [part.own.grad for part in self._parts.values() if part.own.grad is not None]
         if grads:
             torch._foreach_mul_(grads, scale)
+
+
+class DividedGradients(DividedUpdates):
+    """Those of replicas whose parameters lie in memory that they share."""
+
+    def __init__(self, optimizer: Optimizer, collective: SharedMemoryCollective) -> None:
+        self._shared = collective
+        super().__init__(optimizer, collective)
+
+    def _plan(self) -> None:
+        for learns in (True, False):
+            self._give_out([p for p in self._given if p.requires_grad is learns])
+        self._parts.clear()
+        super()._plan()
+        self._state.clear()
+        self.adopt()
+
+    def _pack(self, parameters: list[nn.Parameter]) -> _DividedPack:
+        made = _DividedPack(parameters, self._shared, self.spans)
+        self._parts |= {id(part.whole): part for part in made.parts}
+        return made
+
+    def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
+        found = super().reduce(piggybacked)
+        if not found[0]:  # no update follows, which would end by a meeting
+            self._shared.barrier()
+        return found
 
     def _give_out(self, parameters: Sequence[nn.Parameter]) -> None:
         new = [parameter for parameter in parameters if id(parameter) not in self.spans]

@@ -69,7 +69,7 @@ class Gradients(ABC):
         (``optimizer.zero_grad()``) take their weight along.
         """
         self.refresh()
-        if self.counts and all(parameter.grad is None for parameter in self.parameters):
+        if self.counts and not self._holds_any:
             self.weight = self.loss = 0.0
         self.loss_divisor = self.loss_divisor or loss_divisor
         return self.loss_divisor
@@ -124,6 +124,11 @@ class Gradients(ABC):
     def counts(self) -> bool:
         """Whether a batch with a weight waits on this replica."""
         return isinstance(self.weight, Tensor) or self.weight != 0
+
+    @property
+    def _holds_any(self) -> bool:
+        """Whether gradients of batches before wait here."""
+        return any(parameter.grad is not None for parameter in self.parameters)
 
     @abstractmethod
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:

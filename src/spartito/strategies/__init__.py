@@ -21,6 +21,7 @@ from spartito.strategies.mirrored import MirroredStrategy
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.one_device import OneDeviceStrategy
 from spartito.strategies.parameter_server import ParameterServerStrategy
+from spartito.strategies.sharded import ShardedStrategy
 
 
 def strategy(name: str | None = None, **options: Any) -> Strategy:
@@ -102,6 +103,7 @@ __all__ = [
     "MultiWorkerMirroredStrategy",
     "OneDeviceStrategy",
     "ParameterServerStrategy",
+    "ShardedStrategy",
     "StepResult",
     "Strategy",
     "strategy",

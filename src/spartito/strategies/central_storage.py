@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +21,7 @@ from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine import fused
 from spartito.engine.divided import ELEMENTWISE, DividedGradients, Span, joined
 from spartito.engine.gradients import Gradients, same
+from spartito.engine.memory import give_back_memory
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.engine.precision import choose_precision
 from spartito.errors import UserError
@@ -196,7 +196,7 @@ class CentralStorageStrategy(SynchronousStrategy):
                 view.copy_(parameter.detach())
             parameter.data = view
             self._homes.append((parameter, view.data_ptr()))
-        _give_back_memory()
+        give_back_memory()
         self._group.barrier()
 
     @property
@@ -321,16 +321,6 @@ def _view(segment: Segment, offset: int, like: Tensor) -> Tensor:
     """Memory of the segment, shaped and laid out as ``like``."""
     dense = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
     return segment.tensor(offset, like.numel(), like.dtype).as_strided(dense.shape, dense.stride())
-
-
-def _give_back_memory() -> None:
-    """What was freed goes back to the system; glibc keeps it, and `spartito run` has it keep more.
-
-    Measured on 50 million parameters: 0.76 times mirrored's memory instead of 0.85.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):  # musl has none
-        libc.malloc_trim(0)
 
 
 def _is_torchs_own(optimizer: Optimizer) -> bool:

@@ -36,7 +36,7 @@ class Groups(Mapping[str, Collective]):
     def __init__(
         self, rendezvous: Rendezvous, cluster: ClusterSpec, connect: Connect = one_shard_each
     ) -> None:
-        self._rendezvous, self._cluster, self._connect = rendezvous, cluster, connect
+        self._rendezvous, self._cluster, self.connect = rendezvous, cluster, connect
         self._found: Mapping[str, Collective] = {}
 
     @classmethod
@@ -63,7 +63,7 @@ class Groups(Mapping[str, Collective]):
     def meet(self) -> Mapping[str, Collective]:
         """Connect the groups, unless they are."""
         if not self._found:
-            self._found = self._connect(self._rendezvous, self._cluster)
+            self._found = self.connect(self._rendezvous, self._cluster)
         return self._found
 
     @cached_property

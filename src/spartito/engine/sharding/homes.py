@@ -1,0 +1,149 @@
+"""Where the values of a unit are between the moments at which a module computes with them."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from spartito.collectives.segment import Segment
+from spartito.engine.sharding.stage import Stage
+from spartito.engine.sharding.units import Layout, Members
+
+
+class Home(ABC):
+    """The values of one unit's parameters, of which this replica has a shard: ``own``, flat.
+
+    The parameters are the user's own, and show the whole values after `gather`.
+    """
+
+    is_shared = False
+    """Whether the values of an update are there for all once all have made theirs."""
+
+    def __init__(self, members: Members, stage: Stage) -> None:
+        self.members, self.stage = members, stage
+        self.parameters: Sequence[nn.Parameter] = members.parameters
+        sizes = tuple(parameter.numel() for parameter in self.parameters)
+        self.layout = Layout(sizes, stage.group.world_size)
+        self.dtype = self.parameters[0].dtype
+        self.own: Tensor
+
+    @property
+    def size(self) -> int:
+        """Elements of all shards."""
+        return self.layout.length * self.layout.shards
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a flat tensor of the whole unit, shaped as the parameters."""
+        parts = flat[: sum(self.layout.sizes)].split(list(self.layout.sizes))
+        return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
+
+    def _shard(self, flat: Tensor) -> Tensor:
+        return flat.view(self.layout.shards, -1)[self.stage.group.rank]
+
+    @abstractmethod
+    def fill(self, values: Sequence[Tensor]) -> None:
+        """Take these values, which are equal on all replicas; all call this."""
+
+    def gather(self) -> None:  # noqa: B027 - most have them there
+        """Let the parameters show all values; all replicas call it."""
+
+    def free(self) -> None:  # noqa: B027 - most keep them
+        """Nobody computes with the parameters for a while."""
+
+    def publish(self) -> None:  # noqa: B027 - some have no need
+        """After an update of each replica's own shard; all call it."""
+
+    @property
+    def moved(self) -> list[int]:
+        """How far somebody else has moved the parameters' memory; 0 for each is what is right."""
+        pairs = zip(self.parameters, self._places, strict=True)
+        return [parameter.data_ptr() - place for parameter, place in pairs]
+
+    def _show(self, views: Sequence[Tensor]) -> None:
+        for parameter, view in zip(self.parameters, views, strict=True):
+            parameter.data = view
+        self._places = [view.data_ptr() for view in views]
+
+
+class WholeHome(Home):
+    """Every replica has all values; the shard says who updates what (stages 1 and 2)."""
+
+    def __init__(self, members: Members, stage: Stage) -> None:
+        super().__init__(members, stage)
+        self._flat = torch.zeros(self.size, dtype=self.dtype)
+        self.own = self._shard(self._flat)
+
+    def fill(self, values: Sequence[Tensor]) -> None:
+        views = self.views(self._flat)
+        torch._foreach_copy_(views, list(values))
+        self._show(views)
+
+    def publish(self) -> None:
+        self.stage.spread(self.own, self._flat.view(self.layout.shards, -1))
+
+
+class SharedHome(Home):
+    """All values once in memory that the replicas of a machine share: nothing has to be gathered.
+
+    A replica touches its own shard alone in an update.
+    """
+
+    is_shared = True
+
+    @staticmethod
+    def bytes_of(members: Members, stage: Stage) -> int:
+        """What a unit takes in the segment: whole lines."""
+        sizes = tuple(parameter.numel() for parameter in members.parameters)
+        length = Layout(sizes, stage.group.world_size).length
+        return -(-length * stage.group.world_size * members.parameters[0].itemsize // 64) * 64
+
+    def __init__(self, members: Members, stage: Stage, segment: Segment, offset: int) -> None:
+        super().__init__(members, stage)
+        self._flat = segment.tensor(offset, self.size, self.dtype)
+        self.own = self._shard(self._flat)
+
+    def fill(self, values: Sequence[Tensor]) -> None:
+        views = self.views(self._flat)
+        if self.stage.group.rank == 0:
+            torch._foreach_copy_(views, list(values))
+        self._show(views)
+
+
+class GatheredHome(Home):
+    """This replica's shard alone; the rest comes while a module computes, and goes again.
+
+    In between the parameters show numbers that are none: whoever computes with them then sees it.
+    """
+
+    def __init__(self, members: Members, stage: Stage) -> None:
+        super().__init__(members, stage)
+        self.own = torch.zeros(self.layout.length, dtype=self.dtype)
+        self._flat = torch.zeros(0, dtype=self.dtype)
+        self._flat.resize_(self.size)
+        self._views = self.views(self._flat)
+        none = torch.full((), float("nan") if self.dtype.is_floating_point else 0).to(self.dtype)
+        self._hidden = [none.expand(p.shape) for p in self.parameters]
+        self.is_whole = True
+
+    def fill(self, values: Sequence[Tensor]) -> None:
+        for piece in self.layout.shard(self.stage.group.rank):
+            value = values[piece.parameter].reshape(-1)[piece.start : piece.stop]
+            self.own[piece.offset : piece.offset + len(value)] = value
+        self.free()
+
+    def gather(self) -> None:
+        if self.is_whole:
+            return
+        self._flat.untyped_storage().resize_(self.size * self._flat.element_size())
+        self.stage.spread(self.own, self._flat.view(self.layout.shards, -1))
+        self._show(self._views)
+        self.is_whole = True
+
+    def free(self) -> None:
+        if self.is_whole:
+            self._show(self._hidden)
+            self._flat.untyped_storage().resize_(0)
+            self.is_whole = False

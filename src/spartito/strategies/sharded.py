@@ -1,0 +1,261 @@
+"""Replicas that each keep a shard of gradients, optimizer state and parameters: ZeRO, FSDP."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
+from spartito.data.batch import Batch
+from spartito.engine import fused
+from spartito.engine.divided import ELEMENTWISE
+from spartito.engine.gradients import Gradients
+from spartito.engine.loss import LossFunction
+from spartito.engine.memory import give_back_memory
+from spartito.engine.optimizers import OptimizerLike, optimizer_parameters
+from spartito.engine.precision import choose_precision
+from spartito.engine.sharding.gathering import gather_around
+from spartito.engine.sharding.gradients import ShardedGradients
+from spartito.engine.sharding.homes import GatheredHome, Home, SharedHome, WholeHome
+from spartito.engine.sharding.stage import Stage, make_stage
+from spartito.engine.sharding.units import Members, divide
+from spartito.errors import UserError
+from spartito.strategies.coordination import SynchronousCoordination
+from spartito.strategies.distributed import StepResult
+from spartito.strategies.groups import DATA, MODEL
+from spartito.strategies.pair import Pair
+from spartito.strategies.synchronous import SynchronousStrategy
+
+SHARDS, COPIES = "shards", "copies"
+UNIT = 4 << 20
+"""Bytes from which on a module is a unit."""
+
+
+class ShardedCoordination(SynchronousCoordination):
+    """Replicas that do not each have all values: equal, unless one has moved its own away."""
+
+    homes: Mapping[int, Home] = {}
+    is_whole = False
+
+    def checksum(self) -> int:
+        """A checksum of the values where all have them, and of where they lie."""
+        moved = [home.moved for home in dict.fromkeys(self.homes.values())]
+        values = super().checksum() if self.is_whole else 0
+        return crc32(repr((values, moved)).encode())
+
+
+class ShardedStrategy(SynchronousStrategy):
+    """One model, kept in shards by the replicas that train it; each reads its own data shard.
+
+    ZeRO (Rajbhandari et al. 2020): a replica keeps the optimizer's state of its shard (stage 1),
+    the gradients' sums too (2), and of the parameters only what the module at work needs (3).
+    On one machine stage 3 needs no gathering: the parameters exist once, in memory that all
+    replicas read. Elsewhere a unit is gathered before its module computes, forward and backward,
+    and freed behind it; in between its parameters show NaN.
+
+    Parameters stay the user's own, under their names; an optimizer sees its replica's elements
+    during its step. It must update each element by itself, as torch's Adam, SGD and most others
+    do; the numbers are those of one device.
+
+    Args:
+        cluster: The tasks of the job; None asks the environment.
+        zero: 1, 2 or 3: what is kept in shards.
+        copies: How many times the model is kept (HSDP): a mesh of ``copies`` rows of replicas,
+            of which each has all shards; rows are consecutive replicas. It divides their number.
+        unit_bytes: A module with so many bytes of parameters, or more, is a unit of its own.
+        offload: Keep shards in the host's memory; on CPUs they are.
+        device: Where replicas compute: the CPU.
+        sync_batchnorm: As in `MirroredStrategy`.
+        timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
+        communication: "auto", "sockets" or "process_group", as in `MirroredStrategy`.
+        flush_denormals: As in `MirroredStrategy`.
+
+    Raises:
+        UserError: For options or a device that it cannot have.
+    """
+
+    name = "sharded"
+
+    def __init__(
+        self,
+        *,
+        cluster: ClusterSpec | None = None,
+        zero: int = 3,
+        copies: int = 1,
+        unit_bytes: int = UNIT,
+        offload: bool = False,
+        device: torch.device | str | None = None,
+        sync_batchnorm: bool | None = None,
+        timeout: float | None = None,
+        communication: str = "auto",
+        flush_denormals: bool = True,
+    ) -> None:
+        if zero not in (1, 2, 3):
+            raise UserError(
+                f"zero={zero!r}",
+                "1 shards the optimizer's state, 2 the gradients too, 3 the parameters too.",
+            )
+        if unit_bytes < 1:
+            raise UserError(f"unit_bytes={unit_bytes}", "A unit has 1 byte at least.")
+        if communication == "ddp":
+            raise UserError("sharded with communication='ddp'", "Choose 'auto', or mirrored.")
+        self._zero, self._copies, self._unit_bytes = zero, copies, unit_bytes
+        super().__init__(
+            cluster=cluster,
+            device=device,
+            sync_batchnorm=sync_batchnorm,
+            timeout=timeout,
+            communication=communication,
+            flush_denormals=flush_denormals,
+        )
+        if self.device.type != "cpu":
+            raise UserError(
+                f"sharded on {self.device}: it runs on CPUs",
+                "Choose mirrored or multi_worker_mirrored for GPUs, or device='cpu'.",
+            )
+        if offload:
+            raise UserError(
+                "offload=True on CPUs, whose memory is the host's already", "Leave it out."
+            )
+        world = self.cluster.world_size
+        if copies < 1 or world % copies:
+            raise UserError(
+                f"copies={copies} of the model on {world} replicas",
+                f"It divides their number: one of {_divisors(world)}.",
+            )
+        self.groups.connect = partial(_connect, copies)
+        self._homes: dict[int, Home] = {}
+        self._stage: Stage | None = None
+        self.coordination = ShardedCoordination(
+            self.name, self.job, self.cluster, self._pairs, self.groups
+        )
+        self.coordination.homes = self._homes
+        self.coordination.is_whole = zero < 3
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer]:
+        if self.num_replicas_in_sync > 1:
+            if choose_precision(precision, self.device) == "fp16":
+                raise UserError(
+                    "precision='fp16' under sharded: its loss scale looks at whole gradients",
+                    "Choose bf16, or mirrored.",
+                )
+            if isinstance(optimizer, Optimizer):
+                _check_optimizer(optimizer)
+        return super().prepare(
+            model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
+            deterministic=deterministic, seed=seed,
+        )  # fmt: skip
+
+    def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
+        gradients = self._pairs.only.gradients
+        if self._zero == 1 or self._synchronized or not isinstance(gradients, ShardedGradients):
+            return super().step(batch, loss, stop=stop)
+        with gradients.early():
+            return super().step(batch, loss, stop=stop)
+
+    @property
+    def _state_fraction(self) -> float:
+        return self._copies / self.num_replicas_in_sync
+
+    def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        if self.num_replicas_in_sync == 1:
+            return
+        parameters = {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
+        super()._share(model, [tensor for tensor in tensors if id(tensor) not in parameters])
+        if self._stage is None:
+            self._stage = make_stage(self.groups[SHARDS])
+        members = divide(model, self._unit_bytes, self._homes)
+        homes = list(self._make_homes(members, self._stage))
+        for home in homes:
+            values = []
+            for parameter in home.parameters:
+                value = parameter.detach()
+                if not (home.is_shared and self._copies == 1):
+                    with self.coordination.during("prepare"):
+                        value = self.groups.world.broadcast(value.contiguous())
+                values.append(value)
+            home.fill(values)
+            self._homes |= {id(parameter): home for parameter in home.parameters}
+        self.groups.world.barrier()
+        give_back_memory()
+        gather_around(model, [home for home in homes if isinstance(home, GatheredHome)])
+
+    def _make_homes(self, members: Sequence[Members], stage: Stage) -> Iterator[Home]:
+        """A place for the values of each unit; all replicas call this."""
+        if self._zero < 3:
+            yield from (WholeHome(each, stage) for each in members)
+        elif not isinstance(stage.group, SharedMemoryCollective):
+            yield from (GatheredHome(each, stage) for each in members)
+        else:
+            sizes = [SharedHome.bytes_of(each, stage) for each in members]
+            segment = stage.group.segment(max(LINE, sum(sizes)))
+            for number, each in enumerate(members):
+                yield SharedHome(each, stage, segment, sum(sizes[:number]))
+
+    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+        if self.num_replicas_in_sync == 1:
+            return super()._gradients(model, optimizer)
+        _check_optimizer(optimizer)
+        made = ShardedGradients(
+            optimizer, self.groups.data, self._homes, self.groups[SHARDS], self.groups[COPIES]
+        )
+        return model, made
+
+    def _optimize(self, pair: Pair) -> None:
+        if self.num_replicas_in_sync > 1:
+            _check_optimizer(pair.optimizer)
+        super()._optimize(pair)
+
+
+def _connect(copies: int, rendezvous: Rendezvous, cluster: ClusterSpec) -> dict[str, Collective]:
+    """The groups of all replicas, and the rows and columns of the mesh of copies and shards."""
+    world, alone = rendezvous.group(), IdentityCollective()
+    found: dict[str, Collective] = {WORLD: world, DATA: world, MODEL: alone}
+    if copies == 1:
+        return {**found, SHARDS: world, COPIES: alone}
+    size = cluster.world_size // copies
+    row = cluster.rank - cluster.rank % size
+    column = range(cluster.rank % size, cluster.world_size, size)
+    return {
+        **found,
+        SHARDS: rendezvous.group(SHARDS, range(row, row + size)) if size > 1 else alone,
+        COPIES: rendezvous.group(COPIES, column),
+    }
+
+
+def _check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse one whose step on a shard is not a part of its step."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in ELEMENTWISE and optimizer_parameters(optimizer):
+        raise UserError(
+            f"{name} under sharded: it may look at whole parameters, and a replica has parts",
+            "Choose AdamW, SGD or another that updates each element by itself, or mirrored.",
+        )
+    if fused.has_hooks(optimizer):
+        raise UserError(
+            f"an {name} with hooks on its steps under sharded",
+            "A replica's step has only its shard of the gradients and of the new values: "
+            "choose mirrored, or do it before or after strategy.update.",
+        )
+
+
+def _divisors(number: int) -> list[int]:
+    return [each for each in range(1, number + 1) if number % each == 0]
