@@ -33,7 +33,7 @@ CASES: list[Case] = [
     ("sharded", 3, {"zero": 2, "unit_bytes": 100}),
     ("sharded", 3, {"zero": 1}),
     ("sharded", 3, {"communication": "sockets", "unit_bytes": 100}),  # gathers the parameters
-    ("sharded", 4, {"copies": 2, "unit_bytes": 100}),
+    ("sharded", 2, {"copies": 2}),
     ("tests.strategies.paired:PairedStrategy", 4, {}),  # two processes for each data shard
     ("mesh", 2, {"model": 2}),
     ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),

@@ -178,7 +178,7 @@ class DividedGradients(DividedUpdates):
             self.spans |= dict(zip(map(id, alike), found, strict=True))
 
 
-def joined(parts: Sequence[tuple[Span, dict[str, Any]]], like: nn.Parameter) -> dict[str, Any]:
+def joined(parts: Sequence[tuple[Span, dict[str, Any]]], like: Tensor) -> dict[str, Any]:
     """An optimizer's values of a whole parameter, from those of its spans, each of one replica."""
     found = dict(parts[0][1])
     for key, first in found.items():

@@ -19,13 +19,13 @@ from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
 from spartito.engine import fused
-from spartito.engine.divided import ELEMENTWISE, DividedGradients, Span, joined
+from spartito.engine.divided import ELEMENTWISE, DividedGradients, Span
 from spartito.engine.gradients import Gradients, same
 from spartito.engine.memory import give_back_memory
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.engine.precision import choose_precision
 from spartito.errors import UserError
-from spartito.storage.tensors import pack_state, unpack_state
+from spartito.strategies.collected import collect, named_spans
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.groups import Groups, one_shard_each
 from spartito.strategies.pair import Pair, Pairs
@@ -161,7 +161,7 @@ class CentralStorageStrategy(SynchronousStrategy):
     def _state(self, pair: Pair) -> dict[str, Any]:
         spans = self._spans(pair)
         state = super()._state(pair)
-        return {**state, "optimizer": self._collect(state["optimizer"], unwrap(pair.model), spans)}
+        return {**state, "optimizer": collect(self._group, state["optimizer"], named_spans(unwrap(pair.model), spans))}
 
     def _load(self, saved: Saved) -> None:
         pair, own = self._pairs.only, self.cluster.rank
@@ -257,42 +257,6 @@ class CentralStorageStrategy(SynchronousStrategy):
                 parameter.grad = None  # optimizers pass over it
         super()._optimize(pair)
         self._group.barrier()
-
-    def _collect(
-        self, own: dict[str, Any], model: nn.Module, spans: dict[int, list[Span]]
-    ) -> dict[str, Any]:
-        """The state of all spans, in the order of the parameters, from this replica's ``own``.
-
-        Settings are the chief's: an optimizer may count in them.
-        """
-        known = {name: values for name, values in own["state"].items() if values}
-        tree, tensors = pack_state({**own, "state": known}, "optimizer")
-        kinds = {name: [list(t.shape), str(t.dtype)[6:]] for name, t in tensors.items()}
-        told = self._group.all_gather_bytes(json.dumps([tree, kinds]).encode())
-        states = [self._rebuilt(owner, text, tensors) for owner, text in enumerate(told)]
-        held = {}
-        for name, parameter in model.named_parameters():
-            parts = [
-                (span, states[span.rank]["state"][name])
-                for span in spans.get(id(parameter), ())
-                if name in states[span.rank]["state"]
-            ]
-            if parts:
-                held[name] = joined(parts, parameter)
-        return {**states[0], "state": held}
-
-    def _rebuilt(self, owner: int, told: bytes, own: dict[str, Tensor]) -> dict[str, Any]:
-        """The state that ``owner`` has told of, once it has sent the tensors; ``own`` are ours."""
-        tree, kinds = json.loads(told)
-        mine = owner == self.cluster.rank
-        tensors = {
-            name: self._group.broadcast(
-                own[name] if mine else torch.empty(shape, dtype=getattr(torch, dtype)), owner
-            )
-            for name, (shape, dtype) in kinds.items()
-        }
-        found: dict[str, Any] = unpack_state(tree, tensors)
-        return found
 
 
 def balanced(sizes: Sequence[int], loads: Sequence[int]) -> list[int]:

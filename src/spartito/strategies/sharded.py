@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.boxes import Cut, SpanCut
+from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
@@ -20,14 +25,15 @@ from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.memory import give_back_memory
-from spartito.engine.optimizers import OptimizerLike, optimizer_parameters
+from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.engine.precision import choose_precision
-from spartito.engine.sharding.gathering import gather_around
+from spartito.engine.sharding.gathering import Shown, gather_around
 from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.engine.sharding.homes import GatheredHome, Home, SharedHome, WholeHome
 from spartito.engine.sharding.stage import Stage, make_stage
 from spartito.engine.sharding.units import Members, divide
 from spartito.errors import UserError
+from spartito.strategies.collected import collect
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import StepResult
 from spartito.strategies.groups import DATA, MODEL
@@ -134,6 +140,7 @@ class ShardedStrategy(SynchronousStrategy):
         self.groups.connect = partial(_connect, copies)
         self._homes: dict[int, Home] = {}
         self._stage: Stage | None = None
+        self._shown: dict[nn.Module, Shown] = {}
         self.coordination = ShardedCoordination(
             self.name, self.job, self.cluster, self._pairs, self.groups
         )
@@ -197,10 +204,12 @@ class ShardedStrategy(SynchronousStrategy):
         self.groups.world.barrier()
         give_back_memory()
         gather_around(model, [home for home in homes if isinstance(home, GatheredHome)])
+        if self._zero == 3:
+            self._shown.setdefault(model, Shown()).watch(model, homes)
 
     def _make_homes(self, members: Sequence[Members], stage: Stage) -> Iterator[Home]:
         """A place for the values of each unit; all replicas call this."""
-        if self._zero < 3:
+        if self._zero < 3 or stage.group.world_size == 1:
             yield from (WholeHome(each, stage) for each in members)
         elif not isinstance(stage.group, SharedMemoryCollective):
             yield from (GatheredHome(each, stage) for each in members)
@@ -209,6 +218,51 @@ class ShardedStrategy(SynchronousStrategy):
             segment = stage.group.segment(max(LINE, sum(sizes)))
             for number, each in enumerate(members):
                 yield SharedHome(each, stage, segment, sum(sizes[:number]))
+
+    def save(self, directory: Path) -> None:
+        with self._as_shards():
+            super().save(directory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All of model and optimizer, on all replicas, which all call this."""
+        pair = self._pairs.only
+        if not isinstance(pair.gradients, ShardedGradients):
+            return super().state_dict()
+        self.coordination.compare()
+        pair.gradients.refresh()
+        pair.gradients.adopt()
+        state, spans = self._state(pair), {}
+        for name, parameter in unwrap(pair.model).named_parameters():
+            like = torch.empty(parameter.shape, device="meta")
+            spans[name] = (like, pair.gradients.spans.get(id(parameter), ()))
+        return {**state, "optimizer": collect(self.groups[SHARDS], state["optimizer"], spans)}
+
+    def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
+        if section == "accumulated" or (section == "model" and self._zero < 3):
+            return {}
+        found: dict[str, Cut] = {}
+        for name, parameter in unwrap(pair.model).named_parameters(remove_duplicate=False):
+            home = self._homes.get(id(parameter))
+            if home is not None:
+                span = home.span_of(parameter)
+                whole = span.stop - span.start == parameter.numel()
+                if section == "model" or not whole:
+                    found[name] = SpanCut(tuple(parameter.shape), span.start, span.stop)
+        return found
+
+    def _load(self, saved: Saved) -> None:
+        with self._as_shards():
+            super()._load(saved)
+
+    @contextmanager
+    def _as_shards(self) -> Generator[None]:
+        """A block in which models show the elements that are this replica's."""
+        shown = self._shown.get(unwrap(self._pairs.only.model), Shown())
+        shown.as_shards = True
+        try:
+            yield
+        finally:
+            shown.as_shards = False
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
         if self.num_replicas_in_sync == 1:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from threading import get_ident
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from spartito.engine.sharding.homes import Home
 
 
 def gather_around(model: nn.Module, homes: Sequence[Home]) -> None:
-    """Hook the modules of these units of ``model``, and its ``state_dict``.
+    """Hook the modules of these units of ``model``.
 
     The order of calls must be the same on all replicas.
     """
@@ -23,36 +24,63 @@ def gather_around(model: nn.Module, homes: Sequence[Home]) -> None:
         by_module.setdefault(home.members.module, []).append(home)
     for module, units in by_module.items():
         around = _Around(units)
-        module.register_forward_pre_hook(around.before, prepend=True)
-        module.register_forward_hook(around.after, always_call=True)
-    for home in homes:
-        model.register_state_dict_post_hook(partial(_complete, home))
+        module.register_forward_pre_hook(torch.compiler.disable(around.before), prepend=True)
+        module.register_forward_hook(torch.compiler.disable(around.after), always_call=True)
 
 
-def _complete(
-    home: Home, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-) -> None:
-    """Put copies of a unit's values into what ``state_dict`` returns; all replicas call it."""
-    own = {id(parameter): parameter for parameter in home.parameters}
-    names = {name: own[id(p)] for name, p in model.named_parameters(remove_duplicate=False)
-             if id(p) in own and prefix + name in state}  # fmt: skip
-    home.gather()
-    copies = {id(parameter): parameter.detach().clone() for parameter in names.values()}
-    state |= {prefix + name: copies[id(parameter)] for name, parameter in names.items()}
-    home.free()
+class Shown:
+    """What the ``state_dict`` of a model has for the parameters of its units."""
+
+    def __init__(self) -> None:
+        self.as_shards = False
+        """This replica's elements, flat; else copies of the whole, which all replicas ask for."""
+        self.homes: list[Home] = []
+
+    def watch(self, model: nn.Module, homes: Sequence[Home]) -> None:
+        """Add units of ``model``."""
+        if not self.homes:
+            model.register_state_dict_post_hook(partial(Shown._replace, self))
+        self.homes += homes
+
+    def _replace(
+        self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
+    ) -> None:
+        names: dict[int, list[str]] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            if prefix + name in state:
+                names.setdefault(id(parameter), []).append(prefix + name)
+        for home in self.homes:
+            if self.as_shards:
+                values = home.pieces
+            elif home.is_shared:
+                continue
+            else:
+                home.gather()
+                values = [parameter.detach().clone() for parameter in home.parameters]
+                home.free()
+            for parameter, value in zip(home.parameters, values, strict=True):
+                state |= dict.fromkeys(names.get(id(parameter), ()), value)
 
 
 class _Around:
-    """The hooks of one module, which may be called inside of itself."""
+    """The hooks of one module, which may be called inside of itself.
+
+    Calls in other threads only count random numbers (`engine.randomness`): all values do.
+    """
 
     def __init__(self, homes: Sequence[Home]) -> None:
-        self._homes, self._depth = homes, 0
+        self._homes, self._depth, self._thread = homes, 0, get_ident()
 
     def before(self, module: nn.Module, given: Any) -> None:
-        self._depth += 1
-        self._gather()
+        """Gather."""
+        if get_ident() == self._thread:
+            self._depth += 1
+            self._gather()
 
     def after(self, module: nn.Module, given: Any, output: Any) -> None:
+        """Free, and gather again when gradients come."""
+        if get_ident() != self._thread:
+            return
         self._depth -= 1
         if torch.is_grad_enabled():
             tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from spartito.collectives.segment import Segment
 from spartito.engine.sharding.stage import Stage
-from spartito.engine.sharding.units import Layout, Members
+from spartito.engine.sharding.units import Layout, Members, Piece
 
 
 class Home(ABC):
@@ -55,6 +55,21 @@ class Home(ABC):
 
     def publish(self) -> None:  # noqa: B027 - some have no need
         """After an update of each replica's own shard; all call it."""
+
+    @property
+    def spans(self) -> list[Piece]:
+        """This replica's elements of each parameter, perhaps none."""
+        found = {piece.parameter: piece for piece in self.layout.shard(self.stage.group.rank)}
+        return [found.get(n, Piece(n, 0, 0, 0)) for n in range(len(self.parameters))]
+
+    def span_of(self, parameter: nn.Parameter) -> Piece:
+        """This replica's elements of one of the parameters."""
+        return next(s for s in self.spans if self.parameters[s.parameter] is parameter)
+
+    @property
+    def pieces(self) -> list[Tensor]:
+        """Their values, flat."""
+        return [self.own[p.offset : p.offset + p.stop - p.start] for p in self.spans]
 
     @property
     def moved(self) -> list[int]:
@@ -124,9 +139,15 @@ class GatheredHome(Home):
         self._flat = torch.zeros(0, dtype=self.dtype)
         self._flat.resize_(self.size)
         self._views = self.views(self._flat)
-        none = torch.full((), float("nan") if self.dtype.is_floating_point else 0).to(self.dtype)
-        self._hidden = [none.expand(p.shape) for p in self.parameters]
-        self.is_whole = True
+        self._shown = torch.tensor(float("nan") if self.dtype.is_floating_point else 0)
+        self._shown = self._shown.to(self.dtype)
+        self._hidden = [self._shown.expand(p.shape) for p in self.parameters]
+        self.is_whole, self._lost = True, False
+
+    @property
+    def moved(self) -> list[int]:
+        written = bool(self._shown == self._shown) and self.dtype.is_floating_point
+        return [int(self._lost or written), *super().moved]
 
     def fill(self, values: Sequence[Tensor]) -> None:
         for piece in self.layout.shard(self.stage.group.rank):
@@ -137,6 +158,7 @@ class GatheredHome(Home):
     def gather(self) -> None:
         if self.is_whole:
             return
+        self._lost = any(self.moved)
         self._flat.untyped_storage().resize_(self.size * self._flat.element_size())
         self.stage.spread(self.own, self._flat.view(self.layout.shards, -1))
         self._show(self._views)

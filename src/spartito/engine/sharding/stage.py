@@ -42,7 +42,10 @@ class Stage(ABC):
 
     @abstractmethod
     def spread(self, own: Tensor, whole: Tensor) -> None:
-        """Give all the shards to all: ``whole`` gets a row of each, of which ``own`` is ours."""
+        """Give all the shards to all: ``whole`` gets a row of each, of which ``own`` is ours.
+
+        ``own`` may lie there already.
+        """
 
     def sum(self, piggybacked: Piggybacked) -> Piggybacked:
         """The sum of each scalar over the replicas."""
@@ -88,6 +91,7 @@ class SharedStage(Stage):
             for other, row in enumerate(shown):
                 if other != rank:
                     whole[other, part] = row
+        _copy(own, whole[rank])
 
     def sum(self, piggybacked: Piggybacked) -> Piggybacked:
         with self.group.current_call.call(encode("reduce", len(piggybacked), torch.float64)):
@@ -132,7 +136,7 @@ class SocketStage(Stage):
         swaps = [Swap(peer, [_memory(own)], [_memory(whole[peer])]) for peer in self._sockets.peers]
         with self.group.current_call.call(encode("all_gather", own.numel(), own.dtype)):
             self._sockets.exchange(swaps)
-        whole[self.group.rank] = own
+        _copy(own, whole[self.group.rank])
 
 
 class SummingStage(Stage):
@@ -157,6 +161,12 @@ def make_stage(group: Collective) -> Stage:
     if isinstance(group, SocketCollective):
         return SocketStage(group)
     return SummingStage(group)
+
+
+def _copy(own: Tensor, row: Tensor) -> None:
+    """Put one's own shard into its row, unless it lies there."""
+    if own.data_ptr() != row.data_ptr():
+        row.copy_(own)
 
 
 def _memory(tensor: Tensor) -> memoryview:
