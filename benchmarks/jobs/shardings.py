@@ -46,7 +46,7 @@ def main() -> None:
         print(json.dumps(found), flush=True)
 
 
-def make_gpt(size: str) -> nn.Module:
+def make_gpt(size: str) -> Gpt:
     """A plain transformer."""
     return Gpt(*SIZES[size])
 
@@ -64,10 +64,11 @@ class Block(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         rows, length, width = x.shape
         q, k, v = self.qkv(self.norm1(x)).view(rows, length, 3, self.heads, -1).unbind(2)
-        heads = (part.transpose(1, 2) for part in (q, k, v))
-        mixed = F.scaled_dot_product_attention(*heads, is_causal=True)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.proj(mixed.transpose(1, 2).reshape(rows, length, width))
-        return x + self.down(F.gelu(self.up(self.norm2(x))))
+        out: Tensor = x + self.down(F.gelu(self.up(self.norm2(x))))
+        return out
 
 
 class Gpt(nn.Module):
@@ -83,7 +84,8 @@ class Gpt(nn.Module):
         x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
-        return self.head(self.norm(x)).transpose(1, 2)
+        out: Tensor = self.head(self.norm(x)).transpose(1, 2)
+        return out
 
 
 def batch_of(rank: int, world: int) -> tuple[Tensor, Tensor]:
@@ -100,9 +102,7 @@ def ours(kind: str, detail: str, size: str) -> tuple[Callable[[], float], Any]:
 
     options = dict(part.split("=") for part in detail.split(",") if part)
     strategy = named(kind, **{k: int(v) if v.isdigit() else v for k, v in options.items()})
-    model, optimizer = strategy.prepare(
-        make_gpt(size), lambda parameters: torch.optim.Adam(parameters, 1e-3)
-    )
+    strategy.prepare(make_gpt(size), lambda parameters: torch.optim.Adam(parameters, 1e-3))
     world = strategy.cluster.world_size
     x, y = batch_of(strategy.cluster.rank, world)
     offsets = torch.arange(ROWS) + ROWS * strategy.cluster.rank
@@ -149,7 +149,7 @@ def fsdp2(kind: str, backend: str, size: str) -> tuple[Callable[[], float], Any]
 
 def peak_memory() -> dict[str, float]:
     """MiB of this process: its largest resident set, and what is its part of all memory now."""
-    status = {}
+    status: dict[str, str] = {}
     for path in ("/proc/self/status", "/proc/self/smaps_rollup"):
         with open(path) as lines:
             status |= {line.split()[0]: line.split()[1] for line in lines if "kB" in line}

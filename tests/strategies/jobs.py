@@ -343,7 +343,8 @@ def unused_parameters(name: str, options: dict[str, Any]) -> dict[str, Any]:
         strategy.update(optimizer)
     found = weights(strategy, net)
     state = {name: found[f"{name}.weight"] for name in ("always", "rare")}
-    kept = torch.equal(before, net.never.weight) and net.never.weight not in optimizer.state
+    unchanged = torch.equal(before, found["never.weight"])
+    kept = unchanged and net.never.weight not in optimizer.state
     strategy.close()
     return {"weights": state, "kept": kept}
 

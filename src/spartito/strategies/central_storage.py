@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -161,7 +160,12 @@ class CentralStorageStrategy(SynchronousStrategy):
     def _state(self, pair: Pair) -> dict[str, Any]:
         spans = self._spans(pair)
         state = super()._state(pair)
-        return {**state, "optimizer": collect(self._group, state["optimizer"], named_spans(unwrap(pair.model), spans))}
+        return {
+            **state,
+            "optimizer": collect(
+                self._group, state["optimizer"], named_spans(unwrap(pair.model), spans)
+            ),
+        }
 
     def _load(self, saved: Saved) -> None:
         pair, own = self._pairs.only, self.cluster.rank

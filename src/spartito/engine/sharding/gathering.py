@@ -42,9 +42,7 @@ class Shown:
             model.register_state_dict_post_hook(partial(Shown._replace, self))
         self.homes += homes
 
-    def _replace(
-        self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any
-    ) -> None:
+    def _replace(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
         names: dict[int, list[str]] = {}
         for name, parameter in model.named_parameters(remove_duplicate=False):
             if prefix + name in state:

@@ -33,8 +33,8 @@ class ShardedGradients(DividedUpdates):
     whose gradient is late, or does not come on some replica, holds up those behind it until the
     backward pass ends. Elsewhere, as in a loop of the user's own, units are reduced in `reduce`.
 
-    ``homes`` has the unit of each parameter by its id. ``owners`` have its shards; ``replicas`` are the tasks that have the
-    same shards: their sums are added up once, in `reduce`.
+    ``homes`` has the unit of each parameter by its id. ``owners`` have its shards; ``replicas``
+    are the tasks that have the same shards: their sums are added up once, in `reduce`.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class ShardedGradients(DividedUpdates):
             self._is_passing = False
 
     @contextmanager
-    def discarding(self) -> Iterator[None]:  # type: ignore[override]
+    def discarding(self) -> Iterator[None]:
         self._discards = True
         try:
             with super().discarding():

@@ -1,0 +1,110 @@
+"""What `sharded` promises beyond the contracts of all strategies."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import spartito as sp
+from spartito.cluster.spec import ClusterSpec
+from spartito.engine.sharding.units import GRAIN, Layout, divide
+from tests.replicas import Replicas
+from tests.strategies import sharded_jobs as jobs
+
+STAGES: list[tuple[int, dict[str, Any]]] = [
+    (2, {}),
+    (3, {"zero": 2, "unit_bytes": 100}),
+    (2, {"zero": 1}),
+    (3, {"communication": "sockets", "unit_bytes": 300}),
+    (4, {"copies": 2, "unit_bytes": 300}),
+    (4, {"copies": 2, "communication": "sockets"}),
+]
+CASES: list[tuple[str, str, float | None]] = [
+    ("mlp", "SGD", 0.1),
+    ("mlp", "Adam", None),
+    ("frozen", "Adam", 0.1),
+    ("gpt", "SGD", None),
+    ("gpt", "Adam", 0.05),
+    ("cnn", "Adam", None),
+]
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=lambda s: "-".join(map(str, [s[0], *s[1].values()])))
+def test_losses_are_those_of_plain_torch(
+    replicas: Replicas, stage: tuple[int, dict[str, Any]]
+) -> None:
+    count, options = stage
+    for found in replicas(jobs.by_strategy, count, "sharded", options, CASES):
+        for case, losses in zip(CASES, found, strict=True):
+            plain = jobs.by_torch(*case)
+            assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 1e-12, case
+
+
+def test_the_optimizers_state_is_held_once(replicas: Replicas) -> None:
+    for options in ({}, {"zero": 1}, {"communication": "sockets"}):
+        found = replicas(jobs.memory, 3, "sharded", options)
+        total = found[0][1]
+        assert sum(state for state, _ in found) == total
+        assert max(state for state, _ in found) <= math.ceil(total / 3) + GRAIN
+
+
+def test_what_cannot_be_sharded_is_refused_before_the_first_step(replicas: Replicas) -> None:
+    for texts in replicas(jobs.refusals, 2, "sharded", {}):
+        assert [text.split(" under ")[0] for text in texts] == [
+            "Adafactor",
+            "Adafactor",
+            "an SGD with hooks on its steps",
+            "precision='fp16'",
+        ]
+        assert all("mirrored" in text for text in texts)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"zero": 4}, "zero=4"),
+        ({"zero": "3"}, "zero='3'"),
+        ({"copies": 2}, "copies=2 of the model on 1 replicas"),
+        ({"copies": 0}, "copies=0"),
+        ({"unit_bytes": 0}, "unit_bytes=0"),
+        ({"offload": True}, "offload=True on CPUs"),
+        ({"communication": "ddp"}, "communication='ddp'"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(sp.UserError, match=text.replace("(", r"\(")):
+        sp.ShardedStrategy(cluster=ClusterSpec.alone(), device="cpu", **options)
+
+
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=6), st.integers(1, 5))
+def test_shards_have_each_element_once(sizes: list[int], shards: int) -> None:
+    layout = Layout(tuple(sizes), shards)
+    found: dict[int, list[int]] = {number: [] for number in range(len(sizes))}
+    for rank in range(shards):
+        for piece in layout.shard(rank):
+            found[piece.parameter] += range(piece.start, piece.stop)
+            assert 0 <= piece.offset <= layout.length - (piece.stop - piece.start)
+    assert found == {number: list(range(size)) for number, size in enumerate(sizes)}
+
+
+def test_units_are_cut_by_size_and_leave_torchs_own_modules_whole() -> None:
+    attention = nn.MultiheadAttention(8, 2)
+    blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), nn.Linear(2, 2)])
+    net = nn.ModuleDict({"a": attention, "b": blocks})
+    units = {id(unit.module): len(unit.parameters) for unit in divide(net, 200)}
+    assert units[id(attention)] == 4  # with its out_proj, which it uses by itself
+    assert units[id(blocks[0][0])] == 2
+    assert units[id(blocks[0])] == 2  # what is small stays with the parent
+    assert units[id(net)] == 2  # a ModuleList is never called
+    tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    tied[1].weight = tied[0].weight
+    found = [(unit.module, p) for unit in divide(tied, 1) for p in unit.parameters]
+    assert [module for module, p in found if p is tied[0].weight] == [tied]
+    assert len(found) == len(set(tied.parameters()))
+    assert sum(p.numel() for _, p in found) == sum(p.numel() for p in tied.parameters())
