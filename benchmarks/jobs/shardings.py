@@ -76,12 +76,12 @@ class Gpt(nn.Module):
 
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
-        self.tokens, self.places = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
+        self.tokens, self.positions = nn.Embedding(VOCABULARY, width), nn.Embedding(CONTEXT, width)
         self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, VOCABULARY, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             x = block(x)
         out: Tensor = self.head(self.norm(x)).transpose(1, 2)

@@ -30,9 +30,9 @@ CASES: list[Case] = [
     ("central_storage", 2, {}),
     ("central_storage", 3, {}),
     ("sharded", 2, {}),
-    ("sharded", 3, {"zero": 2, "unit_bytes": 100}),
+    ("sharded", 3, {"zero": 2, "block_bytes": 100}),
     ("sharded", 3, {"zero": 1}),
-    ("sharded", 3, {"communication": "sockets", "unit_bytes": 100}),  # gathers the parameters
+    ("sharded", 3, {"communication": "sockets", "block_bytes": 100}),  # gathers the parameters
     ("sharded", 2, {"copies": 2}),
     ("tests.strategies.paired:PairedStrategy", 4, {}),  # two processes for each data shard
     ("mesh", 2, {"model": 2}),

@@ -6,23 +6,22 @@ import math
 from typing import Any
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
 import spartito as sp
 from spartito.cluster.spec import ClusterSpec
-from spartito.engine.sharding.units import GRAIN, Layout, divide
+from spartito.engine.sharding.blocks import GRAIN, Layout, divide
 from tests.replicas import Replicas
 from tests.strategies import sharded_jobs as jobs
 
 STAGES: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
-    (3, {"zero": 2, "unit_bytes": 100}),
+    (3, {"zero": 2, "block_bytes": 100}),
     (2, {"zero": 1}),
-    (3, {"communication": "sockets", "unit_bytes": 300}),
-    (4, {"copies": 2, "unit_bytes": 300}),
+    (3, {"communication": "sockets", "block_bytes": 300}),
+    (4, {"copies": 2, "block_bytes": 300}),
     (4, {"copies": 2, "communication": "sockets"}),
 ]
 CASES: list[tuple[str, str, float | None]] = [
@@ -72,7 +71,7 @@ def test_what_cannot_be_sharded_is_refused_before_the_first_step(replicas: Repli
         ({"zero": "3"}, "zero='3'"),
         ({"copies": 2}, "copies=2 of the model on 1 replicas"),
         ({"copies": 0}, "copies=0"),
-        ({"unit_bytes": 0}, "unit_bytes=0"),
+        ({"block_bytes": 0}, "block_bytes=0"),
         ({"offload": True}, "offload=True on CPUs"),
         ({"communication": "ddp"}, "communication='ddp'"),
     ],
@@ -87,24 +86,25 @@ def test_shards_have_each_element_once(sizes: list[int], shards: int) -> None:
     layout = Layout(tuple(sizes), shards)
     found: dict[int, list[int]] = {number: [] for number in range(len(sizes))}
     for rank in range(shards):
-        for piece in layout.shard(rank):
-            found[piece.parameter] += range(piece.start, piece.stop)
-            assert 0 <= piece.offset <= layout.length - (piece.stop - piece.start)
+        for section in layout.shard(rank):
+            found[section.parameter] += range(section.start, section.stop)
+            assert 0 <= section.offset <= layout.length - (section.stop - section.start)
     assert found == {number: list(range(size)) for number, size in enumerate(sizes)}
 
 
-def test_units_are_cut_by_size_and_leave_torchs_own_modules_whole() -> None:
+def test_blocks_are_cut_by_size_and_leave_torchs_own_modules_whole() -> None:
     attention = nn.MultiheadAttention(8, 2)
-    blocks = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1)), nn.Linear(2, 2)])
-    net = nn.ModuleDict({"a": attention, "b": blocks})
-    units = {id(unit.module): len(unit.parameters) for unit in divide(net, 200)}
-    assert units[id(attention)] == 4  # with its out_proj, which it uses by itself
-    assert units[id(blocks[0][0])] == 2
-    assert units[id(blocks[0])] == 2  # what is small stays with the parent
-    assert units[id(net)] == 2  # a ModuleList is never called
+    block = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 1))
+    listed = nn.ModuleList([block, nn.Linear(2, 2)])
+    net = nn.ModuleDict({"a": attention, "b": listed})
+    sizes = {id(each.module): len(each.parameters) for each in divide(net, 200)}
+    assert sizes[id(attention)] == 4  # with its out_proj, which it uses by itself
+    assert sizes[id(block[0])] == 2
+    assert sizes[id(block)] == 2  # what is small stays with the parent
+    assert sizes[id(net)] == 2  # a ModuleList is never called
     tied = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     tied[1].weight = tied[0].weight
-    found = [(unit.module, p) for unit in divide(tied, 1) for p in unit.parameters]
+    found = [(each.module, p) for each in divide(tied, 1) for p in each.parameters]
     assert [module for module, p in found if p is tied[0].weight] == [tied]
     assert len(found) == len(set(tied.parameters()))
     assert sum(p.numel() for _, p in found) == sum(p.numel() for p in tied.parameters())

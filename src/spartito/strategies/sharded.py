@@ -27,11 +27,11 @@ from spartito.engine.loss import LossFunction
 from spartito.engine.memory import give_back_memory
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.engine.precision import choose_precision
+from spartito.engine.sharding.blocks import Members, divide
 from spartito.engine.sharding.gathering import Shown, gather_around
 from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.engine.sharding.homes import GatheredHome, Home, SharedHome, WholeHome
 from spartito.engine.sharding.stage import Stage, make_stage
-from spartito.engine.sharding.units import Members, divide
 from spartito.errors import UserError
 from spartito.strategies.collected import collect
 from spartito.strategies.coordination import SynchronousCoordination
@@ -41,8 +41,8 @@ from spartito.strategies.pair import Pair
 from spartito.strategies.synchronous import SynchronousStrategy
 
 SHARDS, COPIES = "shards", "copies"
-UNIT = 4 << 20
-"""Bytes from which on a module is a unit."""
+BLOCK = 4 << 20
+"""Bytes from which on a module is a block."""
 
 
 class ShardedCoordination(SynchronousCoordination):
@@ -51,10 +51,10 @@ class ShardedCoordination(SynchronousCoordination):
     homes: Mapping[int, Home] = {}
     is_whole = False
 
-    def checksum(self) -> int:
+    def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
         """A checksum of the values where all have them, and of where they lie."""
         moved = [home.moved for home in dict.fromkeys(self.homes.values())]
-        values = super().checksum() if self.is_whole else 0
+        values = super().checksum(parameters) if self.is_whole else 0
         return crc32(repr((values, moved)).encode())
 
 
@@ -64,7 +64,7 @@ class ShardedStrategy(SynchronousStrategy):
     ZeRO (Rajbhandari et al. 2020): a replica keeps the optimizer's state of its shard (stage 1),
     the gradients' sums too (2), and of the parameters only what the module at work needs (3).
     On one machine stage 3 needs no gathering: the parameters exist once, in memory that all
-    replicas read. Elsewhere a unit is gathered before its module computes, forward and backward,
+    replicas read. Elsewhere a block is gathered before its module computes, forward and backward,
     and freed behind it; in between its parameters show NaN.
 
     Parameters stay the user's own, under their names; an optimizer sees its replica's elements
@@ -76,7 +76,7 @@ class ShardedStrategy(SynchronousStrategy):
         zero: 1, 2 or 3: what is kept in shards.
         copies: How many times the model is kept (HSDP): a mesh of ``copies`` rows of replicas,
             of which each has all shards; rows are consecutive replicas. It divides their number.
-        unit_bytes: A module with so many bytes of parameters, or more, is a unit of its own.
+        block_bytes: A module with so many bytes of parameters, or more, is a block of its own.
         offload: Keep shards in the host's memory; on CPUs they are.
         device: Where replicas compute: the CPU.
         sync_batchnorm: As in `MirroredStrategy`.
@@ -96,7 +96,7 @@ class ShardedStrategy(SynchronousStrategy):
         cluster: ClusterSpec | None = None,
         zero: int = 3,
         copies: int = 1,
-        unit_bytes: int = UNIT,
+        block_bytes: int = BLOCK,
         offload: bool = False,
         device: torch.device | str | None = None,
         sync_batchnorm: bool | None = None,
@@ -109,11 +109,11 @@ class ShardedStrategy(SynchronousStrategy):
                 f"zero={zero!r}",
                 "1 shards the optimizer's state, 2 the gradients too, 3 the parameters too.",
             )
-        if unit_bytes < 1:
-            raise UserError(f"unit_bytes={unit_bytes}", "A unit has 1 byte at least.")
+        if block_bytes < 1:
+            raise UserError(f"block_bytes={block_bytes}", "A block has 1 byte at least.")
         if communication == "ddp":
             raise UserError("sharded with communication='ddp'", "Choose 'auto', or mirrored.")
-        self._zero, self._copies, self._unit_bytes = zero, copies, unit_bytes
+        self._zero, self._copies, self._block_bytes = zero, copies, block_bytes
         super().__init__(
             cluster=cluster,
             device=device,
@@ -189,7 +189,7 @@ class ShardedStrategy(SynchronousStrategy):
         super()._share(model, [tensor for tensor in tensors if id(tensor) not in parameters])
         if self._stage is None:
             self._stage = make_stage(self.groups[SHARDS])
-        members = divide(model, self._unit_bytes, self._homes)
+        members = divide(model, self._block_bytes, self._homes)
         homes = list(self._make_homes(members, self._stage))
         for home in homes:
             values = []
@@ -208,7 +208,7 @@ class ShardedStrategy(SynchronousStrategy):
             self._shown.setdefault(model, Shown()).watch(model, homes)
 
     def _make_homes(self, members: Sequence[Members], stage: Stage) -> Iterator[Home]:
-        """A place for the values of each unit; all replicas call this."""
+        """A home for the values of each block; all replicas call this."""
         if self._zero < 3 or stage.group.world_size == 1:
             yield from (WholeHome(each, stage) for each in members)
         elif not isinstance(stage.group, SharedMemoryCollective):

@@ -1,4 +1,4 @@
-"""Makes units whole while their modules compute, forward and backward, and frees them again."""
+"""Makes blocks whole while their modules compute, forward and backward, and frees them again."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from spartito.engine.sharding.homes import Home
 
 
 def gather_around(model: nn.Module, homes: Sequence[Home]) -> None:
-    """Hook the modules of these units of ``model``.
+    """Hook the modules of these blocks of ``model``.
 
     The order of calls must be the same on all replicas.
     """
     by_module: dict[nn.Module, list[Home]] = {}
     for home in homes:
         by_module.setdefault(home.members.module, []).append(home)
-    for module, units in by_module.items():
-        around = _Around(units)
+    for module, blocks in by_module.items():
+        around = _Around(blocks)
         module.register_forward_pre_hook(torch.compiler.disable(around.before), prepend=True)
         module.register_forward_hook(torch.compiler.disable(around.after), always_call=True)
 
 
 class Shown:
-    """What the ``state_dict`` of a model has for the parameters of its units."""
+    """What the ``state_dict`` of a model has for the parameters of its blocks."""
 
     def __init__(self) -> None:
         self.as_shards = False
@@ -37,7 +37,7 @@ class Shown:
         self.homes: list[Home] = []
 
     def watch(self, model: nn.Module, homes: Sequence[Home]) -> None:
-        """Add units of ``model``."""
+        """Add blocks of ``model``."""
         if not self.homes:
             model.register_state_dict_post_hook(partial(Shown._replace, self))
         self.homes += homes
@@ -49,7 +49,7 @@ class Shown:
                 names.setdefault(id(parameter), []).append(prefix + name)
         for home in self.homes:
             if self.as_shards:
-                values = home.pieces
+                values = home.sections
             elif home.is_shared:
                 continue
             else:

@@ -1,4 +1,4 @@
-"""Gradients that are reduced unit by unit, each to the replicas that have its shards."""
+"""Gradients that are reduced block by block, each to the replicas that have its shards."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from spartito.engine.gradients import (
     different_batches,
     refuse_sparse,
 )
+from spartito.engine.sharding.blocks import Section
 from spartito.engine.sharding.homes import Home
-from spartito.engine.sharding.units import Piece
 
 
 class ShardedGradients(DividedUpdates):
     """Each replica keeps the sums of its shards; whole gradients wait in ``.grad`` until then.
 
-    Inside of `early` a unit is reduced as soon as backward has its last gradient, and its
-    ``.grad`` go. All replicas do so in one order, the units' own from the last to the first: one
+    Inside of `early` a block is reduced as soon as backward has its last gradient, and its
+    ``.grad`` go. All replicas do so in one order, the blocks' own from the last to the first: one
     whose gradient is late, or does not come on some replica, holds up those behind it until the
-    backward pass ends. Elsewhere, as in a loop of the user's own, units are reduced in `reduce`.
+    backward pass ends. Elsewhere, as in a loop of the user's own, blocks are reduced in `reduce`.
 
-    ``homes`` has the unit of each parameter by its id. ``owners`` have its shards; ``replicas``
+    ``homes`` has the block of each parameter by its id. ``owners`` have its shards; ``replicas``
     are the tasks that have the same shards: their sums are added up once, in `reduce`.
     """
 
@@ -47,9 +47,9 @@ class ShardedGradients(DividedUpdates):
     ) -> None:
         self._homes, self._replicas = homes, replicas
         self._hooks: list[RemovableHandle] = []
-        self._units: list[_Unit] = []
+        self._blocks: list[_Block] = []
         self._is_early = self._discards = self._is_passing = False
-        self._next = 0  # the unit that is reduced next in this backward pass
+        self._next = 0  # the block that is reduced next in this backward pass
         self._used: set[int] = set()  # by id: had a gradient here since the last update
         super().__init__(optimizer, collective, owners)
 
@@ -66,14 +66,14 @@ class ShardedGradients(DividedUpdates):
         found = super().begin(loss_divisor)
         if self._is_early:
             self._is_passing, self._next = True, 0
-            for unit in self._units:
-                unit.missing = unit.count
+            for block in self._blocks:
+                block.missing = block.count
         return found
 
     def add(self, loss: Number, weight: Number) -> None:
         super().add(loss, weight)
         if self._is_passing:
-            self._reduce_until(len(self._units))
+            self._reduce_until(len(self._blocks))
             self._is_passing = False
 
     @contextmanager
@@ -88,20 +88,20 @@ class ShardedGradients(DividedUpdates):
     def clear(self) -> None:
         super().clear()
         self._used.clear()
-        for unit in self._units:
-            unit.sums = None
+        for block in self._blocks:
+            block.sums = None
         for part in self._parts.values():
             part.own.grad = None
 
     @property
     def _holds_any(self) -> bool:
-        return super()._holds_any or any(unit.sums is not None for unit in self._units)
+        return super()._holds_any or any(block.sums is not None for block in self._blocks)
 
     def update(self, step: Callable[[], None]) -> None:
         super().update(step)
-        for unit in self._units:
-            unit.home.publish()
-        if any(unit.home.is_shared for unit in self._units):
+        for block in self._blocks:
+            block.home.publish()
+        if any(block.home.is_shared for block in self._blocks):
             self._owners.barrier()
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
@@ -119,30 +119,30 @@ class ShardedGradients(DividedUpdates):
         if total[-1] != self.loss_divisor * self._collective.world_size:
             raise different_batches(self.loss_divisor)
         if total[-3]:
-            for unit in self._units:
-                unit.reduce()
+            for block in self._blocks:
+                block.reduce()
         self.absent = total[-2]
         idle = self._idle() if self.absent else frozenset()
         self._meet_replicas()
-        for unit in self._units:
+        for block in self._blocks:
             if total[0] and total[0] != self.loss_divisor:
-                unit.sum.mul_(self.loss_divisor / total[0])
-            unit.give(idle)
+                block.sum.mul_(self.loss_divisor / total[0])
+            block.give(idle)
         return total[0], total[1], total[2:-3]
 
     def accumulated(self) -> Accumulated:
         """As `Gradients.accumulated`; whole, on all replicas."""
-        for unit in self._units:
-            unit.reduce()
+        for block in self._blocks:
+            block.reduce()
         self._meet_replicas()
         grads: dict[int, Tensor] = {}
-        for unit in self._units:
-            whole = unit.sum.new_zeros(unit.home.size)
-            unit.home.stage.spread(unit.sum, whole.view(unit.home.layout.shards, -1))
-            views = unit.home.views(whole)
-            grads |= {id(p): g for p, g in zip(unit.home.parameters, views, strict=True)}
+        for block in self._blocks:
+            whole = block.sum.new_zeros(block.home.size)
+            block.home.stage.spread(block.sum, whole.view(block.home.layout.shards, -1))
+            views = block.home.views(whole)
+            grads |= {id(p): g for p, g in zip(block.home.parameters, views, strict=True)}
             if self._replicas.rank:  # what was added up counts once
-                unit.sum.zero_()
+                block.sum.zero_()
         idle = self._idle()
         sums = torch.tensor([self.weight, self.loss], dtype=torch.float64)
         weight, loss = self._collective.all_reduce(sums).tolist()
@@ -150,16 +150,16 @@ class ShardedGradients(DividedUpdates):
         return Accumulated(found, self.loss_divisor, weight, loss)
 
     def _all(self, scalars: Piggybacked) -> Piggybacked:
-        if self._units and self._replicas.world_size == 1:
-            return self._units[0].home.stage.sum(scalars)
+        if self._blocks and self._replicas.world_size == 1:
+            return self._blocks[0].home.stage.sum(scalars)
         return tuple(
             self._collective.all_reduce(torch.tensor(scalars, dtype=torch.float64)).tolist()
         )
 
     def _meet_replicas(self) -> None:
         if self._replicas.world_size > 1:
-            for unit in self._units:
-                self._replicas.all_reduce(unit.sum)
+            for block in self._blocks:
+                self._replicas.all_reduce(block.sum)
 
     def _idle(self) -> frozenset[int]:
         """The parameters (by id) that no replica has a gradient for."""
@@ -172,47 +172,47 @@ class ShardedGradients(DividedUpdates):
         self._checked = False
         for hook in self._hooks:
             hook.remove()
-        waiting = {id(unit.home): unit.sums for unit in self._units}
+        waiting = {id(block.home): block.sums for block in self._blocks}
         learn = {id(parameter) for parameter in self.parameters}
         homes = dict.fromkeys(self._homes[key] for key in map(id, self.parameters))
         order = {id(home): number for number, home in enumerate(self._homes.values())}
-        self._units = [
-            _Unit(home, learn, self._used, waiting.get(id(home)))
+        self._blocks = [
+            _Block(home, learn, self._used, waiting.get(id(home)))
             for home in sorted(homes, key=lambda home: -order[id(home)])
         ]
         here = ref(self)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_tell, here, number))
-            for number, unit in enumerate(self._units)
-            for parameter in unit.home.parameters
+            for number, block in enumerate(self._blocks)
+            for parameter in block.home.parameters
             if id(parameter) in learn and parameter.requires_grad
         ]
         self._parts.clear()
         self._state.clear()
-        for unit in self._units:
-            self._parts |= unit.parts
-            for rank in range(unit.home.layout.shards):
-                for piece in unit.home.layout.shard(rank):
-                    key = id(unit.home.parameters[piece.parameter])
+        for block in self._blocks:
+            self._parts |= block.parts
+            for rank in range(block.home.layout.shards):
+                for section in block.home.layout.shard(rank):
+                    key = id(block.home.parameters[section.parameter])
                     found = [s for s in self.spans.get(key, ()) if s.rank != rank]
-                    self.spans[key] = [*found, Span(rank, piece.start, piece.stop)]
+                    self.spans[key] = [*found, Span(rank, section.start, section.stop)]
         self.adopt()
 
     def _tell(self, number: int) -> None:
-        """A parameter of the unit ``number`` has its gradient."""
+        """A parameter of the block ``number`` has its gradient."""
         if not self._is_passing:
             return
-        unit = self._units[number]
-        unit.missing -= 1
-        if number == self._next and unit.missing <= 0:
+        block = self._blocks[number]
+        block.missing -= 1
+        if number == self._next and block.missing <= 0:
             ready = number
-            while ready < len(self._units) and self._units[ready].missing <= 0:
+            while ready < len(self._blocks) and self._blocks[ready].missing <= 0:
                 ready += 1
             self._reduce_until(ready)
 
     def _reduce_until(self, end: int) -> None:
         while self._next < end:
-            self._units[self._next].reduce(counts=not self._discards)
+            self._blocks[self._next].reduce(counts=not self._discards)
             self._next += 1
 
 
@@ -225,15 +225,17 @@ def _tell(gradients: Callable[[], ShardedGradients | None], number: int, _: Tens
 class _Part:
     """This replica's elements of a parameter, as one that an optimizer can have."""
 
-    def __init__(self, whole: nn.Parameter, piece: Piece, home: Home) -> None:
-        self.whole, self.piece = whole, piece
-        self._is_all = piece.stop - piece.start == whole.numel()
+    def __init__(self, whole: nn.Parameter, section: Section, home: Home) -> None:
+        self.whole, self.section = whole, section
+        self._is_all = section.stop - section.start == whole.numel()
         self.own = nn.Parameter(self.of(home.own), requires_grad=whole.requires_grad)
         self.state: dict[str, Any] | None = None
 
     def of(self, shard: Tensor) -> Tensor:
-        """These elements of a flat shard of the unit."""
-        part = shard[self.piece.offset : self.piece.offset + self.piece.stop - self.piece.start]
+        """These elements of a flat shard of the block."""
+        part = shard[
+            self.section.offset : self.section.offset + self.section.stop - self.section.start
+        ]
         return part.view(self.whole.shape) if self._is_all else part
 
     def cut(self, value: Any) -> Any:
@@ -241,11 +243,11 @@ class _Part:
         whole = isinstance(value, Tensor) and value.dim() and value.shape == self.whole.shape
         if not whole or self._is_all:
             return value
-        return value.reshape(-1)[self.piece.start : self.piece.stop].clone()
+        return value.reshape(-1)[self.section.start : self.section.stop].clone()
 
 
-class _Unit:
-    """What waits for an update of one unit's parameters, and how it comes to its shards."""
+class _Block:
+    """What waits for an update of one block's parameters, and how it comes to its shards."""
 
     def __init__(
         self, home: Home, learn: set[int], used: set[int], sums: Tensor | None = None
@@ -256,19 +258,19 @@ class _Unit:
         self.count = sum(id(p) in learn and p.requires_grad for p in home.parameters)
         self.missing = self.count
         self.parts = {
-            id(home.parameters[piece.parameter]): _Part(
-                home.parameters[piece.parameter], piece, home
+            id(home.parameters[section.parameter]): _Part(
+                home.parameters[section.parameter], section, home
             )
-            for piece in layout.shard(rank)
-            if id(home.parameters[piece.parameter]) in learn
+            for section in layout.shard(rank)
+            if id(home.parameters[section.parameter]) in learn
         }
         most = home.stage.length(home.dtype)
         self._rounds = []
         for start in range(0, layout.length, most):
             length = min(most, layout.length - start)
             firsts = [owner * layout.length + start for owner in range(layout.shards)]
-            pieces = [layout.pieces(first, first + length) for first in firsts]
-            self._rounds.append((start, length, pieces))
+            sections = [layout.sections(first, first + length) for first in firsts]
+            self._rounds.append((start, length, sections))
 
     @property
     def sum(self) -> Tensor:
@@ -287,18 +289,18 @@ class _Unit:
         grads = [p.grad if id(p) in learn else None for p in home.parameters]
         flat = [None if grad is None else grad.detach().reshape(-1) for grad in grads]
         is_new, sums = self.sums is None, self.sum
-        for start, length, pieces in self._rounds:
+        for start, length, sections in self._rounds:
             rows = stage.rows(length, home.dtype)
             targets, sources = [], []
-            for row, parts in zip(rows, pieces, strict=True):
-                for piece in parts:
-                    target = row[piece.offset : piece.offset + piece.stop - piece.start]
-                    source = flat[piece.parameter]
+            for row, parts in zip(rows, sections, strict=True):
+                for section in parts:
+                    target = row[section.offset : section.offset + section.stop - section.start]
+                    source = flat[section.parameter]
                     if source is None:
                         target.zero_()
                     else:
                         targets.append(target)
-                        sources.append(source[piece.start : piece.stop])
+                        sources.append(source[section.start : section.stop])
             if targets:
                 torch._foreach_copy_(targets, sources)
             first, *others = stage.meet()

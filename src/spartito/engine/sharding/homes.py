@@ -1,4 +1,4 @@
-"""Where the values of a unit are between the moments at which a module computes with them."""
+"""Where the values of a block are between the moments at which a module computes with them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from spartito.collectives.segment import Segment
+from spartito.engine.sharding.blocks import Layout, Members, Section
 from spartito.engine.sharding.stage import Stage
-from spartito.engine.sharding.units import Layout, Members, Piece
 
 
 class Home(ABC):
-    """The values of one unit's parameters, of which this replica has a shard: ``own``, flat.
+    """The values of one block's parameters, of which this replica has a shard: ``own``, flat.
 
     The parameters are the user's own, and show the whole values after `gather`.
     """
@@ -36,7 +36,7 @@ class Home(ABC):
         return self.layout.length * self.layout.shards
 
     def views(self, flat: Tensor) -> list[Tensor]:
-        """The parts of a flat tensor of the whole unit, shaped as the parameters."""
+        """The parts of a flat tensor of the whole block, shaped as the parameters."""
         parts = flat[: sum(self.layout.sizes)].split(list(self.layout.sizes))
         return [part.view(p.shape) for part, p in zip(parts, self.parameters, strict=True)]
 
@@ -57,30 +57,30 @@ class Home(ABC):
         """After an update of each replica's own shard; all call it."""
 
     @property
-    def spans(self) -> list[Piece]:
+    def spans(self) -> list[Section]:
         """This replica's elements of each parameter, perhaps none."""
-        found = {piece.parameter: piece for piece in self.layout.shard(self.stage.group.rank)}
-        return [found.get(n, Piece(n, 0, 0, 0)) for n in range(len(self.parameters))]
+        found = {section.parameter: section for section in self.layout.shard(self.stage.group.rank)}
+        return [found.get(n, Section(n, 0, 0, 0)) for n in range(len(self.parameters))]
 
-    def span_of(self, parameter: nn.Parameter) -> Piece:
+    def span_of(self, parameter: nn.Parameter) -> Section:
         """This replica's elements of one of the parameters."""
         return next(s for s in self.spans if self.parameters[s.parameter] is parameter)
 
     @property
-    def pieces(self) -> list[Tensor]:
+    def sections(self) -> list[Tensor]:
         """Their values, flat."""
         return [self.own[p.offset : p.offset + p.stop - p.start] for p in self.spans]
 
     @property
     def moved(self) -> list[int]:
         """How far somebody else has moved the parameters' memory; 0 for each is what is right."""
-        pairs = zip(self.parameters, self._places, strict=True)
-        return [parameter.data_ptr() - place for parameter, place in pairs]
+        pairs = zip(self.parameters, self._positions, strict=True)
+        return [parameter.data_ptr() - position for parameter, position in pairs]
 
     def _show(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
-        self._places = [view.data_ptr() for view in views]
+        self._positions = [view.data_ptr() for view in views]
 
 
 class WholeHome(Home):
@@ -110,7 +110,7 @@ class SharedHome(Home):
 
     @staticmethod
     def bytes_of(members: Members, stage: Stage) -> int:
-        """What a unit takes in the segment: whole lines."""
+        """What a block takes in the segment: whole lines."""
         sizes = tuple(parameter.numel() for parameter in members.parameters)
         length = Layout(sizes, stage.group.world_size).length
         return -(-length * stage.group.world_size * members.parameters[0].itemsize // 64) * 64
@@ -150,9 +150,9 @@ class GatheredHome(Home):
         return [int(self._lost or written), *super().moved]
 
     def fill(self, values: Sequence[Tensor]) -> None:
-        for piece in self.layout.shard(self.stage.group.rank):
-            value = values[piece.parameter].reshape(-1)[piece.start : piece.stop]
-            self.own[piece.offset : piece.offset + len(value)] = value
+        for section in self.layout.shard(self.stage.group.rank):
+            value = values[section.parameter].reshape(-1)[section.start : section.stop]
+            self.own[section.offset : section.offset + len(value)] = value
         self.free()
 
     def gather(self) -> None:

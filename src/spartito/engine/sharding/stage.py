@@ -1,4 +1,4 @@
-"""How a unit's values travel between the replicas that have its shards, in rounds of some MB."""
+"""How a block's values travel between the replicas that have its shards, in rounds of some MB."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Stage(ABC):
 
 
 class SharedStage(Stage):
-    """On one machine: rows lie in memory of all, in two places in turn, so one meeting is enough.
+    """On one machine: rows lie in memory of all, in two rows in turn: one meeting is enough.
 
     | of replica 0: for 0, for 1 | of 1: for 0, for 1 | and the same once more |
     """

@@ -1,4 +1,4 @@
-"""A model cut into units, and units into shards. Pure, but for the tensors' shapes."""
+"""A model cut into blocks, and blocks into shards. Pure, but for the tensors' shapes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ GRAIN = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class Section:
     """Elements ``start`` to ``stop`` of parameter number ``parameter``, in row-major order.
 
     ``offset`` is where they begin in what they lie in.
@@ -38,7 +38,7 @@ class Layout:
         grains = -(-sum(self.sizes) // (self.shards * GRAIN))
         return grains * GRAIN
 
-    def pieces(self, first: int, last: int) -> list[Piece]:
+    def sections(self, first: int, last: int) -> list[Section]:
         """What lies from element ``first`` to ``last`` of the whole; offsets count from there."""
         ends = list(accumulate(self.sizes))
         found = []
@@ -46,12 +46,12 @@ class Layout:
             begin = end - size
             start, stop = max(first, begin), min(last, end)
             if start < stop or (size == 0 and first <= begin < last):
-                found.append(Piece(number, start - begin, stop - begin, start - first))
+                found.append(Section(number, start - begin, stop - begin, start - first))
         return found
 
-    def shard(self, rank: int) -> list[Piece]:
-        """The pieces of a rank's shard."""
-        return self.pieces(rank * self.length, (rank + 1) * self.length)
+    def shard(self, rank: int) -> list[Section]:
+        """The sections of a rank's shard."""
+        return self.sections(rank * self.length, (rank + 1) * self.length)
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,9 +63,9 @@ class Members:
 
 
 def divide(model: nn.Module, least: int, taken: Iterable[int] = ()) -> list[Members]:
-    """Cut a model into units by size.
+    """Cut a model into blocks by size.
 
-    A module whose parameters weigh ``least`` bytes is a unit, with what its submodules leave that
+    A module whose parameters weigh ``least`` bytes is a block, with what its submodules leave that
     weigh less. A module of torch's own that computes is never cut: it may use the parameters of
     its submodules by itself. A parameter that several modules have belongs to the model.
 
@@ -75,7 +75,7 @@ def divide(model: nn.Module, least: int, taken: Iterable[int] = ()) -> list[Memb
         taken: The ids of parameters that are elsewhere.
 
     Returns:
-        The units in the order of the modules; each has parameters of one dtype and either all or
+        The blocks in the order of the modules; each has parameters of one dtype and either all or
         none of them learn.
     """
     uses: dict[int, int] = {}
@@ -86,18 +86,18 @@ def divide(model: nn.Module, least: int, taken: Iterable[int] = ()) -> list[Memb
     found: list[Members] = []
 
     def walk(module: nn.Module) -> None:
-        place = len(found)
+        position = len(found)
         if not _is_whole(module):
             for child in _called(module):
                 if sum(p.nbytes for p in child.parameters() if id(p) not in left) >= least:
                     walk(child)
         if module is model:
             left.difference_update(set(uses) - set(taken))
-            left.update(id(p) for unit in found for p in unit.parameters)
+            left.update(id(p) for block in found for p in block.parameters)
         rest = [p for p in module.parameters() if id(p) not in left]
         left.update(map(id, rest))
         kinds = dict.fromkeys((p.dtype, p.requires_grad) for p in rest)
-        found[place:place] = [
+        found[position:position] = [
             Members(module, tuple(p for p in rest if (p.dtype, p.requires_grad) == kind))
             for kind in kinds
         ]
