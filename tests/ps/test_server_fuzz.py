@@ -60,7 +60,7 @@ from spartito.ps.protocol.messages import (
     Welcome,
 )
 from spartito.ps.protocol.rules import Rules
-from spartito.ps.protocol.wire import PREFIX, Gone, Wire
+from spartito.ps.protocol.wire import PREFIX, START, VERSION, Gone, Wire
 from spartito.ps.server.norms import KNOWN
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
@@ -208,9 +208,10 @@ def reply_or_close(wire: Wire) -> Any:
 def frame(message: msgspec.Struct, **facts: int) -> bytes:
     """A frame whose CRC is right, whatever else is not."""
     header = msgspec.msgpack.encode(message)
-    told = {"version": 2, "flags": 0, "header": len(header), "size": 0, "sum": 0} | facts
+    told = {"version": VERSION, "flags": 0, "header": len(header), "size": 0, "sum": 0} | facts
     fields = (b"SPTO", told["version"], told["flags"], 0, told["header"], told["size"])
     bare = PREFIX.pack(*fields, 0, told["sum"])
+    header += bytes(max(0, START - PREFIX.size - len(header)))
     return PREFIX.pack(*fields, zlib.crc32(bare + header), told["sum"]) + header
 
 

@@ -23,6 +23,7 @@ from spartito.ps.protocol.wire import (
     MAGIC,
     MAX_HEADER,
     PREFIX,
+    START,
     VERSION,
     Gone,
     ProtocolError,
@@ -131,7 +132,8 @@ def forged(header: bytes, payload: bytes = b"", **fields: int) -> bytes:
             claims["header_size"], claims["payload_size"], crc, claims["sum"],
         )  # fmt: skip
 
-    return prefix(zlib.crc32(prefix(0) + header)) + header + payload
+    filled = header + bytes(max(0, START - PREFIX.size - len(header)))
+    return prefix(zlib.crc32(prefix(0) + filled)) + filled + payload
 
 
 def reply_to(data: bytes, limit: int = LIMIT, accepts: object = ACCEPTS) -> object:
@@ -306,8 +308,8 @@ def test_the_time_limit_can_be_changed() -> None:
     [
         (b"GET ", "b'SPTO' was expected, b'GET ' came: this is no task of Spartito"),
         (b"x", "b'SPTO' was expected, b'x' came"),
-        (MAGIC + b"\x07", "version 2 was expected, 7 came: all tasks must run the same Spartito"),
-        (MAGIC + b"\x07" + bytes(200), "version 2 was expected, 7 came"),
+        (MAGIC + b"\x07", "version 3 was expected, 7 came: all tasks must run the same Spartito"),
+        (MAGIC + b"\x07" + bytes(200), "version 3 was expected, 7 came"),
         (forged(b"", flags=2), "flags 0 or 1 and reserved 0 were expected, 2 and 0 came"),
         (forged(b"", reserved=9), "flags 0 or 1 and reserved 0 were expected, 0 and 9 came"),
         (

@@ -13,6 +13,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 import torch.optim.optimizer as base
 from torch import Tensor, nn
@@ -37,6 +39,54 @@ class Kernel:
     keys: Callable[[Group], tuple[str, ...]]
     is_plain: Callable[[Group], bool]
     update: Callable[[Group, list[Tensor], list[Tensor], Lists, list[Tensor]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """Updates of one group of an optimizer that nobody else has: what to ask was asked once.
+
+    Its options may change, but none that says which state there is.
+    """
+
+    kernel: Kernel
+    group: Group
+    parameters: list[Tensor]
+    gradients: list[Tensor]
+    """Whose values each update takes."""
+    state: Lists
+    steps: list[Tensor]
+    counts: list[npt.NDArray[np.generic]]
+    """The memory of ``steps``."""
+
+    def step(self) -> None:
+        """Make one step: bitwise the optimizer's own."""
+        for count in self.counts:
+            np.add(count, 1, out=count)
+        self.kernel.update(self.group, self.parameters, self.gradients, self.state, self.steps)
+
+
+def prepare(optimizer: Optimizer) -> list[Prepared] | None:
+    """Steps of ``optimizer`` with the gradients that lie in ``.grad`` now, whatever they hold.
+
+    Args:
+        optimizer: One that has made a step.
+
+    Returns:
+        One for each group that has gradients; None where `step` has to look each time.
+    """
+    kernel, prepared = kernel_of(optimizer), []
+    if kernel is None:
+        return None
+    for group in optimizer.param_groups:
+        tensors = _gather(kernel, group, optimizer.state)
+        if tensors is None:
+            return None
+        parameters, gradients, lists, steps = tensors
+        if parameters:
+            bare = [parameter.detach() for parameter in parameters]
+            counts = [number.numpy() for number in steps]
+            prepared.append(Prepared(kernel, group, bare, gradients, lists, steps, counts))
+    return prepared or None
 
 
 def step(optimizer: Optimizer) -> None:

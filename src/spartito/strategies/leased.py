@@ -127,8 +127,8 @@ class LeasedCoordination(Coordination):
 
     def announce_options(self) -> None:
         """As the chief: have the servers know which options of the optimizer hold when."""
-        self._pairs.only.gradients.refresh()  # other parameters are refused first
         if self.chief is not None and self._planner is not None:
+            self._pairs.only.gradients.refresh()  # other parameters are refused first
             self.chief.schedule(self._seen.pushes // self.shards)
 
     def take_options(self, timetable: bytes) -> None:

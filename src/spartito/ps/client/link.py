@@ -87,7 +87,8 @@ class Link:
         self._codec = make_codec(vector.layout, span, wire_dtype)
         self._plain = PlainCodec(vector.layout, span)  # how much goes by shared memory
         self.runs = runs(vector.layout, span)
-        self._changed: set[int] = set()  # runs whose values came since `fill_model`
+        self._all_runs = frozenset(range(len(self.runs)))
+        self._changed: frozenset[int] = frozenset()  # runs whose values came since `fill_model`
         self._sent = self._received = 0
         self._wire: Channel | None = None
         self._breaks = 0
@@ -167,7 +168,7 @@ class Link:
     def fill_model(self) -> None:
         """The values that came into the model."""
         self.incoming.load(self._changed)
-        self._changed.clear()
+        self._changed = frozenset()
 
     @property
     def is_closed(self) -> bool:
@@ -235,7 +236,7 @@ class Link:
             raise ProtocolError(f"{len(payload)} bytes of values came, and not those of the rest")
         else:
             codec.decode(self.pull, payload, unchanged)
-        self._changed |= set(range(len(self.runs))) - unchanged
+        self._changed |= self._all_runs - unchanged
 
     def _checked(self, reply: Any) -> Any:
         if isinstance(reply, Refused):

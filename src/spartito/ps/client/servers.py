@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from math import isfinite
 
 import torch
@@ -52,7 +52,6 @@ class Servers:
         received = sum(link.received for link in self.links)
         return Traffic(sent, received, self.waited)
 
-    @torch.no_grad()
     def fill(self) -> tuple[list[list[int]], bool]:
         """The model's gradients into the links' memory, and how its buffers changed.
 
@@ -60,10 +59,16 @@ class Servers:
         are finite.
         """
         absent, self._norms = [], []
-        for link in self.links:
-            missing = link.outgoing.store_gradients() + link.outgoing.store_changes(link.incoming)
-            self._norms.append(link.outgoing.norm(unused(link.runs, missing)))
-            absent.append(missing)
+        learns = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad() is many calls of Python
+        try:
+            for link in self.links:
+                out = link.outgoing
+                missing = out.store_gradients() + out.store_changes(link.incoming)
+                self._norms.append(out.norm(unused(link.runs, missing)))
+                absent.append(missing)
+        finally:
+            torch._C._set_grad_enabled(learns)
         return absent, all(map(isfinite, self._norms))
 
     def push(self, push: Push, absent: Sequence[Sequence[int]]) -> None:
@@ -95,13 +100,16 @@ class Servers:
             raise Restarted
         if not awaiting:
             return []
-        with self._waiting():
+        began = time.perf_counter()
+        try:
             if self._ordered:
                 first, *rest = self.links[0].receive(self._sent[0]), *self._look(self.links[1:])
                 early = zip(rest, self._early, strict=True)
                 found = [first, *(replace(now, outcome=was.outcome) for now, was in early)]
             else:
                 found = self._receive(self.links, self._sent)
+        finally:
+            self.waited += time.perf_counter() - began
         self._take(found)
         self._admitted = True
         return found
@@ -112,20 +120,24 @@ class Servers:
         A push counts as expired where a server was restarted and has forgotten the lease.
         """
         try:
-            found = {reply.outcome for reply in self.replies()}
+            found = [reply.outcome for reply in self.replies()]
         except Restarted:
             return Outcome.EXPIRED
-        worst = next((outcome for outcome in WORST_FIRST if outcome in found), None)
-        return worst or next(iter(found), None)
+        if len(found) < 2:
+            return found[0] if found else None
+        return next((outcome for outcome in WORST_FIRST if outcome in found), found[0])
 
     def admit(self) -> None:
         """Have values to compute with; waits where a push might get too stale."""
         if self._admitted:
             return
-        with self._waiting():
+        began = time.perf_counter()
+        try:
             while not self._admitted:
                 with suppress(Restarted):  # it knows nothing of this task yet: ask again
                     self.pull(admit=True)
+        finally:
+            self.waited += time.perf_counter() - began
 
     def look(self) -> None:
         """Have the newest values, to evaluate or to save."""
@@ -151,14 +163,6 @@ class Servers:
         """Close the connections to all."""
         for link in self.links:
             link.close()
-
-    @contextmanager
-    def _waiting(self) -> Iterator[None]:
-        began = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.waited += time.perf_counter() - began
 
     def _look(self, links: Sequence[Link]) -> list[Values]:
         return self._ask(links, [Pull(admit=False)] * len(links))

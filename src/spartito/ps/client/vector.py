@@ -83,6 +83,17 @@ class Copies:
             memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype))
             for run in self._runs
         ]
+        numbers = range(len(self._runs))
+        self._others = [number for number in numbers if not self._runs[number].learns]
+        mixed = [number for number in numbers if is_mixed(self._runs[number].dtype)]
+        self._mixed = [number for number in mixed if self._runs[number].learns]
+        self._statistics = [number for number in mixed if not self._runs[number].learns]
+        self._learned = [
+            place for n in numbers if self._runs[n].learns for place in self._locations[n]
+        ]
+        self._wanted = [location.view for location in self._learned]
+        self._all_views = [view for views in self._views for view in views]
+        self._all_targets = [target for targets in self._targets for target in targets]
         self._blank: set[int] = set()  # entries whose gradient here is 0 already
         self._before: Copies | None = None
 
@@ -91,39 +102,36 @@ class Copies:
 
         Buffers are loaded in any case: a forward pass changes the model's.
         """
-        chosen = [
-            number
-            for number, run in enumerate(self._runs)
-            if changed is None or number in changed or run.group == BUFFER
-        ]
-        views = [view for number in chosen for view in self._views[number]]
-        if views:
+        if changed is None or len(changed) == len(self._runs):
+            views, targets = self._all_views, self._all_targets
+        else:
+            chosen = [n for n, run in enumerate(self._runs) if n in changed or run.group == BUFFER]
+            views = [view for number in chosen for view in self._views[number]]
             targets = [target for number in chosen for target in self._targets[number]]
+        if views:
             torch._foreach_copy_(targets, views)
 
     def store(self) -> None:
         """The model's values into the memory."""
-        views = [view for found in self._views for view in found]
-        torch._foreach_copy_(views, [target for found in self._targets for target in found])
+        torch._foreach_copy_(self._all_views, self._all_targets)
 
     def store_gradients(self) -> list[int]:
         """The gradients into the memory; returns the entries that have none, set to 0."""
-        absent, views, grads = [], [], []
-        for run, locations in zip(self._runs, self._locations, strict=True):
-            for location in locations if run.learns else ():
-                grad = self._tensors[location.entry].grad
-                if grad is None:
-                    absent.append(location.entry)
-                    if location.entry not in self._blank:
-                        location.view.zero_()
-                        self._blank.add(location.entry)
-                else:
-                    self._blank.discard(location.entry)
-                    views.append(location.view)
-                    whole = location.whole
-                    grads.append(
-                        grad if whole else self._part(self._like(grad, location), location)
-                    )
+        absent, views, grads = [], self._wanted, []
+        for location in self._learned:
+            grad = self._tensors[location.entry].grad
+            if grad is None:
+                absent.append(location.entry)
+            else:
+                grads.append(
+                    grad if location.whole else self._part(self._like(grad, location), location)
+                )
+        if absent:
+            for location in self._learned:
+                if location.entry in absent and location.entry not in self._blank:
+                    location.view.zero_()
+            views = [place.view for place in self._learned if place.entry not in absent]
+        self._blank = set(absent)
         if grads:
             torch._foreach_copy_(views, grads)
         return absent
@@ -135,9 +143,7 @@ class Copies:
         """
         absent = []
         self._before = before
-        for number, run in enumerate(self._runs):
-            if run.learns:
-                continue
+        for number in self._others:
             pairs = list(zip(self._targets[number], before._views[number], strict=True))
             if all(torch.equal(now, old) for now, old in pairs):
                 absent += [location.entry for location in self._locations[number]]
@@ -153,16 +159,11 @@ class Copies:
 
         An infinity that was there before (a mask's) is no new one. Runs ``but`` do not count.
         """
-        total = 0.0
-        for number, run in enumerate(self._runs):
-            if number in but or not is_mixed(run.dtype):
-                continue
+        total = sum(_square(self._flat[n]) for n in self._mixed if n not in but)
+        for number in self._statistics:
             now = self._flat[number]
-            if run.learns:
-                total += _square(now)
-                continue
             old = now if self._before is None else self._before._flat[number]
-            if not _is_finite(now) and _has_news(now, old):
+            if number not in but and not _is_finite(now) and _has_news(now, old):
                 return inf
         return min(sqrt(total), sys.float_info.max) if isfinite(total) else inf
 

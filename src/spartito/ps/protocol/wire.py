@@ -1,6 +1,8 @@
 """Our own framed messages on a socket: a fixed prefix, a msgpack header, the bytes of a payload.
 
-    | prefix: 32 bytes | header: the message | payload: bytes of the flat vector, or none |
+    | prefix: 32 bytes | header: the message | zeros | payload: bytes of the flat vector, or none |
+
+Prefix and header are filled up to 256 bytes, so that nearly every frame is one call of the system.
 
 Nothing that comes is believed before it is checked: the prefix and the header by a CRC, every
 length against its limit before anything is allocated, the payload by a sum of its words where it
@@ -32,7 +34,7 @@ if TYPE_CHECKING:
     Contiguous: TypeAlias = Buffer | npt.NDArray[Any]  # numpy declares no Buffer before 3.12
 
 MAGIC = b"SPTO"
-VERSION = 2
+VERSION = 3
 NO_SUM = 1
 """The flag of a frame whose payload has no sum: it does not leave the machine."""
 MAX_HEADER = 64 << 10  # bytes, of an unknown peer
@@ -41,10 +43,15 @@ LONG_HEADER = 4 << 20
 
 PREFIX = struct.Struct("<4sBBHIQIQ")
 """Magic, version, flags, reserved, header bytes, payload bytes, CRC-32, sum of the payload."""
+START = 256
+"""Bytes that every frame begins with: the prefix, the header, and zeros where that is shorter."""
 _FIXED = struct.Struct("<4sB")  # what stays where it is in every version
+_BEGIN = _FIXED.pack(MAGIC, VERSION)
 _CRC = struct.Struct("<I")
-_CRC_AT = 20
+_CRC_AT = slice(20, 24)
 _NO_CRC = bytes(_CRC.size)
+_ZEROS = bytes(START)
+_NOTHING = memoryview(b"")
 _WORD = 8
 _WRAP = (1 << 64) - 1
 _CHUNK = 1 << 19  # bytes that are received, then added up: they fit in the cache of one core
@@ -98,17 +105,18 @@ class Wire:
         """The most bytes of a header, sent or received; set it once both ends know each other."""
         self.sent = 0
         self.received = 0
-        self.payload = memoryview(b"")
+        self.payload = _NOTHING
         self.sums = not _is_local(sock)
         """Whether payloads are sent with a sum: those that leave the machine are."""
         self._sock = sock
         keep_from_forks(sock.fileno())
         self._encode = msgspec.msgpack.Encoder().encode_into
         self._decode = msgspec.msgpack.Decoder(accepts).decode
-        self._head = bytearray(PREFIX.size)
-        self._prefix = memoryview(bytearray(PREFIX.size))
-        self._header = memoryview(bytearray(MAX_HEADER))
-        self._buffer = memoryview(b"")  # for payloads without a target
+        self._head = bytearray(START)
+        self._start = memoryview(bytearray(START))
+        self._short = self._start[PREFIX.size :]
+        self._long = _NOTHING  # for headers that do not fit there
+        self._buffer = _NOTHING  # for payloads without a target
         if sock.family != getattr(socket, "AF_UNIX", None):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.timeout = timeout
@@ -145,6 +153,7 @@ class Wire:
                 f"{type(message).__name__} has {length} bytes; a header has at most "
                 f"{self.header_limit}"
             )
+        head += _ZEROS[len(head) :]
         parts: list[Buffer] = [head]
         size = total = 0
         for buffer in payload:
@@ -156,7 +165,7 @@ class Wire:
                 parts.append(view)
         flags = 0 if self.sums else NO_SUM
         PREFIX.pack_into(head, 0, MAGIC, VERSION, flags, 0, length, size, 0, total & _WRAP)
-        _CRC.pack_into(head, _CRC_AT, zlib.crc32(head))
+        head[_CRC_AT] = _CRC.pack(zlib.crc32(head))
         self._send_all(parts, len(head) + size)
 
     def receive(self, into: memoryview | None = None) -> Any:
@@ -166,21 +175,36 @@ class Wire:
         the wire's own, which never grows beyond `limit`.
         Raises `Gone`, `TimeoutError`, and `ProtocolError` for anything that breaks the rules.
         """
-        self.payload = memoryview(b"")
-        end = _end(self._timeout)
-        flags, header_size, payload_size, crc, total = self._receive_prefix(end)
-        header = self._header[:header_size]
-        self._fill(header, 0, end)
-        if zlib.crc32(header, zlib.crc32(self._prefix)) != crc:
+        self.payload = _NOTHING
+        start, end = self._start, _end(self._timeout)
+        got = self._recv(start, 0, end)
+        while got < START:
+            _check_start(start[:got])  # an unknown peer may wait for us after fewer bytes
+            got += self._recv(start, got, end)
+        if start[: _FIXED.size] != _BEGIN:
+            _check_start(start)
+        _, _, flags, reserved, length, size, crc, total = PREFIX.unpack_from(start)
+        if flags & ~NO_SUM or reserved:
+            raise ProtocolError(
+                f"flags 0 or 1 and reserved 0 were expected, {flags} and {reserved} came"
+            )
+        start[_CRC_AT] = _NO_CRC
+        found = zlib.crc32(start)
+        if length <= len(self._short):
+            header = self._short[:length]
+        else:
+            header = self._receive_header(length, end)
+            found = zlib.crc32(header[len(self._short) :], found)
+        if found != crc:
             raise ProtocolError("the header's CRC is wrong: it was damaged on its way")
-        target = self._target(payload_size, into)
+        target = self._target(size, into) if size else _NOTHING
         message = self._message(header)
         if flags & NO_SUM:
             self._fill(target, 0, end)
-        elif self._receive_payload(target, end) != total:
+        elif (size or total) and self._receive_payload(target, end) != total:
             raise ProtocolError("the payload's sum is wrong: it was damaged on its way")
         self.payload = target
-        self.received += PREFIX.size + header_size + payload_size
+        self.received += max(START, PREFIX.size + length) + size
         return message
 
     def close(self) -> None:
@@ -189,28 +213,18 @@ class Wire:
             self._sock.shutdown(socket.SHUT_RDWR)
         self._sock.close()
 
-    def _receive_prefix(self, end: float) -> tuple[int, int, int, int, int]:
-        """Flags, sizes of header and payload, CRC and sum; the bytes of the CRC are now 0."""
-        prefix = self._prefix
-        got = self._recv(prefix, 0, end)
-        while got < PREFIX.size:
-            _check_start(bytes(prefix[:got]))  # an unknown peer may wait for us after fewer bytes
-            got += self._recv(prefix, got, end)
-        fields = PREFIX.unpack(prefix)
-        _, _, flags, reserved, header_size, payload_size, crc, total = fields
-        _check_start(prefix[: _FIXED.size])
-        if flags & ~NO_SUM or reserved:
+    def _receive_header(self, length: int, end: float) -> memoryview:
+        """A header that goes beyond the start of its frame, once that is here."""
+        if length > self.header_limit:
             raise ProtocolError(
-                f"flags 0 or 1 and reserved 0 were expected, {flags} and {reserved} came"
+                f"a header of {length} bytes came; it may have at most {self.header_limit}"
             )
-        if header_size > self.header_limit:
-            raise ProtocolError(
-                f"a header of {header_size} bytes came; it may have at most {self.header_limit}"
-            )
-        if header_size > len(self._header):
-            self._header = memoryview(bytearray(header_size))
-        prefix[_CRC_AT : _CRC_AT + _CRC.size] = _NO_CRC
-        return flags, header_size, payload_size, crc, total
+        if length > len(self._long):
+            self._long = memoryview(bytearray(length))
+        header, before = self._long[:length], len(self._short)
+        header[:before] = self._short
+        self._fill(header, before, end)
+        return header
 
     def _receive_payload(self, target: memoryview, end: float) -> int:
         """Fill ``target``; the sum of what came, added up while it is still in the cache."""
@@ -222,9 +236,7 @@ class Wire:
         return total & _WRAP
 
     def _target(self, size: int, into: memoryview | None) -> memoryview:
-        """Where a payload of ``size`` bytes goes."""
-        if size == 0:
-            return memoryview(b"")
+        """Where a payload of ``size`` bytes goes; there are some."""
         if into is not None and size == into.nbytes:
             return into.cast("B")
         if size > self.limit:
@@ -244,7 +256,7 @@ class Wire:
             raise ProtocolError(f"a message that is not known here came: {error}") from error
 
     def _send_all(self, parts: list[Buffer], size: int) -> None:
-        end = _end(self._send_timeout)
+        end: float | None = None
         left = size
         while True:
             try:
@@ -258,6 +270,7 @@ class Wire:
             left -= count
             if left == 0:
                 break
+            end = _end(self._send_timeout) if end is None else end
             if time.monotonic() > end:
                 raise TimeoutError(f"{left} of {size} bytes were not taken in time")
             parts = _rest(parts, count)
@@ -270,10 +283,10 @@ class Wire:
 
     def _recv(self, view: memoryview, got: int, end: float, flags: int = 0) -> int:
         """Receive into ``view`` from ``got`` on; how many bytes came, at least one."""
-        if time.monotonic() > end:
+        if got and time.monotonic() > end:
             raise TimeoutError(f"{got} of {len(view)} bytes came in time")
         try:
-            count = self._sock.recv_into(view[got:], 0, flags)
+            count = self._sock.recv_into(view[got:] if got else view, 0, flags)
         except BlockingIOError as error:
             raise TimeoutError(f"nothing came within {self._timeout:g} s") from error
         except TimeoutError:

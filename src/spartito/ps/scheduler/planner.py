@@ -24,6 +24,8 @@ BEHIND = 64
 MOST = 1 << 14
 """Rows of single groups that the chief looks ahead at most, where there are many groups."""
 
+_NEVER: tuple[Row | None, Row] = ([], [])
+
 
 class Planner:
     """Writes the timetables of one optimizer, whose options the servers have as they are now.
@@ -49,6 +51,7 @@ class Planner:
             self._table = Timetable()
             self._followed: LRScheduler | None = None
             self._forecast: Iterator[Row] = iter(())
+            self._looked = _NEVER  # the row and the options that were found to agree
 
     def write(self, step: int) -> Timetable | None:
         """What to tell the servers when the chief has come to global step ``step``.
@@ -71,13 +74,18 @@ class Planner:
 
     def _is_known(self, step: int) -> bool:
         """Whether the servers use the options at ``step`` that the optimizer has now."""
-        (now,) = self._rows([settings(self._optimizer)])
-        known = self._table.at(step) or [{} for _ in now]
-        return all(
+        looked = self._table.at(step), settings(self._optimizer)
+        if looked[0] is self._looked[0] and looked[1] == self._looked[1]:
+            return True  # as in most steps
+        (now,) = self._rows([looked[1]])
+        known = looked[0] or [{} for _ in now]
+        found = all(
             row.get(name, given.get(name)) == value
             for row, given, group in zip(known, self._given, now, strict=True)
             for name, value in group.items()
         )
+        self._looked = looked if found else _NEVER
+        return found
 
     def _extended(self, step: int, keep: int) -> Timetable | None:
         """The timetable that goes on from ``step``, if there is news; ours begins at ``keep``."""

@@ -19,7 +19,7 @@ from spartito.ps.protocol.options import KERNELS, SETTINGS, set_options
 from spartito.ps.protocol.slots import COUNTERS, State, is_elementwise, merge_state, slots, within
 
 MOST_MEMORIES = 64
-"""Of so many the views are kept, and with them the memory itself."""
+"""For so many an update is prepared, which keeps the memory itself."""
 
 
 class Shard:
@@ -40,7 +40,7 @@ class Shard:
         self._kept = [run for run in self.runs if not run.learns]
         self._parameters = [nn.Parameter(self._view(self.values, run)) for run in self.slots]
         self._close = True  # the optimizer's state lies where torch has put it
-        self._views: dict[int, list[Tensor]] = {}
+        self._prepared: dict[tuple[int, ...], list[fused.Prepared]] = {}
         self._rebind(tensors)
 
     def update(
@@ -52,6 +52,28 @@ class Shard:
         ``rate`` scales the learning rate of this update. Of the buffers whole numbers grow by
         what ``push`` holds at their offset; statistics move ``fresh`` (0 to 1) of the way to it.
         """
+        known = self._prepared.get((push.data_ptr(), *absent)) if rate == 1.0 else None
+        if known is None:
+            self._step(push, absent, rate)
+        else:
+            for prepared in known:
+                prepared.step()
+        if not self._kept:
+            return
+        still = unused(self._kept, absent)
+        for number, run in enumerate(self._kept):
+            if number in still:
+                continue
+            values, pushed = self._view(self.values, run), self._view(push, run)
+            if is_summed(run.dtype):
+                values.add_(pushed)
+            elif is_mixed(run.dtype):
+                mix(values, pushed, fresh)
+            else:
+                values.copy_(pushed)
+
+    def _step(self, push: Tensor, absent: Sequence[int], rate: float) -> None:
+        """The step of the optimizer in `update`; what comes again is prepared."""
         idle = unused(self.slots, absent)
         kept = self._keep(absent, idle) if absent else []
         begun = self.optimizer.state
@@ -71,17 +93,10 @@ class Shard:
             self._forget(new, absent)
         if self._close:
             self._spread()
-        still = unused(self._kept, absent)
-        for number, run in enumerate(self._kept):
-            if number in still:
-                continue
-            values, pushed = self._view(self.values, run), self._view(push, run)
-            if is_summed(run.dtype):
-                values.add_(pushed)
-            elif is_mixed(run.dtype):
-                mix(values, pushed, fresh)
-            else:
-                values.copy_(pushed)
+        elif not kept and (found := fused.prepare(self.optimizer)) is not None:
+            if len(self._prepared) == MOST_MEMORIES:
+                self._prepared.clear()
+            self._prepared[push.data_ptr(), *absent] = found
 
     def mix(
         self,
@@ -149,6 +164,8 @@ class Shard:
         What the groups here do not have, such as a schedule's ``initial_lr``, is left out.
         """
         set_options(self.optimizer.param_groups, options)
+        if any(group.keys() - {"lr"} for group in options):
+            self._prepared.clear()  # it may have other state now
 
     def state(self) -> State:
         """The optimizer's tensors, by slot and key. Not copied.
@@ -168,6 +185,7 @@ class Shard:
     def load_state(self, state: State) -> None:
         """Take back what `state` returned."""
         self.optimizer.state.clear()
+        self._prepared.clear()
         self._close = True
         for (number, key), value in state.items():
             parameter = self._parameters[number]
@@ -187,21 +205,13 @@ class Shard:
         return view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
 
     def _gradients(self, memory: Tensor) -> list[Tensor]:
-        """The gradients in some memory of the span, one for each slot.
-
-        Views of the memory of late are kept: making them takes longer than a push can wait.
-        """
-        found = self._views.get(memory.data_ptr())
-        if found is None:
-            if len(self._views) == MOST_MEMORIES:
-                self._views.clear()
-            found = [self._view(memory, run) for run in self.slots]
-            self._views[memory.data_ptr()] = found
-        return found
+        """The gradients in some memory of the span, one for each slot."""
+        return [self._view(memory, run) for run in self.slots]
 
     def forget(self, memory: Tensor) -> None:
         """Nobody pushes from this ``memory`` any more."""
-        self._views.pop(memory.data_ptr(), None)
+        for known in [known for known in self._prepared if known[0] == memory.data_ptr()]:
+            del self._prepared[known]
 
     def _spread(self) -> None:
         """Once the optimizer has made its state, move it to where its tensors lie apart."""
