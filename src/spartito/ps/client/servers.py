@@ -64,7 +64,7 @@ class Servers:
         try:
             for link in self.links:
                 out = link.outgoing
-                missing = out.store_gradients() + out.store_changes(link.incoming)
+                missing = out.store_gradients() + out.store_changes(link.incoming.before)
                 self._norms.append(out.norm(unused(link.runs, missing)))
                 absent.append(missing)
         finally:
@@ -75,8 +75,16 @@ class Servers:
         """Send what `fill` stored, and ask for new values."""
         self._admitted = False  # until the replies are there
         self._sent = [
-            replace(push, pulled=version, absent=list(missing), norm=0.0 if push.dropped else norm)
-            for version, missing, norm in zip(self._versions, absent, self._norms, strict=True)
+            replace(
+                push,
+                pulled=version,
+                absent=list(missing),
+                norm=0.0 if push.dropped else norm,
+                area=link.incoming.turn,
+            )
+            for link, version, missing, norm in zip(
+                self.links, self._versions, absent, self._norms, strict=True
+            )
         ]
         try:
             if self._ordered:
@@ -148,7 +156,7 @@ class Servers:
 
     def pull(self, admit: bool) -> None:
         """The newest values into the model; ``admit`` to compute with, so it may have to wait."""
-        first = self.links[0].ask(Pull(admit))
+        first = self.links[0].ask(Pull(admit, self.links[0].incoming.turn))
         self._take([first, *self._look(self.links[1:])])
         self._admitted = admit
 
@@ -162,10 +170,11 @@ class Servers:
     def close(self) -> None:
         """Close the connections to all."""
         for link in self.links:
+            link.incoming.leave()
             link.close()
 
     def _look(self, links: Sequence[Link]) -> list[Values]:
-        return self._ask(links, [Pull(admit=False)] * len(links))
+        return self._ask(links, [Pull(False, link.incoming.turn) for link in links])
 
     def _ask(self, links: Sequence[Link], messages: Sequence[Message]) -> list[Values]:
         self._send(links, messages)
