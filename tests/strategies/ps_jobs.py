@@ -12,6 +12,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import isnan
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -189,6 +190,15 @@ class Loss:
         return loss
 
 
+class Seen(sp.Callback):
+    """Counts the batches after which a callback was shown a loss that is not a number."""
+
+    nans = 0
+
+    def on_train_batch_end(self, batch: int, logs: Mapping[str, Any]) -> None:
+        self.nans += "loss" in list(logs) and isnan(logs["loss"])
+
+
 def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, Any]:
     """Train as asked on blobs; what each task has in the end."""
     strategy = make_strategy(asked.strategy, **asked.options)
@@ -217,13 +227,13 @@ def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, An
     )
     if asked.load:
         trainer.load(asked.load)
-    histories = []
+    histories, seen = [], Seen()
     for _ in range(asked.fits):
         history = trainer.fit(
             data,
             epochs=asked.epochs,
             steps_per_epoch=asked.steps,
-            callbacks=callbacks(asked),
+            callbacks=[seen, *callbacks(asked)],
             validation_data=(x, y) if asked.validation else None,
             verbose=0,
         )
@@ -240,6 +250,7 @@ def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, An
         "predictions": trainer.predict(x[:5], batch_size=2),
         "lr": trainer.optimizer.param_groups[0]["lr"],
         "steps": trainer.step,
+        "nans": seen.nans,
     }
     strategy.close()
     return result

@@ -408,8 +408,10 @@ def test_gradients_that_are_no_numbers_are_dropped_and_named(tmp_path: Path) -> 
         assert found.record("ps 1")["updates"] == 2 * asked.plan - 2
         named = r"worker 1: \d pushes were not finite and dropped: pass 0, step \d+, slice 1"
         assert found.said("worker 0", named)
-        losses = found.result("worker 0")["histories"][0]["loss"]
+        result = found.result("worker 0")
+        losses = result["histories"][0]["loss"]
         assert losses[-1] < losses[0]
+        assert result["nans"] > 0, "no callback of the chief was shown what worker 1 had"
 
 
 def test_too_many_of_them_end_the_job(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator, Sequence
+from math import nan
 from typing import Any, Protocol
 
 import msgspec
@@ -31,7 +32,8 @@ class StepResult(msgspec.Struct, frozen=True):
     trained on, global ``batches`` they make, and ``updates``, which are global steps. ``loss``
     is the sum of losses since the last update and ``weight`` what it is to be divided by; both
     are 0 when the step only accumulated. Strategies that meet in every step return the same
-    numbers on every replica. ``stop`` says that somebody asked for an end.
+    numbers on every replica. ``stop`` says that somebody asked for an end, ``dropped`` that some
+    gradients since the last update were not finite, and changed nothing.
     """
 
     output: Any
@@ -41,6 +43,19 @@ class StepResult(msgspec.Struct, frozen=True):
     loss: float | Tensor = 0.0
     weight: float | Tensor = 0.0
     stop: bool = False
+    dropped: bool = False
+
+    @property
+    def shown(self) -> tuple[float | Tensor, float | Tensor] | None:
+        """The loss to look at, and what it is divided by; None before an update.
+
+        Returns:
+            NaN where gradients were dropped, whose losses are in no sum.
+        """
+        if self.dropped:
+            return nan, 1.0
+        has_weight = isinstance(self.weight, Tensor) or self.weight
+        return (self.loss, self.weight) if has_weight else None
 
 
 class Distributed(Protocol):

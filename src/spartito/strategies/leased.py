@@ -45,6 +45,7 @@ class LeasedCoordination(Coordination):
         self._job: Job | None = None
         self._planner: Planner | None = None
         self._streams = self._published = 0
+        self._told = 0  # dropped pushes that a result has told of
         self._stopped = False
         self._encoded, self._timetable = b"", Timetable()
         self._seen = Values(0, 0, 0, 0)
@@ -143,6 +144,8 @@ class LeasedCoordination(Coordination):
         self._seen = furthest(before, self._newest())  # a restarted server counts again
         self._show(self._seen)
         examples, batches, updates = advance(before, self._seen, self.shards)
+        dropped = self._dropped() if self.chief is not None and updates else 0
+        news, self._told = dropped > self._told, max(dropped, self._told)
         return StepResult(
             output,
             examples,
@@ -151,6 +154,7 @@ class LeasedCoordination(Coordination):
             loss=loss,
             weight=weight,
             stop=self._stopped,
+            dropped=news,
         )
 
     def fetch(self) -> Row | None:
@@ -186,6 +190,12 @@ class LeasedCoordination(Coordination):
         options = self._timetable.at(now.pushes // self.shards)
         if options is not None:
             set_options(self._pairs.only.optimizer.param_groups, options)
+
+    def _dropped(self) -> int:
+        """Pushes of all that were not finite, as far as they were reported; ours at once."""
+        assert self.chief is not None
+        current = self.computing.current
+        return self.chief.coordinator.dropped + (0 if current is None else current.bad)
 
     def _newest(self) -> Values:
         if self.work is None and self.chief is not None:

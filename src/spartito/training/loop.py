@@ -275,8 +275,7 @@ class TrainingLoop:
         self.clock.examples += result.examples
         self._loss = self._loss + result.loss
         self._weight = self._weight + result.weight
-        if isinstance(result.weight, Tensor) or result.weight:
-            self._logs.last = result.loss, result.weight
+        self._logs.last = result.shown or self._logs.last
         trainer = self._trainer
         trainer.step += result.updates
         if self._coordination.decides:  # under servers the chief's options are everybody's

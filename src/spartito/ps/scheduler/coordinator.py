@@ -61,6 +61,7 @@ class Coordinator:
         self._on_lost, self._on_came = on_lost, on_came
         self._expect_all = expect_all
         self._bad_limit = bad_limit
+        self.dropped = 0  # pushes that were not finite, by all
         self._changed = runtime.condition()
         self._queues: dict[int, WorkQueue] = {}
         self._groups = count(1)
@@ -356,7 +357,7 @@ class Coordinator:
             member.bad += report.bad
             detail = shown(report.detail, 1000)
             warn("%s: %d pushes were not finite and dropped: %s", member.name, report.bad, detail)
-            total = sum(other.bad for other in self._members)
+            self.dropped = total = sum(other.bad for other in self._members)
             if total > self._bad_limit:
                 self.fail(
                     SpartitoError(
