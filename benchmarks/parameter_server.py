@@ -23,6 +23,8 @@ LOCAL_BATCH = 32
 OPTIONS = {"shared memory": {}, "TCP": {"shared_memory": False}}
 """Our sides, and their strategy's options."""
 ALONE = "no communication"
+BARE = {f"bare {way}": way for way in OPTIONS}
+"""The same with nothing but what any design needs: the bound of what can be reached."""
 TENSORFLOW = {"TensorFlow fit": "fit", "TensorFlow schedule": "schedule"}
 LIMIT = 240.0
 
@@ -32,12 +34,13 @@ def main() -> None:
     assert __doc__ is not None
     options = race_parser(__doc__, rounds=4, windows=3, steps=400)
     options.add_argument("--parts", action="store_true", help="where the time of a push goes")
+    options.add_argument("--bare", action="store_true", help="bare prototypes too: the bound")
     given = options.parse_args()
     here = announce(__doc__)
     if given.parts:
         show_parts(given.windows * given.steps)
         return
-    sides = [*OPTIONS, ALONE, *_tensorflow(given.tensorflow)]
+    sides = [*OPTIONS, ALONE, *(BARE if given.bare else ()), *_tensorflow(given.tensorflow)]
     windows: Windows = {side: [] for side in sides}
     for number in range(given.rounds):
         now: Windows = {}
@@ -57,6 +60,10 @@ def main() -> None:
         Figure("shared memory / no communication", speed["shared memory"] / speed[ALONE], 0.75),
         Figure("TCP / no communication", speed["TCP"] / speed[ALONE], 0.5),
     ]
+    if given.bare:
+        figures += [
+            Figure(f"{side} / no communication", speed[side] / speed[ALONE]) for side in BARE
+        ]
     if given.tensorflow:
         name = max(TENSORFLOW, key=lambda side: speed[side])
         figures += [
@@ -87,6 +94,9 @@ def turn(side: str, given: argparse.Namespace) -> list[float]:
     if side == ALONE:
         program = ["-m", "benchmarks.jobs.steps", "alone", "mlp", *amount]
         found = run_job(program, workers=WORKERS, malloc=malloc, limit=LIMIT)
+    elif side in BARE:
+        program = ["-m", "benchmarks.jobs.bare_training", BARE[side], *amount]
+        found = run_job(program, workers=WORKERS + 1, limit=LIMIT)
     elif side in TENSORFLOW:
         script = Path(__file__).parent / "jobs" / "tensorflow_parameter_server.py"
         found = run_roles(

@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -53,11 +53,9 @@ from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.transfer import state_limit, state_messages
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire, need
+from spartito.ps.server.host import Host
 from spartito.ps.server.loading import Loading
 from spartito.ps.server.store import slot_of
-
-if TYPE_CHECKING:
-    from spartito.ps.server.server import Server
 
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
@@ -65,7 +63,7 @@ SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 class Connection:
     """One task's requests, one after the other; the task knows the job's key."""
 
-    def __init__(self, server: Server, wire: Channel) -> None:
+    def __init__(self, server: Host, wire: Channel) -> None:
         self._server, self._store = server, server.store
         self._wire = wire
         self._worker, self._generation, self._chief = -1, 0, False
@@ -274,12 +272,13 @@ class Connection:
 
     def _watch(self, norm: float) -> None:
         """Say so if a gradient is out of all proportion; it counts as any other."""
-        norms, usual = self._store.norms, self._store.norms.usual
+        norms = self._store.norms
         if norms.is_absurd(norm):
             self._server.seldom.warn(
                 "%s: worker %d pushed a gradient with a norm of %.3g; %.3g is usual",
-                self._server.name, self._worker, norm, usual,
+                self._server.name, self._worker, norm, norms.usual,
             )  # fmt: skip
+        norms.add(norm)
 
     def _bring(self, area: int) -> list[int]:
         """The values into an area of the task; returns the runs that it had already."""

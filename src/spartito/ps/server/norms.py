@@ -21,6 +21,7 @@ class GradientNorms:
         self.largest = 0.0
         self._count = 0
         self._log = 0.0
+        self._limit = 0.0
 
     @property
     def usual(self) -> float:
@@ -28,11 +29,14 @@ class GradientNorms:
         return exp(self._log)
 
     def is_absurd(self, norm: float) -> bool:
-        """Take note of a gradient; whether it is far larger than those before it."""
-        self.largest = max(self.largest, norm)
-        if norm <= 0:
-            return False
-        absurd = self._count >= KNOWN and norm > ABSURD * self.usual
-        self._count += 1
-        self._log += (log(norm) - self._log) * max(SHARE, 1 / self._count)
-        return absurd
+        """Whether a gradient is far larger than those before it."""
+        return self._count >= KNOWN and norm > self._limit
+
+    def add(self, norm: float) -> None:
+        """Take note of a gradient."""
+        if norm > self.largest:
+            self.largest = norm
+        if norm > 0:
+            self._count += 1
+            self._log += (log(norm) - self._log) * max(SHARE, 1 / self._count)
+            self._limit = ABSURD * exp(self._log)

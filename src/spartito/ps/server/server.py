@@ -15,6 +15,7 @@ from spartito.ps.protocol.messages import PURPOSE, Hello, Refused, Request
 from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.connection import Connection
+from spartito.ps.server.host import Served
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 
@@ -57,7 +58,7 @@ class Server:
         self._ended = self._runtime.event()
         self._failure: BaseException | None = None
         self._interrupted: KeyboardInterrupt | None = None
-        self._connections: set[Connection] = set()
+        self._connections: set[Served] = set()
         self._began = self._chief_seen = self._runtime.now()
         self._chiefs = 0
         self._lock = self._runtime.lock()
@@ -153,7 +154,7 @@ class Server:
                 )
         return None
 
-    def came(self, connection: Connection, chief: bool) -> None:
+    def came(self, connection: Served, chief: bool) -> None:
         """A task was let in."""
         with self._lock:
             self._connections.add(connection)
@@ -165,7 +166,7 @@ class Server:
         """The chief is there: it said something."""
         self._chief_seen = self._runtime.now()
 
-    def left(self, connection: Connection, chief: bool) -> None:
+    def left(self, connection: Served, chief: bool) -> None:
         """A task is gone."""
         with self._lock:
             self._connections.discard(connection)
