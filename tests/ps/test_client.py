@@ -234,10 +234,10 @@ def assert_close(one: nn.Module, other: nn.Module, buffer: float = 1e-12) -> Non
 @given(st.integers(0, 300), st.integers(1, 5000))
 def test_the_areas_of_a_segment_lie_apart_and_within_it(start: int, lines: int) -> None:
     span = Span(8 * start, 8 * start + 8 * lines)
-    places, size = areas(span)
-    assert {place % LINE for place in places} == {span.phase}
-    assert all(one + span.size <= next for one, next in pairwise([*places, size]))
-    assert len({place % PAGE for place in places}) == 3
+    offsets, size = areas(span)
+    assert {offset % LINE for offset in offsets} == {span.phase}
+    assert all(one + span.size <= next for one, next in pairwise([*offsets, size]))
+    assert len({offset % PAGE for offset in offsets}) == 3
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -40,10 +40,10 @@ class Incoming:
         self.before = Copies(vector, span, areas[1 - turn])
         """The values that the model had last: each run where it lies."""
         self._shown = NOWHERE  # the area that the parameters are views of
-        places = self._copies[0].movable()
-        self._parameters = [vector.tensors[entry] for entry in places]
-        self._numbers = dict.fromkeys(places.values())  # of the runs that can be shown
-        self._views = [[_alone(copies.view(e)) for e in places] for copies in self._copies]
+        entries = self._copies[0].movable()
+        self._parameters = [vector.tensors[entry] for entry in entries]
+        self._numbers = dict.fromkeys(entries.values())  # of the runs that can be shown
+        self._views = [[_alone(copies.view(e)) for e in entries] for copies in self._copies]
         self._at = [[view.data_ptr() for view in views] for views in self._views]
         self._storages = [[view.untyped_storage() for view in views] for views in self._views]
         self._handles = [[storage._cdata for storage in found] for found in self._storages]

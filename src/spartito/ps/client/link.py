@@ -265,14 +265,14 @@ class Link:
             welcome: Welcome = self._checked(wire.receive())
             self._shared = bool(welcome.segment)
             if self._shared:
-                places, size = areas(self.span)
+                offsets, size = areas(self.span)
                 memory = torch.frombuffer(_map(Path(welcome.segment), size), dtype=torch.uint8)
                 local = socket.socket(socket.AF_UNIX)
                 remote, wire = wire, Wire(local, Reply)
                 local.connect(welcome.socket)
                 prove(local, where.name, self._key, LOCAL, end)
                 remote.close()
-                push, *pulls = (memory[at : at + self.span.size] for at in places)
+                push, *pulls = (memory[at : at + self.span.size] for at in offsets)
             else:
                 push, *pulls = (allocate(self.span) for _ in range(3))
         except BaseException:

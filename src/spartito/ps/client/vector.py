@@ -83,7 +83,7 @@ class Copies:
         self._mixed = [number for number in mixed if self._runs[number].learns]
         self._statistics = [number for number in mixed if not self._runs[number].learns]
         self._learned = [
-            place for n in numbers if self._runs[n].learns for place in self._locations[n]
+            location for n in numbers if self._runs[n].learns for location in self._locations[n]
         ]
         self._wanted = [location.view for location in self._learned]
         self._kept = {number: self._aliases(number) for number in self._others}
@@ -125,7 +125,7 @@ class Copies:
 
     def view(self, entry: int) -> Tensor:
         """Where a whole parameter lies in the memory."""
-        return next(place.view for place in self._learned if place.entry == entry)
+        return next(location.view for location in self._learned if location.entry == entry)
 
     def store_gradients(self) -> list[int]:
         """The gradients into the memory; returns the entries that have none, set to 0."""
@@ -142,7 +142,7 @@ class Copies:
             for location in self._learned:
                 if location.entry in absent and location.entry not in self._blank:
                     location.view.zero_()
-            views = [place.view for place in self._learned if place.entry not in absent]
+            views = [location.view for location in self._learned if location.entry not in absent]
         self._blank = set(absent)
         if grads:
             torch._foreach_copy_(views, grads)
@@ -185,8 +185,10 @@ class Copies:
 
     def _aliases(self, number: int) -> list[Tensor]:
         """Only of what never moves these may be kept; see `Incoming`."""
-        places = self._locations[number]
-        return [self._part(self._tensors[place.entry].detach(), place) for place in places]
+        locations = self._locations[number]
+        return [
+            self._part(self._tensors[location.entry].detach(), location) for location in locations
+        ]
 
     def _is_movable(self, location: _Location) -> bool:
         tensor, entry = self._tensors[location.entry], self._entries[location.entry]

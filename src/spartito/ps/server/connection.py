@@ -194,7 +194,7 @@ class Connection:
 
     def _share(self) -> None:
         """Map a segment with the task, and go on by a socket of this machine alone."""
-        places, size = areas(self._span)
+        offsets, size = areas(self._span)
         segment = Segment.create(size, [path for path in SHARED if path.is_dir()])
         path = segment.path.with_suffix(".sock")
         try:
@@ -215,7 +215,7 @@ class Connection:
         self._wire.close()
         self._wire = Wire(sock, Request)
         self._inbox, *self._outboxes = (
-            segment.tensor(place, self._span.size, torch.uint8) for place in places
+            segment.tensor(offset, self._span.size, torch.uint8) for offset in offsets
         )
         self._shared = True
 
