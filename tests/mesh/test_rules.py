@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from tests.mesh import jobs
 from tests.replicas import Replicas
@@ -23,3 +24,14 @@ def test_shards_compute_what_whole_tensors_do(replicas: Replicas, what: str) -> 
 @pytest.mark.parametrize("what", TABLES)
 def test_two_axes_cut_at_once(replicas: Replicas, what: str) -> None:
     assert replicas(jobs.check, 4, what, {"model": 2, "other": 2}, 12) == [[]] * 4
+
+
+def test_what_torch_does_not_ask_about_is_right_or_refused(replicas: Replicas) -> None:
+    for found in replicas(jobs.checkpointed, 2):
+        assert found["wrong"] == []
+        assert "a sharded tensor went into a torch.autograd.Function" in found["function"]
+        assert "a sharded tensor went into a torch.autograd.Function" in found["hidden"]
+        assert "use_reentrant=False" in found["reentrant"]
+        assert found["second"]
+        assert found["hook"] == (2, 4)
+        assert found["autocast"] == torch.bfloat16

@@ -16,6 +16,7 @@ task of the axis; a shard has the gradient of the shard; a partial sum has a rep
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -60,7 +61,11 @@ class Axis:
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the axis, in a tensor of its own; the same bits on all tasks."""
         with torch.no_grad():
-            return self._by.sum(tensor) if self.size > 1 else tensor.clone()
+            if self.size == 1:
+                return tensor.clone()
+            if _is_channels_last(tensor):
+                return self._by.sum(tensor.movedim(1, -1)).movedim(-1, 1)
+            return self._by.sum(tensor)
 
     def most(self, tensor: Tensor) -> Tensor:
         """The largest of the tasks' elements, each for itself."""
@@ -72,7 +77,11 @@ class Axis:
         with torch.no_grad():
             if self.size == 1:
                 return tensor.clone()
-            joined = self._by.all(tensor, dim)
+            if _is_channels_last(tensor):
+                last = self._by.all(tensor.movedim(1, -1), _moved(dim, tensor.dim()))
+                joined = last.movedim(-1, 1)
+            else:
+                joined = self._by.all(tensor, dim)
             if not blocks:
                 return joined
             parts = [
@@ -98,7 +107,25 @@ class Axis:
         with torch.no_grad():
             if self.size == 1 or blocks:
                 return self.view(self.sum(tensor), dim, blocks)
+            if _is_channels_last(tensor):
+                own = self._by.sum_own(tensor.movedim(1, -1), _moved(dim, tensor.dim()))
+                return own.movedim(-1, 1)
             return self._by.sum_own(tensor, dim)
+
+
+def _is_channels_last(tensor: Tensor) -> bool:
+    """Whether an image's channels are neighbours in memory: it crosses as it lies."""
+    return (
+        tensor.dim() == 4
+        and not tensor.is_contiguous()
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+    )
+
+
+def _moved(dim: int, dims: int) -> int:
+    """Where a dim is once the channels are last."""
+    dim %= dims
+    return dims - 1 if dim == 1 else dim - (dim > 1)
 
 
 class _Gather(torch.autograd.Function):
@@ -109,6 +136,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _forget()
         return cut(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
 
 
@@ -120,6 +148,7 @@ class _GatherEnter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _forget()
         return reduce_cut(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
 
 
@@ -131,6 +160,7 @@ class _Cut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _forget()
         return gather(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
 
 
@@ -142,6 +172,7 @@ class _ReduceCut(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        _forget()
         return gather_enter(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
 
 
@@ -153,6 +184,7 @@ class _Enter(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _forget()
         return reduce(grad, ctx.axis), None
 
 
@@ -164,6 +196,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        _forget()
         return enter(grad, ctx.axis), None
 
 
@@ -207,6 +240,30 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
     if _has_gradient(x):
         return _Reduce.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
     return axis.sum(x)
+
+
+_last: list[tuple[Any, ...]] = []
+
+
+def once(do: Callable[..., Tensor], x: Tensor, axis: Axis, where: tuple[Any, ...]) -> Tensor:
+    """``do(x, axis, *where)``; where the operation before did the same, its result.
+
+    Query, key and value are made of one tensor: it crosses once, and so does its gradient.
+    """
+    learns = torch.is_grad_enabled()
+    if type(x) is not Tensor or (learns and x.is_leaf) or x.is_inference():
+        return do(x, axis, *where)
+    key = do, axis, where, x._version, learns
+    if _last and _last[0][0] is x and _last[0][1] == key:
+        return _last[0][2]  # type: ignore[no-any-return]
+    found = do(x, axis, *where)
+    _last[:] = [(x, key, found)]
+    return found
+
+
+def _forget() -> None:
+    """Backward begins: what was kept would hold memory."""
+    _last.clear()
 
 
 def _has_gradient(x: Tensor) -> bool:

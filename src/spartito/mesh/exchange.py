@@ -31,7 +31,7 @@ class Exchange:
         self._turn = 0
         self._slots: list[list[Tensor]] = []
         self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
-        self._tags: dict[tuple[str, int, torch.dtype], int] = {}
+        self._tags: dict[tuple[str, torch.Size, torch.dtype], int] = {}
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the tasks, in rank order, in new memory."""
@@ -43,7 +43,7 @@ class Exchange:
             return self.all(self.sum_own(flat, 0), 0)[:numel].view(tensor.shape)
         slots = self._of(numel, tensor.dtype)
         slots[self.index].view(tensor.shape).copy_(tensor)
-        self._meet("all_reduce", numel, tensor.dtype)
+        self._meet("all_reduce", tensor.shape, tensor.dtype)
         return self._added([slot.view(tensor.shape) for slot in slots], tensor)
 
     def all(self, tensor: Tensor, dim: int) -> Tensor:
@@ -51,7 +51,7 @@ class Exchange:
         shape = tensor.shape
         slots = self._of(tensor.numel(), tensor.dtype)
         slots[self.index].view(shape).copy_(tensor)
-        self._meet("all_gather", tensor.numel(), tensor.dtype)
+        self._meet("all_gather", shape, tensor.dtype)
         parts = [slot.view(shape) for slot in slots]
         parts[self.index] = tensor
         return torch.cat(parts, dim)
@@ -64,7 +64,7 @@ class Exchange:
         for to, part in enumerate(parts):
             if to != self.index:
                 slots[self.index][to * numel : (to + 1) * numel].view(shape).copy_(part)
-        self._meet("reduce", tensor.numel(), tensor.dtype)
+        self._meet("reduce", tensor.shape, tensor.dtype)
         own = slice(self.index * numel, (self.index + 1) * numel)
         return self._added([slot[own].view(shape) for slot in slots], parts[self.index])
 
@@ -101,12 +101,15 @@ class Exchange:
             self._views[key] = found
         return found
 
-    def _meet(self, what: str, numel: int, dtype: torch.dtype) -> None:
-        """Wait until all have written, at the same call."""
-        key = what, numel, dtype
+    def _meet(self, what: str, shape: torch.Size, dtype: torch.dtype) -> None:
+        """Wait until all have written, at the same call, a tensor that lies alike."""
+        key = what, shape, dtype
         tag = self._tags.get(key)
         if tag is None:
-            tag = self._tags[key] = encode(what, numel, dtype)
+            if len(self._tags) > 4096:
+                self._tags.clear()
+            # Its number among reducers is never used here: the order of dims goes there.
+            tag = self._tags[key] = encode(what, shape.numel(), dtype, hash(tuple(shape)))
         shared = self._shared
         current = shared.current_call
         before = current.tag
@@ -115,4 +118,4 @@ class Exchange:
             shared.synchronize()
         finally:
             current.tag = before
-        shared.traffic.moved(numel * dtype.itemsize)
+        shared.traffic.moved(shape.numel() * dtype.itemsize)

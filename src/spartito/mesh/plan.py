@@ -138,7 +138,7 @@ def moved(operands: Sequence[Any], decided: Plan, axes: Axes) -> list[Any]:
     for value, moves in zip(operands, decided.moves, strict=True):
         local = value.local if isinstance(value, Sharded) else value
         for move in moves if value is not None else ():
-            local = move.do(local, axes[move.axis], *move.where)
+            local = collectives.once(move.do, local, axes[move.axis], move.where)
         found.append(local)
     return found
 

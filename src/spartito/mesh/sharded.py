@@ -33,12 +33,16 @@ class _NotSeen(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        raise UserError(
-            "a sharded tensor went into a torch.autograd.Function, or through C++ code that "
-            "Spartito does not see",
-            "Replicate the parameters of that module (names={path: ()}); for reentrant "
-            "checkpointing take torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
-        )
+        raise _not_seen()
+
+
+def _not_seen() -> UserError:
+    return UserError(
+        "a sharded tensor went into a torch.autograd.Function, or through C++ code that "
+        "Spartito does not see",
+        "Replicate the parameters of that module (names={path: ()}); for reentrant "
+        "checkpointing take torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+    )
 
 
 _PLAIN = torch.empty(0)
@@ -46,6 +50,17 @@ with torch.enable_grad():
     _LEARNS: Tensor = _NotSeen.apply(  # type: ignore[no-untyped-call]
         torch.empty(0, requires_grad=True)
     )
+
+
+_learns_itself: Any = Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+
+
+def check_seen(x: Sharded) -> None:
+    """Refuse what an autograd Function returned: torch gave it a history, its shard has none."""
+    if not x.local.requires_grad and torch.is_grad_enabled():
+        with torch._C.DisableTorchFunctionSubclass():
+            if _learns_itself(x):
+                raise _not_seen()
 
 
 class Sharded(Tensor):
@@ -73,6 +88,9 @@ class Sharded(Tensor):
     def __torch_function__(
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        for each in args:
+            if type(each) is Sharded and not each.local.requires_grad:
+                check_seen(each)
         rule = TABLE.get(func)
         if not kwargs:
             return fallback(func, args, {}) if rule is None else rule(func, *args)
@@ -213,6 +231,7 @@ def local_of(tensor: Tensor, to: Spec, axes: Axes) -> Tensor:
     if not isinstance(tensor, Sharded):
         here, local = replicated(tensor.dim()), tensor
     else:
+        check_seen(tensor)
         here, local = tensor.spec, tensor.local
     if here == to:
         return local

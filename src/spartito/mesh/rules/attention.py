@@ -53,13 +53,17 @@ def _attention(
     else:
         shape = torch.broadcast_shapes(shape, key.shape[:-2])
     weights = _weights(q, k, mask, is_causal, scale)
-    kept = dropout_mask([*shape, *wide[-2:]], dropout_p, weights)
     cut = {name: (axis, blocks) for name, axis, blocks in decided.cut}
-    for dim, name in enumerate(batch):
-        if name in cut:
-            axis, blocks = cut[name]
-            kept = axes[axis].view(kept, dim, blocks)
-    return finished((weights * kept) @ v, decided, axes)
+
+    def own(drawn: Tensor) -> Tensor:
+        for dim, name in enumerate(batch):
+            if name in cut:
+                axis, blocks = cut[name]
+                drawn = axes[axis].view(drawn, dim, blocks)
+        return drawn
+
+    weights = weights * dropout_mask([*shape, *wide[-2:]], dropout_p, weights, own)
+    return finished(weights @ v, decided, axes)
 
 
 def _as_many_heads(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
@@ -103,7 +107,7 @@ def _weights(
     if is_causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None and mask.dtype == torch.bool:
-        scores = scores.masked_fill(~mask, -math.inf)
+        scores = scores.masked_fill_(~mask, -math.inf)
     elif mask is not None:
         scores = scores + mask
     return torch.softmax(scores, -1)

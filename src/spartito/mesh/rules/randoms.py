@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,21 @@ from torch import Tensor
 from spartito.mesh.sharded import Sharded, like, local_of, rule
 
 
-def dropout_mask(shape: Sequence[int], p: float, near: Tensor) -> Tensor:
-    """What a dropout of a tensor of ``shape`` multiplies it by; drawn as torch would."""
-    return F.dropout(torch.ones(tuple(shape), dtype=near.dtype, device=near.device), p, True)
+def dropout_mask(
+    shape: Sequence[int], p: float, near: Tensor, own: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """What a dropout multiplies the shard by.
+
+    Args:
+        shape: Of the whole tensor: all of it is drawn, as torch would.
+        p: The chance that an element becomes 0.
+        near: Has the dtype and device.
+        own: Takes this task's shard of a whole tensor.
+    """
+    drawn = torch.empty(tuple(shape), dtype=near.dtype, device=near.device)
+    if p == 1.0:
+        return own(drawn.zero_())
+    return own(drawn.bernoulli_(1 - p)) / (1 - p)
 
 
 def _channels(func: Any, x: Tensor) -> tuple[int, ...]:
@@ -37,17 +49,16 @@ def _dropout(
         raise ValueError(f"dropout probability has to be between 0 and 1, but got {p}")
     if not training or p == 0.0:
         return input
+
+    def cut(whole: Tensor) -> Tensor:
+        return local_of(whole.expand(input.shape), input.spec, input.axes)
+
+    shape = tuple(input.shape)
     if func in _CHANNELS:
         shape = _channels(func, input)
-        ones = torch.ones(shape, dtype=input.dtype, device=input.device)
-        kept = func(ones, p, True).expand(input.shape)
     elif func is torch.feature_dropout:
-        shape = tuple(input.shape[:2]) + (1,) * (input.dim() - 2)
-        ones = torch.ones(shape, dtype=input.dtype, device=input.device)
-        kept = torch.feature_dropout(ones, p, True).expand(input.shape)
-    else:
-        kept = dropout_mask(input.shape, p, input.local)
-    own = local_of(kept, input.spec, input.axes)
+        shape = shape[:2] + (1,) * (len(shape) - 2)
+    own = dropout_mask(shape, p, input.local, cut)
     if inplace or func is torch.dropout_:
         input.local.mul_(own)
         return input
