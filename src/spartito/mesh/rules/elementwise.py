@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spartito.mesh.plan import NOTHING, axes_of, finished, moved, order, plan, spec_of
+from spartito.mesh.plan import NOTHING, Plan, axes_of, finished, moved, order, plan, spec_of
 from spartito.mesh.sharded import Sharded, made, rule
+from spartito.mesh.spec import Spec
 
 _NAMES = """
 abs absolute neg negative positive exp exp2 expm1 log log2 log10 log1p sqrt rsqrt square
@@ -48,31 +50,30 @@ def _functions(names: str, *homes: Any, form: str = "{}") -> list[Any]:
 
 def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
     """The operation on the shards, all operands cut like one of them."""
-    first, *others = *args, *kwargs.values()
-    if isinstance(first, Sharded) and not any(isinstance(value, Tensor) for value in others):
+    first = args[0]
+    if not kwargs and len(args) == 2 and type(args[1]) is Sharded is type(first):
+        second = args[1]
+        if first.spec is second.spec and first.local.shape == second.local.shape:
+            return made(func(first.local, second.local), first.spec, first.axes)
+    elif type(first) is Sharded and not any(
+        isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())
+    ):
         local = func(first.local, *args[1:], **kwargs)
         return first if local is first.local else made(local, first.spec, first.axes)
-    return _joined(func, args, kwargs, ())
+    return _joined(func, args, kwargs, False)
 
 
 def in_place(func: Any, *args: Any, **kwargs: Any) -> Any:
     """As `elementwise`; the first operand stays cut as it is."""
-    return _joined(func, args, kwargs, (0, -1))
+    return _joined(func, args, kwargs, True)
 
 
-def _joined(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], first: tuple[int, ...]
-) -> Any:
+def _joined(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], stays: bool) -> Any:
     named = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     spots = [n for n, value in enumerate(args) if isinstance(value, Tensor)]
     operands = [args[n] for n in spots] + [kwargs[name] for name in named]
-    shape = torch.broadcast_shapes(*(operand.shape for operand in operands))
-    out = order(len(shape))
-    letters = tuple(broadcast(operand.shape, shape, out) for operand in operands)
-    if not first:  # what is large stays where it is
-        sizes = [operand.numel() for operand in operands]
-        first = tuple(sorted(range(len(sizes)), key=lambda n: -sizes[n]))
-    decided = plan(tuple(map(spec_of, operands)), letters, out, "", first)
+    specs = tuple(map(spec_of, operands))
+    decided = _decided(specs, tuple(operand.shape for operand in operands), stays)
     axes = axes_of(*operands)
     locals_ = moved(operands, decided, axes)
     given = list(args)
@@ -80,9 +81,18 @@ def _joined(
         given[n] = local
     named_locals = dict(zip(named, locals_[len(spots) :], strict=True))
     local = func(*given, **{**kwargs, **named_locals})
-    if first and first[-1] == -1 and local is locals_[0]:
-        return operands[0]
-    return finished(local, decided, axes)
+    return operands[0] if stays and local is locals_[0] else finished(local, decided, axes)
+
+
+@lru_cache(4096)
+def _decided(specs: tuple[Spec | None, ...], shapes: tuple[torch.Size, ...], stays: bool) -> Plan:
+    """How operands of these shapes meet; what is large stays where it is."""
+    shape = torch.broadcast_shapes(*shapes)
+    out = order(len(shape))
+    letters = tuple(broadcast(own, shape, out) for own in shapes)
+    sizes = [own.numel() for own in shapes]
+    first = (0, -1) if stays else tuple(sorted(range(len(sizes)), key=lambda n: -sizes[n]))
+    return plan(specs, letters, out, "", first)
 
 
 def broadcast(own: torch.Size, shape: torch.Size, out: str) -> str:
