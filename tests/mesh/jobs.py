@@ -428,6 +428,7 @@ def checkpointed() -> dict[str, Any]:
             "function": lambda: twice_of.apply(x),
             "reentrant": lambda: again(lambda t: t * 2, x, use_reentrant=True),
             "hidden": lambda: x * 1 + twice_of.apply(x),
+            "memory": lambda: x.untyped_storage(),
         }
         for name, run in calls.items():
             try:

@@ -32,6 +32,7 @@ def test_what_torch_does_not_ask_about_is_right_or_refused(replicas: Replicas) -
         assert "a sharded tensor went into a torch.autograd.Function" in found["function"]
         assert "a sharded tensor went into a torch.autograd.Function" in found["hidden"]
         assert "use_reentrant=False" in found["reentrant"]
+        assert "torch.compile asks for it" in found["memory"]
         assert found["second"]
         assert found["hook"] == (2, 4)
         assert found["autocast"] == torch.bfloat16

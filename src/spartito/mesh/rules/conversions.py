@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spartito.errors import UserError
 from spartito.mesh.sharded import Sharded, like, local_of, rule, whole
 
 _g: Any = Tensor
@@ -77,3 +78,17 @@ def _backward(
 @rule(Tensor.stride)
 def _stride(func: Any, x: Sharded, *args: Any) -> Any:
     return torch.empty(x.shape, device="meta").stride(*args)
+
+
+@rule(Tensor._is_view, Tensor.untyped_storage, Tensor.storage, Tensor.data_ptr)
+def _memory(func: Any, x: Tensor) -> Any:
+    raise UserError(
+        f"{func.__name__}() of a sharded tensor, which has no memory for the whole",
+        "torch.compile asks for it: leave the compiled function out on a mesh, or replicate the "
+        "parameters that it uses (names={path: ()}).",
+    )
+
+
+@rule(Tensor.is_conj, Tensor.is_neg, torch.is_conj, torch.is_neg)
+def _kind(func: Any, x: Sharded) -> Any:
+    return func(x.local)
