@@ -327,6 +327,9 @@ def others() -> Cases:
     return {
         "float": (lambda x: x.float().double() + x.to(torch.float64), [r(2, 4)]),
         "detach": (lambda x: x * x.detach(), [r(2, 4)]),
+        "type_as": (lambda x: x.type_as(torch.ones(3).double()) * x, [r(2, 4)]),
+        "compared with nothing": (lambda x: x * ((x == None) + 2), [r(2, 4)]),  # noqa: E711
+        "printed": (lambda x: x * (len({x, x}) + bool(f"{x}")), [r(2, 4)]),
         "zeros_like": (lambda x: x + torch.ones_like(x) + x.new_ones(x.shape), [r(2, 4)]),
         "einsum": (
             lambda x, w: torch.einsum("bti,io->bto", x, w), [r(2, 3, 4), r(4, 6)],

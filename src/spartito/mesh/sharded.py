@@ -163,6 +163,12 @@ class Sharded(Tensor):
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Sharded(shape={tuple(self.shape)}, spec={self.spec}, local={self.local!r})"
 
+    def __format__(self, how: str) -> str:
+        return repr(self)  # what one task alone may ask for
+
+    def __hash__(self) -> int:
+        return id(self)
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UserError(
             "a sharded tensor cannot be pickled or copied", "Save strategy.state_dict() instead."

@@ -15,8 +15,8 @@ _g: Any = Tensor
 
 @rule(Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.int,
       Tensor.long, Tensor.bool, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.to_dense,
-      torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.detach,
-      Tensor.detach, _g.data.__get__, _g.real.__get__, torch.resolve_conj, Tensor.resolve_conj,
+      Tensor.type_as, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like,
+      torch.detach, Tensor.detach, _g.data.__get__, _g.real.__get__, torch.resolve_conj, Tensor.resolve_conj,
       torch.resolve_neg, Tensor.resolve_neg)  # fmt: skip
 def _converted(func: Any, x: Tensor, *args: Any, **named: Any) -> Any:
     given = [each.local if isinstance(each, Sharded) else each for each in args]
@@ -52,6 +52,11 @@ def _set_requires_grad(func: Any, x: Sharded, value: bool) -> None:
 @rule(_g.grad.__get__)
 def _grad(func: Any, x: Sharded) -> Any:
     return None if x.local.grad is None else like(x.local.grad, x)
+
+
+@rule(_g.grad.__set__)
+def _set_grad(func: Any, x: Sharded, value: Tensor | None) -> None:
+    x.local.grad = None if value is None else local_of(value, x.spec, x.axes)
 
 
 @rule(Tensor.register_hook)

@@ -24,7 +24,7 @@ minimum fmax fmin logaddexp logaddexp2 xlogy copysign rsub ldexp eq ne lt le gt 
 not_equal less less_equal greater greater_equal logical_and logical_or logical_xor bitwise_and
 bitwise_or bitwise_xor addcmul addcdiv lerp where masked_fill isclose celu elu gelu silu mish
 softplus hardtanh hardswish hardsigmoid leaky_relu relu6 logsigmoid softsign tanhshrink softshrink
-prelu_ heaviside type_as clone contiguous detach
+prelu_ heaviside clone contiguous detach
 """
 
 _OPERATORS = """
@@ -59,7 +59,9 @@ def elementwise(func: Any, *args: Any, **kwargs: Any) -> Any:
         isinstance(value, Tensor) for value in (*args[1:], *kwargs.values())
     ):
         local = func(first.local, *args[1:], **kwargs)
-        return first if local is first.local else made(local, first.spec, first.axes)
+        if local is first.local or local is NotImplemented:
+            return local if local is NotImplemented else first
+        return made(local, first.spec, first.axes)
     return _joined(func, args, kwargs, False)
 
 

@@ -130,6 +130,9 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     kind = _reduction(size_average, reduce, reduction)
+    if input.dtype in (torch.bfloat16, torch.float16):  # as torch's kernel, which adds up in fp32
+        loss = func(input.float(), target, weight, None, ignore_index, None, kind, label_smoothing)
+        return loss if torch.is_autocast_enabled(input.device.type) else loss.to(input.dtype)
     if target.is_floating_point() or not isinstance(input, Sharded):
         scores = F.log_softmax(input, 0 if input.dim() == 1 else 1)
         return _of_log(scores, target, weight, ignore_index, kind, label_smoothing)

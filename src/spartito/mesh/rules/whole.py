@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
+from spartito.errors import UserError
 from spartito.log import warn
 from spartito.mesh.sharded import Sharded, at, local_of, map_tensors
 
@@ -20,6 +21,11 @@ def compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     name = getattr(func, "__name__", str(func))
     if name == "__get__":
         return _property(func, *args)
+    if name in ("__set__", "__delete__"):
+        raise UserError(
+            "an attribute of a sharded tensor was set",
+            "Change its elements in place, or make a new tensor.",
+        )
     changed = _changed(name, args, kwargs)
     _say(name, args, kwargs)
     copies = {id(value): value.whole().clone() for value in changed}
