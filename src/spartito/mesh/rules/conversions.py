@@ -16,8 +16,8 @@ _g: Any = Tensor
 @rule(Tensor.to, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16, Tensor.int,
       Tensor.long, Tensor.bool, Tensor.type, Tensor.cpu, Tensor.cuda, Tensor.to_dense,
       Tensor.type_as, torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like,
-      torch.detach, Tensor.detach, _g.data.__get__, _g.real.__get__, torch.resolve_conj, Tensor.resolve_conj,
-      torch.resolve_neg, Tensor.resolve_neg)  # fmt: skip
+      torch.detach, Tensor.detach, _g.data.__get__, _g.real.__get__,
+      torch.resolve_conj, Tensor.resolve_conj, torch.resolve_neg, Tensor.resolve_neg)  # fmt: skip
 def _converted(func: Any, x: Tensor, *args: Any, **named: Any) -> Any:
     given = [each.local if isinstance(each, Sharded) else each for each in args]
     if not isinstance(x, Sharded):
