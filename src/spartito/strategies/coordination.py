@@ -204,14 +204,14 @@ class SynchronousCoordination(Coordination):
         found = [each.tolist() for each in group.all_gather(torch.tensor(mine))]
         values, rounds, orders, flags = zip(*found, strict=True)
         if unlike := outliers(orders):
-            raise _unlike(
+            raise different(
                 group,
                 unlike,
                 "has trained on other examples, or in another order, than",
                 "Give all replicas the same data, batch size and seed.",
             )
         if unlike := outliers(flags):
-            raise _unlike(
+            raise different(
                 group,
                 unlike,
                 "has other parameters that learn than",
@@ -222,7 +222,7 @@ class SynchronousCoordination(Coordination):
             sums = group.all_gather(torch.tensor(moments(parameters), dtype=torch.float64))
             unlike = outliers(drifted([tuple(each.tolist()) for each in sums]))
         if unlike:
-            raise _unlike(
+            raise different(
                 group,
                 unlike,
                 "has other parameters than",
@@ -242,7 +242,8 @@ class SynchronousCoordination(Coordination):
         return self._groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()
 
 
-def _unlike(group: Collective, ranks: Sequence[int], what: str, do: str) -> UserError:
+def different(group: Collective, ranks: Sequence[int], what: str, do: str) -> UserError:
+    """The error that names the tasks of a group which are not as the others."""
     odd = " and ".join(group.names[rank] for rank in ranks)
     rest = " and ".join(name for rank, name in enumerate(group.names) if rank not in ranks)
     return UserError(f"the replicas have drifted apart: {odd} {what} {rest}", do)

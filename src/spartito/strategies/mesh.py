@@ -15,6 +15,7 @@ from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine.checksum import checksum, outliers
 from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.gradients import Gradients, PackedGradients
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
@@ -26,7 +27,7 @@ from spartito.mesh.collectives import Axis
 from spartito.mesh.describe import Description, describe
 from spartito.mesh.layout import DEFAULT, Layout, read_rules
 from spartito.mesh.spec import Spec
-from spartito.strategies.coordination import SynchronousCoordination
+from spartito.strategies.coordination import SynchronousCoordination, different
 from spartito.strategies.groups import DATA, MODEL
 from spartito.strategies.pair import Pair
 from spartito.strategies.synchronous import SynchronousStrategy
@@ -334,7 +335,18 @@ class MeshCoordination(SynchronousCoordination):
         found = super()._compare(order)
         specs = {key for pair in self._pairs.all for key in apply.specs_of(unwrap(pair.model))}
         common = [parameter for parameter in self._parameters() if id(parameter) not in specs]
-        self._compare_in(self._groups.model, common, order)
+        group = self._groups.model
+        self._compare_in(group, common, order)
+        if group.world_size > 1:
+            drawn = group.all_gather(torch.tensor([checksum([torch.get_rng_state()])]))
+            if unlike := outliers([each.item() for each in drawn]):
+                raise different(
+                    group,
+                    unlike,
+                    "has drawn other random numbers than",
+                    "Tasks of one model draw the same, as for dropout: use a generator of your own "
+                    "where one task alone draws.",
+                )
         return found
 
 

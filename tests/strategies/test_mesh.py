@@ -1,0 +1,309 @@
+"""What is particular to a mesh; that its numbers are those of one device, test_contracts.py says."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import spartito as sp
+from spartito.mesh.collectives import Axis
+from spartito.models import GPT
+from tests.replicas import Replicas
+from tests.strategies.jobs import blobs, mlp
+from tests.strategies.test_contracts import EXACT, close
+
+Net = Callable[[], nn.Module]
+
+
+class Mixed(nn.Module):
+    """Dropout on whole and on cut tensors, a parameter of its own, tied and frozen weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 8)
+        self.norm = nn.BatchNorm1d(8)
+        self.again = nn.Linear(8, 8)
+        self.tied = nn.Linear(8, 8, bias=False)
+        self.tied.weight = self.again.weight
+        self.head = nn.Linear(8, 3)
+        self.up.weight.requires_grad_(False)
+        self.drop = nn.Dropout(0.3)
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.drop(torch.relu(self.up(x)))
+        x = self.drop(self.norm(self.down(x) * self.scale))
+        x = torch.tanh(self.tied(torch.tanh(self.again(x))))
+        out: Tensor = self.head(x + nn.functional.linear(x, self.again.weight))
+        return out
+
+
+def by_torch(build: Net, optimizer: str, steps: int = 6) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and values of a loop that knows torch alone."""
+    net = build()
+    torch.manual_seed(5)
+    update = getattr(torch.optim, optimizer)([p for p in net.parameters() if p.requires_grad], 0.05)
+    x, y = blobs(8 * steps)
+    losses = []
+    for step in range(steps):
+        rows = slice(8 * step, 8 * step + 8)
+        update.zero_grad()
+        loss = nn.functional.cross_entropy(net(x[rows]), y[rows])
+        loss.backward()
+        nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        update.step()
+        losses.append(loss.item())
+    return losses, {name: value.clone() for name, value in net.state_dict().items()}
+
+
+def on_mesh(
+    build: Net, optimizer: str, options: dict[str, Any], steps: int = 6
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The same by a strategy."""
+    with sp.MeshStrategy(**options, sync_batchnorm=True) as strategy:
+        net = build()
+        torch.manual_seed(5 + strategy.cluster.rank)  # the chief's counts
+        learn = [p for p in net.parameters() if p.requires_grad]
+        made = getattr(torch.optim, optimizer)(learn, 0.05)
+        strategy.prepare(net, made, clip_norm=0.5)
+        batches = strategy.distribute(sp.data.arrays(*blobs(8 * steps)).batch(8))
+        losses = []
+        for batch in batches:
+            result = strategy.step(batch, nn.functional.cross_entropy)
+            losses.append(float(result.loss) / float(result.weight))
+        strategy.coordination.compare()
+        values = strategy.state_dict()["model"]
+        return losses, {name: value.clone() for name, value in values.items()}
+
+
+TWO_AXES = {
+    "mesh": {"rows": 2, "columns": 2},
+    "layout": [("hidden", "rows"), ("features", "columns"), ("channels", "columns")],
+}
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adagrad"])
+@pytest.mark.parametrize(
+    ("tasks", "options"), [(2, {"model": 2}), (4, TWO_AXES)], ids=["two", "two-axes"]
+)
+def test_plain_torch_has_the_same_numbers_with_its_own_dropout(
+    replicas: Replicas, tasks: int, options: dict[str, Any], optimizer: str
+) -> None:
+    expected = replicas(by_torch, 1, Mixed, optimizer)[0]
+    for found in replicas(on_mesh, tasks, Mixed, optimizer, options):
+        close(list(found), list(expected))
+
+
+def held(optimizer: str) -> tuple[int, int, list[str]]:
+    """Bytes behind parameters and state, those of one device, and what is refused of a module."""
+    with sp.MeshStrategy(layout={"hidden": "model"}) as strategy:
+        net = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False))
+        whole = sum(p.nbytes for p in net.parameters())
+        update = getattr(torch.optim, optimizer)(net.parameters())
+        strategy.prepare(net, update)
+        x = torch.randn(4, 16)
+        for batch in strategy.distribute(sp.data.arrays(x, x).batch(4)):
+            strategy.step(batch, nn.functional.mse_loss)
+        state = [v for each in update.state.values() for v in each.values() if v.dim()]
+        copies = 1 + len(state) // 2
+        bytes_here = sum(t.untyped_storage().nbytes() for t in [*net.parameters(), *state])
+        assert copy.deepcopy(net)[0].weight.shape == net[0].weight.shape
+        assert strategy.state_dict()["model"]["0.weight"].shape == (32, 16)
+        says = []
+        for act in (net.state_dict, lambda: pickle.dumps(net)):
+            with pytest.raises(sp.UserError) as error:
+                act()
+            says.append(str(error.value))
+        return bytes_here, whole * copies, says
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "Adagrad"])
+def test_a_task_of_four_holds_a_quarter(replicas: Replicas, optimizer: str) -> None:
+    for here, whole, says in replicas(held, 4, optimizer):
+        assert here == whole // 4
+        assert "shards of its parameters" in says[0]
+        assert "cannot be pickled" in says[1]
+
+
+def drifting(rank: int, what: str) -> str:
+    """One of four tasks changes something by itself."""
+    with sp.MeshStrategy(model=2) as strategy:
+        net = mlp()
+        trainer = sp.Trainer(
+            net,
+            optimizer=torch.optim.SGD(net.parameters(), 0.1),
+            loss=nn.CrossEntropyLoss(),
+            strategy=strategy,
+        )
+        if strategy.cluster.rank == rank:
+            if what == "generator":
+                torch.rand(1)
+            else:
+                net.get_parameter(what).data += 1e-9
+        try:
+            trainer.fit(blobs(8), batch_size=4, verbose=0)
+        except sp.UserError as error:
+            return str(error)
+        return ""
+
+
+@pytest.mark.parametrize(
+    ("rank", "what", "text"),
+    [
+        (2, "0.weight", "worker 2 has other parameters than worker 0"),  # its shard, elsewhere
+        (1, "3.bias", "worker 1 has other parameters than worker"),  # whole on all
+        (3, "generator", "worker 3 has drawn other random numbers than worker 2"),
+    ],
+)
+def test_a_task_that_drifts_is_named(replicas: Replicas, rank: int, what: str, text: str) -> None:
+    for found in replicas(drifting, 4, rank, what):
+        assert f"drifted apart: {text}" in found
+
+
+def refused(options: dict[str, Any], build: Net, optimizer: str = "SGD") -> str:
+    """The error of a strategy or its `prepare`."""
+    try:
+        with sp.MeshStrategy(**options) as strategy:
+            net = build()
+            strategy.prepare(net, getattr(torch.optim, optimizer)(net.parameters(), 0.1))
+    except sp.UserError as error:
+        return str(error)
+    return ""
+
+
+def three_heads() -> nn.Module:
+    return nn.TransformerEncoderLayer(6, 3, 8)
+
+
+@pytest.mark.parametrize(
+    ("options", "build", "text"),
+    [
+        ({"mesh": {"model": 3}}, mlp, "a mesh of model 3 = 3 tasks in a job of 2"),
+        ({"model": 3}, mlp, "model=3 in a job of 2 tasks\n  It divides the number of tasks: 1, 2"),
+        ({"mesh": {"model": 2}, "model": 2}, mlp, "give one"),
+        ({"mesh": {"data": 2, "model": 0}}, mlp, "a size of 1 or more"),
+        ({"layout": [("hidden", "modell")]}, mlp, "'modell', which the mesh has not"),
+        ({"layout": [("hiden", "model")]}, mlp, "The model has hidden (2 tensors), features"),
+        ({"names": {"0.weights": (None,)}}, mlp, "Did you mean '0.weight'"),
+        ({"names": {"0.weight": ("hidden", "vocab")}}, mlp, "both on the axis 'model'"),
+        ({"names": {"3.weight": ("hidden", None)}, "strict": True}, mlp, "3 hidden do not divide"),
+        ({"strict": True}, three_heads, "3 heads do not divide among model=2"),
+        ({"communication": "ddp"}, mlp, "DDP takes models that are whole"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_the_first_step(
+    replicas: Replicas, options: dict[str, Any], build: Net, text: str
+) -> None:
+    for found in replicas(refused, 2, options, build):
+        assert text in found
+
+
+def test_an_optimizer_that_looks_at_whole_parameters_is_refused(replicas: Replicas) -> None:
+    for found in replicas(refused, 2, {}, mlp, "Adafactor"):
+        assert "Adafactor may look at whole parameters" in found
+
+
+def small_gpt() -> nn.Module:
+    torch.manual_seed(2)
+    return GPT(12, context=8, layers=1, heads=2, width=8, dropout=0.0)
+
+
+def counted() -> tuple[tuple[int, int], tuple[int, int]]:
+    """Calls and bytes of the collectives of a step: as described, and as they came."""
+    sentences = torch.arange(24).view(3, 8) % 12
+    with sp.MeshStrategy() as strategy:
+        net = small_gpt()
+        described = strategy.describe(net, sentences)
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        calls: list[int] = []
+        plain_sum, plain_all = Axis.sum, Axis.all
+
+        def sum_(self: Axis, tensor: Tensor) -> Tensor:
+            calls.append(tensor.nbytes)
+            return plain_sum(self, tensor)
+
+        def all_(self: Axis, *args: Any) -> Tensor:
+            whole = plain_all(self, *args)
+            calls.append(whole.nbytes)
+            return whole
+
+        try:
+            Axis.sum, Axis.all = sum_, all_  # type: ignore[method-assign]
+            for batch in strategy.distribute(sp.data.arrays(sentences, sentences).batch(3)):
+                strategy.step(batch, lambda out, y: out.sum() / out.numel())
+        finally:
+            Axis.sum, Axis.all = plain_sum, plain_all  # type: ignore[method-assign]
+    costs = described.costs
+    return (sum(c.calls for c in costs), sum(c.nbytes for c in costs)), (len(calls), sum(calls))
+
+
+def test_the_collectives_that_are_described_are_those_that_come(replicas: Replicas) -> None:
+    for described, came in replicas(counted, 2):
+        assert described == came
+        assert came[0] > 0
+
+
+def test_a_description_needs_no_other_task() -> None:
+    strategy = sp.MeshStrategy(mesh={"model": 1})
+    text = str(strategy.describe(small_gpt()))
+    assert "embedding.weight" in text
+    assert "warning: no tensor is cut" in text
+
+
+def exchanged() -> list[float]:
+    """Losses of two fits; between them a layer is exchanged."""
+    with sp.MeshStrategy() as strategy:
+        net = mlp()
+        trainer = sp.Trainer(
+            net,
+            optimizer=torch.optim.SGD(net.parameters(), 0.1),
+            loss=nn.CrossEntropyLoss(),
+            strategy=strategy,
+        )
+        losses = trainer.fit(blobs(24), batch_size=8, verbose=0).history["loss"]
+        torch.manual_seed(strategy.cluster.rank)
+        head = nn.Linear(8, 4).double()
+        net[3] = head  # type: ignore[index]
+        trainer.optimizer.param_groups[0]["params"][2:] = list(head.parameters())
+        losses = losses + trainer.fit(blobs(24), batch_size=8, verbose=0).history["loss"]
+        strategy.coordination.compare()
+        return [*losses, head.weight.sum().item()]
+
+
+def test_a_layer_that_is_exchanged_starts_with_the_chiefs_values(replicas: Replicas) -> None:
+    one, other = replicas(exchanged, 2)
+    (alone,) = replicas(exchanged, 1)
+    close(one, other)
+    assert max(abs(a - b) for a, b in zip(one, alone, strict=True)) < EXACT
+
+
+def overflowing() -> list[tuple[float, float]]:
+    """Loss scales of fp16 where gradients of one task's shard overflow, and a weight after each."""
+    with sp.MeshStrategy() as strategy:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        with torch.no_grad():
+            net[2].weight[:, :4] = 0.0  # the first task's half of the hidden layer gets nothing
+            net[2].weight[:, 4:] = 40.0
+        found = []
+        update = torch.optim.SGD(net.parameters(), 1e-6)
+        strategy.prepare(net, update, precision="fp16")
+        x = torch.ones(16, 4) * 50
+        for batch in strategy.distribute(sp.data.arrays(x, x[:, :2]).batch(4)):
+            strategy.step(batch, nn.functional.mse_loss)
+            found.append((strategy._pairs.only.loss_scale.value, net[2].bias[0].item()))
+        return found
+
+
+def test_an_overflow_on_one_task_is_left_out_on_all(replicas: Replicas) -> None:
+    one, other = replicas(overflowing, 2)
+    assert one == other
+    assert one[-1][0] < 65536.0
