@@ -1,9 +1,8 @@
-"""What is particular to a mesh; that its numbers are those of one device, test_contracts.py says."""
+"""What is particular to a mesh; test_contracts.py has what holds for every strategy."""
 
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -28,7 +27,7 @@ class Mixed(nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.scale = nn.Parameter(torch.linspace(0.5, 1.5, 8))
-        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 8)
+        self.up, self.down = nn.Linear(6, 16), nn.Linear(16, 8, bias=False)
         self.norm = nn.BatchNorm1d(8)
         self.again = nn.Linear(8, 8)
         self.tied = nn.Linear(8, 8, bias=False)
@@ -40,7 +39,7 @@ class Mixed(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.drop(torch.relu(self.up(x)))
-        x = self.drop(self.norm(self.down(x) * self.scale))
+        x = self.drop(self.norm(self.down(x)) * self.scale)
         x = torch.tanh(self.tied(torch.tanh(self.again(x))))
         out: Tensor = self.head(x + nn.functional.linear(x, self.again.weight))
         return out
@@ -102,7 +101,7 @@ def test_plain_torch_has_the_same_numbers_with_its_own_dropout(
         close(list(found), list(expected))
 
 
-def held(optimizer: str) -> tuple[int, int, list[str]]:
+def held(optimizer: str) -> tuple[int, int, str]:
     """Bytes behind parameters and state, those of one device, and what is refused of a module."""
     with sp.MeshStrategy(layout={"hidden": "model"}) as strategy:
         net = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False))
@@ -115,22 +114,18 @@ def held(optimizer: str) -> tuple[int, int, list[str]]:
         state = [v for each in update.state.values() for v in each.values() if v.dim()]
         copies = 1 + len(state) // 2
         bytes_here = sum(t.untyped_storage().nbytes() for t in [*net.parameters(), *state])
-        assert copy.deepcopy(net)[0].weight.shape == net[0].weight.shape
+        assert next(copy.deepcopy(net).parameters()).shape == (8, 16)
         assert strategy.state_dict()["model"]["0.weight"].shape == (32, 16)
-        says = []
-        for act in (net.state_dict, lambda: pickle.dumps(net)):
-            with pytest.raises(sp.UserError) as error:
-                act()
-            says.append(str(error.value))
-        return bytes_here, whole * copies, says
+        with pytest.raises(sp.UserError) as error:
+            net.state_dict()
+        return bytes_here, whole * copies, str(error.value)
 
 
 @pytest.mark.parametrize("optimizer", ["Adam", "Adagrad"])
 def test_a_task_of_four_holds_a_quarter(replicas: Replicas, optimizer: str) -> None:
     for here, whole, says in replicas(held, 4, optimizer):
         assert here == whole // 4
-        assert "shards of its parameters" in says[0]
-        assert "cannot be pickled" in says[1]
+        assert "shards of its parameters" in says
 
 
 def drifting(rank: int, what: str) -> str:
@@ -156,15 +151,17 @@ def drifting(rank: int, what: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("rank", "what", "text"),
+    ("tasks", "rank", "what", "text"),
     [
-        (2, "0.weight", "worker 2 has other parameters than worker 0"),  # its shard, elsewhere
-        (1, "3.bias", "worker 1 has other parameters than worker"),  # whole on all
-        (3, "generator", "worker 3 has drawn other random numbers than worker 2"),
+        (4, 2, "0.weight", "worker 2 has other parameters than worker 0"),  # its shard, elsewhere
+        (2, 1, "3.bias", "worker 1 has other parameters than worker 0"),  # whole on all
+        (4, 3, "generator", "worker 3 has drawn other random numbers than worker 2"),
     ],
 )
-def test_a_task_that_drifts_is_named(replicas: Replicas, rank: int, what: str, text: str) -> None:
-    for found in replicas(drifting, 4, rank, what):
+def test_a_task_that_drifts_is_named(
+    replicas: Replicas, tasks: int, rank: int, what: str, text: str
+) -> None:
+    for found in replicas(drifting, tasks, rank, what):
         assert f"drifted apart: {text}" in found
 
 
@@ -191,7 +188,7 @@ def three_heads() -> nn.Module:
         ({"mesh": {"model": 2}, "model": 2}, mlp, "give one"),
         ({"mesh": {"data": 2, "model": 0}}, mlp, "a size of 1 or more"),
         ({"layout": [("hidden", "modell")]}, mlp, "'modell', which the mesh has not"),
-        ({"layout": [("hiden", "model")]}, mlp, "The model has hidden (2 tensors), features"),
+        ({"layout": [("hiden", "model")]}, mlp, "The model has hidden (3 tensors), features"),
         ({"names": {"0.weights": (None,)}}, mlp, "Did you mean '0.weight'"),
         ({"names": {"0.weight": ("hidden", "vocab")}}, mlp, "both on the axis 'model'"),
         ({"names": {"3.weight": ("hidden", None)}, "strict": True}, mlp, "3 hidden do not divide"),
@@ -216,6 +213,11 @@ def small_gpt() -> nn.Module:
     return GPT(12, context=8, layers=1, heads=2, width=8, dropout=0.0)
 
 
+def _replace(sum_: Any, all_: Any) -> None:
+    for name, made in (("sum", sum_), ("all", all_)):
+        setattr(Axis, name, made)
+
+
 def counted() -> tuple[tuple[int, int], tuple[int, int]]:
     """Calls and bytes of the collectives of a step: as described, and as they came."""
     sentences = torch.arange(24).view(3, 8) % 12
@@ -236,12 +238,13 @@ def counted() -> tuple[tuple[int, int], tuple[int, int]]:
             return whole
 
         try:
-            Axis.sum, Axis.all = sum_, all_  # type: ignore[method-assign]
+            _replace(sum_, all_)
             for batch in strategy.distribute(sp.data.arrays(sentences, sentences).batch(3)):
                 strategy.step(batch, lambda out, y: out.sum() / out.numel())
         finally:
-            Axis.sum, Axis.all = plain_sum, plain_all  # type: ignore[method-assign]
+            _replace(plain_sum, plain_all)
     costs = described.costs
+    assert costs, described.example
     return (sum(c.calls for c in costs), sum(c.nbytes for c in costs)), (len(calls), sum(calls))
 
 
@@ -271,7 +274,7 @@ def exchanged() -> list[float]:
         losses = trainer.fit(blobs(24), batch_size=8, verbose=0).history["loss"]
         torch.manual_seed(strategy.cluster.rank)
         head = nn.Linear(8, 4).double()
-        net[3] = head  # type: ignore[index]
+        net.register_module("3", head)
         trainer.optimizer.param_groups[0]["params"][2:] = list(head.parameters())
         losses = losses + trainer.fit(blobs(24), batch_size=8, verbose=0).history["loss"]
         strategy.coordination.compare()
@@ -289,17 +292,18 @@ def overflowing() -> list[tuple[float, float]]:
     """Loss scales of fp16 where gradients of one task's shard overflow, and a weight after each."""
     with sp.MeshStrategy() as strategy:
         torch.manual_seed(0)
-        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+        last = nn.Linear(8, 2)
+        net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), last)
         with torch.no_grad():
-            net[2].weight[:, :4] = 0.0  # the first task's half of the hidden layer gets nothing
-            net[2].weight[:, 4:] = 40.0
+            last.weight[:, :4] = 0.0  # the first task's half of the hidden layer gets nothing
+            last.weight[:, 4:] = 40.0
         found = []
         update = torch.optim.SGD(net.parameters(), 1e-6)
         strategy.prepare(net, update, precision="fp16")
         x = torch.ones(16, 4) * 50
         for batch in strategy.distribute(sp.data.arrays(x, x[:, :2]).batch(4)):
             strategy.step(batch, nn.functional.mse_loss)
-            found.append((strategy._pairs.only.loss_scale.value, net[2].bias[0].item()))
+            found.append((strategy._pairs.only.loss_scale.value, last.bias[0].item()))
         return found
 
 

@@ -103,7 +103,7 @@ class DynamicLossScale(LossScale):
             if parts.world_size > 1:  # what overflows on one task is left out on all
                 state = self._scaler._per_optimizer_states[id(optimizer)]
                 for found in state["found_inf_per_device"].values():
-                    parts.all_reduce(found)
+                    parts.all_reduce(found).clamp_(max=1.0)  # torch's kernels look for 1
 
     def step(self, optimizer: Optimizer) -> None:
         if self._is_unscaled:

@@ -68,7 +68,7 @@ def plan(
             ``strict`` dims that do not divide.
     """
     named = name_dims(model, names)
-    counts = Counter(dim.name for dims in named.values() for dim in set(dims) if dim.name)
+    counts = Counter(dim.name for dims in named.values() for dim in dict.fromkeys(dims) if dim.name)
     check_dims(layout.rules, counts)
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     found = {}

@@ -331,8 +331,11 @@ class MeshStrategy(SynchronousStrategy):
 class MeshCoordination(SynchronousCoordination):
     """Tasks of one model have parameters in common, and must draw the same random numbers."""
 
-    def _compare(self, order: int) -> str:
-        found = super()._compare(order)
+    def compare(self, order: int = 0) -> None:
+        super().compare(order)
+        self.attempt(lambda: self._compare_parts(order))
+
+    def _compare_parts(self, order: int) -> str:
         specs = {key for pair in self._pairs.all for key in apply.specs_of(unwrap(pair.model))}
         common = [parameter for parameter in self._parameters() if id(parameter) not in specs]
         group = self._groups.model
@@ -347,7 +350,7 @@ class MeshCoordination(SynchronousCoordination):
                     "Tasks of one model draw the same, as for dropout: use a generator of your own "
                     "where one task alone draws.",
                 )
-        return found
+        return ""
 
 
 def _connect(

@@ -18,8 +18,9 @@ from spartito.mesh.sharded import Sharded, like, made, rule, uncut
 @rule(torch.cat, torch.concat, torch.concatenate)
 def _cat(func: Any, tensors: Sequence[Tensor], dim: int = 0, **named: Any) -> Any:
     dim = named.get("axis", dim)
-    tensors = [t for t in tensors if t.dim() != 1 or t.shape[0] or t.dim() == tensors[0].dim()]
-    dim %= tensors[0].dim()
+    dims = max(t.dim() for t in tensors)
+    tensors = [t for t in tensors if t.dim() == dims or t.shape != (0,)]  # torch leaves those out
+    dim %= dims
     axis = {t.spec.dims[dim] if isinstance(t, Sharded) else None for t in tensors}
     names = order(tensors[0].dim())
     if len(axis) == 1 and None not in axis:  # each is cut there: together they are blocks

@@ -176,7 +176,7 @@ def _of_log(
         return loss if reduction == "none" else loss.sum()
     counts = target != ignore_index
     safe = torch.where(counts, target, 0)
-    if not bool(((safe >= 0) & (safe < classes)).all()):
+    if not safe.is_meta and not bool(((safe >= 0) & (safe < classes)).all()):
         wrong = safe[(safe < 0) | (safe >= classes)]
         raise IndexError(f"Target {int(wrong.flatten()[0])} is out of bounds.")
     scale = counts.to(scores.dtype)
