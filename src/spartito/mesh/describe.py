@@ -209,12 +209,6 @@ class _Counted(Axis):
         self._note(tensor)
         return tensor.clone(memory_format=torch.contiguous_format)
 
-    def most(self, tensor: Tensor) -> Tensor:
-        return self.sum(tensor)
-
-    def sum_own(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
-        return self.view(self.sum(tensor), dim, blocks)
-
     def all(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
         whole = torch.cat([tensor] * self.size, dim)
         self._note(whole)
