@@ -20,6 +20,10 @@ from spartito.log import warn
 OptimizerLike = Optimizer | Callable[[Iterable[nn.Parameter]], Optimizer]
 
 
+WHOLE_SHAPE = "_spartito_whole_shape"
+"""An attribute of parameters of which this task has a shard: the shape of the whole."""
+
+
 class NoOptimizer(Optimizer):
     """Stands where a model is only evaluated: it has no parameters, and refuses a step."""
 
@@ -73,6 +77,18 @@ def check_initialized(model: nn.Module) -> None:
             f"{len(lazy)} lazy parameters, the first {lazy[0]!r}, on several tasks",
             "Let one batch go through the model before the Trainer is made: net(x[:1]).",
         )
+
+
+def check_whole(model: nn.Module) -> None:
+    """Refuse a model of which an earlier strategy has left this task shards."""
+    for name, parameter in model.named_parameters():
+        shape = getattr(parameter, WHOLE_SHAPE, parameter.shape)
+        if tuple(shape) != tuple(parameter.shape):
+            raise UserError(
+                f"{name} is here a shard, {tuple(parameter.shape)} of {tuple(shape)}: the model was "
+                "prepared on a mesh",
+                "Build it anew, and load what was saved under the mesh: trainer.load(folder).",
+            )
 
 
 def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -> None:

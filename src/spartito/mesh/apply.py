@@ -20,9 +20,10 @@ from torch import Tensor, nn
 
 from spartito.checkpoint.boxes import Box
 from spartito.engine.batchnorm import SynchronizedForward
+from spartito.engine.optimizers import WHOLE_SHAPE
 from spartito.errors import UserError
 from spartito.mesh.layout import Layout, check_dims
-from spartito.mesh.names import Dims, name_dims
+from spartito.mesh.names import Dims, name_dims, shape_of
 from spartito.mesh.sharded import Axes, Sharded, all_whole, local_of, wrap
 from spartito.mesh.spec import Spec, replicated, spec
 
@@ -73,7 +74,7 @@ def plan(
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     found = {}
     for path, tensor in tensors.items():
-        dims, shape = named.get(path, ()), tuple(tensor.shape)
+        dims, shape = named.get(path, ()), shape_of(tensor)
         if not dims:
             found[path] = Placed(path, (), shape, replicated(len(shape)))
             continue
@@ -128,7 +129,9 @@ def cut(model: nn.Module, planned: Mapping[str, Placed], axes: Axes) -> None:
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     for path, placed in planned.items():
-        tensors[path].data = shard_of(tensors[path].data, placed.spec, axes)
+        tensor: Any = tensors[path]
+        tensor.data = shard_of(tensor.data, placed.spec, axes)
+        setattr(tensor, WHOLE_SHAPE, placed.shape)
     specs = {id(tensors[path]): placed.spec for path, placed in planned.items()}
     show(model, {key: how for key, how in specs.items() if not how.is_replicated}, axes)
 
@@ -243,6 +246,29 @@ def specs_of(model: nn.Module) -> dict[int, Spec]:
             tensor = module._parameters.get(name, module._buffers.get(name))
             found[id(tensor)] = how
     return found
+
+
+def check_same(model: nn.Module, axes: Mapping[str, int], here: Mapping[str, int]) -> None:
+    """Refuse shards that are not those of this task on this mesh.
+
+    Args:
+        model: One that `cut` has cut, or a whole one.
+        axes: The sizes of the axes.
+        here: Where this task is on each of them.
+
+    Raises:
+        UserError: If it was cut for another mesh, or another task.
+    """
+    for module in model.modules():
+        known: _Here | None = module.__dict__.get(_HERE)
+        for how in known.specs.values() if known else ():
+            for name in how.axes:
+                axis = known.axes[name] if known else None
+                if axis is None or (axis.size, axis.index) != (axes.get(name), here.get(name)):
+                    raise UserError(
+                        f"the model was cut for another mesh, and is now to lie on {dict(axes)}",
+                        "Build it anew, and load what was saved: trainer.load(folder).",
+                    )
 
 
 def show(model: nn.Module, specs: Mapping[int, Spec], axes: Axes) -> None:

@@ -7,6 +7,7 @@ meta device) makes one forward and backward pass, along axes that count instead 
 from __future__ import annotations
 
 import copy
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -131,7 +132,7 @@ class Description:
         return {
             "mesh": dict(self.mesh),
             "tensors": [
-                [row.name, list(row.dims), list(row.axes), list(row.shape), row.nbytes]
+                [row.name, list(row.dims), list(row.axes), row.nbytes, row.whole_nbytes]
                 for row in self.rows
             ],
             "bytes": [self.nbytes, self.whole_nbytes],
@@ -161,17 +162,33 @@ def describe(
     Returns:
         Tables and warnings.
     """
+    found = describe_tensors(model, planned, layout)
+    costs, said = count(model, planned, layout, example, loss)
+    warnings = [*found.warnings, *_too_dear(costs, found.rows)]
+    return Description(found.mesh, found.rows, costs, said, warnings)
+
+
+def describe_tensors(
+    model: nn.Module, planned: Mapping[str, apply.Placed], layout: Layout
+) -> Description:
+    """The part of `describe` that needs no input.
+
+    Args:
+        model: A whole one.
+        planned: What `spartito.mesh.apply.plan` returned for it.
+        layout: The rules, and the sizes of the axes.
+
+    Returns:
+        Its tensors, and warnings about them.
+    """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     rows = []
     for path, placed in planned.items():
-        tensor = tensors[path]
-        local = placed.spec.local_shape(placed.shape, layout.axes)
-        size = tensor.element_size()
+        size = tensors[path].element_size()
         dims = tuple(map(str, placed.dims)) or ("-",) * len(placed.shape)
-        here = torch.Size(local).numel() * size
-        all_ = torch.Size(placed.shape).numel() * size
+        local = placed.spec.local_shape(placed.shape, layout.axes)
+        here, all_ = math.prod(local) * size, math.prod(placed.shape) * size
         rows.append(Row(path, dims, placed.spec.dims, placed.shape, here, all_))
-    costs, said = count(model, planned, layout, example, loss)
     warnings = [
         apply.does_not_divide(placed, layout) + "; it stays whole"
         for placed in planned.values()
@@ -179,8 +196,7 @@ def describe(
     ]
     if all(placed.spec.is_replicated for placed in planned.values()):
         warnings.append("no tensor is cut: all tasks of the model compute all of it")
-    warnings += _too_dear(costs, rows)
-    return Description(dict(layout.axes), rows, costs, said, warnings)
+    return Description(dict(layout.axes), rows, warnings=warnings)
 
 
 def _too_dear(costs: Sequence[Cost], rows: Sequence[Row]) -> Iterator[str]:
@@ -301,11 +317,16 @@ def _without_values(model: nn.Module) -> nn.Module:
     """A copy of a model on torch's meta device; no value is copied."""
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        made = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
-        memo[id(parameter)] = made
+        memo[id(parameter)] = nn.Parameter(_empty(parameter), parameter.requires_grad)
     for buffer in model.buffers():
-        memo[id(buffer)] = buffer.detach().to("meta")
-    return copy.deepcopy(model, memo).train()
+        memo[id(buffer)] = _empty(buffer)
+    copied = copy.deepcopy(model, memo).train()
+    apply.hide(copied)
+    return copied
+
+
+def _empty(tensor: Tensor) -> Tensor:
+    return torch.empty(shape_of(tensor), dtype=tensor.dtype, device="meta")
 
 
 def _follow(model: nn.Module, axes: _Axes, flops: dict[str, int]) -> None:

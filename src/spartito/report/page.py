@@ -30,6 +30,7 @@ from spartito.report.figures import (
     plural,
     scalars,
 )
+from spartito.report.layouts import layout_bars
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
 
@@ -67,6 +68,7 @@ def render(folder: Path) -> str:
         cluster=_cluster(run.section("cluster"), run.config.get("strategy")),
         servers=_servers(run.config),
         staleness=_staleness(run.section("staleness")),
+        layout=layout_bars(run.section("layout"), page_colour(TRAINING), page_colour(NEUTRAL)),
         settings=_settings(run),
         model=_model(run.section("model")),
         summary=str(run.section("model").get("summary") or "").strip("\n"),

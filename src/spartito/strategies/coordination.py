@@ -156,7 +156,14 @@ class SynchronousCoordination(Coordination):
 
     @property
     def traffic(self) -> Traffic:
-        return self._groups.world.traffic
+        groups = {id(group): group for group in self._groups.values()}.values()
+        each = [group.traffic for group in groups]
+        return Traffic(
+            sum(one.sent for one in each),
+            sum(one.received for one in each),
+            sum(one.waited for one in each),
+            max(one.compression_error for one in each),
+        )
 
     @contextmanager
     def during(self, purpose: str, optimizer: Optimizer | None = None) -> Generator[None]:

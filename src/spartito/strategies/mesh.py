@@ -24,7 +24,7 @@ from spartito.log import warn
 from spartito.mesh import apply
 from spartito.mesh.axes import Mesh
 from spartito.mesh.collectives import Axis
-from spartito.mesh.describe import Description, describe
+from spartito.mesh.describe import Description, describe, describe_tensors
 from spartito.mesh.layout import DEFAULT, Layout, read_rules
 from spartito.mesh.spec import Spec
 from spartito.strategies.coordination import SynchronousCoordination, different
@@ -44,6 +44,7 @@ class MeshStrategy(SynchronousStrategy):
     """
 
     name = "mesh"
+    _takes_shards = True
 
     def __init__(
         self,
@@ -103,7 +104,7 @@ class MeshStrategy(SynchronousStrategy):
             communication=communication,
             flush_denormals=flush_denormals,
         )
-        self.coordination = MeshCoordination(
+        self.coordination: MeshCoordination = MeshCoordination(
             self.name, self.job, self.cluster, self._pairs, self.groups
         )
 
@@ -162,6 +163,7 @@ class MeshStrategy(SynchronousStrategy):
         deterministic: bool = False,
         seed: int = 0,
     ) -> tuple[nn.Module, Optimizer]:
+        apply.check_same(unwrap(model), self.mesh.axes, self.mesh.coordinates(self.cluster.rank))
         apply.hide(unwrap(model))
         apply.plan(unwrap(model), self.layout, self._names, self._strict)
         return super().prepare(
@@ -263,6 +265,8 @@ class MeshStrategy(SynchronousStrategy):
         elif len(tensors) == len(list(own.parameters())) + len(list(own.buffers())):
             planned = apply.plan(own, self.layout, self._names, self._strict)
             self._say(planned)
+            if self.is_chief:
+                self._tell(own, planned)
             apply.cut(own, planned, self._axes)
         if self._parts.world_size > 1:
             torch.set_rng_state(self._parts.broadcast(torch.get_rng_state()))
@@ -303,6 +307,10 @@ class MeshStrategy(SynchronousStrategy):
                 found[name] = apply.SpecCut(shape, how, self.mesh.axes, here)
         return found
 
+    def _tell(self, model: nn.Module, planned: Mapping[str, apply.Placed]) -> None:
+        """Have the run folder say how the model lies."""
+        self.coordination.layout = describe_tensors(model, planned, self.layout).figures()
+
     def _say(self, planned: Mapping[str, apply.Placed]) -> None:
         """Tell what stays whole though a rule is about it."""
         uneven = [placed for placed in planned.values() if placed.uneven]
@@ -330,6 +338,12 @@ class MeshStrategy(SynchronousStrategy):
 
 class MeshCoordination(SynchronousCoordination):
     """Tasks of one model have parameters in common, and must draw the same random numbers."""
+
+    layout: Mapping[str, Any] | None = None
+    """What `MeshStrategy.describe` found of the model that was prepared last."""
+
+    def describe(self) -> dict[str, Any]:
+        return super().describe() | ({"layout": self.layout} if self.layout else {})
 
     def compare(self, order: int = 0) -> None:
         super().compare(order)

@@ -38,6 +38,7 @@ from spartito.engine.optimizers import (
     check_initialized,
     check_members,
     check_optimizer,
+    check_whole,
     fuse,
     make_optimizer,
     optimizer_parameters,
@@ -59,6 +60,8 @@ class ReplicaStrategy(SavingStrategy):
     is there. ``device`` None takes this process's own GPU, else the CPU. ``sync_batchnorm``
     makes BatchNorm one over the global batch; None does so when training is deterministic.
     """
+
+    _takes_shards = False  # a model that was cut before
 
     def __init__(
         self,
@@ -96,6 +99,8 @@ class ReplicaStrategy(SavingStrategy):
             raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
         if self.cluster.world_size > 1 or self.cluster.addresses.get("ps"):
             check_initialized(model)
+        if not self._takes_shards:
+            check_whole(model)
         model.to(self.device)
         convert(model, precision)
         made = make_optimizer(optimizer, model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from spartito.engine.optimizers import WHOLE_SHAPE
 from spartito.errors import UserError
 
 Shapes = Mapping[str, str]
@@ -171,7 +173,8 @@ def _statistics(module: nn.Module) -> list[Tensor]:
 def _count(tensor: Tensor, trainable: bool) -> Count:
     if is_lazy(tensor):
         return Count(unknown=1)
-    return Count(trainable=tensor.numel()) if trainable else Count(fixed=tensor.numel())
+    numel = math.prod(getattr(tensor, WHOLE_SHAPE, tensor.shape))  # of which a task may have less
+    return Count(trainable=numel) if trainable else Count(fixed=numel)
 
 
 def _output_shapes(model: nn.Module, example: Any) -> Shapes:
