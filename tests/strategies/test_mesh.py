@@ -254,6 +254,37 @@ def test_the_collectives_that_are_described_are_those_that_come(replicas: Replic
         assert came[0] > 0
 
 
+def moving() -> list[str]:
+    """What strategies say to a model that was on a mesh, and its losses on the same one again."""
+    net = mlp()
+    made = []
+    for kind, options in [
+        (sp.MeshStrategy, {}),
+        (sp.MeshStrategy, {}),
+        (sp.MeshStrategy, {"mesh": {"data": 2, "model": 1}}),
+        (sp.MirroredStrategy, {}),
+    ]:
+        with kind(**options) as strategy:
+            try:
+                trainer = sp.Trainer(
+                    net,
+                    optimizer=torch.optim.SGD(net.parameters(), 0.1),
+                    loss=nn.CrossEntropyLoss(),
+                    strategy=strategy,
+                )
+                made.append(str(trainer.fit(blobs(8), verbose=0).history["loss"][0]))
+            except sp.UserError as error:
+                made.append(str(error))
+    return made
+
+
+def test_shards_are_taken_by_the_same_mesh_alone(replicas: Replicas) -> None:
+    for first, again, other, mirrored in replicas(moving, 2):
+        assert float(again) < float(first)
+        assert "cut for another mesh" in other
+        assert "0.weight is here a shard, (4, 6) of (8, 6)" in mirrored
+
+
 def test_a_description_needs_no_other_task() -> None:
     strategy = sp.MeshStrategy(mesh={"model": 1})
     text = str(strategy.describe(small_gpt()))

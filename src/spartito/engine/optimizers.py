@@ -85,8 +85,8 @@ def check_whole(model: nn.Module) -> None:
         shape = getattr(parameter, WHOLE_SHAPE, parameter.shape)
         if tuple(shape) != tuple(parameter.shape):
             raise UserError(
-                f"{name} is here a shard, {tuple(parameter.shape)} of {tuple(shape)}: the model was "
-                "prepared on a mesh",
+                f"{name} is here a shard, {tuple(parameter.shape)} of {tuple(shape)}: the model "
+                "was prepared on a mesh",
                 "Build it anew, and load what was saved under the mesh: trainer.load(folder).",
             )
 

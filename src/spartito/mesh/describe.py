@@ -21,6 +21,7 @@ from spartito.errors import UserError
 from spartito.mesh import apply
 from spartito.mesh.collectives import Axis
 from spartito.mesh.layout import Layout
+from spartito.mesh.names import shape_of
 from spartito.mesh.spec import Blocks
 
 FLOPS, BANDWIDTH, LATENCY = 3e10, 2e9, 4e-5

@@ -49,8 +49,8 @@ def layout_bars(layout: Mapping[str, Any], here: str, elsewhere: str) -> list[Ba
     ]
     mesh = " x ".join(f"{name} {count}" for name, count in layout.get("mesh", {}).items())
     note = (
-        f"Mesh {mesh}. A bar is a module; its first part is what one task has of it, the rest is on "
-        f"other tasks. In all one task has {size(_bytes(tensors, 3))} of "
+        f"Mesh {mesh}. A bar is a module; its first part is what one task has of it, the rest is "
+        f"on other tasks. In all one task has {size(_bytes(tensors, 3))} of "
         f"{size(_bytes(tensors, 4))}."
     )
     return [Bars("How the model lies on the mesh", rows, note)]
