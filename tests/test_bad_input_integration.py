@@ -79,6 +79,11 @@ QUICK = [
         "run --hosts a --master-addr a:1 --slow worker:0=0.5 script.py", "--master-addr --slow"
     ),
     command("run --port 1 --env A script.py", "--port --env without --hosts"),
+    command("train mnist --mesh data=1,modell", "'modell' is no axis", "data=2,model=2"),
+    command("train mnist --mesh data=1,model=3 --workers 2", "a mesh of 3 tasks in a job of 2"),
+    command(
+        'train mnist --mesh model=2 --strategy-options {"mesh":{"model":4}}', "Say once how large"
+    ),
     # Who is in the job
     command("run script.py", "TF_CONFIG: '{' is not JSON", env={"TF_CONFIG": "{"}),
     command("run script.py", "has no 'task'", env=NO_TASK),
@@ -93,6 +98,11 @@ COLD = [
     command("run no_such.py", "there is no script 'no_such.py'"),
     command("predict nowhere x.png", "nowhere is no run folder"),
     plain("TF_CONFIG: '{' is not JSON", "It looks like", env={"TF_CONFIG": "{"}),
+    command(
+        'run --mesh model=2 --strategy-options {"layout":{"hiden":"model"}} script.py',
+        "no tensor of the model has a dim 'hiden'",
+        "The model has hidden (2 tensors), features",
+    ),
     # While two replicas train: both find it, or one alone
     command(f"{TWO} script.py", "does not fit an output of (3, 2)", "target of (3,)"),
     command("train mnist --out file/run --workers 2", "file/run cannot be written"),

@@ -1,0 +1,38 @@
+"""What ``--mesh`` says to a job: its strategy, its options, and how many tasks it has."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from spartito.errors import UserError
+from spartito.launch.job import JobSpec, Program
+from spartito.names import ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+
+PROGRAM = Program("mnist", kind="recipe")
+
+
+def test_a_mesh_says_how_many_tasks_there_are() -> None:
+    job = JobSpec(program=PROGRAM, mesh="data=2, model=3", strategy_options='{"strict": true}')
+    assert job.environment({})[ENV_STRATEGY] == "mesh"
+    options = json.loads(job.environment({})[ENV_STRATEGY_OPTIONS])
+    assert options == {"strict": True, "mesh": {"data": 2, "model": 3}}
+    assert (job.workers_on(1), job.workers_on(2), job.roles().workers) == (6, 3, 6)
+    assert job.choose(job.roles()) == "mesh"
+    with pytest.raises(UserError, match="a mesh of 6 tasks on 4 machines"):
+        job.workers_on(4)
+
+
+def test_what_was_asked_for_besides_must_fit() -> None:
+    job = JobSpec(program=PROGRAM, mesh="model=2", workers=4)
+    assert job.workers_on(1) == 4
+    with pytest.raises(UserError, match="a mesh of 2 tasks in a job of 4"):
+        job.choose(job.roles())
+    assert JobSpec(program=PROGRAM, strategy_options='{"model": 2}').workers_on(1) is None
+
+
+@pytest.mark.parametrize("text", ["", "model", "model=0", "model=2,model=2", "=2", "model=two"])
+def test_a_mesh_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(UserError, match="is no axis, or one twice"):
+        JobSpec(program=PROGRAM, mesh=text)
