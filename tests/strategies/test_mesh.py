@@ -101,6 +101,71 @@ def test_plain_torch_has_the_same_numbers_with_its_own_dropout(
         close(list(found), list(expected))
 
 
+class Odd(nn.Module):
+    """What no layout was made for: recurrence, weights read by hand, norms, checkpointing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(4)
+        self.words = nn.Embedding(12, 8)
+        self.wide = nn.Linear(8, 16)
+        self.act = nn.PReLU(16)
+        self.norm = nn.RMSNorm(16)
+        self.narrow = nn.utils.parametrizations.weight_norm(nn.Linear(16, 8))
+        self.scales = nn.ParameterList([torch.ones(8), torch.ones(16)])
+        self.memory = nn.LSTM(8, 8, batch_first=True)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        self.double()
+
+    def inner(self, x: Tensor) -> Tensor:
+        spread = self.act(self.wide(x).transpose(1, 2).contiguous()).transpose(1, 2)
+        out: Tensor = self.norm(spread) * self.scales[1]
+        return out
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.words(tokens) * self.scales[0]
+        x = self.encoder(x, src_key_padding_mask=tokens == 3)
+        inside = torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)
+        x = self.memory(self.narrow(inside))[0]
+        x = x + torch.einsum("btf,fk->btk", inside, self.wide.weight)
+        return nn.functional.linear(x, self.words.weight)
+
+
+def odd(mesh: bool) -> tuple[list[float], Tensor]:
+    """Losses and predictions of it, by plain torch or on a mesh."""
+    tokens = (torch.arange(40).view(8, 5) * 7) % 12
+    net, losses = Odd(), []
+    update = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    if not mesh:
+        for _ in range(4):
+            update.zero_grad()
+            value = loss(net(tokens), tokens)
+            value.backward()
+            update.step()
+            losses.append(value.item())
+        with torch.no_grad():
+            found: Tensor = net.eval()(tokens)
+        return losses, found
+    with sp.MeshStrategy(model=2) as strategy:
+        trainer = sp.Trainer(net, optimizer=update, loss=loss, strategy=strategy)
+        for _ in range(4):
+            for batch in strategy.distribute(sp.data.arrays(tokens, tokens).batch(8)):
+                result = strategy.step(batch, loss)
+                losses.append(float(result.loss) / float(result.weight))
+        return losses, trainer.predict(tokens)
+
+
+def test_a_module_that_no_layout_was_made_for(replicas: Replicas) -> None:
+    expected = replicas(odd, 1, False)[0]
+    for found in replicas(odd, 4, True):
+        close(list(found), list(expected))
+
+
 def held(optimizer: str) -> tuple[int, int, str]:
     """Bytes behind parameters and state, those of one device, and what is refused of a module."""
     with sp.MeshStrategy(layout={"hidden": "model"}) as strategy:
