@@ -17,7 +17,7 @@ from spartito.cluster.ports import free_port
 from spartito.strategies import strategy_class
 from tests.collectives.group import spec
 
-MOST = 10
+MOST = 11
 TRAINING = Path(training.__file__).parent
 
 
