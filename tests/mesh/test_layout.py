@@ -12,6 +12,7 @@ from torch import nn
 
 from spartito.errors import UserError
 from spartito.mesh.apply import SpecCut, plan
+from spartito.mesh.describe import describe
 from spartito.mesh.layout import DEFAULT, Dim, Layout, read_rules
 from spartito.mesh.names import name_dims
 from spartito.mesh.spec import Spec, spec
@@ -114,6 +115,21 @@ def test_patterns_win_over_types() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     assert axes_of(model, names=names) == {"0.weight": (None, "model")}
     assert name_dims(model, {"0.weight": ("2*heads", None)})["0.weight"][0].parts == (1, 1)
+
+
+def test_a_cut_that_costs_more_than_it_saves_is_named() -> None:
+    model = nn.Sequential(nn.Embedding(4, 64), nn.Linear(64, 2048), nn.Linear(2048, 64))
+    given = torch.zeros(8, 256, dtype=torch.int64)
+    found = describe(model, plan(model, TWO), TWO, given)
+    assert [text.split(":")[0] for text in found.warnings] == ["0"]
+    assert "its cut saves 512 bytes of parameters" in found.warnings[0]
+    whole = {"0.weight": (None, None)}
+    without = describe(model, plan(model, TWO, whole), TWO, given)
+    assert not without.warnings
+    assert sum(cost.nbytes for cost in without.costs) < sum(cost.nbytes for cost in found.costs)
+    assert all(one.numel() for one in model.parameters())  # it was not changed
+    assert "collectives of one step, for an input of (8, 256)" in str(found)
+    assert found.nbytes < found.whole_nbytes
 
 
 ATTENTION = nn.MultiheadAttention(6, 3)
