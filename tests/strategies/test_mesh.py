@@ -319,6 +319,29 @@ def test_the_collectives_that_are_described_are_those_that_come(replicas: Replic
         assert came[0] > 0
 
 
+def penalized() -> str:
+    """The error of a step whose loss has a penalty over the parameters outside of the model."""
+    with sp.MeshStrategy() as strategy:
+        net = mlp()
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+
+        def loss(output: Tensor, target: Tensor) -> Tensor:
+            penalty = sum(p.square().sum() for p in net.parameters())
+            return nn.functional.cross_entropy(output, target) + penalty
+
+        try:
+            for batch in strategy.distribute(sp.data.arrays(*blobs(8)).batch(8)):
+                strategy.step(batch, loss)
+        except sp.UserError as error:
+            return str(error)
+        return ""
+
+
+def test_a_penalty_that_sees_one_tasks_shards_is_refused(replicas: Replicas) -> None:
+    for found in replicas(penalized, 2):
+        assert "the tasks of one model have different losses" in found
+
+
 def moving() -> list[str]:
     """What strategies say to a model that was on a mesh, and its losses on the same one again."""
     net = mlp()

@@ -15,9 +15,9 @@ from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
-from spartito.engine.checksum import checksum, outliers
+from spartito.engine.checksum import ROUNDING, checksum, outliers
 from spartito.engine.divided import ELEMENTWISE
-from spartito.engine.gradients import Gradients, PackedGradients
+from spartito.engine.gradients import Gradients, Number, PackedGradients
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.errors import UserError
 from spartito.log import warn
@@ -175,6 +175,20 @@ class MeshStrategy(SynchronousStrategy):
             deterministic=deterministic,
             seed=seed,
         )
+
+    def _end_together(self, stops: float, loss: Number) -> float:
+        both = torch.tensor([stops, float(loss)], dtype=torch.float64)
+        found = torch.stack(self._parts.all_gather(both))
+        losses = found[:, 1].nan_to_num()
+        gap, largest = (losses.max() - losses.min()).item(), losses.abs().max().item()
+        if gap > ROUNDING * largest:
+            raise UserError(
+                f"the tasks of one model have different losses, up to {gap:.3g} apart",
+                "A loss of parameters that is computed outside of forward(), as a penalty over "
+                "net.parameters(), sees one task's shards: compute it in forward(), or use the "
+                "optimizer's weight_decay.",
+            )
+        return found[:, 0].sum().item()
 
     def global_norm(self, pair: Pair) -> Tensor:
         specs, squares = apply.specs_of(unwrap(pair.model)), []

@@ -22,7 +22,7 @@ from spartito.data.source import PerWorker
 from spartito.engine.compression import Compression, Whole
 from spartito.engine.context import enter
 from spartito.engine.ddp import Overlapped, OverlappedGradients
-from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
+from spartito.engine.gradients import Gradients, LocalGradients, Number, PackedGradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import skipping
 from spartito.engine.sliced import SlicedGradients
@@ -165,7 +165,7 @@ class SynchronousStrategy(ReplicaStrategy):
         with self._group.current_call.during("update"):
             weight, loss, (stops, *drawn_by_all) = pair.gradients.reduce((float(stop), *drawn))
             if self._parts.world_size > 1:  # of one model: they end together too
-                stops = self._parts.all_reduce(torch.tensor([stops], dtype=torch.float64)).item()
+                stops = self._end_together(stops, loss)
         if randomness is not None:
             randomness.check(drawn_by_all)
         with skipping(pair.optimizer, float(weight) if scaled else weight) as is_due:
@@ -177,6 +177,10 @@ class SynchronousStrategy(ReplicaStrategy):
         pair.gradients.clear()
         pair.passes = 0
         return StepResult(output, examples, updates=1, loss=loss, weight=weight, stop=stops > 0)
+
+    def _end_together(self, stops: float, loss: Number) -> float:
+        """How many of the tasks of one model have asked for an end."""
+        return self._parts.all_reduce(torch.tensor([stops], dtype=torch.float64)).item()
 
     def global_norm(self, pair: Pair) -> Tensor:
         """The L2 norm of an update's gradients, those of other tasks' parameters included.
