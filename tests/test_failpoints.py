@@ -94,6 +94,13 @@ def of_checkpoint(folder: Path) -> None:
     assert read_checkpoint(folder / "run" / "b")["model"]["w"].tolist() == [1.0, 1.0]
 
 
+def of_older_checkpoint(folder: Path) -> None:
+    manager = CheckpointManager(folder / "run", keep=1)
+    manager.prepare()
+    assert manager.latest() == folder / "run" / "a"
+    assert [path.name for path in (folder / "run").iterdir()] == ["a"]
+
+
 def of_snapshot(folder: Path) -> None:
     assert restored(folder) == 1
 
@@ -122,6 +129,7 @@ SCENARIOS: dict[str, tuple[Scenario, Scenario]] = {
     "storage.directory.before_rename": (directory, of_directory),
     "storage.directory.between_renames": (directory, of_directory),
     "storage.file.before_rename": (file, of_file),
+    "storage.stream.begun": (checkpoint, of_older_checkpoint),
     "checkpoint.before_remove": (checkpoint, of_checkpoint),
     "ps.snapshot.before_replace": (snapshot, of_snapshot),
     "ps.snapshot.after_replace": (snapshot, of_new_snapshot),

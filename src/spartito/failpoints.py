@@ -21,6 +21,7 @@ FAILPOINTS = {
     "storage.directory.before_rename": "it is complete under its temporary name",
     "storage.directory.between_renames": "the older directory is aside, the new one not there yet",
     "storage.file.before_rename": "a file is on the disk under its temporary name",
+    "storage.stream.begun": "a file of tensors has its head alone",
     "checkpoint.before_remove": "a checkpoint is written, the oldest is still to be removed",
     "ps.snapshot.before_replace": "a server's snapshot is written, the older one still counts",
     "ps.snapshot.after_replace": "the new snapshot counts",

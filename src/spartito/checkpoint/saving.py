@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import math
+import mmap
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,13 @@ from spartito.checkpoint.parts import Slot, write_slots
 from spartito.checkpoint.plan import FilePlan, Local, Plan, plan
 from spartito.collectives.collective import Collective
 from spartito.errors import UserError
+from spartito.storage.atomic import write_file_atomically
 from spartito.storage.tensors import unpack_state
 
 Attempt = Callable[[Callable[[], str]], list[str]]
 """`Coordination.attempt`: what a function returns on every task, or one error on all."""
+
+ALIGNED = 64  # bytes: of a copy's beginning
 
 
 @dataclass(frozen=True)
@@ -40,16 +47,74 @@ class Tasks:
     is_chief: bool
 
 
-def save_together(directory: Path, apart: Callable[[], Mapping[str, Local]], tasks: Tasks) -> None:
+class Copies:
+    """Memory for copies of a task's own part, kept from one checkpoint to the next."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[str, Slot], Tensor] = {}
+
+    def of(self, sections: Mapping[str, Mapping[Slot, Tensor]]) -> dict[str, dict[Slot, Tensor]]:
+        """Copies of these tensors, by section; those of the last call are overwritten."""
+        keys = [(section, slot) for section, slots in sections.items() for slot in slots]
+        if keys != [*self._kept]:
+            self._kept = {}  # the older memory goes first
+            self._kept = _memory_for(keys)
+        for section, slots in sections.items():
+            for slot, tensor in slots.items():
+                self._kept[section, slot].copy_(tensor.detach())
+        return {
+            section: {slot: self._kept[section, slot] for slot in slots}
+            for section, slots in sections.items()
+        }
+
+
+def _memory_for(keys: Sequence[tuple[str, Slot]]) -> dict[tuple[str, Slot], Tensor]:
+    """A tensor for each slot, in one block of large pages: the first copy took half the time."""
+    sizes = [slot.box.numel * slot.dtype.itemsize for _, slot in keys]
+    starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
+    block = mmap.mmap(-1, starts[-1] + ALIGNED)
+    with suppress(OSError):  # a kernel without them
+        block.madvise(mmap.MADV_HUGEPAGE)
+    flat = torch.frombuffer(block, dtype=torch.uint8)
+    return {
+        (section, slot): flat[start : start + size].view(slot.dtype).view(slot.box.sizes)
+        for (section, slot), start, size in zip(keys, starts, sizes, strict=False)
+    }
+
+
+@dataclass(frozen=True)
+class Unwritten:
+    """What one task still has to write of a checkpoint; a thread may, as no task is called.
+
+    Args:
+        write: Writes it, and leaves a note in the directory that it is there, or why not.
+        missing: On the chief, how many tasks have left no such note yet. Once nobody is missing all
+            parts are there, or it raises the `UserError` of a task that could not write.
+    """
+
+    write: Callable[[], None]
+    missing: Callable[[], int]
+
+
+def save_together(
+    directory: Path,
+    apart: Callable[[], Mapping[str, Local]],
+    tasks: Tasks,
+    copies: Copies | None = None,
+) -> Unwritten:
     """Write sections into a checkpoint; all tasks call it.
 
     A task that finds the chief's directory writes its own files there. One that does not sends its
-    parts to the chief, one at a time.
+    parts to the chief, one at a time, who writes them at once.
 
     Args:
         directory: What `spartito.storage.atomic.write_directory` gave on the chief.
         apart: Gives what this task has, by section.
         tasks: All of them.
+        copies: Where its part is copied to, to be written later; None: it is written now.
+
+    Returns:
+        What is still to be written; without ``copies`` nothing is.
 
     Raises:
         UserError: On all tasks, if one cannot write, or what they have is no whole model.
@@ -63,29 +128,83 @@ def save_together(directory: Path, apart: Callable[[], Mapping[str, Local]], tas
 
     probe = directory / f".{tasks.attempt(show)[0]}"
     sections, found, shares = _agree(apart, tasks, probe.exists)
-    failures: list[UserError] = []
-    own = {name: local.tensors for name, local in sections.items()}
-    for file in found.files:
-        if file.owner == tasks.group.rank and shares[file.owner]:
-            tensors = own[file.section]
-            _write(directory, file, (tensors[slot] for slot in file.slots), failures)
+    rank, failures = tasks.group.rank, list[UserError]()
+    mine = [f for f in found.files if f.owner == rank and (tasks.is_chief or shares[rank])]
+    tensors = {
+        section: {
+            slot: local.tensors[slot]
+            for file in mine
+            if file.section == section
+            for slot in file.slots
+        }
+        for section, local in sections.items()
+    }
     for file in found.files:
         if not shares[file.owner]:
-            come = _sent(file, own.get(file.section, {}), tasks.group)
+            come = _sent(
+                file, sections[file.section].tensors if rank == file.owner else {}, tasks.group
+            )
             if tasks.is_chief:
                 _write(directory, file, come, failures)
             for _ in come:  # what the chief has left out too: all make the same calls
                 pass
 
-    def end() -> str:
+    def write() -> str:
         if failures:
             raise failures[0]
+        for file in mine:
+            own = values[file.section]
+            slots = (own[slot] for slot in file.slots)
+            write_slots(directory / file.name, file.slots, slots, file.aliases)
         if tasks.is_chief:
             write_trees(directory, found.trees)
             probe.unlink()
         return ""
 
-    tasks.attempt(end)
+    if copies is None:
+        values: Mapping[str, Mapping[Slot, Tensor]] = tensors
+        tasks.attempt(write)
+        return Unwritten(lambda: None, lambda: 0)
+    values = copies.of(tensors)
+    others = {file.owner for file in found.files if shares[file.owner]} - {rank}
+    note = f"{probe.name}-{rank}" if mine and not tasks.is_chief else ""
+    others = others if tasks.is_chief else set()
+    waited_for = {directory / f"{probe.name}-{other}": other for other in others}
+    return Unwritten(
+        partial(_noted, directory, note, write), partial(_missing, waited_for, [], tasks)
+    )
+
+
+def _noted(directory: Path, note: str, write: Callable[[], str]) -> None:
+    """Write, and leave a note for the chief: empty, or with the error."""
+    failure = ""
+    try:
+        write()
+    except UserError as error:
+        failure = str(error)
+        raise
+    finally:
+        if note:
+            with suppress(UserError):
+                write_file_atomically(directory / note, failure)
+
+
+def _missing(notes: dict[Path, int], failures: list[UserError], tasks: Tasks) -> int:
+    """Of how many tasks there is no note yet; those that were read are removed.
+
+    An error of a task is raised when all notes are there: nobody writes any more.
+    """
+    for note, rank in list(notes.items()):
+        if note.exists():
+            failure = note.read_text()
+            note.unlink()
+            del notes[note]
+            if failure:
+                what, _, do = failure.partition("\n  ")
+                failures.append(UserError(f"{tasks.group.names[rank]}: {what}", do))
+    if failures and not notes:
+        raise failures[0]
+    return len(notes)
 
 
 def gather_together(apart: Callable[[], Mapping[str, Local]], tasks: Tasks) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from spartito.errors import UserError
+from spartito.failpoints import failpoint
 
 CODES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -71,6 +72,7 @@ def write_stream(
         Path(file).unlink(missing_ok=True)  # who has the older one mapped keeps it
         with open(file, "xb", buffering=0) as out:
             _write(out.fileno(), _head(entries, metadata))
+            failpoint("storage.stream.begun")
             for entry, tensor in zip(entries, tensors, strict=True):
                 _write(out.fileno(), _bytes(entry, tensor))
     except OSError as error:

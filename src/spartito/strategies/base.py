@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.saving import Unwritten
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.data.batch import Batch
@@ -225,7 +226,7 @@ class Strategy(ABC):
         """
 
     @abstractmethod
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, later: bool = False) -> Unwritten:
         """Write model and optimizer, under the user's names, into a checkpoint; all tasks call it.
 
         No task needs more than its own part of them.
@@ -233,6 +234,10 @@ class Strategy(ABC):
         Args:
             directory: A new directory on the chief's machine, which nobody reads before all is
                 written. The chief has made it; where others write too they share it.
+            later: Whether only a copy is taken now. What is returned writes it.
+
+        Returns:
+            What is still to be written: without ``later`` nothing.
 
         Raises:
             UserError: On all tasks, if it cannot be written, or replicas have drifted apart.

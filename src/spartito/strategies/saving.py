@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 from spartito.checkpoint.boxes import Cut
 from spartito.checkpoint.plan import Local
 from spartito.checkpoint.saved import Saved
-from spartito.checkpoint.saving import Tasks, gather_together, save_together
+from spartito.checkpoint.saving import (
+    Copies,
+    Tasks,
+    Unwritten,
+    gather_together,
+    save_together,
+)
 from spartito.engine.optimizers import NoOptimizer, load_named_state, named_state, unwrap
 from spartito.strategies.base import Strategy
 from spartito.strategies.pair import Pair
@@ -30,9 +36,10 @@ class SavingStrategy(Strategy):
     Which parts, `_cuts` says; `spartito.checkpoint.parts` tells how.
     """
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, later: bool = False) -> Unwritten:
         pair = self._pairs.only
-        save_together(directory, partial(self._apart, pair, self._state(pair)), self._tasks)
+        apart = partial(self._apart, pair, self._state(pair))
+        return save_together(directory, apart, self._tasks, self._copies if later else None)
 
     def load(self, source: Path | Mapping[str, Any]) -> None:
         self._load(Saved.at(source) if isinstance(source, Path) else Saved.of(source))
@@ -47,6 +54,10 @@ class SavingStrategy(Strategy):
 
     def _apart(self, pair: Pair, state: dict[str, Any]) -> dict[str, Local]:
         return take_apart(state, partial(self._cuts, pair))
+
+    @cached_property
+    def _copies(self) -> Copies:
+        return Copies()
 
     @property
     def _tasks(self) -> Tasks:

@@ -67,7 +67,14 @@ class Training(Protocol):
         """Examples that all replicas trained on per second of this epoch so far."""
         ...
 
-    def save(self, path: str | Path, about: Callable[[], Mapping[str, Any]] | None = None) -> Path:
+    def save(
+        self,
+        path: str | Path,
+        about: Callable[[], Mapping[str, Any]] | None = None,
+        *,
+        asynchronous: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> Path:
         """Write a checkpoint; all replicas call it."""
         ...
 

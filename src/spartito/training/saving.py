@@ -1,14 +1,20 @@
-"""A checkpoint of a whole training, written by all of its tasks together."""
+"""Checkpoints of a whole training, written by all of its tasks together, at once or in a thread."""
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
+from threading import Event, Thread, main_thread
 from typing import TYPE_CHECKING, Any
 
 from spartito.checkpoint.manager import write_sections
+from spartito.checkpoint.saving import Unwritten
+from spartito.errors import TaskLostError, UserError
 from spartito.storage.atomic import write_directory
+from spartito.storage.tensors import copied
 from spartito.training.schedule import scheduler_state
 
 if TYPE_CHECKING:
@@ -17,28 +23,153 @@ if TYPE_CHECKING:
 About = Callable[[], Mapping[str, Any]]
 """What a manifest is to say beside the files, as JSON; asked on the chief."""
 
+Then = Callable[[], None]
+"""What the chief does once a checkpoint is there."""
 
-def save_training(trainer: Trainer, path: str | Path, about: About | None) -> None:
-    """Write a checkpoint; all tasks call it, and have the same error where it fails."""
-    attempt = trainer.coordination.attempt
-    with ExitStack() as stack:
+POLL_SECONDS = 0.02
+LAST_SECONDS = 10.0  # that a training which ends with an error waits for a write
 
-        def begin() -> str:
-            if not trainer.is_chief:
+
+class Saves:
+    """The checkpoints that a trainer writes, one at a time.
+
+    Args:
+        trainer: Whose training it is.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._writing: Writing | None = None
+
+    def save(self, path: Path, about: About | None, then: Then | None, later: bool) -> None:
+        """Write a checkpoint; all tasks call it, and have the same error where it fails.
+
+        Args:
+            path: Its directory.
+            about: For its manifest.
+            then: What the chief does once it is there.
+            later: Whether it is written in a thread, from a copy that is taken now.
+
+        Raises:
+            UserError: On all tasks; also for the one before, which was written in a thread.
+        """
+        self.finish()
+        trainer = self._trainer
+        attempt = trainer.coordination.attempt
+        with ExitStack() as stack:
+
+            def begin() -> str:
+                if not trainer.is_chief:
+                    return ""
+                told = {**_position(trainer), **(about() if about else {})}
+                return str(stack.enter_context(write_directory(path, told)))
+
+            directory = Path(attempt(begin)[0])
+            unwritten = trainer.strategy.save(directory, later)
+            own = copied(_state(trainer)) if later else _state(trainer)
+
+            def end(entered: ExitStack) -> str:
+                if trainer.is_chief:
+                    write_sections(directory, {"trainer": own})
+                    entered.close()
+                    if then is not None:
+                        then()
                 return ""
-            told = {**_position(trainer), **(about() if about else {})}
-            return str(stack.enter_context(write_directory(path, told)))
 
-        def end() -> str:
-            if trainer.is_chief:
-                write_sections(directory, {"trainer": own})
-            stack.close()
-            return ""
+            if later:
+                self._writing = Writing(unwritten, end, stack.pop_all())
+            else:
+                attempt(lambda: end(stack))
 
-        directory = Path(attempt(begin)[0])
-        trainer.strategy.save(directory)
-        own = _state(trainer)
-        attempt(end)
+    def finish(self) -> None:
+        """Wait for the checkpoint that is written in a thread; all tasks call it.
+
+        Raises:
+            UserError: On all tasks, if one could not write.
+        """
+        writing, self._writing = self._writing, None
+        if writing is None:
+            return
+        attempt = self._trainer.coordination.attempt
+        try:
+            attempt(writing.own)  # then nobody is missing, or all know of the error
+        except BaseException:
+            writing.give_up()
+            raise
+        attempt(writing.end)
+
+    def leave(self, error: BaseException) -> None:
+        """Training ends with ``error``: let the checkpoint be written, unless a task is lost."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.give_up(0.0 if isinstance(error, TaskLostError) else LAST_SECONDS)
+
+
+class Writing:
+    """A checkpoint that a thread writes.
+
+    Args:
+        unwritten: This task's own part.
+        end: What is done once the parts of all tasks are there; closes ``entered``.
+        entered: On the chief the directory that is being written; left with an error if one comes.
+    """
+
+    def __init__(
+        self, unwritten: Unwritten, end: Callable[[ExitStack], str], entered: ExitStack
+    ) -> None:
+        self._unwritten, self._end, self._entered = unwritten, end, entered
+        self._written, self._given_up = Event(), Event()
+        self._error: UserError | None = None
+        # No daemon: a script that ends first lets it be written.
+        self._thread = Thread(target=self._run, name="spartito checkpoint", daemon=False)
+        self._thread.start()
+
+    def own(self) -> str:
+        """Wait until this task's own part is written; raises if it could not be."""
+        self._written.wait()
+        return self._result()
+
+    def end(self) -> str:
+        """Wait for all of it; raises if something could not be written."""
+        self._thread.join()
+        return self._result()
+
+    def give_up(self, seconds: float = 0.0) -> None:
+        """Wait so long for it; what is not there by then is removed."""
+        self._thread.join(seconds)
+        self._given_up.set()
+        self._thread.join(LAST_SECONDS)
+
+    def _result(self) -> str:
+        if self._error is not None:
+            raise self._error
+        return ""
+
+    def _run(self) -> None:
+        self._try(self._unwritten.write)
+        self._written.set()
+        self._try(self._wait)  # after an error too: others still write in the directory
+        if self._error is None:
+            self._try(lambda: self._end(self._entered))
+        if self._error is not None:
+            with suppress(BaseException):  # it raises the error again
+                self._entered.__exit__(type(self._error), self._error, None)
+
+    def _try(self, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except BaseException as error:
+            found = error if isinstance(error, UserError) else UserError(repr(error))
+            self._error = self._error or found
+
+    def _wait(self) -> None:
+        """Wait for the parts of other tasks; not long when nobody waits for this one any more."""
+        last = math.inf
+        while self._unwritten.missing():
+            if last == math.inf and not main_thread().is_alive():
+                last = time.monotonic() + LAST_SECONDS
+            if self._given_up.wait(POLL_SECONDS) or time.monotonic() > last:
+                raise UserError("a checkpoint was given up: other tasks have not written theirs")
 
 
 def _position(trainer: Trainer) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
 from spartito.training.resume import find_together, restore
 from spartito.training.run_folder import RunFolder
-from spartito.training.saving import save_training
+from spartito.training.saving import Saves
 from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
 
 
@@ -130,6 +130,7 @@ class Trainer:
         self.callbacks: list[Callback] = []
         self._fits = 0
         self._given: list[Callback] = []
+        self._saves = Saves(self)
         self._loop: TrainingLoop | None = None
         self._restored: dict[str, Any] | None = None
 
@@ -231,10 +232,12 @@ class Trainer:
             restore(self._given, restored["callbacks"])
         try:
             loop.run(range(first, epochs), steps_per_epoch, validation, history)
+            self._saves.finish()
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_train_error(error)
             self.coordination.failed(error)
+            self._saves.leave(error)
             raise
         self.coordination.record(loop.record())
         found: Any = self.coordination.publish(lambda: [asdict(history), self.step])
@@ -300,20 +303,31 @@ class Trainer:
             return predicted(self.strategy, chain, steps, self.loss, self._asked(callbacks))
 
     @with_its_pair("save")
-    def save(self, path: str | Path, about: Callable[[], Mapping[str, Any]] | None = None) -> Path:
+    def save(
+        self,
+        path: str | Path,
+        about: Callable[[], Mapping[str, Any]] | None = None,
+        *,
+        asynchronous: bool = False,
+        then: Callable[[], None] | None = None,
+    ) -> Path:
         """Write a checkpoint from which any strategy goes on; every replica calls it.
 
         Args:
             path: Its directory, which holds the model as ``model.safetensors``.
             about: On the chief, what the manifest is to say beside the files, as JSON.
+            asynchronous: Whether training goes on while it is written: a copy is taken, from which
+                a thread writes. The next `save` or `load` and the end of `fit` wait for it.
+            then: What the chief does when the checkpoint is there.
 
         Returns:
-            The path, once the checkpoint is there.
+            The path; the checkpoint is there, unless ``asynchronous``.
 
         Raises:
-            UserError: On all replicas, when it cannot be written.
+            UserError: On all replicas, when it cannot be written; for an asynchronous one it comes
+                from the call that waits.
         """
-        save_training(self, path, about)
+        self._saves.save(Path(path), about, then, asynchronous)
         return Path(path)
 
     @with_its_pair("load")
@@ -327,6 +341,7 @@ class Trainer:
         Raises:
             UserError: On all replicas, when one cannot read it, or they read different ones.
         """
+        self._saves.finish()
         found = find_together(self.coordination, path)
         self.strategy.load(found)
         state = read_sections(found, "trainer", "accumulated")

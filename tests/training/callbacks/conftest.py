@@ -48,11 +48,19 @@ class Loop:
         """Whether this replica writes."""
         return self.strategy.is_chief
 
-    def save(self, path: Path, about: Callable[[], Mapping[str, Any]]) -> Path:
+    def save(
+        self,
+        path: Path,
+        about: Callable[[], Mapping[str, Any]],
+        *,
+        asynchronous: bool,
+        then: Callable[[], None],
+    ) -> Path:
         """As a trainer: all call it, the chief writes."""
         state = self.state_dict()
         if self.is_chief:
             write_checkpoint(path, state, about())
+            then()
         return path
 
     def state_dict(self) -> dict[str, Any]:

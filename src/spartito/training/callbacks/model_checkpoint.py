@@ -31,6 +31,9 @@ class ModelCheckpoint(Callback):
         save_best_only: Whether an epoch is saved only when it is the best so far.
         keep: How many of the newest stay; None: all. The best always stays.
         every_steps: Saves after so many global steps too; None: after epochs alone.
+        asynchronous: Whether training goes on while a checkpoint is written, from a copy of model
+            and optimizer: one at a time, and the end of `fit` waits for the last. An error comes
+            with the next checkpoint, or at the end.
 
     Raises:
         UserError: The directory cannot be written, or no epoch reports the monitor.
@@ -44,6 +47,7 @@ class ModelCheckpoint(Callback):
         save_best_only: bool = False,
         keep: int | None = None,
         every_steps: int | None = None,
+        asynchronous: bool = False,
     ) -> None:
         """Check the arguments; nothing is written before training begins."""
         if every_steps is not None and every_steps < 1:
@@ -62,6 +66,7 @@ class ModelCheckpoint(Callback):
         self.save_best_only = save_best_only
         self.keep = keep
         self.every_steps = every_steps
+        self.asynchronous = asynchronous
         self.best: float | None = None
         self._seen = 0
 
@@ -124,6 +129,9 @@ class ModelCheckpoint(Callback):
 
     def _save(self, logs: Logs, best: tuple[str, float] | None) -> None:
         manager, name = self.manager, f"step-{self.trainer.step:08d}"
-        self.trainer.save(manager.directory / name, lambda: manager.begin(name, dict(logs), best))
-        if self.trainer.is_chief:
-            manager.end(name, best)
+        self.trainer.save(
+            manager.directory / name,
+            lambda: manager.begin(name, dict(logs), best),
+            asynchronous=self.asynchronous,
+            then=lambda: manager.end(name, best),
+        )

@@ -1,0 +1,51 @@
+"""Asynchronous checkpoints: training goes on, and what is written is as if it had waited."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from spartito.checkpoint.manager import read_checkpoint
+from spartito.storage.atomic import verify
+from tests.replicas import Replicas
+from tests.strategies import later_jobs
+from tests.strategies.test_checkpoints import same
+
+CASES = [("mirrored", 2), ("tests.strategies.paired:CutStrategy", 4)]
+every_case = pytest.mark.parametrize(("name", "world_size"), CASES, ids=["mirrored", "cut"])
+
+
+@every_case
+def test_what_is_saved_is_of_the_moment(
+    replicas: Replicas, tmp_path: Path, name: str, world_size: int
+) -> None:
+    replicas(later_jobs.save_later, world_size, name, {}, str(tmp_path))
+    for number in range(2):
+        later = tmp_path / f"later-{number}"
+        assert [*verify(later).files] == [*verify(tmp_path / "now").files]
+        same(read_checkpoint(later), read_checkpoint(tmp_path / "now"))
+
+
+@every_case
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_full_disk_is_the_same_error_on_all(
+    replicas: Replicas, tmp_path: Path, name: str, world_size: int, rank: int
+) -> None:
+    if name == "mirrored" and rank:
+        return  # it writes nothing
+    said = replicas(later_jobs.fail_later, world_size, name, {}, str(tmp_path), [rank])
+    for each in said:
+        assert len(each) == 2
+        for text in each:
+            assert "cannot be written: No space left on device" in text
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["after", "before"]
+    verify(tmp_path / "after")
+
+
+@every_case
+def test_the_end_of_fit_waits(
+    replicas: Replicas, tmp_path: Path, name: str, world_size: int
+) -> None:
+    found = replicas(later_jobs.fit_saving_later, world_size, name, {}, str(tmp_path))
+    assert found == [["step-00000007", "step-00000008"]] * world_size
