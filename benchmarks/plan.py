@@ -65,6 +65,7 @@ PLAN = (
     Planned("collective", "All-reduce on one machine", "collective", 1, 60),
     Planned("storage", "central_storage against mirrored, and against one device",
             "central_storage", 1, 120),
+    Planned("checkpoint", "Checkpoints of 1 GB", "checkpoint", 3, 120),
     Planned("start", "From the start of the processes to the first step", "start_up", 2, 90),
 )  # fmt: skip
 """The commands of the table, in its order."""

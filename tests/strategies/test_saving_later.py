@@ -12,8 +12,10 @@ from tests.replicas import Replicas
 from tests.strategies import later_jobs
 from tests.strategies.test_checkpoints import same
 
-CASES = [("mirrored", 2), ("tests.strategies.paired:CutStrategy", 4)]
-every_case = pytest.mark.parametrize(("name", "world_size"), CASES, ids=["mirrored", "cut"])
+CASES = [("mirrored", 2), ("sharded", 2), ("tests.strategies.paired:CutStrategy", 4)]
+every_case = pytest.mark.parametrize(
+    ("name", "world_size"), CASES, ids=["mirrored", "sharded", "cut"]
+)
 
 
 @every_case

@@ -101,7 +101,10 @@ class OfCut(Whole):
 
 
 def read_cut(tensors: Tensors, name: str, cut: Cut) -> Tensor:
-    """The local tensor of a cut one."""
+    """The local tensor of a cut one; not to be written to."""
+    parts = cut.parts(torch.empty(cut.local, dtype=tensors.dtype(name), device="meta"))
+    if len(parts) == 1 and parts[0][1].shape == cut.local:
+        return tensors.read(name, parts[0][0])  # a view, where it lies so in a file
     local = torch.empty(cut.local, dtype=tensors.dtype(name))
     copy_cut(tensors, name, cut, local)
     return local

@@ -39,7 +39,7 @@ class SavingStrategy(Strategy):
     def save(self, directory: Path, later: bool = False) -> Unwritten:
         pair = self._pairs.only
         apart = partial(self._apart, pair, self._state(pair))
-        return save_together(directory, apart, self._tasks, self._copies if later else None)
+        return save_together(directory, apart, self._tasks, self._kept_copies if later else None)
 
     def load(self, source: Path | Mapping[str, Any]) -> None:
         self._load(Saved.at(source) if isinstance(source, Path) else Saved.of(source))
@@ -56,7 +56,7 @@ class SavingStrategy(Strategy):
         return take_apart(state, partial(self._cuts, pair))
 
     @cached_property
-    def _copies(self) -> Copies:
+    def _kept_copies(self) -> Copies:
         return Copies()
 
     @property

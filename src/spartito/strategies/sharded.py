@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from spartito.checkpoint.boxes import Cut, SpanCut
 from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.saving import Unwritten
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
@@ -219,9 +220,9 @@ class ShardedStrategy(SynchronousStrategy):
             for number, each in enumerate(members):
                 yield SharedHome(each, stage, segment, sum(sizes[:number]))
 
-    def save(self, directory: Path) -> None:
+    def save(self, directory: Path, later: bool = False) -> Unwritten:
         with self._as_shards():
-            super().save(directory)
+            return super().save(directory, later)
 
     def state_dict(self) -> dict[str, Any]:
         """All of model and optimizer, on all replicas, which all call this."""

@@ -317,7 +317,8 @@ class Trainer:
             path: Its directory, which holds the model as ``model.safetensors``.
             about: On the chief, what the manifest is to say beside the files, as JSON.
             asynchronous: Whether training goes on while it is written: a copy is taken, from which
-                a thread writes. The next `save` or `load` and the end of `fit` wait for it.
+                a thread writes. The next `save` or `load`, `wait` and the
+                end of `fit` wait for it.
             then: What the chief does when the checkpoint is there.
 
         Returns:
@@ -329,6 +330,15 @@ class Trainer:
         """
         self._saves.save(Path(path), about, then, asynchronous)
         return Path(path)
+
+    @with_its_pair("save")
+    def wait(self) -> None:
+        """Wait until an asynchronous `save` is written; every replica calls it.
+
+        Raises:
+            UserError: On all replicas, when it could not be written.
+        """
+        self._saves.finish()
 
     @with_its_pair("load")
     def load(self, path: str | Path) -> None:
