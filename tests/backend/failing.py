@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
+from spartito.collectives import versions
 from tests.backend.jobs import live_on
 
 Call = Callable[[], object]
@@ -142,6 +143,16 @@ def differs(pipe: Connection, rank: int, size: int, port: int, limit: float, how
     return error_of(other if rank == size - 1 else same)
 
 
+def joins(
+    pipe: Connection, rank: int, size: int, port: int, limit: float, backend: str, version: str
+) -> Any:
+    """The error of a rank that joins; the last one says that it has ``version``, if any."""
+    if version and rank == size - 1:
+        told = versions.version
+        versions._installed = lambda name: version if name == "spartito" else told(name)  # type: ignore[assignment]
+    return error_of(lambda: joined(rank, size, port, limit, backend))
+
+
 DIFFERENT: dict[str, tuple[Call, Call]] = {
     "shape": (CALLS["all_reduce"], lambda: dist.all_reduce(torch.ones(65))),
     "large shape": (CALLS["large"], lambda: dist.all_reduce(torch.ones(2_999_999))),
@@ -160,6 +171,10 @@ DIFFERENT: dict[str, tuple[Call, Call]] = {
     "message": (
         lambda: dist.send(torch.ones(3), dist.get_world_size() - 1) or dist.barrier(),
         lambda: dist.recv(torch.ones(4), 0),
+    ),
+    "sources": (  # neither waits for the other before the next call
+        lambda: dist.broadcast(torch.ones(3), 0) or dist.barrier(),
+        lambda: dist.broadcast(torch.ones(3), dist.get_world_size() - 1) or dist.barrier(),
     ),
 }
 

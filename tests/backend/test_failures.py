@@ -17,7 +17,7 @@ from tests.replicas import Replicas
 LONG = 60.0  # a limit that no passing test comes near
 CALLS = ("all_reduce", "large", "barrier", "objects", "all_to_all", "ring", "any_source", "ddp")
 DIFFERENT = ("shape", "large shape", "small and large", "dtype", "operation", "reduction")
-DIFFERENT_PARTS = ("gathered", "scattered", "message")
+DIFFERENT_PARTS = ("gathered", "scattered", "message", "sources")
 
 
 def together(group: Group, size: int, job: Any, limit: float, *args: Any) -> list[Any]:
@@ -100,6 +100,21 @@ def test_calls_that_differ_are_named_on_all_ranks(how: str) -> None:
         for kinds, text in together(group, 2, failing.differs, LONG, how):
             assert "RuntimeError" in kinds, text
             assert "rank 0" in text or "rank 1" in text
+
+
+def test_ranks_of_another_version_are_named_on_all_ranks() -> None:
+    with running() as group:
+        for kinds, text in together(group, 2, failing.joins, LONG, "spartito", "0.0.1"):
+            assert "UserError" in kinds, text
+            assert "different versions of Spartito" in text
+            assert "0.0.1 on rank 1" in text
+
+
+def test_another_backend_beside_ours_is_refused_on_all_ranks() -> None:
+    with running() as group:
+        for kinds, text in together(group, 2, failing.joins, LONG, "cpu:spartito,cuda:nccl", ""):
+            assert "RefusedCallError" in kinds, text
+            assert "cpu:spartito,cuda:nccl" in text
 
 
 @pytest.mark.parametrize("call", ["large", "any_source"])

@@ -65,6 +65,16 @@ def test_a_checkpoint_goes_on_in_bits(
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("way", ["sockets", "ddp"])
+def test_going_back_forgets_what_was_left_out(replicas: Replicas, way: str, tmp_path: Path) -> None:
+    compress, folder = sp.PowerSGD(2, 12), str(tmp_path / "exact")  # 10 steps are in it
+    replicas(jobs.compressed, 2, way, compress, folder, "save")
+    fresh, again = (replicas(jobs.compressed, 2, way, compress, folder, p)[0]["weights"]
+                    for p in ("resume", "again"))  # fmt: skip
+    for name, value in fresh.items():
+        assert torch.equal(again[name], value), name
+
+
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_ddp_weighs_uneven_batches_exactly(replicas: Replicas, accumulate: int) -> None:
     exact, _ = replicas(jobs.uneven, 3, "sockets", None, accumulate)[0]

@@ -3,13 +3,17 @@
 Each call of the group takes a number of steps that all ranks know; a rank counts its steps in its
 line of the memory, next to the tags of its last calls:
 
-    | steps, parts, tag, tag, tag, tag | bell |  of each rank
+    | steps, parts, mark, mark, mark, mark | bell, tag, tag, tag, tag |  of each rank
     | slots of step 0: of each rank | slots of step 1 | ...   (used in turn)
     | reserve for messages, of each rank
 
 A rank that has announced step ``t`` has read all that it needs of the steps before, so that others
 may write into their slots of these again. Nobody waits for more than that: the source of a
 broadcast goes on at once.
+
+A mark is the tag and, in its bits, a checksum of all calls before. So ranks that were at different
+calls without waiting for each other, as two that each took themselves for the source of a
+broadcast, find out at the next call in which one waits.
 
 Plain stores are seen in order on x86-64, so the counters need no fences there.
 """
@@ -27,7 +31,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spartito.backend.calls import different, encode
-from spartito.backend.errors import LostRankError, gone, late
+from spartito.backend.errors import DifferentCallsError, LostRankError, gone, late
 from spartito.collectives.futex import Word
 from spartito.collectives.lives import Lives
 from spartito.collectives.segment import Segment
@@ -39,6 +43,7 @@ Bytes = NDArray[np.uint8]
 
 LINE = 128  # bytes of a rank's line: no two ranks write into the same cache line
 TAGS = 4  # tags of a line: as many calls may be on their way
+TAG = 9  # the position of the first of them in a line, in words
 SMALL = 64 << 10  # bytes of a slot of the first memory
 LARGE = 2 << 20  # of that of large calls
 HUGE = 8 << 20  # of that for which a rank need not wait for others
@@ -51,6 +56,7 @@ SPINS = 1000  # looks at the memory before the core is offered to others
 YIELD_SECONDS = 0.0002  # of offering it, before we sleep
 BUSY_SECONDS = 0.00005  # a yield that takes longer went to another process
 CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
+_BITS = 2**63 - 1  # of a number in a line
 DIRECTORIES = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
 
@@ -90,7 +96,7 @@ class Memory:
         self.step = 0
         self._spins = SPINS if spins else 0
         self._waiting = Waiting(group.rank, group.names)
-        self._tag = 0
+        self._tag = self._mark = self._calls = self._began = 0
         self._broken: BaseException | None = None
         head = LINE * self.size
         self.reserve_at = -(-(head + DEPTH[SMALL] * SMALL * self.size) // PAGE) * PAGE
@@ -130,7 +136,13 @@ class Memory:
         """Begin a call, which ``tag`` says."""
         if self._broken is not None:
             raise self._broken
-        self._tag = tag
+        if self.step != self._began:  # else that call was refused, before anybody heard of it
+            self._calls = (self._calls * 1_000_003 ^ self._tag) & _BITS
+            self._began = self.step
+        self._at(tag)
+
+    def _at(self, tag: int) -> None:
+        self._tag, self._mark = tag, tag ^ self._calls
 
     def slots(self, nbytes: int, most: int = LARGE) -> Slots:
         """Slots for a call of ``nbytes``, which all ranks know; they are made when first needed.
@@ -142,7 +154,7 @@ class Memory:
             tag = self._tag
             self.meet()  # at this call: all make it, and with as many bytes
             memory = self.shared(DEPTH[size] * size * self.size)
-            self._tag = tag
+            self._at(tag)
             self._slots[size] = Slots(memory, size, self.size)
         return self._slots[size]
 
@@ -155,7 +167,8 @@ class Memory:
     def announce(self) -> None:
         """Tell the others that we are at this step, and what we wrote is there to be read."""
         lines, own, step = self._lines, self._own, self.step
-        lines[own + 2 + step % TAGS] = self._tag
+        lines[own + TAG + step % TAGS] = self._tag
+        lines[own + 2 + step % TAGS] = self._mark
         lines[own] = step
         self._word.wake()
 
@@ -169,7 +182,8 @@ class Memory:
     def announce_part(self, part: int) -> None:
         """As `announce`, where the slot has ``part`` of its parts so far."""
         lines, own, step = self._lines, self._own, self.step
-        lines[own + 2 + step % TAGS] = self._tag
+        lines[own + TAG + step % TAGS] = self._tag
+        lines[own + 2 + step % TAGS] = self._mark
         lines[own + PART] = step << 20 | part
         lines[own] = step
         (self._word if part == 1 else self._parts[self.rank]).wake()
@@ -195,7 +209,7 @@ class Memory:
 
     def shared(self, size: int) -> Bytes:
         """``size`` bytes that all ranks have mapped."""
-        self._tag = encode("new memory", size)
+        self._at(encode("new memory", size))
 
         def tell(text: str) -> str:
             slots = self.open(self._slots[SMALL])
@@ -311,9 +325,20 @@ class Memory:
         for rank, cell, word in peers:
             if lines[cell] < step:
                 self._look_for(cell, word, step)
-            if compare and lines[cell + call] != self._tag:
-                calls = {self.rank: self._tag, rank: lines[cell + call]}
-                raise self._fail(different({self.names[who]: calls[who] for who in sorted(calls)}))
+            if compare and lines[cell + call] != self._mark:
+                raise self._fail(self._different(rank, cell))
+
+    def _different(self, rank: int, cell: int) -> BaseException:
+        """The error for a rank that is, or was in the last calls, at another call than we."""
+        for step in range(self.step, max(0, self.step - TAGS), -1):
+            turn = TAG + step % TAGS
+            calls = {self.rank: self._lines[self._own + turn], rank: self._lines[cell + turn]}
+            if calls[self.rank] != calls[rank]:
+                return different({self.names[who]: calls[who] for who in sorted(calls)})
+        return DifferentCallsError(
+            f"{self.names[rank]} and {self.names[self.rank]} made different calls some time before",
+            "All ranks of a group make the same calls in the same order.",
+        )
 
     def _look_for(self, cell: int, word: Word, target: int, offset: int = 0) -> None:
         lines, cell = self._lines, cell + offset

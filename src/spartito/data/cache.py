@@ -166,7 +166,7 @@ class DirectoryCache:
         data = pixels.tobytes()
         try:
             os.makedirs(os.path.dirname(file), exist_ok=True)
-            with open(file, "wb", buffering=0) as stream:
+            with open(file, "wb") as stream:
                 stream.write(_head(stamp, data) + data)
         except OSError as error:
             with _full:
@@ -178,7 +178,11 @@ class DirectoryCache:
 
     def _in_use(self) -> int:
         """Bytes of the entries that are there."""
-        return sum(file.stat().st_size for file in self._directory.glob("*/*"))
+        found = 0
+        for file in self._directory.glob("*/*"):
+            with suppress(OSError):  # another job has no space left, and takes it away
+                found += file.stat().st_size
+        return found
 
 
 def make_cache(

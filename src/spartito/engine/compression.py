@@ -115,7 +115,7 @@ class Compression(ABC):
         """Take back what `state_dict` returned, under any number of machines.
 
         Args:
-            state: What it was.
+            state: What it was; nothing where the checkpoint has none.
             named: As there.
             group: As there.
             is_leader: As there.
@@ -172,10 +172,17 @@ class _Memory:
     def __init__(self, parameter: nn.Parameter, rank: int) -> None:
         rows = parameter.shape[0]
         columns = parameter.numel() // rows
-        self.errors = [parameter.new_zeros(rows, columns) for _ in range(2)]
-        generator = torch.Generator().manual_seed(0)  # the same on all
-        right = torch.randn(columns, rank, generator=generator, dtype=torch.float64).to(parameter)
-        self.rights = [right, right.clone()]
+        self.errors = [parameter.new_empty(rows, columns) for _ in range(2)]
+        self.rights = [parameter.new_empty(columns, rank) for _ in range(2)]
+        self.begin()
+
+    def begin(self) -> None:
+        """Nothing was left out yet; the right factor is the same on all."""
+        generator = torch.Generator().manual_seed(0)
+        right = torch.randn(self.rights[0].shape, generator=generator, dtype=torch.float64)
+        for error, kept in zip(self.errors, self.rights, strict=True):
+            error.zero_()
+            kept.copy_(right)
 
     def flip(self) -> None:
         """Make what was computed what is kept, or what was kept."""
@@ -287,8 +294,10 @@ class LowRank(Compression):
         is_leader: bool,
     ) -> None:
         leaders = _leaders(group, is_leader)
-        self.updates = state["updates"]
-        for name, errors in state["errors"].items():
+        for begun in self._memories.values():
+            begun.begin()  # what another training has left out is none of this one's
+        self.updates = state.get("updates", 0)
+        for name, errors in state.get("errors", {}).items():
             parameter = named[name]
             if not self._is_thin(parameter):
                 continue

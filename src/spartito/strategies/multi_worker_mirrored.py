@@ -114,8 +114,9 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
 
     def _load(self, saved: Saved) -> None:
         super()._load(saved)
-        if "compression" in saved and (found := self._compression()) is not None:
-            found.load_state_dict(saved.whole("compression"), *self._kept)
+        if "optimizer" in saved and (found := self._compression()) is not None:
+            state = saved.whole("compression") if "compression" in saved else {}
+            found.load_state_dict(state, *self._kept)
 
     def _compression(self) -> Compression | None:
         """That of the pair that is meant, if its gradients leave in buckets."""
