@@ -83,3 +83,7 @@ def test_how_many_batches_are_copied_together() -> None:
     assert Arrays(torch.zeros(1000, 1)).at_once(0) == 16
     photos = torch.zeros(4, 3, 8, 8).contiguous(memory_format=torch.channels_last)
     assert Arrays(photos).at_once(1) == 1  # to keep how they lie
+    sparse = torch.eye(4).to_sparse()
+    assert Arrays(sparse).at_once(1) == 1
+    assert torch.equal(Arrays(sparse).gather(torch.tensor([2])).to_dense(), torch.eye(4)[2:3])
+    assert Arrays(torch.zeros(4, requires_grad=True)).at_once(1) == 1

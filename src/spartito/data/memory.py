@@ -39,10 +39,10 @@ class Arrays:
                 "All arrays of a data set have one row per example.",
             )
         self._size = sizes[0]
-
         parts = list(leaves(self._tree))
-        self._bytes = max(1, sum(part.nbytes for part in parts) // max(1, self._size))
-        self._is_dense = all(part.is_contiguous() for part in parts)
+        nbytes = sum(part.numel() * part.element_size() for part in parts)
+        self._bytes = max(1, nbytes // max(1, self._size))
+        self._is_plain = all(map(_is_plain, parts))
 
     def __len__(self) -> int:
         return self._size
@@ -59,7 +59,7 @@ class Arrays:
     def at_once(self, size: int) -> int:
         """How many batches of ``size`` examples `gather_each` is for: such as a cache holds."""
         fit = CHUNK // (self._bytes * max(1, size))
-        return min(max(1, fit), MOST) if self._is_dense else 1
+        return min(max(1, fit), MOST) if self._is_plain else 1
 
     def gather_each(self, batches: Sequence[slice | Tensor]) -> list[Any]:
         """As `gather` of each, with one copy for all of them.
@@ -74,6 +74,12 @@ class Arrays:
             rows(found, lambda tensor, a=a, b=b: tensor[a:b].data)  # type: ignore[misc]
             for a, b in pairwise(ends)
         ]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether it is ordinary memory of the host, which nothing is differentiated by."""
+    is_strided = tensor.is_cpu and tensor.layout == torch.strided
+    return is_strided and tensor.is_contiguous() and not tensor.requires_grad
 
 
 def _is_nested(array: Any) -> bool:
