@@ -506,7 +506,9 @@ def join_in(
     missing = members.under("here").missing()
     assert rank or not missing  # rank 0, which keeps the store, may be gone as soon as we are here
     group = SharedMemoryCollective(members, directories=[Path(d) for d in directories])
-    where = Path(os.readlink("/proc/self/fd/" + str(group._lives[0][1])).split(" ")[0]).parent
+    where = Path(
+        os.readlink("/proc/self/fd/" + str(group._lives._files[group.rank])).split(" ")[0]
+    ).parent
     if reducer:
         group.reducer(reducer, torch.uint8, torch.device("cpu"))
     result = [float(part) for part in group.all_gather(torch.tensor(float(rank)))]

@@ -12,7 +12,6 @@ A rank's life is a file lock, which the kernel drops when its process ends, howe
 
 from __future__ import annotations
 
-import fcntl
 import os
 import platform
 import select
@@ -35,7 +34,7 @@ from spartito.collectives.collective import (
     Reducer,
     add_piggybacked,
 )
-from spartito.collectives.forks import keep_from_forks
+from spartito.collectives.lives import Lives
 from spartito.collectives.segment import Segment
 from spartito.collectives.slices import Slices
 from spartito.collectives.store import Membership
@@ -125,16 +124,21 @@ class SharedMemoryCollective(Collective):
         self._own = self._cell(rank)
         self._others = [(r, self._cell(r)) for r in range(self.world_size) if r != rank]
         self._scalars = [self._cell(r) * 8 + LINE for r in range(self.world_size)]
-        self._lives: list[tuple[int, int]] = []
         try:
-            self._exchange_lives(group.under("life"))
-            self.barrier()
-        except BaseException:
-            self.close()
-            raise
+            self._lives = Lives(rank, lambda r: segment.path.with_name(f"{segment.path.name}.{r}"))
+            try:
+                if missing := group.under("life").missing():
+                    said = f"{' and '.join(missing)} did not come within {self.timeout:g} s"
+                    raise TaskLostError(said)
+                self._lives.open(self.world_size)
+                self.barrier()
+            except BaseException:
+                self.close()
+                raise
+            finally:
+                self._lives.unlink()
         finally:
             self._unlink(segment)
-            self._life_path(rank).unlink(missing_ok=True)
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         def add(parts: list[Tensor], into: Tensor) -> None:
@@ -193,8 +197,7 @@ class SharedMemoryCollective(Collective):
         return Slices(self, size, encode("reduce", numel, dtype, self._reducers - 1))
 
     def close(self) -> None:
-        while self._lives:
-            os.close(self._lives.pop()[1])
+        self._lives.close()
 
     def synchronize(self) -> None:
         """Wait until all are here, at the same call."""
@@ -256,7 +259,7 @@ class SharedMemoryCollective(Collective):
                 self._check(rank, cell, sequence, now - moved)
 
     def _check(self, rank: int, cell: int, sequence: int, waited: float) -> None:
-        alive = self._alive(rank)
+        alive = self._lives.alive(rank)
         if self._came[cell] >= sequence:  # it came, and then left: all is well
             return
         if not alive:
@@ -271,20 +274,6 @@ class SharedMemoryCollective(Collective):
                 "It may be stopped, busy elsewhere, or at another call than the others. "
                 "SPARTITO_TIMEOUT sets the limit in seconds.",
             )
-
-    def _alive(self, rank: int) -> bool:
-        """Whether ``rank`` still holds the lock on its file."""
-        for peer, fd in self._lives:
-            if peer == rank:
-                try:
-                    fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    return True
-                fcntl.flock(fd, fcntl.LOCK_UN)
-        return False
-
-    def _life_path(self, rank: int) -> Path:
-        return self._segment.path.with_name(f"{self._segment.path.name}.{rank}")
 
     def _segment_for_all(self, size: int, tell: Callable[[str], str]) -> Segment:
         """A segment that rank 0 makes and the others map; all raise if there is no space for it.
@@ -321,17 +310,6 @@ class SharedMemoryCollective(Collective):
             return group.ask(lambda: group.store.get("segment").decode())
 
         return tell
-
-    def _exchange_lives(self, group: Membership) -> None:
-        """Lock a file of our own, and open those of the others."""
-        own = os.open(self._life_path(self.rank), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
-        self._lives.append((self.rank, own))
-        keep_from_forks(own)
-        fcntl.flock(own, fcntl.LOCK_EX)
-        if missing := group.missing():
-            raise TaskLostError(f"{' and '.join(missing)} did not come within {self.timeout:g} s")
-        for rank, _ in self._others:
-            self._lives.append((rank, os.open(self._life_path(rank), os.O_RDWR)))
 
     def _exchange(self, tensor: Tensor, use: Callable[[list[Tensor], Tensor], object]) -> Tensor:
         """Show ``tensor`` to all, slot by slot; ``use`` gets all parts and where ours came from."""
