@@ -148,7 +148,7 @@ def joins(
 ) -> Any:
     """The error of a rank that joins; the last one says that it has ``version``, if any."""
     if version and rank == size - 1:
-        told = versions.version
+        told = versions._installed
         versions._installed = lambda name: version if name == "spartito" else told(name)  # type: ignore[assignment]
     return error_of(lambda: joined(rank, size, port, limit, backend))
 
