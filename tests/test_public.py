@@ -28,6 +28,7 @@ LAYERS = [
     {"engine", "ps.scheduler", "ps.server", "ps.client", "checkpoint"},
     {"ps.chief", "mesh"},
     {"ps.job", "ps"},
+    {"pipeline"},
     {"strategies"},
     {"report"},
     {"training"},

@@ -110,6 +110,7 @@ BUILT_IN = {
         ),
         StrategyInfo("mesh", "spartito.strategies.mesh:MeshStrategy"),
         StrategyInfo("sharded", "spartito.strategies.sharded:ShardedStrategy"),
+        StrategyInfo("pipeline", "spartito.strategies.pipeline:PipelineStrategy"),
         StrategyInfo(
             "parameter_server",
             "spartito.strategies.parameter_server:ParameterServerStrategy",

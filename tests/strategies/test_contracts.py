@@ -37,6 +37,8 @@ CASES: list[Case] = [
     ("tests.strategies.paired:PairedStrategy", 4, {}),  # two processes for each data shard
     ("mesh", 2, {"model": 2}),
     ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
+    ("pipeline", 2, {"microbatches": 3}),
+    ("pipeline", 4, {"stages": 2, "schedule": "zero_bubble"}),  # two for each data shard
     ("parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}),
     ("parameter_server", 3, {"max_staleness": 0, "min_shard_bytes": 16, "shared_memory": False}),
 ]
@@ -68,13 +70,24 @@ every_synchronous = pytest.mark.parametrize(
 )
 """For what needs replicas that meet inside of a step, or several models."""
 
-SEVERAL = ("parameter_server", "mesh")
+every_loop = pytest.mark.parametrize(
+    "case", [c for c in CASES if c[0] not in ("parameter_server", "pipeline")], ids=named
+)
+"""For loops of one's own, and BatchNorm over the whole batch: a pipeline owns the step, and
+BatchNorm sees its microbatches. Both are in tests/pipeline/test_strategy.py."""
+
+every_backward = pytest.mark.parametrize(
+    "case", [c for c in CASES if c[0] != "pipeline"], ids=named
+)
+"""For parameters that a step does not use, in a loop of one's own."""
+
+SEVERAL = ("parameter_server", "mesh", "pipeline")
 
 every_flat = pytest.mark.parametrize(
     "case", [c for c in CASES if c[0] not in SEVERAL and ":" not in c[0]], ids=named
 )
 """For what speaks of ranks: each process is one data shard. What it says of meshes is in
-test_mesh.py."""
+test_mesh.py, of pipelines in tests/pipeline."""
 
 
 def close(left: Any, right: Any) -> None:
@@ -169,7 +182,7 @@ def test_metrics_with_state_are_those_of_all_examples(
         assert history["val_pearson_corr_coef"][-1] == pytest.approx(pairs.corrcoef()[0, 1].item())
 
 
-@every_synchronous
+@every_loop
 def test_batchnorm_dropout_and_augmentation_too(replicas: Replicas, case: Case) -> None:
     result = same_as_one_device(replicas, case, jobs.fit_convolutions)
     assert len(result["history"]["val_accuracy"]) == 6
@@ -198,12 +211,12 @@ def test_a_checkpoint_in_the_middle_of_an_update_loads_anywhere(
         close(resumed["history"], history)
 
 
-@every_synchronous
+@every_loop
 def test_a_custom_loop_trains_a_gan(replicas: Replicas, case: Case) -> None:
     same_as_one_device(replicas, case, jobs.gan)
 
 
-@every_strategy
+@every_backward
 def test_a_parameter_that_nobody_uses_is_left_alone(replicas: Replicas, case: Case) -> None:
     assert same_as_one_device(replicas, case, jobs.unused_parameters)["kept"]
 

@@ -136,6 +136,21 @@ class Rendezvous:
             self._groups[name] = made
         return self._groups[name]
 
+    def members(self, name: str, ranks: Sequence[int]) -> tuple[Membership, bool, bool]:
+        """Where some tasks can meet for connections of their own.
+
+        Args:
+            name: What the keys of their store begin with.
+            ranks: The tasks, this one included, by their rank in the job.
+
+        Returns:
+            The tasks, whether they share memory, and whether there is a core for each.
+        """
+        tasks = self._tasks
+        hosts = {tasks[rank].host for rank in ranks}
+        group = self._member(self._store, ranks).under(f"{name}/{ranks[0]}")
+        return group, self._shares_memory and len(hosts) == 1, self._spins
+
     def close(self) -> None:
         """Leave all groups. May be called again."""
         while self._groups:

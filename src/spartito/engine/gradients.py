@@ -108,6 +108,10 @@ class Gradients(ABC):
         self._frozen = [parameter for parameter in given if id(parameter) not in chosen]
         self._plan()
 
+    def go_on(self, before: Gradients) -> None:
+        """Take over what ``before`` noted of the batches that wait."""
+        self.loss_divisor, self.weight, self.loss = before.loss_divisor, before.weight, before.loss
+
     def _plan(self) -> None:  # noqa: B027 - not all have something to do
         """Prepare for the parameters that learn now."""
 

@@ -15,20 +15,30 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial, wraps
 from hashlib import blake2b
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.engine.context import StepContext, current, enter
+from spartito.engine.drawing import (
+    Draws,
+    Fill,
+    Recording,
+    Shape,
+    filled,
+    is_quiet,
+    next_key,
+    random,
+    refusal,
+)
 from spartito.errors import UserError
 
 aten = torch.ops.aten
-Fill = Callable[[Tensor, torch.Generator], object]
-Shape = tuple[int, ...]
 PROBES = (2, 3)  # rows; two sizes that no constant dim can follow
 
 
@@ -72,15 +82,29 @@ _active: _Pass | None = None
 _replays = False
 
 
+def _unseen(method: Callable[..., None]) -> Callable[..., None]:
+    """What a method asks torch is not part of the forward pass, which others may follow."""
+
+    @wraps(method)
+    def wrapped(*args: Any) -> None:
+        with torch._C.DisableTorchFunction():
+            method(*args)
+
+    return wrapped
+
+
 class GlobalRandomness:
     """Gives a model one device's random numbers in every training step; see `globalize`."""
 
     def __init__(self) -> None:
         self.made = 0
         """Random operations since the last `check`, on this replica."""
+        self.look: Callable[..., Draws] | None = None
+        """Tells what a forward pass draws, where calling the model does not."""
         self._idle = False
         self._known: dict[tuple[int, Any], Rows] = {}
 
+    @_unseen
     def begin(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before a forward pass."""
         global _active
@@ -104,6 +128,7 @@ class GlobalRandomness:
         torch.default_generator.manual_seed(seed)
         _active.mode.__enter__()  # type: ignore[no-untyped-call]
 
+    @_unseen
     def end(self, module: nn.Module, *_: object) -> None:
         """After it."""
         global _active
@@ -115,6 +140,20 @@ class GlobalRandomness:
         _active.mode.__exit__(None, None, None)
         torch.default_generator.set_state(_active.before)
         _active = None
+
+    def skip(self, count: int) -> None:
+        """In a forward pass, pass over ``count`` operations that draw: another task makes them."""
+        if _active is None:
+            return
+        with _disable_current_modes():
+            for _ in range(count):
+                next_key()
+        _active.made += count
+        self.made += count
+
+    def abstain(self) -> None:
+        """There were no rows to draw for."""
+        self._idle = True
 
     def piggybacked(self) -> tuple[float, float]:
         """What `check` has to hear from all replicas, summed; those without rows abstain."""
@@ -134,15 +173,15 @@ class GlobalRandomness:
         size, key = len(now.context.offsets), (now.made, func)
         found = self._known.get(key)
         if found is None or not found.fits(shape, size):
-            plan = _measure(now)
+            plan = _measure(now, self.look or partial(_look, now.module))
             self._known |= {
                 (number, made): rows for number, (made, rows) in enumerate(plan) if rows
             }
             found = self._known.get(key) if now.made < len(plan) else None
             if found is None or not found.fits(shape, size):
-                raise _refusal(func, f"a shape {shape} that does not tell which dim has the rows")
+                raise refusal(func, f"a shape {shape} that does not tell which dim has the rows")
         if found.each > 1 and now.packed:
-            raise _refusal(func, "packed sequences: their rows are ordered by time")
+            raise refusal(func, "packed sequences: their rows are ordered by time")
         return found
 
 
@@ -185,8 +224,8 @@ class _Drawing(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and not _is_quiet(func, args, kwargs):
-            return _random(func, args, kwargs, self.draw)
+        if torch.Tag.nondeterministic_seeded in func.tags and not is_quiet(func, args, kwargs):
+            return random(func, args, kwargs, self.draw)
         if func is aten._pack_padded_sequence.default and self._now is not None:
             self._now.packed = True
         return func(*args, **kwargs)
@@ -194,71 +233,38 @@ class _Drawing(TorchDispatchMode):
     def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
         """A tensor of ``shape``: the rows that are here of what ``fill`` draws for all."""
         context = current()
-        key, generator = _key()
+        key, generator = next_key()
         size = len(context.offsets) if context is not None else 0
         rows: Rows | None = None
         if context is not None and size not in (0, context.global_size):
             rows = context.drawn.get(key)
             if rows is None and (self._source is None or self._now is None):
-                raise _refusal(func, "torch.utils.checkpoint with preserve_rng_state=False")
+                raise refusal(func, "torch.utils.checkpoint with preserve_rng_state=False")
             if rows is None and self._source is not None and self._now is not None:
                 rows = context.drawn[key] = self._source.rows(func, shape, self._now)
         if self._now is not None and self._source is not None:
             self._now.made += 1
             self._source.made += 1
         if rows is None or rows.dim is None or context is None:
-            return _filled(shape, dtype, fill, generator)
+            return filled(shape, dtype, fill, generator)
         if func is aten.randperm.default:
-            raise _refusal(func, "an order of the examples that are here")
+            raise refusal(func, "an order of the examples that are here")
         everyone = list(shape)
         everyone[rows.dim] = context.global_size * rows.each
-        drawn = _filled(tuple(everyone), dtype, fill, generator)
+        drawn = filled(tuple(everyone), dtype, fill, generator)
         own = context.offsets[:, None] * rows.each + torch.arange(rows.each)
         return drawn.index_select(rows.dim, own.flatten())
 
 
-class _Recording(TorchDispatchMode):
-    """Notes which random operations there are, and draws for the rows that it sees."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.made: list[tuple[Any, Shape]] = []
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if torch.Tag.nondeterministic_seeded in func.tags and not _is_quiet(func, args, kwargs):
-            return _random(func, args, kwargs, self.draw)
-        return func(*args, **kwargs)
-
-    def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
-        self.made.append((func, shape))
-        return _filled(shape, dtype, fill, _key()[1])
-
-
-class RandomnessForbidden(_Recording):
+class RandomnessForbidden(Recording):
     """Refuses random operations: outside of the model each replica draws for its own rows."""
 
     def draw(self, func: Any, shape: Shape, dtype: torch.dtype, fill: Fill) -> Tensor:
         """Raise `UserError`."""
-        raise _refusal(func, "it is in the loss: draw in the model's forward pass")
+        raise refusal(func, "it is in the loss: draw in the model's forward pass")
 
 
-def _key() -> tuple[int, torch.Generator]:
-    """The next key of torch's generator, and one that draws by it."""
-    key = int(torch.randint(1 << 62, ()))
-    return key, torch.Generator().manual_seed(key)
-
-
-def _filled(shape: Shape, dtype: torch.dtype, fill: Fill, generator: torch.Generator) -> Tensor:
-    """Drawn on the CPU, so that all kinds of devices draw alike."""
-    made = torch.empty(shape, dtype=dtype, device="cpu")
-    fill(made, generator)
-    return made
-
-
-def _measure(now: _Pass) -> list[tuple[Any, Rows | None]]:
+def _measure(now: _Pass, look: Callable[..., Draws]) -> list[tuple[Any, Rows | None]]:
     """The random operations of a forward pass, and how each holds the examples (None: unclear).
 
     The pass is made with a few of its rows, and leaves neither buffers nor the generator changed.
@@ -267,15 +273,14 @@ def _measure(now: _Pass) -> list[tuple[Any, Rows | None]]:
     buffers = list(now.module.buffers())
     before = [buffer.clone() for buffer in buffers]
     state = torch.default_generator.get_state()
-    made: list[list[tuple[Any, Shape]]] = []
+    made: list[Draws] = []
 
     def passes() -> None:
         for count in PROBES:
             args, kwargs = _shrunk((now.args, now.kwargs), size, count)
             torch.default_generator.manual_seed(now.seed)
-            with torch.no_grad(), _Recording() as recording:
-                now.module(*args, **kwargs)
-            made.append(recording.made)
+            with torch.no_grad():
+                made.append(look(*args, **kwargs))
 
     enter(None)
     try:
@@ -284,13 +289,19 @@ def _measure(now: _Pass) -> list[tuple[Any, Rows | None]]:
     finally:
         enter(context)
         torch.default_generator.set_state(state)
-        with torch.no_grad():
-            for buffer, value in zip(buffers, before, strict=True):
-                buffer.copy_(value)
+        for buffer, value in zip(buffers, before, strict=True):
+            buffer.data.copy_(value)  # a graph that wants it finds what it saw
     return [
         (func, _compared(small, large) if func is other else None)
         for (func, small), (other, large) in zip(*made, strict=False)
     ]
+
+
+def _look(module: nn.Module, *args: Any, **kwargs: Any) -> Draws:
+    with Recording() as recording:
+        module(*args, **kwargs)
+    made: Draws = recording.made
+    return made
 
 
 def _shrunk(inputs: Any, size: int, count: int) -> Any:
@@ -322,97 +333,3 @@ def _compared(small: Shape, large: Shape) -> Rows | None:
     if len(grown) > 1 or rest or large[dim] != each * PROBES[1]:
         return None
     return Rows(dim, each, small[:dim] + small[dim + 1 :])
-
-
-def _refusal(func: Any, why: str) -> UserError:
-    name = func._schema.name.replace("aten::", "torch's ")
-    return UserError(
-        f"{name} draws at random, and cannot give one device's numbers: {why}",
-        "Leave deterministic=True out, or draw with dropout, torch.rand or torch.randn, the "
-        "examples in a dim of their own.",
-    )
-
-
-# What each random operation does with its draw
-
-
-def _is_quiet(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether it draws nothing this time."""
-    given = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-    defaults = {a.name: a.default_value for a in func._schema.arguments if a.has_default_value()}
-    given = defaults | given
-    if not given.get("training", True) or not given.get("train", True):
-        return True
-    return any(given.get(name, 1.0) == 0.0 for name in ("dropout_p", "dropout"))
-
-
-_Draw = Callable[[Any, Shape, torch.dtype, Fill], Tensor]
-
-_IN_PLACE = {
-    aten.bernoulli_.float, aten.uniform_.default, aten.normal_.default, aten.exponential_.default,
-    aten.geometric_.default, aten.cauchy_.default, aten.log_normal_.default, aten.random_.default,
-    aten.random_.to, getattr(aten.random_, "from"),
-}  # fmt: skip
-
-_NEW: dict[Any, Callable[..., Any]] = {
-    aten.rand.default: Tensor.uniform_,
-    aten.randn.default: Tensor.normal_,
-    aten.rand_like.default: Tensor.uniform_,
-    aten.randn_like.default: Tensor.normal_,
-}
-
-_NORMALS = {aten.normal.Tensor_float, aten.normal.float_Tensor, aten.normal.Tensor_Tensor}
-
-
-def _random(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], draw: _Draw) -> Any:
-    """The result of a random operation whose numbers come from ``draw``."""
-    if kwargs.get("generator") is not None:
-        raise _refusal(func, "a generator of your own")
-    kwargs = {name: value for name, value in kwargs.items() if name != "generator"}
-    first = args[0]
-    if func in _IN_PLACE:
-        fill: Fill = lambda made, by: func(made, *args[1:], **kwargs, generator=by)  # noqa: E731
-        return first.copy_(draw(func, tuple(first.shape), first.dtype, fill))
-    if func in _NEW:
-        made = torch.empty_like if isinstance(first, Tensor) else torch.empty
-        out = made(first, **kwargs)
-        numbers = _NEW[func]
-        fill = lambda made, by: numbers(made, generator=by)  # noqa: E731
-        return out.copy_(draw(func, tuple(out.shape), out.dtype, fill))
-    if func in (aten.randint.default, aten.randint.low):
-        low, high = (0, first) if func is aten.randint.default else args[:2]
-        out = torch.empty(args[-1], **{"dtype": torch.int64, **kwargs})
-        fill = lambda made, by: made.random_(low, high, generator=by)  # noqa: E731
-        return out.copy_(draw(func, tuple(out.shape), out.dtype, fill))
-    if func is aten.randperm.default:
-        out = torch.empty(first, **{"dtype": torch.int64, **kwargs})
-        fill = lambda made, by: made.copy_(torch.randperm(len(made), generator=by))  # noqa: E731
-        return out.copy_(draw(func, tuple(out.shape), out.dtype, fill))
-    if func in (aten.bernoulli.default, aten.bernoulli_.Tensor):
-        chance = first if func is aten.bernoulli.default else args[1].expand_as(first)
-        drawn = draw(func, tuple(chance.shape), torch.float32, _uniform)
-        hit = drawn.to(chance.device) < chance
-        return hit.to(first.dtype) if func is aten.bernoulli.default else first.copy_(hit)
-    if func is aten.native_dropout.default:
-        kept = draw(func, tuple(first.shape), torch.float32, _uniform) < 1 - args[1]
-        mask = kept.to(first.device)
-        return first * mask * (1 / (1 - args[1]) if args[1] < 1 else 0.0), mask
-    if func in (aten.rrelu_with_noise.default, aten.rrelu_with_noise_.default):
-        _, noise, *bounds = args
-        low, high = (*bounds, 0.125, 1 / 3)[:2] if len(bounds) < 2 else bounds[:2]
-        fill = lambda made, by: made.uniform_(low, high, generator=by)  # noqa: E731
-        slope = draw(func, tuple(first.shape), first.dtype, fill).to(first.device)
-        noise.copy_(torch.where(first <= 0, slope, torch.ones_like(slope)))
-        return first.mul_(noise) if func is aten.rrelu_with_noise_.default else first * noise
-    if func in _NORMALS:
-        mean, deviation = args[0], args[1] if len(args) > 1 else 1.0
-        tensors = [value for value in (mean, deviation) if isinstance(value, Tensor)]
-        shape = torch.broadcast_shapes(*(value.shape for value in tensors))
-        fill = lambda made, by: made.normal_(generator=by)  # noqa: E731
-        drawn = draw(func, tuple(shape), tensors[0].dtype, fill).to(tensors[0].device)
-        return mean + deviation * drawn
-    raise _refusal(func, "it is not among the operations that Spartito can divide")
-
-
-def _uniform(made: Tensor, generator: torch.Generator) -> Tensor:
-    return made.uniform_(generator=generator)

@@ -31,6 +31,7 @@ from spartito.report.figures import (
     scalars,
 )
 from spartito.report.layouts import layout_bars
+from spartito.report.pipeline import timeline
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
 
@@ -67,6 +68,7 @@ def render(folder: Path) -> str:
         best=best_epoch(run),
         cluster=_cluster(run.section("cluster"), run.config.get("strategy")),
         servers=_servers(run.config),
+        pipeline=timeline(run.section("pipeline")),
         staleness=_staleness(run.section("staleness")),
         layout=layout_bars(run.section("layout"), page_colour(TRAINING), page_colour(NEUTRAL)),
         settings=_settings(run),

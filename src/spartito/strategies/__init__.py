@@ -21,6 +21,7 @@ from spartito.strategies.mirrored import MirroredStrategy
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
 from spartito.strategies.one_device import OneDeviceStrategy
 from spartito.strategies.parameter_server import ParameterServerStrategy
+from spartito.strategies.pipeline import PipelineStrategy
 from spartito.strategies.sharded import ShardedStrategy
 
 
@@ -104,6 +105,7 @@ __all__ = [
     "OneDeviceStrategy",
     "ParameterServerStrategy",
     "ShardedStrategy",
+    "PipelineStrategy",
     "StepResult",
     "Strategy",
     "strategy",

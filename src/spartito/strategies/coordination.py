@@ -242,8 +242,9 @@ class SynchronousCoordination(Coordination):
         return checksum(parameters)
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those of all prepared models. Buffers may differ: not all are synchronized."""
-        return [parameter for pair in self._pairs.all for parameter in pair.model.parameters()]
+        """Those here of all prepared models. Buffers may differ: not all are synchronized."""
+        models = [pair.model for pair in self._pairs.all]
+        return [p for model in models for p in model.parameters() if not p.is_meta]
 
     def _sum(self, value: float) -> float:
         return self._groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()

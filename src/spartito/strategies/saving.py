@@ -100,7 +100,7 @@ class SavingStrategy(Strategy):
     def _load_training(self, pair: Pair, saved: Saved, all_: set[str]) -> None:
         """What is beside the model; ``all_`` are the names of all tasks."""
         model = unwrap(pair.model)
-        own = {name for name, _ in model.named_parameters()}
+        own = {name for name, each in model.named_parameters() if not each.is_meta}
         pair.gradients.clear()
         pair.passes, pair.saved = 0, None
         if "accumulated" in saved:

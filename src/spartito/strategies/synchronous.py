@@ -112,7 +112,10 @@ class SynchronousStrategy(ReplicaStrategy):
         uneven = isinstance(chain.source, PerWorker) and shard[1] > 1
         batches = Together(loader, group) if uneven else loader
         pairs = self._pairs if training else None
-        return Placed(batches, self.device, self.enter, group, self.denormals, pairs)
+        return self._placed(batches, self.device, self.enter, group, self.denormals, pairs)
+
+    def _placed(self, *args: Any) -> Placed:
+        return Placed(*args)
 
     def close(self) -> None:
         enter(None)
@@ -129,7 +132,7 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         """The chief's values to all, as one message per dtype."""
-        if self.num_replicas_in_sync == 1:
+        if self.cluster.world_size == 1:
             return
         for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
             alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]

@@ -1,0 +1,1 @@
+"""Pipelines: a model cut into stages, which microbatches pass one after the other."""

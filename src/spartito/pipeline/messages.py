@@ -1,0 +1,181 @@
+"""What the tasks of a pipeline send each other: activations forward, their gradients back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from spartito.backend.machine import OneMachine
+from spartito.backend.machines import SeveralMachines
+from spartito.backend.operations import Alone, Operations
+from spartito.cluster.endpoints import peer_endpoint
+from spartito.cluster.secret import job_key
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.calls import code_of, dtype_of
+from spartito.collectives.rendezvous import Rendezvous
+from spartito.pipeline.program import Cut
+
+FORTH, BACK, TIED = 0, 1, 2
+"""What a message is: of the next stage, of the one before, or a gradient of tied parameters."""
+_KINDS = 3
+
+
+def connect(rendezvous: Rendezvous, cluster: ClusterSpec, ranks: Sequence[int]) -> Operations:
+    """Connect the tasks of a pipeline; all of them call it together.
+
+    Args:
+        rendezvous: Where the tasks of the job meet.
+        cluster: All tasks.
+        ranks: Those of this pipeline, by their rank in the job.
+
+    Returns:
+        What sends and receives, by the rank among them.
+
+    Raises:
+        TaskLostError: A task does not come in time.
+    """
+    if len(ranks) == 1:
+        return Alone()
+    group, together, spins = rendezvous.members("pipeline", ranks)
+    if together:
+        return OneMachine(group, spins)
+    return SeveralMachines(group, peer_endpoint(cluster), job_key(cluster))
+
+
+class Messages:
+    """Tensors between the stages of one pipeline.
+
+    Args:
+        operations: Sends and receives.
+        rank: This task's rank there.
+        rank_of: The rank there of the task that has each stage.
+    """
+
+    def __init__(self, operations: Operations, rank: int, rank_of: Sequence[int]) -> None:
+        self._operations, self._rank, self._rank_of = operations, rank, rank_of
+        self._kept: dict[tuple[int, int], Tensor] = {}
+
+    def rank_of(self, stage: int) -> int:
+        """The rank of the task that has a stage."""
+        return self._rank_of[stage]
+
+    def send(
+        self, tensors: Sequence[Tensor], cut: Cut, stage: int, microbatch: int, kind: int
+    ) -> None:
+        """Leave tensors that cross from one stage to another.
+
+        Args:
+            tensors: Those of `Cut.enters`, or the gradients of those that learn.
+            cut: The stages.
+            stage: Where the values enter, whichever way these go.
+            microbatch: What they are of.
+            kind: `FORTH` or `BACK`.
+        """
+        target = self._rank_of[stage if kind == FORTH else stage - 1]
+        if kind == FORTH and stage not in cut.formats:  # noted by both; the first ones tell
+            cut.formats[stage] = [(t.dtype, _is_last(t)) for t in tensors]
+            if target != self._rank:
+                told = [[code_of(dtype), last] for dtype, last in cut.formats[stage]]
+                self._leave(torch.tensor(told), target, self._tag(stage, 0, kind, 63))
+        for number, tensor in enumerate(tensors):
+            last = _formats(cut, stage, kind)[number][1]
+            shown = tensor.detach()
+            if last:
+                shown = shown.contiguous(memory_format=torch.channels_last).permute(0, 2, 3, 1)
+            self._leave(shown.contiguous(), target, self._tag(stage, microbatch, kind, number))
+
+    def receive(self, cut: Cut, stage: int, microbatch: int, kind: int) -> list[Tensor]:
+        """Wait for what `send` leaves.
+
+        Args:
+            cut: The stages.
+            stage: Where the values enter.
+            microbatch: What they are of.
+            kind: `FORTH` or `BACK`.
+
+        Returns:
+            The tensors.
+        """
+        source = self._rank_of[stage - 1 if kind == FORTH else stage]
+        values = cut.enters(stage)
+        if kind == BACK:
+            values = [value for value in values if value.tensor.requires_grad]
+        elif stage not in cut.formats:
+            told = torch.empty(len(values), 2, dtype=torch.int64)
+            self._take(told, source, self._tag(stage, 0, kind, 63))
+            cut.formats[stage] = [
+                (dtype_of(code) or torch.float32, bool(last)) for code, last in told.tolist()
+            ]
+        found = []
+        for number, value in enumerate(values):
+            dtype, last = _formats(cut, stage, kind)[number]
+            layout = torch.channels_last if last else torch.contiguous_format
+            made = torch.empty(value.tensor.shape, dtype=dtype, memory_format=layout)
+            shown = made.permute(0, 2, 3, 1) if last else made
+            self._take(shown, source, self._tag(stage, microbatch, kind, number))
+            found.append(made)
+        return found
+
+    def add(self, tensor: Tensor, number: int, stages: Sequence[int]) -> Tensor:
+        """Sum a tensor of the tasks that have some stages, the same bits on all of them.
+
+        Args:
+            tensor: Of one shape and dtype.
+            number: Which sum it is, of those that are under way.
+            stages: The stages, in the order in which they are added.
+
+        Returns:
+            The sum.
+        """
+        ranks = list(dict.fromkeys(self._rank_of[stage] for stage in stages))
+        tag = number * _KINDS + TIED
+        for rank in ranks:
+            if rank != self._rank:
+                self._leave(tensor, rank, tag)
+        total: Tensor | None = None
+        for rank in ranks:
+            part = tensor
+            if rank != self._rank:
+                part = torch.empty_like(tensor)
+                self._take(part, rank, tag)
+            total = part.clone() if total is None else total.add_(part)
+        return tensor if total is None else total
+
+    def close(self) -> None:
+        """Leave the pipeline."""
+        self._operations.close()
+
+    def _leave(self, tensor: Tensor, target: int, tag: int) -> None:
+        if target == self._rank:
+            self._kept[target, tag] = tensor
+        else:
+            self._operations.send(tensor, target, tag)
+
+    def _take(self, tensor: Tensor, source: int, tag: int) -> None:
+        if source == self._rank:
+            tensor.copy_(self._kept.pop((source, tag)))
+        else:
+            self._operations.receive(tensor, source, tag).wait()
+
+    @staticmethod
+    def _tag(stage: int, microbatch: int, kind: int, number: int) -> int:
+        return ((microbatch << 12 | stage) << 6 | number) * _KINDS + kind
+
+
+def _formats(cut: Cut, stage: int, kind: int) -> list[tuple[torch.dtype, bool]]:
+    """The dtype of each tensor, and whether its channels are last."""
+    formats = cut.formats[stage]
+    if kind == FORTH:
+        return formats
+    both = zip(formats, cut.enters(stage), strict=True)
+    return [found for found, value in both if value.tensor.requires_grad]
+
+
+def _is_last(tensor: Tensor) -> bool:
+    return (
+        tensor.dim() == 4
+        and tensor.is_contiguous(memory_format=torch.channels_last)
+        and not tensor.is_contiguous()
+    )

@@ -1,0 +1,110 @@
+"""A batch in parts that pass a pipeline one after the other, and their outputs as one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from typing import Any
+
+import torch
+from msgspec import structs
+from torch import Tensor
+
+from spartito.data.batch import Batch
+
+
+def divided(batch: Batch, count: int, least: int) -> list[Batch]:
+    """The microbatches of a batch: contiguous parts, as equal as can be, none of them empty.
+
+    Args:
+        batch: One data shard's rows.
+        count: How many parts at most.
+        least: Rows of each, where there are so many.
+
+    Returns:
+        The parts.
+    """
+    count = max(1, min(count, batch.size // least))
+    each, more = divmod(batch.size, count)
+    sizes = [each + (number < more) for number in range(count)]
+    return [part(batch, sum(sizes[:number]), size) for number, size in enumerate(sizes)]
+
+
+def part(batch: Batch, first: int, size: int) -> Batch:
+    """Some rows of a batch.
+
+    Args:
+        batch: All rows.
+        first: The first of them.
+        size: How many.
+
+    Returns:
+        A batch of the same step.
+    """
+    last = first + size
+
+    def cut(data: Any) -> Any:
+        if isinstance(data, list) and len(data) == batch.size:
+            return data[first:last]
+        if isinstance(data, tuple):
+            return tuple(cut(part) for part in data)
+        if isinstance(data, Mapping):
+            return {name: cut(part) for name, part in data.items()}
+        return data[first:last] if isinstance(data, Tensor) and data.dim() else data
+
+    offsets = batch.offsets[first:last]
+    return structs.replace(batch, data=cut(batch.data), size=size, offsets=offsets)
+
+
+def joined(outputs: Sequence[Any], sizes: Sequence[float]) -> Any:
+    """The outputs of microbatches as that of their batch.
+
+    Args:
+        outputs: Tensors, mappings or tuples of one form.
+        sizes: The rows of each microbatch.
+
+    Returns:
+        The same form; scalars are means over the rows.
+    """
+    first = outputs[0]
+    if len(outputs) == 1:
+        return first
+    if isinstance(first, Tensor):
+        if first.dim():
+            return torch.cat(list(outputs))
+        pairs = zip(outputs, sizes, strict=True)
+        return sum(value * size for value, size in pairs) / sum(sizes)
+    if isinstance(first, Mapping):
+        found = {name: joined([out[name] for out in outputs], sizes) for name in first}
+        if "num_items" in first and "loss" in first:  # a mean over so many items, not rows
+            items = [int(out["num_items"]) for out in outputs]
+            found["loss"] = joined([out["loss"] for out in outputs], [max(n, 1e-9) for n in items])
+            found["num_items"] = torch.tensor(sum(items))
+        return found
+    if isinstance(first, tuple):
+        return tuple(joined(column, sizes) for column in zip(*outputs, strict=True))
+    return first
+
+
+def each_tensor(value: Any, function: Callable[[Tensor], Any]) -> Any:
+    """What a model returns, with ``function`` applied to each of its tensors, in order.
+
+    Args:
+        value: Tensors in tuples, lists and mappings of any kind.
+        function: It takes a tensor.
+
+    Returns:
+        The same form.
+    """
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, Mapping):
+        found = copy(value)
+        for name, part in value.items():
+            found[name] = each_tensor(part, function)  # type: ignore[index]
+        return found
+    if isinstance(value, tuple | list):
+        parts = [each_tensor(part, function) for part in value]
+        named = isinstance(value, tuple) and hasattr(value, "_fields")
+        return type(value)(*parts) if named else type(value)(parts)
+    return value

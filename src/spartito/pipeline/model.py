@@ -1,0 +1,169 @@
+"""A user's model in a pipeline: where its stages begin, and what this task keeps of it."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+
+from spartito.errors import UserError
+from spartito.pipeline.program import Cut, record
+from spartito.pipeline.split import Start, balanced, named
+
+Owners = dict[str, list[int]]
+"""The stages that use each parameter and buffer, by its name."""
+MOST_CUTS = 64
+"""Shapes of microbatches whose operations are kept."""
+
+
+class PipedModel:
+    """The model of one task, of which it keeps the parameters of its own stages.
+
+    Args:
+        model: The user's.
+        stages: How many the model is cut into.
+        own: Those of this task.
+    """
+
+    def __init__(self, model: nn.Module, stages: int, own: Collection[int]) -> None:
+        self.model, self.stages, self.own = model, stages, own
+        self.starts: list[Start] | None = None
+        self.owners: Owners = {}
+        self.names: list[list[str]] = []
+        """Those of the optimizer's parameters, group by group, as the user gave them."""
+        self._cuts: dict[Any, Cut] = {}
+        self._buffers: set[str] = set()
+        self.order: list[str] = []
+        """The names in the model's ``state_dict()``, those of all tasks."""
+
+    def plan(
+        self, call: Callable[[], Any], split: str | Sequence[str]
+    ) -> tuple[list[Start], Owners]:
+        """Decide where the stages begin.
+
+        Args:
+            call: Makes a forward pass.
+            split: "auto", or the modules with which stages begin.
+
+        Returns:
+            The starts, and which stages use each parameter and buffer.
+
+        Raises:
+            UserError: The model cannot be split so.
+        """
+        if self.stages == 1:
+            return [], {}
+        program = record(self.model, call)
+        if isinstance(split, str):
+            there = not any(parameter.is_meta for parameter in self.model.parameters())
+            starts = balanced(program, self.model, self.stages, call if there else None)
+        else:
+            starts = named(program, self.model, split, self.stages)
+        cut = Cut(program, tuple(start.index(program) for start in starts))
+        return starts, cut.owners({**program.parameters, **program.buffers})
+
+    def divide(self, starts: list[Start], owners: Owners, optimizer: Optimizer) -> None:
+        """Let go of what other tasks keep.
+
+        Args:
+            starts: Where stages begin.
+            owners: What `plan` returned.
+            optimizer: It loses the parameters that are not here any more.
+        """
+        self.starts, self.owners = starts, owners
+        self.order = list(self.model.state_dict())
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        for group in optimizer.param_groups:
+            self.names.append([names[id(parameter)] for parameter in group["params"]])
+            kept = [p for p in group["params"] if self.keeps(names[id(p)])]
+            group["params"] = kept
+        for parameter in [p for p in optimizer.state if not self.keeps(names[id(p)])]:
+            del optimizer.state[parameter]
+        empty: dict[int, nn.Parameter] = {}
+        for module in self.model.modules():
+            for key, own in list(module._parameters.items()):
+                if own is None or self.keeps(names[id(own)]):
+                    continue
+                if id(own) not in empty:
+                    made = torch.empty_like(own, device="meta")
+                    empty[id(own)] = nn.Parameter(made, own.requires_grad)
+                module._parameters[key] = empty[id(own)]
+            if isinstance(module, nn.RNNBase):  # it has a list of them too
+                names_here = module._flat_weights_names
+                module._flat_weights = [getattr(module, name, None) for name in names_here]
+        self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
+        self.model._register_state_dict_hook(self._leave_out)
+
+    def _leave_out(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        """From the model's ``state_dict()`` what other tasks keep."""
+        for key in [key for key in state if key.startswith(prefix)]:
+            name = key.removeprefix(prefix)
+            value, buffer = state[key], name in self._buffers
+            foreign = buffer and name in self.owners and not self.keeps(name)
+            if foreign or (isinstance(value, Tensor) and value.is_meta):
+                del state[key]
+
+    def keeps(self, name: str) -> bool:
+        """Whether this task has a parameter, or the buffer that counts."""
+        return not self.starts or any(stage in self.own for stage in self.stages_of(name))
+
+    def stages_of(self, name: str) -> list[int]:
+        """The stages that use a parameter; one that nobody uses is kept by the first."""
+        return self.owners.get(name, [0])
+
+    def tied(self) -> dict[str, list[int]]:
+        """Parameters that several stages use: their gradients are summed."""
+        return {
+            name: self.owners[name]
+            for name, _ in self.model.named_parameters()
+            if len(self.owners.get(name, ())) > 1
+        }
+
+    def cut(self, call: Callable[[], Any], data: Any, *about: object) -> Cut:
+        """The operations of a forward pass with ``data``, and where its stages begin.
+
+        Args:
+            call: Makes the pass.
+            data: What the model gets.
+            *about: More on which the operations depend.
+
+        Returns:
+            It is recorded once for all data of the same shapes.
+
+        Raises:
+            UserError: A stage would use parameters that another task keeps.
+        """
+        leaves, form = tree_flatten(data)
+        shapes = tuple(
+            (leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves
+        )
+        key = (str(form), str(shapes), torch.is_grad_enabled(), about)
+        if key not in self._cuts:
+            if len(self._cuts) >= MOST_CUTS:
+                self._cuts.clear()
+            self._cuts[key] = self._recorded(call)
+        return self._cuts[key]
+
+    def flags(self) -> int:
+        """A checksum of what a user may switch between two steps: modes, and who learns."""
+        modes = bytes(module.training for module in self.model.modules())
+        return zlib.crc32(modes + bytes(p.requires_grad for p in self.model.parameters()))
+
+    def _recorded(self, call: Callable[[], Any]) -> Cut:
+        program = record(self.model, call)
+        starts = self.starts or []
+        cut = Cut(program, tuple(start.index(program) for start in starts))
+        for name, stages in cut.owners(program.parameters).items():
+            strange = [stage for stage in stages if starts and stage not in self.stages_of(name)]
+            if strange:
+                raise UserError(
+                    f"stage {strange[0]} uses {name!r}, which it did not in the first batch",
+                    "Let the first batch go the way of all others, or split elsewhere by "
+                    "split=[...].",
+                )
+        return cut

@@ -1,0 +1,393 @@
+"""A model's forward pass as a row of operations, of which each task computes its stages.
+
+The user's own ``forward`` runs on every task. A function mode of torch sees each operation that it
+calls: those of other stages are left out and give what was noted of them, tensors without data, in
+the first pass (`record`, which computes nothing and needs no values). So the model stays as it is,
+and Python code in it runs as ever: loops, branches on shapes, dicts.
+
+What depends on the model's input alone, as a mask or positions, is computed on every task; what
+depends on parameters, or draws at random, belongs to the stage whose part of the row it is in.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spartito.engine.drawing import Draws, Recording
+from spartito.errors import UserError
+from spartito.pipeline.microbatches import each_tensor
+
+META = torch.device("meta")
+_LOOKS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"}
+_PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device, torch.layout)
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where a module is called.
+
+    Args:
+        path: Its name in the model.
+        call: How often it was called before.
+        index: The operations before.
+    """
+
+    path: str
+    call: int
+    index: int
+
+
+@dataclass(slots=True)
+class Value:
+    """A result without data, and where it is made and used last."""
+
+    tensor: Tensor
+    born: int
+    last: int
+
+
+@dataclass
+class Program:
+    """The operations of one forward pass, by their index.
+
+    Attributes:
+        functions: What torch was asked for.
+        results: What came of it; tensors without data where it belongs to a stage.
+        shared: Whether every task computes it.
+        draws: How many random numbers or tensors it draws.
+        swaps: Whether it takes values that may come from another stage.
+        names: The modules that are called, and when.
+        values: Results that belong to a stage, by their id.
+        parameters: The operations that use a parameter, by its name.
+        buffers: The same of buffers, where it belongs to a stage.
+        output: What the model returns.
+        drawn: What all of it draws at random.
+    """
+
+    functions: list[Any] = field(default_factory=list)
+    results: list[Any] = field(default_factory=list)
+    shared: list[bool] = field(default_factory=list)
+    draws: list[int] = field(default_factory=list)
+    swaps: list[bool] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    values: dict[int, Value] = field(default_factory=dict)
+    parameters: dict[str, list[int]] = field(default_factory=dict)
+    buffers: dict[str, list[int]] = field(default_factory=dict)
+    output: Any = None
+    drawn: Draws = field(default_factory=list)
+
+    def crossing(self, index: int) -> list[Value]:
+        """What is made before the operation ``index`` and used from it on, in order."""
+        return [value for value in self.values.values() if value.born < index <= value.last]
+
+    def find(self, path: str, call: int) -> int | None:
+        """The operation with which a call of the module ``path`` begins; None: it is not called."""
+        for entry in self.entries:
+            if (entry.path, entry.call) == (path, call):
+                return entry.index
+        return None
+
+    def signature(self) -> str:
+        """Equal texts on tasks that recorded the same operations."""
+        names = [getattr(function, "__name__", str(function)) for function in self.functions]
+        return f"{len(names)} {','.join(names)} {[entry.index for entry in self.entries]}"
+
+
+def record(model: nn.Module, call: Callable[[], Any]) -> Program:
+    """Note the operations of ``call``, a forward pass of ``model``, without computing them.
+
+    Args:
+        model: Some of its parameters may be without data already.
+        call: Makes the pass, with its data.
+
+    Returns:
+        The operations; they are those of any pass with data of the same shapes.
+
+    Raises:
+        UserError: Names the module whose forward pass looks at values, so that its operations
+            cannot be known before.
+    """
+    mode = _Recorder(model)
+    with untouched(model), mode.watching(), Recording() as mode.recording, mode:
+        output = call()
+    mode.program.output, mode.program.drawn = output, mode.recording.made
+    each_tensor(output, lambda leaf: mode.use(leaf, len(mode.program.functions)))
+    return mode.program
+
+
+class Reached(Exception):
+    """The forward pass has come to the end of a stage: the rest is left out."""
+
+
+class Replay(TorchFunctionMode):
+    """A forward pass that computes the operations from ``begin`` to ``end`` of ``program``.
+
+    Args:
+        program: What was recorded.
+        begin: The first operation of the stage.
+        end: The first one of the next stage.
+        known: Values of earlier stages by the id of their `Value`; those that later stages want
+            are added.
+        wanted: The ids that later stages want.
+        skip: Is told of so many draws of earlier stages, before the stage begins.
+        instead: Computes an operation in another way, or says `NotImplemented`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        begin: int,
+        end: int,
+        known: dict[int, Tensor],
+        wanted: Sequence[int],
+        skip: Callable[[int], None] | None = None,
+        instead: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._program, self._begin, self._end = program, begin, end
+        self._known, self._skip, self._instead = known, skip, instead
+        self._next = 0
+        self._wanted = {program.values[key].born for key in wanted}
+        self._keys = frozenset(wanted)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        program, index = self._program, self._next
+        self._next = index + 1
+        if index >= self._end:
+            if index < len(program.functions):
+                raise Reached
+            raise _another_way(func)
+        if func != program.functions[index]:
+            raise _another_way(func)
+        if index == self._begin and self._skip is not None:
+            self._skip(sum(program.draws[:index]))
+        if program.shared[index]:
+            return func(*args, **(kwargs or {}))
+        if index < self._begin:
+            return program.results[index]
+        kwargs = kwargs or {}
+        if program.swaps[index]:
+            args, kwargs = tree_map(self.swap, (args, kwargs))
+        out = NotImplemented
+        if self._instead is not None:
+            out = self._instead(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+        if index in self._wanted:
+            self._keep(program.results[index], out)
+        return out
+
+    def swap(self, value: Any) -> Any:
+        """The data that came for a value of an earlier stage; anything else as it is."""
+        return self._known.get(id(value), value)
+
+    def _keep(self, noted: Any, made: Any) -> None:
+        for without, tensor in zip(tree_leaves(noted), tree_leaves(made), strict=True):
+            if id(without) in self._keys:
+                self._known[id(without)] = tensor
+
+
+class _Recorder(TorchFunctionMode):
+    """Notes each operation, and computes those of stages on tensors without data."""
+
+    recording: Recording
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.program = Program()
+        self._names = {id(tensor): name for name, tensor in model.named_parameters()}
+        self._buffers = {id(tensor): name for name, tensor in model.named_buffers()}
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._device = next((p.device for p in model.parameters() if not p.is_meta), None)
+        self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._calls: dict[str, int] = {}
+        self._inside: list[str] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Note which modules are called."""
+
+        def enters(module: nn.Module, args: Any) -> None:
+            path = self._paths.get(id(module))
+            self._inside.append(path or type(module).__name__)
+            if path:
+                number = self._calls[path] = self._calls.get(path, -1) + 1
+                self.program.entries.append(Entry(path, number, len(self.program.functions)))
+
+        def leaves(*_: object) -> None:
+            self._inside.pop()
+
+        with ExitStack() as stack:
+            stack.callback(register_module_forward_pre_hook(enters).remove)
+            stack.callback(register_module_forward_hook(leaves, always_call=True).remove)
+            yield
+
+    def use(self, leaf: Any, index: int) -> None:
+        """Note that an operation uses a value."""
+        if (value := self.program.values.get(id(leaf))) is not None:
+            value.last = max(value.last, index)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        program, kwargs = self.program, kwargs or {}
+        index, drawn = len(program.functions), len(self.recording.made)
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        staged = any(leaf.is_meta or isinstance(leaf, nn.Parameter) for leaf in given)
+        if staged:
+            self._refuse_writing(func, args)
+            args, kwargs = self._without_data(func, args, kwargs)
+            try:
+                made = func(*args, **kwargs)
+            except Exception as error:
+                raise self._refusal(func, str(error).partition("\n")[0]) from error
+        else:
+            made = func(*args, **kwargs)
+        draws = len(self.recording.made) - drawn
+        if draws and not staged:  # each task would draw its own
+            staged, made = True, tree_map(self._twin, made)
+        if isinstance(made, torch.device) and made.type == "meta" and self._device is not None:
+            made = self._device
+        plain = isinstance(made, _PLAIN)
+        program.functions.append(func)
+        program.results.append(made)
+        program.shared.append(not staged)
+        program.draws.append(draws)
+        program.swaps.append(any(id(leaf) in program.values for leaf in given))
+        if not plain:
+            self._note_uses(given, index, staged)
+        if staged:
+            for leaf in tree_leaves(made):
+                if isinstance(leaf, Tensor) and id(leaf) not in program.values:
+                    program.values[id(leaf)] = Value(leaf, index, -1)
+        return made
+
+    def _note_uses(self, given: Sequence[Tensor], index: int, staged: bool) -> None:
+        for leaf in given:
+            self.use(leaf, index)
+            if name := self._names.get(id(leaf)):
+                self.program.parameters.setdefault(name, []).append(index)
+            elif staged and (name := self._buffers.get(id(leaf))):
+                self.program.buffers.setdefault(name, []).append(index)
+
+    def _twin(self, value: Any) -> Any:
+        """A tensor without data instead of one with; anything else as it is."""
+        if not isinstance(value, Tensor) or value.is_meta:
+            return value
+        if id(value) not in self._twins:
+            made = torch.empty_like(value, device=META).requires_grad_(value.requires_grad)
+            self._twins[id(value)] = value, made
+        return self._twins[id(value)][1]
+
+    def _without_data(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        def plain(value: Any) -> Any:
+            return META if isinstance(value, torch.device) else self._twin(value)
+
+        args, kwargs = tree_map(plain, (args, kwargs))
+        name = getattr(func, "__name__", "")
+        if name in _LOOKS:
+            raise self._refusal(func, "it is a value")
+        if kwargs.get("device") is not None:
+            kwargs = {**kwargs, "device": META}
+        if name == "to":
+            args = tuple(META if isinstance(arg, str) else arg for arg in args)
+        return args, kwargs
+
+    def _refuse_writing(self, func: Any, args: tuple[Any, ...]) -> None:
+        """Each task makes what has no parameters in it, but only one has what goes into it."""
+        name = getattr(func, "__name__", "")
+        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+        first = args[0] if writes and args else None
+        if not isinstance(first, Tensor) or first.is_meta:
+            return
+        if id(first) not in self._names and id(first) not in self._buffers:
+            raise self._refusal(func, "it writes into a tensor that does not come of parameters")
+
+    def _refusal(self, func: Any, why: str) -> UserError:
+        where = self._inside[-1] if self._inside else "the model"
+        name = getattr(func, "__name__", str(func))
+        return UserError(
+            f"a pipeline cannot split the model: {where!r} calls {name}(), and {why}",
+            "A stage runs without the values of the others: its shapes and branches may depend on "
+            "the shapes of the input alone. Move such a call behind the model, into the loss.",
+        )
+
+
+def _another_way(func: Any) -> UserError:
+    name = getattr(func, "__name__", str(func))
+    return UserError(
+        f"the model's forward pass came to {name}() where an equal batch did something else",
+        "In a pipeline its operations may depend on the shapes of the input, not on values, "
+        "Python's random numbers, or counters.",
+    )
+
+
+@contextmanager
+def untouched(model: nn.Module) -> Iterator[None]:
+    """A block that leaves buffers and the generator as they were.
+
+    Args:
+        model: It has the buffers.
+    """
+    state = torch.default_generator.get_state()
+    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+        for buffer, before in buffers:
+            buffer.data.copy_(before)  # a graph that wants it finds what it saw
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """A program and where its stages begin.
+
+    Args:
+        program: The operations.
+        starts: The first operation of each stage but the first.
+        formats: Dtype and whether channels are last of what enters each stage, once it is known.
+    """
+
+    program: Program
+    starts: tuple[int, ...]
+    formats: dict[int, list[tuple[torch.dtype, bool]]] = field(default_factory=dict)
+    _enters: dict[int, list[Value]] = field(default_factory=dict)
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return len(self.starts) + 1
+
+    def part(self, stage: int) -> tuple[int, int]:
+        """The first operation of a stage, and that of the next one."""
+        edges = (0, *self.starts, len(self.program.functions))
+        return edges[stage], edges[stage + 1]
+
+    def enters(self, stage: int) -> list[Value]:
+        """What a stage gets from the one before."""
+        if stage not in self._enters:
+            self._enters[stage] = self.program.crossing(self.part(stage)[0]) if stage else []
+        return self._enters[stage]
+
+    def owners(self, uses: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
+        """The stages that use each parameter or buffer, by its name."""
+        return {
+            name: sorted({bisect_right(self.starts, index) for index in indices})
+            for name, indices in uses.items()
+        }

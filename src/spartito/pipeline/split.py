@@ -1,0 +1,260 @@
+"""Where the stages of a model begin: by the names of modules, or balanced by measured times."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartito.errors import UserError
+from spartito.names import nearest
+from spartito.pipeline.microbatches import each_tensor
+from spartito.pipeline.program import Cut, Entry, Program, untouched
+from spartito.pipeline.stage import Call, run
+
+BYTES_PER_SECOND = 2e9
+"""What messages between stages move about; a part of the cost of a start."""
+MOST = 48
+"""Starts that are looked at; more are thinned out."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """A call of a module with which a stage can begin.
+
+    Args:
+        path: The module.
+        call: How often it was called before in a forward pass.
+    """
+
+    path: str
+    call: int = 0
+
+    def index(self, program: Program) -> int:
+        """Its operation in ``program``; `UserError` where it is not called there."""
+        found = program.find(self.path, self.call)
+        if found is None:
+            raise UserError(
+                f"a stage begins with {self.path!r}, which is not called in this forward pass",
+                "Name modules by split=[...] that are called in training and in evaluation.",
+            )
+        return found
+
+
+def named(program: Program, model: nn.Module, split: Sequence[str], stages: int) -> list[Start]:
+    """The starts that a user named.
+
+    Args:
+        program: The model's operations.
+        model: It has the modules.
+        split: Paths of modules with which a new stage begins.
+        stages: How many there are to be.
+
+    Returns:
+        Where each stage but the first begins.
+
+    Raises:
+        UserError: Another number of them, or modules that are not there, or not called.
+    """
+    if len(split) != stages - 1:
+        raise UserError(
+            f"split={list(split)} begins {len(split) + 1} stages, and there are {stages}",
+            f"Name {stages - 1}: the modules with which stages 1 to {stages - 1} begin.",
+        )
+    paths = [path for path, _ in model.named_modules() if path]
+    starts = []
+    for path in split:
+        if path not in paths:
+            raise UserError(f"split: the model has no module {path!r}", nearest(path, paths))
+        if program.find(path, 0) is None:
+            raise UserError(
+                f"split: {path!r} is not called by the model's forward pass",
+                f"Name one that is called: {', '.join(_called(program)[:8])}.",
+            )
+        starts.append(Start(path))
+    indices = [start.index(program) for start in starts]
+    if sorted(set(indices)) != indices or 0 in indices:
+        order = [entry.path for entry in program.entries if entry.path in split]
+        raise UserError(
+            f"split={list(split)}: each stage needs operations, in the order of the forward pass",
+            f"They are called in this order: {', '.join(dict.fromkeys(order))}.",
+        )
+    for start, index in zip(starts, indices, strict=True):
+        if (why := _aliased(program, index)) is not None:
+            raise UserError(
+                f"split: no stage can begin with {start.path!r}: {why}",
+                "Begin it with another module, as one further outside.",
+            )
+    return starts
+
+
+def balanced(program: Program, model: nn.Module, stages: int, call: Call | None) -> list[Start]:
+    """Starts that make the slowest stage as fast as can be.
+
+    Args:
+        program: The model's operations.
+        model: It has all of its parameters, or is without data.
+        stages: How many there are to be.
+        call: Makes a forward pass to be measured; None: the parameters are counted.
+
+    Returns:
+        Where each stage but the first begins.
+
+    Raises:
+        UserError: The model has fewer starts at which a stage can begin.
+    """
+    found = _thinned(program, _candidates(program))
+    layers = len(_with_parameters(program, found))
+    if layers < stages:
+        paths = [entry.path for entry in found]
+        raise UserError(
+            f"{stages} stages of a model that has {layers} layers in a row"
+            + (f": {paths[0]} to {paths[-1]}" if paths else ""),
+            f"Take stages={max(1, layers)} or less, or name the modules that begin stages by "
+            "split=[...]: modules that the forward pass calls one after the other.",
+        )
+    starts = [entry.index for entry in found]
+    cut = Cut(program, tuple(starts))
+    costs = _counted(cut, model) if call is None else _measured(cut, model, call)
+    moves = [_nbytes(cut, stage) / BYTES_PER_SECOND for stage in range(cut.stages)]
+    owned = [bool(names) for names in _owned(cut)]
+    chosen = partition(costs, moves, owned, stages)
+    return [Start(found[part - 1].path, found[part - 1].call) for part in chosen]
+
+
+def partition(
+    costs: Sequence[float], moves: Sequence[float], owned: Sequence[bool], stages: int
+) -> list[int]:
+    """Cut parts in a row into stages, of which the costliest costs as little as can be.
+
+    Args:
+        costs: Of each part.
+        moves: What it costs to begin a stage with the part, for both stages.
+        owned: Whether a part has parameters; each stage gets some.
+        stages: How many.
+
+    Returns:
+        The parts with which stages begin, but for the first.
+    """
+    count = len(costs)
+    sums, has = [0.0], [0]
+    for cost, own in zip(costs, owned, strict=True):
+        sums.append(sums[-1] + cost)
+        has.append(has[-1] + own)
+    best: dict[tuple[int, int], tuple[float, float, tuple[int, ...]]] = {(0, 0): (0.0, 0.0, ())}
+    for stage in range(1, stages + 1):
+        for end in range(1, count + 1):
+            options = []
+            for start in range(end):
+                before = best.get((stage - 1, start))
+                if before is None or has[end] == has[start]:
+                    continue
+                cost = sums[end] - sums[start] + (moves[start] if start else 0.0)
+                cost += moves[end] if end < count else 0.0
+                cuts = (*before[2], start) if start else before[2]
+                moved = before[1] + (moves[start] if start else 0.0)
+                options.append((max(before[0], cost), moved, cuts))
+            if options:
+                best[stage, end] = min(options)
+    return list(best[stages, count][2])
+
+
+def _called(program: Program) -> list[str]:
+    return list(dict.fromkeys(entry.path for entry in program.entries))
+
+
+def _candidates(program: Program) -> list[Entry]:
+    """Calls with which a stage can begin: the outermost of those that begin at one operation."""
+    found: dict[int, Entry] = {}
+    for entry in program.entries:
+        if 0 < entry.index < len(program.functions):
+            found.setdefault(entry.index, entry)
+    return [
+        e for e in found.values() if program.crossing(e.index) and not _aliased(program, e.index)
+    ]
+
+
+def _thinned(program: Program, entries: list[Entry]) -> list[Entry]:
+    """Those at which the least crosses, if there are many."""
+    if len(entries) <= MOST:
+        return entries
+    sizes = {e.index: sum(v.tensor.nbytes for v in program.crossing(e.index)) for e in entries}
+    few = sorted(
+        entries, key=lambda entry: (sizes[entry.index], entry.path.count("."), entry.index)
+    )
+    return sorted(few[:MOST], key=lambda entry: entry.index)
+
+
+def _with_parameters(program: Program, entries: Sequence[Entry]) -> list[int]:
+    cut = Cut(program, tuple(entry.index for entry in entries))
+    return [stage for stage, names in enumerate(_owned(cut)) if names]
+
+
+def _owned(cut: Cut) -> list[list[str]]:
+    """The parameters that each part is the first to use."""
+    found: list[list[str]] = [[] for _ in range(cut.stages)]
+    for name, stages in cut.owners(cut.program.parameters).items():
+        found[stages[0]].append(name)
+    return found
+
+
+def _aliased(program: Program, index: int) -> str | None:
+    """Why values that cross here cannot be sent: they share memory, in which one is written."""
+    memory: dict[int, int] = {}
+    for value in program.crossing(index):
+        key = value.tensor.untyped_storage()._cdata
+        memory[key] = memory.get(key, 0) + 1
+    if all(count == 1 for count in memory.values()):
+        return None
+    for function in program.functions[index:]:
+        name = getattr(function, "__name__", "")
+        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+            return f"views of one tensor cross there, and {name}() may write into it later"
+    return None
+
+
+def _nbytes(cut: Cut, stage: int) -> int:
+    return sum(value.tensor.nbytes for value in cut.enters(stage))
+
+
+def _counted(cut: Cut, model: nn.Module) -> list[float]:
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    return [float(sum(sizes[name] for name in names)) + 1.0 for names in _owned(cut)]
+
+
+def _measured(cut: Cut, model: nn.Module, call: Callable[[], Any]) -> list[float]:
+    """Seconds of the forward and backward pass of each part, the shorter of two."""
+    parameters = list(model.parameters())
+    before = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    times = [float("inf")] * cut.stages
+    try:
+        for _ in range(2):
+            with untouched(model), torch.enable_grad():
+                for stage, seconds in enumerate(_one_pass(cut, call)):
+                    times[stage] = min(times[stage], seconds)
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+    return times
+
+
+def _one_pass(cut: Cut, call: Callable[[], Any]) -> list[float]:
+    received: list[Tensor] = []
+    times = []
+    for stage in range(cut.stages):
+        began = time.perf_counter()
+        passed = run(cut, stage, received, call)
+        sent = list(passed.sent)
+        if not sent:
+            each_tensor(passed.output, sent.append)
+        roots = [tensor for tensor in sent if tensor.requires_grad]
+        received = [tensor.detach().clone() for tensor in passed.sent]
+        passed.backward(roots, [torch.ones_like(tensor) for tensor in roots])
+        times.append(time.perf_counter() - began)
+    return times

@@ -1,0 +1,236 @@
+"""One stage of a model: forward and backward passes of microbatches, with what others made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spartito.pipeline.microbatches import each_tensor
+from spartito.pipeline.program import Cut, Reached, Replay
+
+Call = Callable[[], Any]
+"""A forward pass of the whole model with the data of one microbatch."""
+Todo = list[Callable[[], None]]
+"""Gradients of weights that are still to be computed."""
+
+
+@dataclass
+class Passed:
+    """A microbatch that went through a stage.
+
+    Attributes:
+        sent: What the next stage gets.
+        output: What the model returned, in the last stage.
+        entrance: Keeps the gradients of what came.
+        todo: Gradients of weights that were put off.
+    """
+
+    sent: list[Tensor]
+    output: Any
+    entrance: Entrance
+    todo: Todo = field(default_factory=list)
+
+    def backward(self, roots: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Add to the gradients of the parameters.
+
+        Args:
+            roots: The tensors whose gradients are known: those sent that learn, or the loss.
+            gradients: Their gradients.
+
+        Returns:
+            The gradients of what came and learns.
+        """
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        return self.entrance.gradients()
+
+    def weights(self) -> None:
+        """Compute the gradients of weights that were put off."""
+        for compute in self.todo:
+            compute()
+        self.todo.clear()
+
+
+class Entrance:
+    """What came from the stage before, as the leaves of this stage's graph.
+
+    Args:
+        received: The tensors.
+        learns: Which of them have gradients.
+    """
+
+    def __init__(self, received: Sequence[Tensor], learns: Sequence[bool]) -> None:
+        self._came, self._learns = list(received), list(learns)
+        self._found: Sequence[Tensor | None] = [None] * len(self._came)
+
+    def enter(self) -> list[Tensor]:
+        """The tensors, of which operations in place may be made too."""
+        if not (torch.is_grad_enabled() and any(self._learns)):
+            return self._came
+        anchor = torch.empty(0, requires_grad=True)
+        return list(_Enter.apply(anchor, self))  # type: ignore[no-untyped-call]
+
+    def take(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep what backward brought."""
+        self._found = gradients
+
+    def gradients(self) -> list[Tensor]:
+        """The gradient of each tensor that learns; zeros for one that was not used."""
+        both = zip(self._came, self._learns, self._found, strict=True)
+        found = [torch.zeros_like(t) if g is None else g for t, learns, g in both if learns]
+        self._came, self._found, self._learns = [], [], []
+        return found
+
+
+class _Enter(torch.autograd.Function):
+    """The first node of a stage's graph. Its tensors are no leaves, so they can be written."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, entrance: Entrance) -> tuple[Tensor, ...]:
+        ctx.entrance = entrance
+        ctx.set_materialize_grads(False)
+        both = zip(entrance._came, entrance._learns, strict=True)
+        ctx.mark_non_differentiable(*(tensor for tensor, learns in both if not learns))
+        return tuple(entrance._came)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> Any:
+        ctx.entrance.take(gradients)
+        return None, None
+
+
+def run(
+    cut: Cut,
+    stage: int,
+    received: Sequence[Tensor],
+    call: Call,
+    skip: Callable[[int], None] | None = None,
+    later: bool = False,
+) -> Passed:
+    """The forward pass of a microbatch through a stage.
+
+    Args:
+        cut: The program and its stages.
+        stage: Which of them.
+        received: What came from the stage before.
+        call: Makes the model's forward pass.
+        skip: Is told of the draws of earlier stages.
+        later: Whether gradients of weights are put off.
+
+    Returns:
+        What came of it.
+    """
+    program, (begin, end) = cut.program, cut.part(stage)
+    enters = cut.enters(stage)
+    entrance = Entrance(received, [value.tensor.requires_grad for value in enters])
+    came = [id(value.tensor) for value in enters]
+    known = dict(zip(came, entrance.enter(), strict=True))
+    leaves = [] if stage == cut.stages - 1 else cut.enters(stage + 1)
+    wanted = [id(value.tensor) for value in leaves]
+    passed = Passed([], None, entrance)
+    instead = _putting_off(passed.todo) if later else None
+    replay = Replay(program, begin, end, known, wanted, skip, instead)
+    try:
+        with replay:
+            output = call()
+    except Reached:
+        output = None
+    if stage == cut.stages - 1:
+        passed.output = each_tensor(output, replay.swap)
+    passed.sent = [known[key] for key in wanted]
+    return passed
+
+
+def _putting_off(todo: Todo) -> Callable[..., Any]:
+    """Computes layers so that backward leaves the gradients of their weights to be done."""
+
+    def compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        gradient = _WEIGHTS.get(func)
+        if gradient is None or kwargs or len(args) < 2 or torch.is_autocast_enabled("cpu"):
+            return NotImplemented
+        weight = args[1]
+        if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
+            return NotImplemented
+        return _Later.apply(todo, func, gradient, *args)  # type: ignore[no-untyped-call]
+
+    return compute
+
+
+def _of_linear(
+    came: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> tuple[Callable[[], Tensor], Callable[[], tuple[Tensor, Tensor | None]]]:
+    flat = came.reshape(-1, came.shape[-1])
+
+    def weights() -> tuple[Tensor, Tensor | None]:
+        rows = x.reshape(-1, x.shape[-1])
+        return flat.t() @ rows, None if bias is None else flat.sum(0)
+
+    return lambda: came @ weight, weights
+
+
+def _of_conv(
+    came: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None = None, *options: Any
+) -> tuple[Callable[[], Tensor], Callable[[], tuple[Tensor, Tensor | None]]]:
+    dims = weight.dim() - 2
+
+    def wide(value: Any) -> list[int]:
+        return [value] * dims if isinstance(value, int) else list(value)
+
+    stride, padding, dilation, groups = (*options, *(1, 0, 1, 1)[len(options) :])[:4]
+    given = (wide(stride), wide(padding), wide(dilation), False, [0] * dims, groups)
+    sizes = None if bias is None else list(bias.shape)
+
+    def backward(mask: list[bool]) -> Any:
+        return torch.ops.aten.convolution_backward(came, x, weight, sizes, *given, mask)
+
+    def weights() -> tuple[Tensor, Tensor | None]:
+        _, first, second = backward([False, True, bias is not None])
+        return first, second
+
+    return lambda: backward([True, False, False])[0], weights
+
+
+_WEIGHTS: dict[Any, Callable[..., Any]] = {
+    torch.nn.functional.linear: _of_linear,
+    torch.conv1d: _of_conv,
+    torch.conv2d: _of_conv,
+    torch.conv3d: _of_conv,
+}
+
+
+class _Later(torch.autograd.Function):
+    """A layer whose backward pass computes the gradient of its input alone."""
+
+    @staticmethod
+    def forward(ctx: Any, todo: Todo, func: Any, gradient: Any, *args: Any) -> Tensor:
+        ctx.todo, ctx.gradient = todo, gradient
+        tensors = [arg for arg in args if isinstance(arg, Tensor)]
+        ctx.order = [isinstance(arg, Tensor) for arg in args]
+        ctx.others = [arg for arg in args if not isinstance(arg, Tensor)]
+        ctx.save_for_backward(*tensors)
+        made: Tensor = func(*args)
+        return made
+
+    @staticmethod
+    def backward(ctx: Any, came: Tensor) -> Any:
+        tensors, others = iter(ctx.saved_tensors), iter(ctx.others)
+        args = [next(tensors if is_tensor else others) for is_tensor in ctx.order]
+        inputs, weights = ctx.gradient(came, *args)
+        ctx.todo.append(lambda: _add(args, *weights()))
+        needed = ctx.needs_input_grad[3]
+        return (None, None, None, inputs() if needed else None, *[None] * (len(args) - 1))
+
+
+def _add(args: Sequence[Any], weight: Tensor, bias: Tensor | None) -> None:
+    """Add to the gradients of a layer's parameters."""
+    for parameter, gradient in zip(args[1:3], (weight, bias), strict=False):
+        if gradient is None or parameter is None or not parameter.requires_grad:
+            continue
+        if parameter.grad is None:  # laid out as the parameter, whose update reads both together
+            parameter.grad = torch.empty_like(parameter).copy_(gradient)
+        else:
+            parameter.grad.add_(gradient)

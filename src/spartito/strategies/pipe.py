@@ -1,0 +1,270 @@
+"""One model in a pipeline: what this task does with a batch of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from spartito.collectives.collective import Collective
+from spartito.data.batch import Batch
+from spartito.data.collate import rows
+from spartito.engine.backward import first_gradient
+from spartito.engine.batchnorm import local_batchnorms
+from spartito.engine.context import StepContext, current, enter, within
+from spartito.engine.drawing import Draws
+from spartito.engine.loss import (
+    LossFunction,
+    WeightedLoss,
+    evaluate_loss,
+    forward,
+    in_dtype,
+    weigh,
+)
+from spartito.engine.precision import autocast
+from spartito.engine.randomness import RandomnessForbidden
+from spartito.errors import UserError
+from spartito.pipeline import schedules
+from spartito.pipeline.messages import Messages
+from spartito.pipeline.microbatches import divided, each_tensor, joined
+from spartito.pipeline.model import PipedModel
+from spartito.pipeline.program import record
+from spartito.pipeline.runtime import Microbatch, Root, pass_through
+from spartito.pipeline.schedules import Order, Shape, Span
+from spartito.strategies.pair import Pair
+
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Pipe:
+    """A prepared model, and the pipeline that computes it.
+
+    Attributes:
+        pair: The model with its optimizer.
+        piped: Where its stages begin, and what is here.
+        shape: Of the pipeline.
+        position: Which of its tasks this is.
+        schedule: The name of the order of a step.
+        spans: When this task computed what in the last step.
+    """
+
+    pair: Pair
+    piped: PipedModel
+    shape: Shape
+    position: int
+    schedule: str
+    spans: list[Span] = field(default_factory=list)
+
+    def cut_up(self, batch: Batch) -> list[Batch]:
+        """The microbatches of a batch; BatchNorm gets two rows where there are some."""
+        count, model = self.shape.microbatches, self.pair.model
+        least = 2 if count > 1 and model.training and local_batchnorms(model) else 1
+        return divided(in_dtype(batch, self.pair.dtype), count, least)
+
+    def call(self, part: Batch, has_loss: bool) -> Callable[[], Any]:
+        """What makes the forward pass of a microbatch."""
+        pair = self.pair
+
+        def call() -> Any:
+            with torch.compiler.set_stance("force_eager"), autocast(pair.precision, CPU):
+                return forward(pair.model, part.data, has_loss)
+
+        return call
+
+    def train(
+        self, batch: Batch, loss: LossFunction | None, divisor: float, messages: Messages
+    ) -> tuple[Any, float, float]:
+        """Forward and backward passes of a batch.
+
+        Returns:
+            Output, sum of losses and weight; those of the last stage, nothing in others.
+        """
+        parts, outputs, sums = self.cut_up(batch), [], [0.0, 0.0]
+        randomness = self.pair.randomness
+        drawn = randomness.made if randomness is not None else 0
+
+        def finish(number: int, output: Any) -> Root:
+            found = self._loss(loss, output, parts[number])
+            if not found.value.requires_grad:
+                raise UserError(
+                    "the loss has no gradient: it depends on no parameter that learns",
+                    "Compute it from the model's output by differentiable functions of torch, "
+                    "and leave requires_grad on where it is to learn.",
+                )
+            sums[0] += float(found.total)
+            sums[1] += float(found.weight)
+            outputs.append(rows(output, Tensor.detach))
+            if not found.counts:
+                return Root(found.value, None)
+            return Root(found.value, first_gradient(found.value, found.scale / divisor))
+
+        microbatches = self._microbatches(parts, loss is not None)
+        order = self._order(len(parts))
+        self.spans = pass_through(order, microbatches, messages, finish)
+        if randomness is not None:  # as of one forward pass
+            randomness.made = drawn + sum(microbatches[0].cut.program.draws)
+        return _whole(outputs, parts), sums[0], sums[1]
+
+    def look(
+        self, batch: Batch, loss: LossFunction | None, has_loss: bool, messages: Messages
+    ) -> tuple[Any, Tensor, Any]:
+        """Forward passes of a batch, and its loss where there is a function or the model's own.
+
+        Returns:
+            Output (None but in the last stage), ``[sum of losses, weight]`` there, and what the
+            output is like.
+        """
+        parts, outputs = self.cut_up(batch), []
+        sums = torch.zeros(2, dtype=torch.float64)
+
+        def finish(number: int, output: Any) -> None:
+            outputs.append(output)
+            if has_loss:
+                found = self._loss(loss, output, parts[number])
+                sums.add_(torch.tensor([found.total, found.weight], dtype=torch.float64))
+
+        with torch.no_grad():
+            microbatches = self._microbatches(parts, loss is not None)
+            shape = replace(self.shape, microbatches=len(parts))
+            order = schedules.passing(shape, self.position)
+            pass_through(order, microbatches, messages, finish)
+        return _whole(outputs, parts), sums, microbatches[0].cut.program.output
+
+    def tied_sums(
+        self, grads: Mapping[str, Tensor | None], messages: Messages
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The sums of gradients of parameters that several tasks have, by the parameter's name."""
+        parameters = dict(self.piped.model.named_parameters())
+        for number, (name, stages) in enumerate(self.piped.tied().items()):
+            parameter, grad = parameters[name], grads.get(name)
+            if parameter.is_meta or len({stage % self.shape.tasks for stage in stages}) == 1:
+                continue
+            flat = torch.zeros(parameter.numel() + 1, dtype=parameter.dtype)
+            if grad is not None:
+                flat[:-1], flat[-1] = grad.reshape(-1), 1
+            total = messages.add(flat, number, stages)
+            if total[-1]:
+                yield name, total[:-1].view(parameter.shape)
+
+    def square(self) -> Tensor:
+        """The square of the gradients' norm; what several stages use counts in the first."""
+        names = {id(p): name for name, p in self.piped.model.named_parameters()}
+        own = [
+            parameter.grad
+            for parameter in self.pair.gradients.parameters
+            if parameter.grad is not None
+            and self.piped.stages_of(names[id(parameter)])[0] in self.piped.own
+        ]
+        return torch.nn.utils.get_total_norm(own).double().square().reshape(1)
+
+    def timeline(self) -> list[list[Any]]:
+        """The last step: kind, stage, microbatch, begin and end of each action, in seconds."""
+        found = [(span.action, span.start, span.end) for span in self.spans]
+        return [[a.kind, a.stage, a.microbatch, start, end] for a, start, end in found]
+
+    def _order(self, count: int) -> Order:
+        shape = replace(self.shape, microbatches=count)
+        return schedules.orders(self.schedule, shape)[self.position]
+
+    def _loss(self, loss: LossFunction | None, output: Any, part: Batch) -> WeightedLoss:
+        with autocast(self.pair.precision, CPU):
+            if self.pair.randomness is None or not torch.is_grad_enabled():
+                return weigh(evaluate_loss(loss, output, part), part)
+            with RandomnessForbidden():
+                return weigh(evaluate_loss(loss, output, part), part)
+
+    def _microbatches(self, parts: Sequence[Batch], has_loss: bool) -> list[Microbatch]:
+        flags, randomness, context = self.piped.flags(), self.pair.randomness, current()
+        made = []
+        for part in parts:
+            call = self.call(part, has_loss)
+            with outside():
+                cut = self.piped.cut(call, part.data, flags, has_loss)
+            skip = None if randomness is None else randomness.skip
+            if context is not None and randomness is not None:
+                call = _within(context, part, call)
+            made.append(Microbatch(cut, call, skip))
+        return made
+
+
+def told(group: Collective, output: Any, like: Any, source: int) -> Any:
+    """The output of one task of a group, on all of them.
+
+    Args:
+        group: The tasks.
+        output: That of task ``source``, None on others.
+        like: The same without values.
+        source: Who has it.
+    """
+    if group.world_size == 1:
+        return output
+
+    def tell(tensor: Tensor) -> Tensor:
+        mine = torch.empty(0) if output is None else tensor.reshape(tensor.shape or (1,))
+        found = group.all_gather_rows(mine)[source]
+        return found if tensor.dim() else found[0]
+
+    return each_tensor(like if output is None else output, tell)
+
+
+def told_bytes(group: Collective, parts: list[bytes], source: int) -> list[bytes]:
+    """What task ``source`` has of ``parts``, on all tasks of a group."""
+    own = b"".join(len(part).to_bytes(8, "big") + part for part in parts)
+    whole, found, at = group.all_gather_bytes(own)[source], [], 0
+    while at < len(whole):
+        size = int.from_bytes(whole[at : at + 8], "big")
+        found.append(whole[at + 8 : at + 8 + size])
+        at += 8 + size
+    return found
+
+
+def check_options(stages: object, microbatches: object, per_task: object, split: object) -> None:
+    """Refuse what is no number above 0: options come from JSON, where anything may stand."""
+    given = {"stages": stages, "microbatches": microbatches, "stages_per_task": per_task}
+    for name, value in given.items():
+        number = isinstance(value, int) and not isinstance(value, bool) and value > 0
+        if not (number or (name == "stages" and value is None)):
+            raise UserError(f"{name}={value!r}", "It is a whole number above 0.")
+    if isinstance(split, str):
+        if split != "auto":
+            raise UserError(f"split={split!r}", "Give 'auto', or a list of modules: ['blocks.2'].")
+    elif not (isinstance(split, Sequence) and all(isinstance(path, str) for path in split)):
+        raise UserError(f"split={split!r}", "Give 'auto', or a list of modules: ['blocks.2'].")
+
+
+@contextmanager
+def outside() -> Iterator[None]:
+    """A block outside of any step: nothing in it draws for a batch."""
+    before = current()
+    enter(None)
+    try:
+        yield
+    finally:
+        enter(before)
+
+
+def draws(model: nn.Module, *args: Any, **kwargs: Any) -> Draws:
+    """What a forward pass draws at random; nothing is computed."""
+    return record(model, lambda: model(*args, **kwargs)).drawn
+
+
+def _whole(outputs: Sequence[Any], parts: Sequence[Batch]) -> Any:
+    return joined(outputs, [part.size for part in parts]) if outputs else None
+
+
+def _within(context: StepContext, part: Batch, call: Any) -> Any:
+    """``call`` as the part of the global batch that the rows of ``part`` are."""
+
+    def made() -> Any:
+        own = StepContext(
+            context.collective, context.seed, context.step, context.global_size, part.offsets
+        )
+        with within(own):
+            return call()
+
+    return made

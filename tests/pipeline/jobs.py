@@ -1,0 +1,210 @@
+"""What the tests of pipelines run on every task; each returns plain values to compare."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import spartito as sp
+from spartito.engine.context import StepContext, enter
+from spartito.engine.randomness import globalize
+from spartito.errors import UserError
+from spartito.models.cats_vs_dogs import CatsVsDogs
+from spartito.models.gpt import GPT
+
+Made = tuple[nn.Module, Tensor, Tensor, Callable[[Any, Any], Any]]
+
+
+def mlp() -> Made:
+    torch.manual_seed(0)
+    net = nn.Sequential(
+        nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.ReLU(),
+        nn.Dropout(0.3), nn.Linear(16, 3),
+    )  # fmt: skip
+    return net.double(), torch.randn(19, 6).double(), torch.arange(19) % 3, nn.CrossEntropyLoss()
+
+
+def gpt() -> Made:
+    torch.manual_seed(0)
+    net = GPT(11, 8, layers=4, heads=2, width=8, dropout=0.2, packed=True).double()
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(output.flatten(0, 1), target.flatten())
+
+    tokens = torch.randint(0, 11, (9, 8))
+    return net, tokens, torch.cat([tokens[:, 1:], tokens[:, :1]], 1), loss
+
+
+def cats() -> Made:
+    torch.manual_seed(0)
+    photos = torch.rand(8, 3, 16, 16).double() * 255
+    return (
+        CatsVsDogs().double(),
+        photos,
+        torch.arange(8.0).double()[:, None] % 2,
+        nn.BCEWithLogitsLoss(),
+    )
+
+
+def encoder() -> Made:
+    """Layers of torch's own that nobody wrote for this, with a mask that all of them take."""
+    torch.manual_seed(0)
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(11, 8)
+            layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 3)
+            self.head = nn.Linear(8, 11)
+
+        def forward(self, tokens: Tensor) -> Tensor:
+            size = tokens.shape[1]
+            mask = torch.full((size, size), -torch.inf, device=tokens.device).double().triu(1)
+            hidden = self.encoder(self.embed(tokens), mask=mask)
+            out: Tensor = self.head(hidden)
+            return out
+
+    _, tokens, target, loss = gpt()
+    return Tagger().double(), tokens, target, loss
+
+
+def frozen() -> Made:
+    """The first layers do not learn, and one parameter is never used."""
+    layers, x, y, loss = mlp()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.spare = layers, nn.Linear(2, 2).double()
+            self.layers[0].requires_grad_(False)  # type: ignore[index]
+            self.layers[2].requires_grad_(False)  # type: ignore[index]
+
+        def forward(self, data: Tensor) -> Tensor:
+            out: Tensor = self.layers(data)
+            return out
+
+    return Net(), x, y, loss
+
+
+MODELS = {"mlp": mlp, "gpt": gpt, "cats": cats, "encoder": encoder, "frozen": frozen}
+
+
+def train(
+    name: str, model: str, options: dict[str, Any], optimizer: str = "Adam", steps: int = 10
+) -> dict[str, Any]:
+    """Losses of some steps over one batch, the whole model then, and what is here of it."""
+    net, x, y, loss = MODELS[model]()
+    strategy = sp.strategy(name, **options)
+    made, optim = strategy.prepare(
+        net, _optimizer(optimizer, model), deterministic=True, clip_norm=0.5
+    )
+    data = strategy.distribute(sp.data.arrays(x, y).batch(len(x)))
+    losses = []
+    for _ in range(steps):
+        for batch in data:
+            result = strategy.step(batch, loss)
+            losses.append(float(result.loss) / float(result.weight))
+    whole = strategy.state_dict()
+    here = [name for name, value in made.named_parameters() if not value.is_meta]
+    state = sum(len(values) > 0 for values in optim.state.values())
+    shard = strategy.data_shard
+    strategy.close()
+    return {
+        "losses": losses,
+        "weights": whole["model"],
+        "state": sorted(whole["optimizer"]["state"]),
+        "here": here,
+        "states": state,
+        "shard": shard,
+    }
+
+
+def plain(model: str, optimizer: str, shards: int, microbatches: int) -> dict[str, Any]:
+    """The same in plain torch: the microbatches are accumulated, with the masks of one device."""
+    net, x, y, loss = MODELS[model]()
+    globalize(net)
+    optim = _optimizer(optimizer, model)(net.parameters())
+    losses = []
+    rows = torch.arange(len(x))
+    parts = [
+        part for shard in rows.tensor_split(shards) for part in shard.tensor_split(microbatches)
+    ]
+    group = sp.strategy("one_device").groups.data
+    for step in range(10):
+        optim.zero_grad()
+        total = 0.0
+        for part in parts:
+            if not len(part):
+                continue
+            enter(StepContext(group, 0, step << 32, len(x), part))
+            value = loss(net(x[part]), y[part]) * len(part) / len(x)
+            value.backward()
+            total += value.item()
+        enter(None)
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.5)
+        optim.step()
+        losses.append(total)
+    return {"losses": losses, "weights": dict(net.state_dict())}
+
+
+def _optimizer(name: str, model: str) -> Any:
+    """With small steps of a CNN: BatchNorm of few rows makes much of a last bit.
+
+    Gradients of biases before it are 0 but for rounding: Adam is not to make 1 of that.
+    """
+    more = {"eps": 1e-4} if name == "Adam" else {}
+    rate = 1e-2 if model != "cats" else 1e-6 if name == "Adam" else 1e-4
+    return lambda parameters: getattr(torch.optim, name)(parameters, lr=rate, fused=True, **more)
+
+
+class Branches(nn.Module):
+    """It looks at a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        out: Tensor = self.second(x) if x.sum() > 0 else x
+        return out
+
+
+def refused(model: str, options: dict[str, Any]) -> str:
+    """The error of a first step."""
+    torch.manual_seed(0)
+    nets: dict[str, nn.Module] = {
+        "small": nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
+        "branches": Branches(),
+    }
+    strategy = sp.strategy("pipeline", **options)
+    try:
+        net = nets[model]
+        strategy.prepare(net, lambda parameters: torch.optim.SGD(parameters, 0.1))
+        for batch in strategy.distribute(sp.data.arrays(torch.randn(4, 3), torch.randn(4, 3))):
+            strategy.step(batch, nn.MSELoss())
+    except UserError as error:
+        return str(error)
+    finally:
+        strategy.close()
+    return ""
+
+
+def owned() -> list[str]:
+    """The errors of the parts of a step."""
+    strategy = sp.strategy("pipeline")
+    net = nn.Linear(2, 2)
+    _, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    found = []
+    for part, given in ((strategy.backward, (None, None)), (strategy.update, (optimizer,))):
+        try:
+            part(*given)
+        except UserError as error:
+            found.append(str(error))
+    strategy.close()
+    return found

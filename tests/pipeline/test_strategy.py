@@ -1,0 +1,110 @@
+"""Pipelines in real processes, against plain torch on one device in double precision."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+import torch
+
+from spartito.errors import UserError
+from spartito.strategies.pipeline import PipelineStrategy
+from tests.pipeline import jobs
+from tests.replicas import Replicas
+
+EXACT = 1e-12
+
+CASES: list[tuple[str, str, int, dict[str, Any]]] = [
+    ("mlp", "Adam", 2, {}),
+    ("mlp", "SGD", 4, {"schedule": "gpipe"}),
+    ("mlp", "Adam", 2, {"schedule": "interleaved"}),
+    ("mlp", "Adam", 4, {"stages": 2, "schedule": "zero_bubble"}),
+    ("cats", "SGD", 2, {"microbatches": 2}),
+    ("cats", "Adam", 4, {"microbatches": 3, "schedule": "zero_bubble"}),
+    ("cats", "Adam", 4, {"microbatches": 2, "stages": 2}),
+    ("gpt", "Adam", 2, {"schedule": "zero_bubble"}),  # tied weights, in both stages
+    ("gpt", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
+    ("gpt", "Adam", 4, {"stages": 2}),
+    ("encoder", "Adam", 2, {}),
+    ("frozen", "Adam", 2, {"split": ["layers.4"]}),
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "optimizer", "tasks", "options"),
+    CASES,
+    ids=lambda value: re.sub(r"\W+", "-", str(value)),
+)
+def test_ten_steps_are_those_of_plain_torch(
+    replicas: Replicas, model: str, optimizer: str, tasks: int, options: dict[str, Any]
+) -> None:
+    found = replicas(jobs.train, tasks, "pipeline", model, options, optimizer)
+    shards = tasks // options.get("stages", tasks)
+    expected = jobs.plain(model, optimizer, shards, options.get("microbatches", 8))
+    for result in found:
+        for loss, right in zip(result["losses"], expected["losses"], strict=True):
+            assert abs(loss - right) <= EXACT
+        assert result["weights"].keys() == expected["weights"].keys()
+        if model == "cats" and shards > 1:  # each shard has statistics, which are averaged
+            continue
+        for name, value in result["weights"].items():
+            assert torch.allclose(value, expected["weights"][name], rtol=0, atol=1e-10), name
+    names = set(dict(jobs.MODELS[model]()[0].named_parameters()))
+    pipelines = [[r for r in found if r["shard"][0] == shard] for shard in range(shards)]
+    for tasks_of_one in pipelines:
+        here = [set(result["here"]) for result in tasks_of_one]
+        assert set.union(*here) == names
+        assert all(own < names for own in here)  # nobody has all of it
+    if optimizer == "Adam":
+        learn = sum(len(r["here"]) for r in found)
+        assert sum(r["states"] for r in found) <= learn
+
+
+@pytest.mark.parametrize(
+    ("model", "tasks", "options", "text"),
+    [
+        ("small", 3, {}, "3 stages of a model that has 2 layers in a row"),
+        ("branches", 2, {}, r"calls __bool__\(\), and it is a value"),
+        ("small", 2, {"split": ["7"]}, "the model has no module '7'"),
+        ("small", 2, {"split": ["1", "2"]}, "begins 3 stages, and there are 2"),
+        ("small", 2, {"split": ["0"]}, "each stage needs operations"),
+    ],
+)
+def test_what_cannot_be_split_is_refused_on_all_tasks(
+    replicas: Replicas, model: str, tasks: int, options: dict[str, Any], text: str
+) -> None:
+    for error in replicas(jobs.refused, tasks, model, options):
+        assert re.search(text, error), error
+
+
+def test_the_parts_of_a_step_are_refused(replicas: Replicas) -> None:
+    for errors in replicas(jobs.owned, 2):
+        assert errors == [
+            "backward() under pipeline, which owns the whole step\n  Call step().",
+            "update() under pipeline, which owns the whole step\n  Call step().",
+        ]
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stages": 0}, "stages=0"),
+        ({"microbatches": 2.5}, "microbatches=2.5"),
+        ({"schedule": "1f1"}, "unknown schedule '1f1'"),
+        ({"split": "halves"}, "split='halves'"),
+        ({"stages_per_task": 2}, "2 stages for each task with schedule='1f1b'"),
+        ({"stages": 2}, "1 tasks for pipelines of 2"),
+        ({"communication": "ddp"}, "communication='ddp' in a pipeline"),
+        ({"stages": 3, "schedule": "interleaved"}, "3 stages with 2 for each task"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=re.escape(text)):
+        PipelineStrategy(**options)
+
+
+def test_fp16_is_refused() -> None:
+    net = torch.nn.Linear(2, 2)
+    with pytest.raises(UserError, match="a stage would not hear of another's overflow"):
+        PipelineStrategy().prepare(net, torch.optim.SGD(net.parameters(), 0.1), precision="fp16")
