@@ -19,10 +19,16 @@ class Task:
     is_chief: bool = True
     model: torch.nn.Module | None = None
 
-    def load(self, state: dict[str, Any]) -> None:
-        """Put the model's values back."""
-        assert self.model is not None
-        self.model.load_state_dict(state["model"])
+    def keep(self) -> Callable[[], None]:
+        """Copy the model's values, to put them back."""
+        model = self.model
+        assert model is not None
+        kept = {name: value.clone() for name, value in model.state_dict().items()}
+
+        def put_back() -> None:
+            model.load_state_dict(kept)
+
+        return put_back
 
 
 @dataclass
