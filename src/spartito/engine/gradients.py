@@ -222,9 +222,10 @@ def quotient(loss_divisor: float, weight: Number) -> Number:
 
 def scale_gradients(parameters: Sequence[nn.Parameter], factor: Number) -> None:
     """Multiply the gradients that there are, in place."""
-    grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if grads and (isinstance(factor, Tensor) or factor != 1.0):
-        torch._foreach_mul_(grads, factor)
+    if isinstance(factor, Tensor) or factor != 1.0:
+        grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if grads:
+            torch._foreach_mul_(grads, factor)
 
 
 class Pack(Protocol):

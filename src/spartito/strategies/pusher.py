@@ -105,7 +105,7 @@ class Pusher:
             absent=[],
             group=lease.group,
             index=current.first - lease.start,
-            parties=lease.parties(current.first - lease.start),
+            parties=lease.parties(current.first - lease.start) if lease.group else 0,
         )
         found = self._send(self._sent, current)
         current.first = current.step + 1

@@ -130,6 +130,9 @@ class Values(Message, frozen=True, tag="values"):
 
 def furthest(one: Values, other: Values) -> Values:
     """The larger of each count."""
+    grows = one.version <= other.version and one.pushes <= other.pushes
+    if grows and one.work_items <= other.work_items and one.examples <= other.examples:
+        return other
     return Values(
         max(one.version, other.version),
         max(one.pushes, other.pushes),

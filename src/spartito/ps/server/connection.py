@@ -315,10 +315,10 @@ class Connection:
         entries = len(store.shard.layout.entries)
         rounds = (push.group > 0, 0 < push.parties <= rules.workers)
         need(self._worker >= 0, "a push came from a task that computes nothing")
-        need(
-            len(wire.payload) == size,
-            f"{size} bytes of gradients were expected, {len(wire.payload)} came",
-        )
+        if len(wire.payload) != size:
+            raise ProtocolError(
+                f"{size} bytes of gradients were expected, {len(wire.payload)} came"
+            )
         need(bool(push.keys) and all(map(store.keys.accepts, push.keys)), "no such work items")
         need(all(entry < entries for entry in push.absent), "no such parameters")
         need(push.pulled <= store.version, "a gradient of values that are not there yet")
