@@ -40,7 +40,8 @@ class Run:
             run_dir=str(folder / "run"),
         )
         self.asked, self.folder, self.workers, self.ps = filled, folder, workers, ps
-        self.results = replicas(ps_jobs.train, workers, filled, servers=ps)
+        # Of up to five processes, which start together: a minute where others have the cores.
+        self.results = replicas(ps_jobs.train, workers, filled, servers=ps, timeout=250)
         self.first: dict[str, Any] = self.results[0]
 
     def record(self, task: str) -> dict[str, Any]:
