@@ -256,7 +256,7 @@ class Wire:
             raise ProtocolError(f"a message that is not known here came: {error}") from error
 
     def _send_all(self, parts: list[Buffer], size: int) -> None:
-        end: float | None = None
+        end = _end(self._send_timeout)
         left = size
         while True:
             try:
@@ -270,7 +270,6 @@ class Wire:
             left -= count
             if left == 0:
                 break
-            end = _end(self._send_timeout) if end is None else end
             if time.monotonic() > end:
                 raise TimeoutError(f"{left} of {size} bytes were not taken in time")
             parts = _rest(parts, count)
