@@ -140,6 +140,48 @@ def refusals(name: str, options: dict[str, Any]) -> list[str]:
     return texts
 
 
+def again(name: str, options: dict[str, Any], chosen: Any) -> list[list[float]]:
+    """Losses of a GPT and a CNN with dropout and BatchNorm, whose blocks compute again."""
+    nets: list[tuple[nn.Module, Any, Any]] = [
+        (sp.models.GPT(11, 8, 2, 2, 16, 0.2).double(), tokens(), of_tokens),
+        (Photos().double(), photos(), nn.CrossEntropyLoss()),
+    ]
+    found = []
+    for net, data, loss in nets:
+        torch.manual_seed(5)
+        for parameter in net.parameters():
+            nn.init.normal_(parameter, std=0.1)
+        with make_strategy(name, **options) as strategy:
+            trainer = sp.Trainer(
+                net, optimizer=torch.optim.Adam(net.parameters(), 1e-3), loss=loss,
+                strategy=strategy, deterministic=True, checkpoint_activations=chosen,
+            )  # fmt: skip
+            history = trainer.fit(sp.data.arrays(*data).batch(BATCH), epochs=3, verbose=0).history
+            found.append(history["loss"])
+            found.append([float(value.sum()) for value in net.buffers()])
+    return found
+
+
+class Photos(nn.Module):
+    """Blocks with BatchNorm and dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        kinds = [
+            nn.Sequential(
+                nn.Conv2d(i, 8, 3, 2, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Dropout(0.3)
+            )
+            for i in (3, 8)
+        ]
+        self.blocks, self.head = nn.ModuleList(kinds), nn.Linear(8, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x.mean((2, 3)))
+        return out
+
+
 def memory(name: str, options: dict[str, Any]) -> tuple[int, int]:
     """Elements of an optimizer's state here, and of the parameters' shards, after one update."""
     strategy = make_strategy(name, **options)

@@ -84,7 +84,8 @@ class _Around:
             tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
             if tensors:
                 register_multi_grad_hook(tensors, lambda _: self._gather(), mode="any")
-        if not self._depth:
+        computing_again = torch._C._current_graph_task_id() != -1
+        if not self._depth and not computing_again:
             for home in self._homes:
                 home.free()
 
