@@ -91,6 +91,17 @@ def check_whole(model: nn.Module) -> None:
             )
 
 
+def check_has_values(model: nn.Module) -> None:
+    """Refuse parameters and buffers on the meta device, which have a shape and no values."""
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.is_meta:
+            owner = model.get_submodule(name.rpartition(".")[0])
+            raise UserError(
+                f"{name} of a {type(owner).__name__} has no values: it is on the meta device",
+                "Build the model outside of torch.device('meta').",
+            )
+
+
 def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -> None:
     """Refuse an optimizer that would silently do nothing, or something else on each replica."""
     check_members(optimizer, model)

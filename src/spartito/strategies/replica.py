@@ -35,6 +35,7 @@ from spartito.engine.loss import (
 from spartito.engine.memory import check_memory
 from spartito.engine.optimizers import (
     OptimizerLike,
+    check_has_values,
     check_initialized,
     check_members,
     check_optimizer,
@@ -97,6 +98,7 @@ class ReplicaStrategy(SavingStrategy):
             raise UserError(f"accumulate={accumulate}", "At least one batch makes an update.")
         if clip_norm is not None and not clip_norm > 0:
             raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
+        check_has_values(model)
         if self.cluster.world_size > 1 or self.cluster.addresses.get("ps"):
             check_initialized(model)
         if not self._takes_shards:
