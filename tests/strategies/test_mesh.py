@@ -278,9 +278,16 @@ def small_gpt() -> nn.Module:
     return GPT(12, context=8, layers=1, heads=2, width=8, dropout=0.0)
 
 
-def _replace(sum_: Any, all_: Any) -> None:
-    for name, made in (("sum", sum_), ("all", all_)):
-        setattr(Axis, name, made)
+def _counting(plain: Any, calls: list[int], by_result: bool) -> Any:
+    """A collective of `Axis` that notes the bytes of its tensor, or of its result."""
+
+    def call(self: Axis, tensor: Tensor, *args: Any) -> Tensor:
+        before = len(calls)
+        result: Tensor = plain(self, tensor, *args)
+        calls[before:] = [result.nbytes if by_result else tensor.nbytes]
+        return result
+
+    return call
 
 
 def counted() -> tuple[tuple[int, int], tuple[int, int]]:
@@ -291,23 +298,15 @@ def counted() -> tuple[tuple[int, int], tuple[int, int]]:
         described = strategy.describe(net, sentences)
         strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
         calls: list[int] = []
-        plain_sum, plain_all = Axis.sum, Axis.all
-
-        def sum_(self: Axis, tensor: Tensor) -> Tensor:
-            calls.append(tensor.nbytes)
-            return plain_sum(self, tensor)
-
-        def all_(self: Axis, *args: Any) -> Tensor:
-            whole = plain_all(self, *args)
-            calls.append(whole.nbytes)
-            return whole
-
+        plain = {name: getattr(Axis, name) for name in ("sum", "all", "sum_own", "most")}
         try:
-            _replace(sum_, all_)
+            for name, method in plain.items():
+                setattr(Axis, name, _counting(method, calls, name == "all"))
             for batch in strategy.distribute(sp.data.arrays(sentences, sentences).batch(3)):
                 strategy.step(batch, lambda out, y: out.sum() / out.numel())
         finally:
-            _replace(plain_sum, plain_all)
+            for name, method in plain.items():
+                setattr(Axis, name, method)
     costs = described.costs
     assert costs, described.example
     return (sum(c.calls for c in costs), sum(c.nbytes for c in costs)), (len(calls), sum(calls))

@@ -222,6 +222,12 @@ class _Counted(Axis):
         self.name, self.size, self.index = name, size, 0
         self._note = note
 
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Counted) and other.name == self.name
+
+    def __hash__(self) -> int:
+        return hash(self.name)
+
     def sum(self, tensor: Tensor) -> Tensor:
         self._note(tensor)
         return tensor.clone(memory_format=torch.contiguous_format)
