@@ -394,13 +394,8 @@ def _total(output: Any) -> Tensor:
     """A loss of all that an output has."""
     if isinstance(output, Mapping) and isinstance(output.get("loss"), Tensor):
         output = output["loss"]
-    leaves = [
-        leaf
-        for leaf in torch.utils._pytree.tree_leaves(
-            dict(output) if isinstance(output, Mapping) else output
-        )
-        if isinstance(leaf, Tensor) and leaf.requires_grad
-    ]
+    found = torch.utils._pytree.tree_leaves(dict(output) if isinstance(output, Mapping) else output)
+    leaves = [leaf for leaf in found if isinstance(leaf, Tensor) and leaf.requires_grad]
     if not leaves:
         raise UserError("an output without a gradient", "Give a loss, or freeze less.")
     total: Tensor = sum(leaf.sum() for leaf in leaves)  # type: ignore[assignment]
@@ -416,11 +411,10 @@ def _shapes(example: Any) -> str:
 def _table(cells: Sequence[Sequence[str]], right: Sequence[int]) -> list[str]:
     """Rows of text in columns; numbers to the right."""
     widths = [max(len(row[n]) for row in cells) for n in range(len(cells[0]))]
-    lines = []
-    for row in cells:
-        parts = [
+    return [
+        "  ".join(
             text.rjust(width) if number in right else text.ljust(width)
             for number, (text, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(parts).rstrip())
-    return lines
+        ).rstrip()
+        for row in cells
+    ]
