@@ -48,6 +48,13 @@ PLAN = (
     Planned(
         "fit-plain", f"{FIT}, as a plain user has them", "fit_overhead", 3, 150, ("--plain",)
     ),
+    Planned("fit-gpt", f"{FIT}, the recipe's GPT", "fit_overhead", 3, 150, ("--model=gpt",)),
+    Planned("divided-gpt", "Ways to divide a model: GPT, 2 processes", "model_parallel", 2, 200,
+            ("--parts", "gpt")),
+    Planned("divided-cnn", "Ways to divide a model: cats-vs-dogs, 2 processes", "model_parallel", 1,
+            150, ("--parts", "cnn")),
+    Planned("divided-memory", "Memory of sharded, GPT of 25 million parameters, 4 processes",
+            "model_parallel", 1, 150, ("--parts", "memory")),
     Planned("servers", "MLP, 2 workers and 1 parameter server", "parameter_server", 2, 300,
             takes=("tensorflow",)),
     Planned("cats", f"{CATS}, fp32", "cats_vs_dogs_workers", 1, 200,

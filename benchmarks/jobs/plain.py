@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -21,7 +21,7 @@ class Work:
     """A model, its loss, and examples in memory, ``batches`` global batches of them."""
 
     model: nn.Module
-    loss: nn.Module
+    loss: Callable[[Tensor, Tensor], Tensor]
     x: Tensor
     y: Tensor
     local_batch: int

@@ -65,6 +65,7 @@ def test_what_a_recipe_is_told(tmp_path: Path) -> None:
     options = Compose(cpus="1,0.25", memory="2g", image="mine")
     found = plan(
         containers=options,
+        strategies="one_device,multi_worker_mirrored,parameter_server",
         ps=2,
         epochs=3,
         seed=7,

@@ -13,6 +13,14 @@ from tests.strategies.jobs import blobs, mlp
 from tests.strategies.paired import PairedStrategy
 
 
+def counted(strategy: sp.Strategy) -> int:
+    """Bytes that `coordination` counts for one reduction in the data group."""
+    reducer = strategy.groups.data.reducer(100, torch.float64, torch.device("cpu"))
+    before = strategy.coordination.traffic.sent
+    reducer.reduce((1.0,), 1.0)
+    return strategy.coordination.traffic.sent - before
+
+
 def facts() -> dict[str, Any]:
     """Who shares what with whom, and what each reads and gets back."""
     with PairedStrategy() as strategy:
@@ -28,6 +36,7 @@ def facts() -> dict[str, Any]:
             "read": read,
             "loss": figures["loss"],
             "predicted": predicted,
+            "sent": counted(strategy),
             "gathered": strategy.gather(torch.tensor([strategy.cluster.rank])).tolist(),
         }
 
@@ -48,6 +57,7 @@ def test_two_processes_of_a_pair_share_a_data_shard(replicas: Replicas) -> None:
         assert one["read"] == [1, 1 - rank // 2]
         assert abs(one["loss"] - loss) < 1e-12
         assert torch.allclose(one["predicted"], output, rtol=0, atol=1e-12)
+        assert one["sent"] == 800
         assert one["gathered"] == [rank % 2, rank % 2 + 2]
 
 
