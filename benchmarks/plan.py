@@ -55,6 +55,7 @@ PLAN = (
             150, ("--parts", "cnn")),
     Planned("divided-memory", "Memory of sharded, GPT of 25 million parameters, 4 processes",
             "model_parallel", 1, 150, ("--parts", "memory")),
+    Planned("pipeline", "A pipeline of 2 stages and 8 microbatches: GPT", "pipeline", 2, 150),
     Planned("servers", "MLP, 2 workers and 1 parameter server", "parameter_server", 2, 300,
             takes=("tensorflow",)),
     Planned("cats", f"{CATS}, fp32", "cats_vs_dogs_workers", 1, 200,
