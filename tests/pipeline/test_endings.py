@@ -1,0 +1,73 @@
+"""How jobs of pipelines end: codes, and what their users read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import Commands, commands_in
+
+JOB = """
+import os, signal, sys
+import torch
+from torch import nn
+import spartito as sp
+
+def loss(output, target):
+    if sys.argv[1] == "error":
+        raise ValueError("labels of another world")
+    if sys.argv[1] == "kill":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return nn.functional.mse_loss(output, target)
+
+x = torch.randn(8, 3)
+trainer = sp.Trainer(
+    nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
+    optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+    loss=loss,
+    strategy=sp.strategy("pipeline"),
+)
+trainer.fit(sp.data.arrays(x, x).batch(4), epochs=1)
+"""
+LOST = "worker 1 was stopped because worker 0 was killed by SIGKILL"
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with commands_in(tmp_path) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("workers", "what", "code", "last"),
+    [
+        ("3", "too many", 2, "split=[...]: modules that the forward pass calls one after"),
+        ("2", "error", 1, "ValueError: labels of another world"),
+        ("2", "kill", 69, LOST),
+    ],
+)
+def test_the_cause_of_an_end_is_read_last(
+    commands: Commands, workers: str, what: str, code: int, last: str
+) -> None:
+    job = commands.write("job.py", JOB)
+    ended = commands.spartito(
+        "run", "--strategy", "pipeline", "--workers", workers, job, what.replace(" ", "-")
+    )
+    assert ended.code == code, ended.text
+    lines = ended.err.splitlines()
+    assert last in lines[-1], ended.text
+    if what == "too many":
+        assert "spartito: error: 3 stages of a model that has 2 layers in a row" in lines[-2]
+    assert "is gone" not in ended.text
+    assert sum("Traceback" in line for line in lines) == (what == "error")
+
+
+def test_a_refusal_ends_a_recipe_with_2(commands: Commands) -> None:
+    options = '{"schedule": "interleaved", "stages_per_task": 40}'
+    words = ("train", "gpt", "--strategy", "pipeline", "--workers", "2", "--epochs", "1")
+    ended = commands.spartito(*words, "--strategy-options", options, "--out", "out")
+    assert ended.code == 2, ended.text
+    assert "spartito: error: 80 stages of a model that has" in ended.err
+    assert "Traceback" not in ended.text
