@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from spartito.errors import UserError
+from spartito.pipeline import split
 from spartito.pipeline.schedules import (
     BACKWARD,
     FORWARD,
@@ -89,3 +93,38 @@ def test_what_does_not_exist_is_refused() -> None:
         orders("1f1", Shape(2, 1, 8))
     with pytest.raises(UserError, match="2 stages for each task with schedule='gpipe'"):
         orders("gpipe", Shape(2, 2, 8))
+
+
+def test_stages_begin_with_whole_blocks_where_that_costs_little() -> None:
+    costs, depths = [1.0, 3.0] * 4, [2, 1, 2, 1, 2, 1, 2]  # four blocks of two parts
+    for head, cuts in ((0.5, [4]), (2.0, [5])):  # 8.5 against 8.5, and 10 against 9
+        whole = [*costs, head]
+        found = split.outermost(whole, [0.0] * 9, [True] * 9, 2, [*depths, 1])
+        assert found == cuts
+    assert split.outermost(costs, [0.0] * 8, [True] * 8, 8, depths) == [*range(1, 8)]
+
+
+parts = st.tuples(st.floats(0.1, 4), st.floats(0, 1), st.booleans(), st.integers(0, 3))
+
+
+@given(st.lists(parts, min_size=2, max_size=10), st.integers(2, 4))
+def test_the_slowest_stage_is_little_slower_than_it_must_be(
+    found: list[tuple[float, float, bool, int]], stages: int
+) -> None:
+    costs, moves, owned, depths = map(list, zip(*found, strict=True))
+    assume(sum(owned) >= stages)
+
+    def slowest(cuts: Sequence[int]) -> Any:
+        spans = list(zip([0, *cuts], [*cuts, len(costs)], strict=True))
+        assert len(spans) == stages
+        assert all(any(owned[begin:end]) for begin, end in spans)
+        ends = [0.0, *(moves[cut] for cut in cuts), 0.0]
+        return max(
+            sum(costs[begin:end]) + ends[stage] + ends[stage + 1]
+            for stage, (begin, end) in enumerate(spans)
+        )
+
+    best = slowest(split.partition(costs, moves, owned, stages))
+    cuts = split.outermost(costs, moves, owned, stages, depths[1:])
+    assert slowest(cuts) <= split.LITTLE * best * (1 + 1e-9)
+    assert sorted(set(cuts)) == cuts

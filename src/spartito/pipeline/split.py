@@ -20,6 +20,8 @@ BYTES_PER_SECOND = 2e9
 """What messages between stages move about; a part of the cost of a start."""
 MOST = 48
 """Starts that are looked at; more are thinned out."""
+LITTLE = 1.1
+"""So many times as slow may the slowest stage be where starts are further outside in the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +95,9 @@ def named(program: Program, model: nn.Module, split: Sequence[str], stages: int)
 
 
 def balanced(program: Program, model: nn.Module, stages: int, call: Call | None) -> list[Start]:
-    """Starts that make the slowest stage as fast as can be.
+    """Starts that make the slowest stage as fast as can be, or by `LITTLE` slower.
+
+    The latter where stages then begin with modules further outside: whole blocks of the model.
 
     Args:
         program: The model's operations.
@@ -122,8 +126,53 @@ def balanced(program: Program, model: nn.Module, stages: int, call: Call | None)
     costs = _counted(cut, model) if call is None else _measured(cut, model, call)
     moves = [_nbytes(cut, stage) / BYTES_PER_SECOND for stage in range(cut.stages)]
     owned = [bool(names) for names in _owned(cut)]
-    chosen = partition(costs, moves, owned, stages)
+    depths = [entry.path.count(".") for entry in found]
+    chosen = outermost(costs, moves, owned, stages, depths)
     return [Start(found[part - 1].path, found[part - 1].call) for part in chosen]
+
+
+def outermost(
+    costs: Sequence[float],
+    moves: Sequence[float],
+    owned: Sequence[bool],
+    stages: int,
+    depths: Sequence[int],
+) -> list[int]:
+    """As `partition`, with the outermost starts whose slowest stage is by `LITTLE` slower at most.
+
+    Args:
+        costs: Of each part.
+        moves: What it costs to begin a stage with the part, for both stages.
+        owned: Whether a part has parameters; each stage gets some.
+        stages: How many.
+        depths: How deep in the model each part but the first begins.
+
+    Returns:
+        The parts with which stages begin, but for the first.
+    """
+    best = partition(costs, moves, owned, stages)
+    most = LITTLE * _slowest(costs, moves, best)
+    for depth in sorted(set(depths)):
+        kept = [0, *(part for part, own in enumerate(depths, 1) if own <= depth)]
+        spans = list(zip(kept, [*kept[1:], len(costs)], strict=True))
+        has = [any(owned[begin:end]) for begin, end in spans]
+        if sum(has) < stages:
+            continue
+        whole = [sum(costs[begin:end]) for begin, end in spans]
+        found = partition(whole, [moves[begin] for begin in kept], has, stages)
+        cuts = [kept[part] for part in found]
+        if _slowest(costs, moves, cuts) <= most:
+            return cuts
+    return best
+
+
+def _slowest(costs: Sequence[float], moves: Sequence[float], cuts: Sequence[int]) -> float:
+    """The cost of the costliest of the stages that begin at ``cuts``."""
+    spans = zip([0, *cuts], [*cuts, len(costs)], strict=True)
+    ends = [*moves, 0.0]
+    return max(
+        sum(costs[begin:end]) + (moves[begin] if begin else 0.0) + ends[end] for begin, end in spans
+    )
 
 
 def partition(
