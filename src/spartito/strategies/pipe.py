@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -71,7 +72,7 @@ class Pipe:
         pair = self.pair
 
         def call() -> Any:
-            with torch.compiler.set_stance("force_eager"), autocast(pair.precision, CPU):
+            with _uncompiled(), autocast(pair.precision, CPU):
                 return forward(pair.model, part.data, has_loss)
 
         return call
@@ -251,6 +252,14 @@ def outside() -> Iterator[None]:
 def draws(model: nn.Module, *args: Any, **kwargs: Any) -> Draws:
     """What a forward pass draws at random; nothing is computed."""
     return record(model, lambda: model(*args, **kwargs)).drawn
+
+
+def _uncompiled() -> AbstractContextManager[None]:
+    """A block in which compiled functions run as written; nothing where torch has no compiler."""
+    if "torch._dynamo.eval_frame" not in sys.modules:  # to ask it would import it
+        return nullcontext()
+    made: AbstractContextManager[None] = torch.compiler.set_stance("force_eager")
+    return made
 
 
 def _whole(outputs: Sequence[Any], parts: Sequence[Batch]) -> Any:
