@@ -221,8 +221,8 @@ def checkpoint_and_resume(
 ) -> dict[str, Any]:
     """Train 2 of 4 epochs and a half and save ("save"), go on ("resume"), or all ("whole").
 
-    What was loaded is saved as ``again`` at once. With ``accumulate`` 2 that is in the middle of an
-    update.
+    What was loaded is saved as ``again`` at once; "copy" does no more than that. With
+    ``accumulate`` 2 that is in the middle of an update.
     """
     strategy = make_strategy(name, **options)
     net = mlp(0.3)
@@ -246,10 +246,13 @@ def checkpoint_and_resume(
                 self.trainer.save(folder)
                 self.trainer.stop_training = True
 
-    if phase == "resume":
+    if phase in ("resume", "copy"):
         trainer.load(folder)
         if again:
             trainer.save(again)
+    if phase == "copy":
+        strategy.close()
+        return {}
     history = trainer.fit(train, epochs=4, callbacks=[SaveInTheMiddle()], verbose=0)
     result = {
         "history": history.history,
@@ -260,13 +263,15 @@ def checkpoint_and_resume(
     return result
 
 
-def resume_each(
-    name: str, options: dict[str, Any], folders: Sequence[str], agains: Sequence[str]
+def load_each(
+    name: str, options: dict[str, Any], given: Sequence[tuple[str, str, str]]
 ) -> list[dict[str, Any]]:
-    """Go on from each of these checkpoints in turn."""
+    """Load each of these checkpoints in turn: folder, phase, and where it is saved again.
+
+    Each time into a model and an optimizer that are new, so that nothing of the one before is left.
+    """
     return [
-        checkpoint_and_resume(name, options, folder, "resume", again)
-        for folder, again in zip(folders, agains, strict=True)
+        checkpoint_and_resume(name, options, folder, phase, again) for folder, phase, again in given
     ]
 
 

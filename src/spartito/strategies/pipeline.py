@@ -349,6 +349,10 @@ class PipelineStrategy(SynchronousStrategy):
     def _state(self, pair: Pair) -> dict[str, Any]:
         state = super()._state(pair)
         pipe = self._pipes[id(pair.optimizer)]
+        if "optimizer" in state and pipe.piped.starts:  # in the user's order, not the tasks'
+            groups = zip(state["optimizer"]["groups"], pipe.piped.names, strict=True)
+            for group, names in groups:
+                group["params"] = list(names)
         if "accumulated" in state and pipe.piped.starts:
             found = state["accumulated"]["gradients"]
             found |= dict(pipe.tied_sums(found, self._mail))
