@@ -27,8 +27,12 @@ def whole(replicas: Replicas) -> Outcome:
     return found
 
 
-SAVING: list[Case] = [*CASES, ("tests.strategies.paired:CutStrategy", 4, {})]
-"""All that the contracts are tested under, and one whose tasks have parts of the parameters."""
+SAVING: list[Case] = [
+    *CASES,
+    ("sharded", 2, {"copies": 2}),
+    ("tests.strategies.paired:CutStrategy", 4, {}),  # its tasks have parts of the parameters
+]
+"""All that the contracts are tested under, and more ways in which a state lies on tasks."""
 
 
 @pytest.fixture(scope="module")

@@ -33,7 +33,6 @@ CASES: list[Case] = [
     ("sharded", 3, {"zero": 2, "block_bytes": 100}),
     ("sharded", 3, {"zero": 1}),
     ("sharded", 3, {"communication": "sockets", "block_bytes": 100}),  # gathers the parameters
-    ("sharded", 2, {"copies": 2}),
     ("tests.strategies.paired:PairedStrategy", 4, {}),  # two processes for each data shard
     ("mesh", 2, {"model": 2}),
     ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
