@@ -17,7 +17,6 @@ from spartito.cluster.spec import split_address
 from spartito.collectives.handshake import prove
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
-from spartito.ps.client.incoming import Incoming
 from spartito.ps.client.vector import Copies, Vector
 from spartito.ps.protocol.codec import PlainCodec, make_codec
 from spartito.ps.protocol.keys import Keys
@@ -73,8 +72,8 @@ class Address:
 class Link:
     """The connection to one server, made again when it breaks.
 
-    ``push`` is memory of the server's span, uint8 ``(bytes,)``: what is sent with `Push`; values
-    arrive in ``incoming``. No call takes longer than ``timeout`` seconds.
+    ``push`` and ``pull`` are memory of the server's span, uint8 ``(bytes,)``: what is sent with
+    `Push`, and where values arrive. No call takes longer than ``timeout`` seconds.
     Both ends must know ``key``, the job's secret.
     """
 
@@ -94,8 +93,7 @@ class Link:
         self._wire: Channel | None = None
         self._breaks = 0
         self._shared = False
-        self.push = torch.empty(0)
-        self.incoming: Incoming
+        self.push, self.pull = torch.empty(0), torch.empty(0)
         self.incarnation = ""
         self.ready = False
         self._connect()
@@ -223,7 +221,7 @@ class Link:
         return values, found
 
     def _receive(self) -> Any:
-        buffer = None if self._shared else self._codec.buffer(self.incoming.area)
+        buffer = None if self._shared else self._codec.buffer(self.pull)
         reply = self._open.receive(buffer)
         if isinstance(reply, Values) and reply.unchanged is not None:
             self._take(frozenset(reply.unchanged))
@@ -237,7 +235,7 @@ class Link:
         elif len(payload) != codec.size_without(unchanged):
             raise ProtocolError(f"{len(payload)} bytes of values came, and not those of the rest")
         else:
-            codec.decode(self.incoming.area, payload, unchanged)
+            codec.decode(self.pull, payload, unchanged)
         self._changed |= self._all_runs - unchanged
 
     def _checked(self, reply: Any) -> Any:
@@ -265,30 +263,29 @@ class Link:
             welcome: Welcome = self._checked(wire.receive())
             self._shared = bool(welcome.segment)
             if self._shared:
-                offsets, size = areas(self.span)
-                memory = torch.frombuffer(_map(Path(welcome.segment), size), dtype=torch.uint8)
+                push_at, pull_at, size = areas(self.span)
+                memory = _map(Path(welcome.segment), size)
                 local = socket.socket(socket.AF_UNIX)
                 remote, wire = wire, Wire(local, Reply)
                 local.connect(welcome.socket)
                 prove(local, where.name, self._key, LOCAL, end)
                 remote.close()
-                push, *pulls = (memory[at : at + self.span.size] for at in offsets)
+                push = torch.frombuffer(memory, dtype=torch.uint8)[push_at:][: self.span.size]
+                pull = torch.frombuffer(memory, dtype=torch.uint8)[pull_at:][: self.span.size]
             else:
-                push, *pulls = (allocate(self.span) for _ in range(3))
+                push, pull = allocate(self.span), allocate(self.span)
         except BaseException:
             wire.close()
             raise
         wire.timeout = self._timeout
         wire.header_limit = LONG_HEADER
         wire.limit = state_limit(self.span) + MOST_KEYS
-        turn = 0
         if self.push.numel():
             push.copy_(self.push)
-            turn = self.incoming.turn  # as a request says that was sent already
-            pulls[1 - turn].copy_(self.incoming.areas[1 - turn])
-        self.push, self._wire = push, wire
+            pull.copy_(self.pull)
+        self.push, self.pull, self._wire = push, pull, wire
         self.outgoing = Copies(self._vector, self.span, push)
-        self.incoming = Incoming(self._vector, self.span, pulls, turn, self._shared)
+        self.incoming = Copies(self._vector, self.span, pull)
         self.ready = welcome.ready
         before, self.incarnation = self.incarnation, welcome.incarnation
         if before and before != self.incarnation:

@@ -64,7 +64,7 @@ class Servers:
         try:
             for link in self.links:
                 out = link.outgoing
-                missing = out.store_gradients() + out.store_changes(link.incoming.before)
+                missing = out.store_gradients() + out.store_changes(link.incoming)
                 self._norms.append(out.norm(unused(link.runs, missing)))
                 absent.append(missing)
         finally:
@@ -75,16 +75,8 @@ class Servers:
         """Send what `fill` stored, and ask for new values."""
         self._admitted = False  # until the replies are there
         self._sent = [
-            replace(
-                push,
-                pulled=version,
-                absent=list(missing),
-                norm=0.0 if push.dropped else norm,
-                area=link.incoming.turn,
-            )
-            for link, version, missing, norm in zip(
-                self.links, self._versions, absent, self._norms, strict=True
-            )
+            replace(push, pulled=version, absent=list(missing), norm=0.0 if push.dropped else norm)
+            for version, missing, norm in zip(self._versions, absent, self._norms, strict=True)
         ]
         try:
             if self._ordered:
@@ -156,7 +148,7 @@ class Servers:
 
     def pull(self, admit: bool) -> None:
         """The newest values into the model; ``admit`` to compute with, so it may have to wait."""
-        first = self.links[0].ask(Pull(admit, self.links[0].incoming.turn))
+        first = self.links[0].ask(Pull(admit))
         self._take([first, *self._look(self.links[1:])])
         self._admitted = admit
 
@@ -170,11 +162,10 @@ class Servers:
     def close(self) -> None:
         """Close the connections to all."""
         for link in self.links:
-            link.incoming.leave()
             link.close()
 
     def _look(self, links: Sequence[Link]) -> list[Values]:
-        return self._ask(links, [Pull(False, link.incoming.turn) for link in links])
+        return self._ask(links, [Pull(admit=False)] * len(links))
 
     def _ask(self, links: Sequence[Link], messages: Sequence[Message]) -> list[Values]:
         self._send(links, messages)

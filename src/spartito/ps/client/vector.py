@@ -62,8 +62,7 @@ class Copies:
     """Copies between a model's tensors and the memory of one span, uint8 ``(bytes,)``."""
 
     def __init__(self, vector: Vector, span: Span, memory: Tensor) -> None:
-        entries = self._entries = vector.layout.entries
-        self._runs = runs(vector.layout, span)
+        entries, self._runs = vector.layout.entries, runs(vector.layout, span)
         self._locations = [
             [
                 _locate(vector.tensors[part.entry], part, entries[part.entry].dtype, span, memory)
@@ -73,6 +72,13 @@ class Copies:
         ]
         self._tensors = vector.tensors
         self._views = [[location.view for location in locations] for locations in self._locations]
+        self._targets = [
+            [
+                self._part(vector.tensors[location.entry].detach(), location)
+                for location in locations
+            ]
+            for locations in self._locations
+        ]
         self._flat = [
             memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype))
             for run in self._runs
@@ -86,46 +92,28 @@ class Copies:
             location for n in numbers if self._runs[n].learns for location in self._locations[n]
         ]
         self._wanted = [location.view for location in self._learned]
-        self._kept = {number: self._aliases(number) for number in self._others}
+        self._all_views = [view for views in self._views for view in views]
+        self._all_targets = [target for targets in self._targets for target in targets]
         self._blank: set[int] = set()  # entries whose gradient here is 0 already
         self._before: Copies | None = None
 
-    def load(self, changed: Collection[int] | None = None, but: Collection[int] = ()) -> None:
+    def load(self, changed: Collection[int] | None = None) -> None:
         """The memory's values into the model; ``changed`` leaves out runs where they are alike.
 
-        Buffers are loaded in any case: a forward pass changes the model's. Runs ``but`` are not.
+        Buffers are loaded in any case: a forward pass changes the model's.
         """
-        chosen = [
-            number
-            for number, run in enumerate(self._runs)
-            if number not in but and (changed is None or number in changed or run.group == BUFFER)
-        ]
-        if chosen:
+        if changed is None or len(changed) == len(self._runs):
+            views, targets = self._all_views, self._all_targets
+        else:
+            chosen = [n for n, run in enumerate(self._runs) if n in changed or run.group == BUFFER]
             views = [view for number in chosen for view in self._views[number]]
-            torch._foreach_copy_(self._targets(chosen), views)
+            targets = [target for number in chosen for target in self._targets[number]]
+        if views:
+            torch._foreach_copy_(targets, views)
 
-    def store(self, numbers: Collection[int] | None = None) -> None:
-        """The model's values into the memory, of all runs or of those with these ``numbers``."""
-        chosen = range(len(self._runs)) if numbers is None else numbers
-        views = [view for number in chosen for view in self._views[number]]
-        torch._foreach_copy_(views, self._targets(chosen))
-
-    def adopt(self, other: Copies, number: int) -> None:
-        """From now on a run of the memory is where ``other`` has it."""
-        self._views[number], self._flat[number] = other._views[number], other._flat[number]
-
-    def movable(self) -> dict[int, int]:
-        """The parameters of the host that lie here as a whole run, and learn: entry, run."""
-        return {
-            location.entry: number
-            for number, run in enumerate(self._runs)
-            if run.learns and all(map(self._is_movable, self._locations[number]))
-            for location in self._locations[number]
-        }
-
-    def view(self, entry: int) -> Tensor:
-        """Where a whole parameter lies in the memory."""
-        return next(location.view for location in self._learned if location.entry == entry)
+    def store(self) -> None:
+        """The model's values into the memory."""
+        torch._foreach_copy_(self._all_views, self._all_targets)
 
     def store_gradients(self) -> list[int]:
         """The gradients into the memory; returns the entries that have none, set to 0."""
@@ -156,7 +144,7 @@ class Copies:
         absent = []
         self._before = before
         for number in self._others:
-            pairs = list(zip(self._kept[number], before._views[number], strict=True))
+            pairs = list(zip(self._targets[number], before._views[number], strict=True))
             if all(torch.equal(now, old) for now, old in pairs):
                 absent += [location.entry for location in self._locations[number]]
                 continue
@@ -179,26 +167,6 @@ class Copies:
                 return inf
         return min(sqrt(total), sys.float_info.max) if isfinite(total) else inf
 
-    def _targets(self, numbers: Collection[int]) -> list[Tensor]:
-        """The model's tensors, or their parts, in these runs."""
-        return [t for n in numbers for t in self._kept.get(n) or self._aliases(n)]
-
-    def _aliases(self, number: int) -> list[Tensor]:
-        """Only of what never moves these may be kept; see `Incoming`."""
-        locations = self._locations[number]
-        return [
-            self._part(self._tensors[location.entry].detach(), location) for location in locations
-        ]
-
-    def _is_movable(self, location: _Location) -> bool:
-        tensor, entry = self._tensors[location.entry], self._entries[location.entry]
-        return (
-            location.whole
-            and not entry.frozen
-            and type(tensor) is nn.Parameter
-            and tensor.device.type == "cpu"
-        )
-
     @staticmethod
     def _part(tensor: Tensor, location: _Location) -> Tensor:
         return tensor if location.whole else flat(tensor)[location.begin : location.end]
@@ -216,8 +184,8 @@ def _locate(tensor: Tensor, part: Part, dtype: str, span: Span, memory: Tensor) 
     kind = dtype_of(dtype)
     view = memory[start : start + (part.end - part.begin) * kind.itemsize].view(kind)
     whole = part.end - part.begin == tensor.numel()
-    flat(tensor)  # refuses what is not dense
     if whole:
+        flat(tensor)  # refuses what is not dense
         view = view.as_strided(tensor.shape, tensor.stride(), view.storage_offset())
     return _Location(part.entry, view, whole, part.begin, part.end, is_summed(dtype))
 

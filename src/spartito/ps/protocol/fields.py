@@ -16,9 +16,6 @@ Number = Annotated[int, Meta(ge=0, lt=MOST)]
 Index = Annotated[int, Meta(ge=-1, lt=MOST)]
 """An index, or -1 for none."""
 
-Area = Annotated[int, Meta(ge=0, le=1)]
-"""Which of a task's two areas the values go to that it asks for."""
-
 Count = Annotated[int, Meta(ge=0, lt=1 << 53)]
 """What grows as long as a job runs."""
 

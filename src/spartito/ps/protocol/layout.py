@@ -214,15 +214,6 @@ def unused(found: Sequence[Run], absent: Collection[int]) -> frozenset[int]:
     )
 
 
-def learning(layout: Layout, found: Sequence[Run]) -> frozenset[int]:
-    """Which of these runs, by index, the optimizer changes: those that travel in turns."""
-    return frozenset(
-        number
-        for number, run in enumerate(found)
-        if run.learns and not layout.entries[run.parts[0].entry].frozen
-    )
-
-
 def table(
     layout: Layout, spans: Sequence[Span], names: Sequence[str]
 ) -> list[tuple[str, str, str, str]]:

@@ -85,8 +85,7 @@ LOCAL = "ps memory"
 """The purpose of the second connection of a task that shares memory."""
 
 
-def areas(span: Span) -> tuple[list[int], int]:
-    """Where a shared segment has its push area and two for values, and its size, in bytes."""
-    area = (-(-span.size // PAGE) + 2) * PAGE
-    # Each begins at another offset in its page.
-    return [n * area + (2 * n + 1) * STRIDE + span.phase for n in range(3)], 3 * area
+def areas(span: Span) -> tuple[int, int, int]:
+    """Where a shared segment has its push area and its pull area, and its size, in bytes."""
+    area = (-(-span.size // PAGE) + 1) * PAGE  # each begins at another offset in its page
+    return STRIDE + span.phase, area + PAGE + 3 * STRIDE + span.phase, 2 * (area + PAGE)

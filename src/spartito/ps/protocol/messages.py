@@ -9,7 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from spartito.collectives.versions import Versions
-from spartito.ps.protocol.fields import Amount, Area, Count, Index, Name, Norm, Number, Text
+from spartito.ps.protocol.fields import Amount, Count, Index, Name, Norm, Number, Text
 from spartito.ps.protocol.keys import Key
 
 PURPOSE = "ps"
@@ -90,14 +90,12 @@ class Push(Message, frozen=True, tag="push"):
     group: Number = 0
     index: Number = 0
     parties: Number = 0
-    area: Area = 0
 
 
 class Pull(Message, frozen=True, tag="pull"):
     """A request for values: to compute with (``admit``), or only to read."""
 
     admit: bool
-    area: Area = 0
 
 
 class Outcome(Enum):
@@ -121,8 +119,8 @@ class Values(Message, frozen=True, tag="values"):
     work_items: Count
     examples: Count
     unchanged: list[Number] | None = None
-    """The runs of the span that do not travel, as they are what this connection brought before
-    to the same area; None where no values travel at all."""
+    """The runs of the span that do not travel, as they are what this connection brought before;
+    None where no values travel at all."""
     outcome: Outcome = Outcome.APPLIED
     """Of a push."""
     staleness: Count = 0

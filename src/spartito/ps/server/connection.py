@@ -67,13 +67,13 @@ class Connection:
         self._server, self._store = server, server.store
         self._wire = wire
         self._worker, self._generation, self._chief = -1, 0, False
-        self._editions = [-1, -1]  # of the values that the task has in its areas
+        self._edition = -1  # of the values that the task has
         self._loading: Loading | None = None
         span = self._store.shard.span
         self._span = span
         self._shared = False
         self._inbox: Tensor | None = None
-        self._outboxes: list[Tensor] = []  # the task's areas, or twice our own
+        self._outbox: Tensor | None = None
         self._codec: Codec = make_codec(self._store.shard.layout, span, server.wire_dtype)
 
     @property
@@ -175,7 +175,7 @@ class Connection:
         if self._server.shares and same_host:
             self._share()
         else:
-            self._inbox, self._outboxes = allocate(self._span), 2 * [allocate(self._span)]
+            self._inbox, self._outbox = allocate(self._span), allocate(self._span)
             self._wire.send(Welcome(self._store.ready, self._server.incarnation))
         self._wire.set_timeouts(send=self._server.timeout, receive=None)
         self._wire.header_limit = LONG_HEADER
@@ -194,7 +194,7 @@ class Connection:
 
     def _share(self) -> None:
         """Map a segment with the task, and go on by a socket of this machine alone."""
-        offsets, size = areas(self._span)
+        push_at, pull_at, size = areas(self._span)
         segment = Segment.create(size, [path for path in SHARED if path.is_dir()])
         path = segment.path.with_suffix(".sock")
         try:
@@ -214,9 +214,8 @@ class Connection:
             path.unlink(missing_ok=True)
         self._wire.close()
         self._wire = Wire(sock, Request)
-        self._inbox, *self._outboxes = (
-            segment.tensor(offset, self._span.size, torch.uint8) for offset in offsets
-        )
+        self._inbox = segment.tensor(push_at, self._span.size, torch.uint8)
+        self._outbox = segment.tensor(pull_at, self._span.size, torch.uint8)
         self._shared = True
 
     def _challenge(self, sock: socket.socket) -> None:
@@ -232,8 +231,9 @@ class Connection:
             raise
 
     def _serve(self) -> None:
-        inbox, store = self._inbox, self._store
+        inbox, outbox, store = self._inbox, self._outbox, self._store
         assert inbox is not None
+        assert outbox is not None
         buffer = None if self._shared else self._codec.buffer(inbox)
         while True:
             message = self._wire.receive(buffer)
@@ -252,17 +252,17 @@ class Connection:
                     store.check(self._worker, self._generation)  # a round takes its time
                     if message.pull:
                         store.admit(self._worker)
-                    unchanged = self._bring(message.area) if message.pull else None
+                    unchanged = self._bring(outbox) if message.pull else None
                     reply = store.values(outcome, staleness, unchanged)
-                self._reply(reply, message.area)
+                self._reply(reply, outbox)
             elif isinstance(message, Pull):
                 with store.lock:
                     self._need_values()
                     store.check(self._worker, self._generation)
                     if message.admit:
                         store.admit(self._worker)
-                    reply = store.values(unchanged=self._bring(message.area))
-                self._reply(reply, message.area)
+                    reply = store.values(unchanged=self._bring(outbox))
+                self._reply(reply, outbox)
             elif isinstance(message, End) and self._chief:
                 self._wire.send(Done())
                 self._server.end()
@@ -280,11 +280,11 @@ class Connection:
             )  # fmt: skip
         norms.add(norm)
 
-    def _bring(self, area: int) -> list[int]:
-        """The values into an area of the task; returns the runs that it had already."""
-        store, outbox = self._store, self._outboxes[area]
-        unchanged = store.unchanged(self._editions[area], max(self._editions))
-        self._editions[area] = store.edition
+    def _bring(self, outbox: Tensor) -> list[int]:
+        """The values into ``outbox``; returns the runs that it had already."""
+        store = self._store
+        unchanged = store.unchanged(self._edition)
+        self._edition = store.edition
         if not unchanged:
             outbox.copy_(store.shard.values)
             return []
@@ -294,13 +294,11 @@ class Connection:
                 outbox[here].copy_(store.shard.values[here])
         return sorted(unchanged)
 
-    def _reply(self, reply: Values, area: int) -> None:
+    def _reply(self, reply: Values, values: Tensor) -> None:
         if reply.unchanged is None or self._shared:
             self._wire.send(reply)
         else:
-            self._wire.send(
-                reply, *self._codec.encode(self._outboxes[area], frozenset(reply.unchanged))
-            )
+            self._wire.send(reply, *self._codec.encode(values, frozenset(reply.unchanged)))
 
     def _need_values(self) -> None:
         if not self._store.ready:

@@ -13,7 +13,7 @@ from torch.optim import (
 )
 
 from spartito.engine import fused
-from spartito.ps.protocol.layout import Layout, Run, Span, learning, runs, unused
+from spartito.ps.protocol.layout import Layout, Run, Span, runs, unused
 from spartito.ps.protocol.memory import allocate, apart, dtype_of, flat, is_mixed, is_summed, mix
 from spartito.ps.protocol.options import KERNELS, SETTINGS, set_options
 from spartito.ps.protocol.slots import COUNTERS, State, is_elementwise, merge_state, slots, within
@@ -37,7 +37,6 @@ class Shard:
         self.values = allocate(span)
         self.slots = slots(layout, span, not is_elementwise(optimizer))
         self.runs = runs(layout, span)
-        self.learning = learning(layout, self.runs)
         self._kept = [run for run in self.runs if not run.learns]
         self._parameters = [nn.Parameter(self._view(self.values, run)) for run in self.slots]
         self._close = True  # the optimizer's state lies where torch has put it

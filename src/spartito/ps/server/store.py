@@ -327,17 +327,9 @@ class Store:
         if self.counter is not None:
             self.counter.value = self.version + self.lost
 
-    def unchanged(self, since: int, latest: int) -> frozenset[int]:
-        """The runs, by index, whose values a task has: in one area since the edition ``since``.
-
-        All but those that learn it has since the edition ``latest``, wherever they came to.
-        """
-        learning = self.shard.learning
-        return frozenset(
-            number
-            for number, edition in enumerate(self._changed)
-            if edition <= (since if number in learning else latest)
-        )
+    def unchanged(self, since: int) -> frozenset[int]:
+        """The runs, by index, whose values are those that they had at `edition` ``since``."""
+        return frozenset(n for n, edition in enumerate(self._changed) if edition <= since)
 
     def _note_change(self, but: frozenset[int] = frozenset()) -> None:
         """The values of all runs but these are others than before."""
