@@ -52,6 +52,24 @@ def test_what_is_stored_is_loaded(model: Odd, servers: int) -> None:
     assert same(before, tensors_of(model))
 
 
+@settings(max_examples=20)
+@given(models(), SERVERS)
+def test_memory_that_a_user_puts_in_place_is_read_and_filled(model: Odd, servers: int) -> None:
+    vector = Vector(model, optimizer(model))
+    found = sides(vector, servers)
+    before = tensors_of(model)
+    for tensor in vector.tensors:
+        old, tensor.data = tensor.data, tensor.data.clone()
+        old.zero_()
+    for _, _, copies in found:
+        copies.store()
+    for tensor in vector.tensors:
+        tensor.data = torch.zeros_like(tensor)
+    for _, _, copies in found:
+        copies.load()
+    assert same(before, tensors_of(model))
+
+
 def test_buffers_are_loaded_whatever_has_changed() -> None:
     net = nn.BatchNorm1d(3).double()
     net.running_mean.fill_(5.0)  # type: ignore[union-attr]

@@ -72,13 +72,8 @@ class Copies:
         ]
         self._tensors = vector.tensors
         self._views = [[location.view for location in locations] for locations in self._locations]
-        self._targets = [
-            [
-                self._part(vector.tensors[location.entry].detach(), location)
-                for location in locations
-            ]
-            for locations in self._locations
-        ]
+        self._here = [self._tensors[part.entry] for run in self._runs for part in run.parts]
+        self._find_targets()
         self._flat = [
             memory[run.start - span.start : run.stop - span.start].view(dtype_of(run.dtype))
             for run in self._runs
@@ -93,7 +88,6 @@ class Copies:
         ]
         self._wanted = [location.view for location in self._learned]
         self._all_views = [view for views in self._views for view in views]
-        self._all_targets = [target for targets in self._targets for target in targets]
         self._blank: set[int] = set()  # entries whose gradient here is 0 already
         self._before: Copies | None = None
 
@@ -102,6 +96,7 @@ class Copies:
 
         Buffers are loaded in any case: a forward pass changes the model's.
         """
+        self._follow()
         if changed is None or len(changed) == len(self._runs):
             views, targets = self._all_views, self._all_targets
         else:
@@ -113,6 +108,7 @@ class Copies:
 
     def store(self) -> None:
         """The model's values into the memory."""
+        self._follow()
         torch._foreach_copy_(self._all_views, self._all_targets)
 
     def store_gradients(self) -> list[int]:
@@ -143,6 +139,7 @@ class Copies:
         """
         absent = []
         self._before = before
+        self._follow()
         for number in self._others:
             pairs = list(zip(self._targets[number], before._views[number], strict=True))
             if all(torch.equal(now, old) for now, old in pairs):
@@ -166,6 +163,20 @@ class Copies:
             if number not in but and not _is_finite(now) and _has_news(now, old):
                 return inf
         return min(sqrt(total), sys.float_info.max) if isfinite(total) else inf
+
+    def _find_targets(self) -> None:
+        """The model's tensors, or their parts, in each run."""
+        self._at = [tensor.data_ptr() for tensor in self._here]
+        self._targets = [
+            [self._part(self._tensors[location.entry].detach(), location) for location in locations]
+            for locations in self._locations
+        ]
+        self._all_targets = [target for targets in self._targets for target in targets]
+
+    def _follow(self) -> None:
+        """Find the model's tensors where they lie now: a user may replace their ``data``."""
+        if [tensor.data_ptr() for tensor in self._here] != self._at:
+            self._find_targets()
 
     @staticmethod
     def _part(tensor: Tensor, location: _Location) -> Tensor:
