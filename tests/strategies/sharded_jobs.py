@@ -193,3 +193,61 @@ def memory(name: str, options: dict[str, Any]) -> tuple[int, int]:
     state = sum(values["exp_avg"].numel() for values in optimizer.state.values())
     strategy.close()
     return state, sum(parameter.numel() for parameter in net.parameters())
+
+
+class Idle(nn.Module):
+    """A block that is called a second time, and does not need its parameters then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.fixed = nn.Linear(6, 6), nn.Linear(6, 6).requires_grad_(False)
+        self.block, self.head = Sometimes(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.block(self.block(self.fixed(self.first(x)), computes=False)))
+        return out
+
+
+class Sometimes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.eye(6))
+
+    def forward(self, x: Tensor, computes: bool = True) -> Tensor:
+        return torch.tanh(x @ self.weight) if computes else x.sin()
+
+
+def reloaded(name: str, options: dict[str, Any]) -> list[list[list[float]]]:
+    """A model's values after an update, and outputs once others were loaded into it."""
+    torch.manual_seed(5)
+    net, other, (x, y) = Idle().double(), Idle().double(), blobs(12)
+    with make_strategy(name, **options) as strategy:
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        for batch in strategy.distribute(sp.data.arrays(x, y).batch(12)):
+            strategy.step(batch, nn.CrossEntropyLoss())
+        values = [value.flatten().tolist() for value in strategy.state_dict()["model"].values()]
+        for batch in strategy.distribute(sp.data.arrays(x, y).batch(12)):
+            strategy.step(batch, nn.CrossEntropyLoss())
+        strategy.load({"model": other.state_dict()})
+        with torch.no_grad():
+            return [values, net(x).tolist(), other(x).tolist()]
+
+
+def written(name: str, options: dict[str, Any], how: Callable[[nn.Module], Any]) -> str:
+    """What is said of a change of the model between two steps."""
+    net, (x, y) = build("mlp"), blobs(12)
+    with make_strategy(name, **options) as strategy, torch.no_grad():
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+        try:
+            how(net)
+            for batch in strategy.distribute(sp.data.arrays(x, y).batch(12)):
+                with torch.enable_grad():
+                    strategy.step(batch, nn.CrossEntropyLoss())
+        except sp.UserError as error:
+            return str(error)
+    return ""
+
+
+def halve(net: nn.Module) -> None:
+    for parameter in net.parameters():
+        parameter.mul_(0.5)

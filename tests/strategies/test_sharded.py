@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -63,6 +64,30 @@ def test_what_cannot_be_sharded_is_refused_before_the_first_step(replicas: Repli
             "precision='fp16'",
         ]
         assert all("mirrored" in text for text in texts)
+
+
+@pytest.mark.parametrize("options", [{}, {"communication": "sockets"}], ids=str)
+def test_no_block_keeps_values_of_before(replicas: Replicas, options: dict[str, Any]) -> None:
+    torch.manual_seed(5)
+    net, (x, y) = jobs.Idle().double(), jobs.blobs(12)
+    made = torch.optim.SGD(net.parameters(), 0.1)
+    nn.CrossEntropyLoss()(net(x), y).backward()
+    made.step()
+    right = [value.flatten() for value in net.state_dict().values()]
+    for found in replicas(jobs.reloaded, 2, "sharded", {"block_bytes": 200, **options}):
+        values, after, of_loaded = found
+        for value, expected in zip(values, right, strict=True):
+            assert torch.allclose(torch.tensor(value, dtype=torch.float64), expected, 0, 1e-12)
+        assert after == of_loaded
+
+
+def test_values_that_exist_once_are_not_changed_in_place_or_copied(replicas: Replicas) -> None:
+    for text in replicas(jobs.written, 2, "sharded", {}, jobs.halve):
+        assert text.startswith("parameters were changed in place under sharded")
+    for options in ({}, {"communication": "sockets"}):
+        for text in replicas(jobs.written, 2, "sharded", options, copy.deepcopy):
+            assert text.startswith("a copy of a model")
+    assert replicas(jobs.written, 2, "sharded", {"zero": 2}, jobs.halve) == ["", ""]
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,8 @@ class ShardedCoordination(SynchronousCoordination):
         """A checksum of the values where all have them, and of where they lie."""
         moved = [home.moved for home in dict.fromkeys(self.homes.values())]
         values = super().checksum(parameters) if self.is_whole else 0
-        return crc32(repr((values, moved)).encode())
+        whose = self._groups.world.rank if any(map(any, moved)) else -1  # wrong, also if alike
+        return crc32(repr((values, moved, whose)).encode())
 
 
 class ShardedStrategy(SynchronousStrategy):
@@ -254,6 +255,9 @@ class ShardedStrategy(SynchronousStrategy):
     def _load(self, saved: Saved) -> None:
         with self._as_shards():
             super()._load(saved)
+        if self._zero == 3:
+            for home in dict.fromkeys(self._homes.values()):
+                home.publish()
 
     @contextmanager
     def _as_shards(self) -> Generator[None]:

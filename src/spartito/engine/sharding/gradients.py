@@ -98,6 +98,8 @@ class ShardedGradients(DividedUpdates):
         return super()._holds_any or any(block.sums is not None for block in self._blocks)
 
     def update(self, step: Callable[[], None]) -> None:
+        for block in self._blocks:
+            block.home.check()
         super().update(step)
         for block in self._blocks:
             block.home.publish()

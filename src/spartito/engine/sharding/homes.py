@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import NoReturn, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from spartito.collectives.segment import Segment
 from spartito.engine.sharding.blocks import Layout, Members, Section
 from spartito.engine.sharding.stage import Stage
+from spartito.errors import UserError
 
 
 class Home(ABC):
@@ -21,6 +23,8 @@ class Home(ABC):
 
     is_shared = False
     """Whether the values of an update are there for all once all have made theirs."""
+    has_own = False
+    """Whether what a replica writes into a parameter is right once all have written it."""
 
     def __init__(self, members: Members, stage: Stage) -> None:
         self.members, self.stage = members, stage
@@ -29,6 +33,13 @@ class Home(ABC):
         self.layout = Layout(sizes, stage.group.world_size)
         self.dtype = self.parameters[0].dtype
         self.own: Tensor
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        """Refuse to be copied, or stored, with a model."""
+        raise UserError(
+            "a copy of a model whose parameters are kept in shards (sharded, zero=3)",
+            "Copy it before prepare; strategy.state_dict() has its values whole; or take zero=2.",
+        )
 
     @property
     def size(self) -> int:
@@ -54,7 +65,7 @@ class Home(ABC):
         """Nobody computes with the parameters for a while."""
 
     def publish(self) -> None:  # noqa: B027 - some have no need
-        """After an update of each replica's own shard; all call it."""
+        """Each replica's own shard has new values, of an update or loaded ones; all call it."""
 
     @property
     def spans(self) -> list[Section]:
@@ -75,16 +86,39 @@ class Home(ABC):
     def moved(self) -> list[int]:
         """How far somebody else has moved the parameters' memory; 0 for each is what is right."""
         pairs = zip(self.parameters, self._positions, strict=True)
-        return [parameter.data_ptr() - position for parameter, position in pairs]
+        moved = [parameter.data_ptr() - position for parameter, position in pairs]
+        return [*moved, int(self._written)]
+
+    @property
+    def _written(self) -> bool:
+        """Whether somebody else has written into the parameters, who had to write once for all."""
+        return not self.has_own and self._version != sum(p._version for p in self.parameters)
+
+    def check(self) -> None:
+        """Before an update.
+
+        Raises:
+            UserError: If somebody else has written into parameters that exist once for all.
+        """
+        if self._written:
+            raise UserError(
+                "parameters were changed in place under sharded with zero=3, which keeps each "
+                "value once for all replicas: it would be changed more than once, or not at all",
+                'Take zero=2 or mirrored, or change values by strategy.load({"model": ...}).',
+            )
 
     def _show(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
             parameter.data = view
         self._positions = [view.data_ptr() for view in views]
+        if not hasattr(self, "_version"):
+            self._version = sum(p._version for p in self.parameters)
 
 
 class WholeHome(Home):
     """Every replica has all values; the shard says who updates what (stages 1 and 2)."""
+
+    has_own = True
 
     def __init__(self, members: Members, stage: Stage) -> None:
         super().__init__(members, stage)
@@ -169,3 +203,6 @@ class GatheredHome(Home):
             self._show(self._hidden)
             self._flat.untyped_storage().resize_(0)
             self.is_whole = False
+
+    def publish(self) -> None:
+        self.free()  # gathered again by a backward pass, after its gradients: values of before
