@@ -7,11 +7,9 @@ Inside of ``forward`` a module shows them as `Sharded` tensors, outside as they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache, partial
 from itertools import product
 from typing import Any
 
@@ -24,7 +22,8 @@ from spartito.engine.optimizers import WHOLE_SHAPE
 from spartito.errors import UserError
 from spartito.mesh.layout import Layout, check_dims
 from spartito.mesh.names import Dims, name_dims, shape_of
-from spartito.mesh.sharded import Axes, Sharded, all_whole, local_of, wrap
+from spartito.mesh.sharded import Axes
+from spartito.mesh.shown import HERE, PLAIN, Here, is_shown, shown
 from spartito.mesh.spec import Spec, replicated, spec
 
 
@@ -207,29 +206,6 @@ class SpecCut:
         return found
 
 
-# Modules that show their tensors
-
-_inside = 0  # forward passes that run, one in the other
-_HERE, _PLAIN = "_spartito_mesh", "_spartito_plain"
-
-
-@dataclass(frozen=True, slots=True)
-class _Here:
-    """How a module's own tensors are cut, by their names, and along which axes."""
-
-    specs: Mapping[str, Spec]
-    axes: Axes
-
-    def __deepcopy__(self, memo: Any) -> _Here:
-        return self
-
-    def __reduce__(self) -> Any:
-        raise UserError(
-            "a module on a mesh has shards of its parameters, and cannot be pickled",
-            "Write strategy.state_dict()['model'], or trainer.save(folder).",
-        )
-
-
 def specs_of(model: nn.Module) -> dict[int, Spec]:
     """How the tensors of a model are cut.
 
@@ -241,7 +217,7 @@ def specs_of(model: nn.Module) -> dict[int, Spec]:
     """
     found = {}
     for module in model.modules():
-        here: _Here | None = module.__dict__.get(_HERE)
+        here: Here | None = module.__dict__.get(HERE)
         for name, how in here.specs.items() if here else ():
             tensor = module._parameters.get(name, module._buffers.get(name))
             found[id(tensor)] = how
@@ -260,7 +236,7 @@ def check_same(model: nn.Module, axes: Mapping[str, int], here: Mapping[str, int
         UserError: If it was cut for another mesh, or another task.
     """
     for module in model.modules():
-        known: _Here | None = module.__dict__.get(_HERE)
+        known: Here | None = module.__dict__.get(HERE)
         for how in known.specs.values() if known else ():
             for name in how.axes:
                 axis = known.axes[name] if known else None
@@ -287,14 +263,14 @@ def show(model: nn.Module, specs: Mapping[int, Spec], axes: Axes) -> None:
             if tensor is not None and id(tensor) in specs
         }
         if own or isinstance(module, SynchronizedForward):
-            module.__dict__[_HERE] = _Here(own, axes)
+            module.__dict__[HERE] = Here(own, axes)
             parents = path.split(".")
             above |= {".".join(parents[:count]) for count in range(len(parents) + 1)}
     for path, module in model.named_modules():
         if path in above and not is_shown(module):
-            here = module.__dict__.get(_HERE)
+            here = module.__dict__.get(HERE)
             kind: Any = type(module)
-            module.__class__ = _shown(kind, tuple(sorted(here.specs if here else ())))
+            module.__class__ = shown(kind, tuple(sorted(here.specs if here else ())))
 
 
 def hide(model: nn.Module) -> None:
@@ -305,102 +281,4 @@ def hide(model: nn.Module) -> None:
     """
     for module in model.modules():
         if is_shown(module):
-            module.__class__ = vars(type(module))[_PLAIN]
-
-
-def is_shown(module: nn.Module) -> bool:
-    """Whether `show` has changed the class of a module.
-
-    Args:
-        module: Any.
-
-    Returns:
-        Whether its class is one of those made here.
-    """
-    return _PLAIN in vars(type(module))
-
-
-_saves = False
-
-
-@contextmanager
-def saving() -> Iterator[None]:
-    """A block in which ``state_dict()`` of a module gives the shards that it has."""
-    global _saves
-    before, _saves = _saves, True
-    try:
-        yield
-    finally:
-        _saves = before
-
-
-@cache
-def _shown(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
-    """``kind`` whose tensors of these names are `Sharded` inside of forward passes."""
-    plain: Any = kind.forward
-    run: Any = plain
-    if issubclass(kind, SynchronizedForward):
-        run = partial(_forward_normalized, plain)
-
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if _inside:
-            return run(self, *args, **kwargs)
-        return _outermost(run, self, *args, **kwargs)
-
-    def save(self: Any, *args: Any) -> None:
-        if not _saves:
-            raise UserError(
-                f"state_dict() of a {kind.__name__} that has shards of its parameters",
-                "strategy.state_dict()['model'] has the whole ones, trainer.save(folder) writes "
-                "them; all tasks call it.",
-            )
-        kind._save_to_state_dict(self, *args)
-
-    body: dict[str, Any] = {name: property(_view(name)) for name in names}
-    body |= {
-        "forward": forward,
-        _PLAIN: kind,
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__doc__": kind.__doc__,
-    }
-    if names:
-        body["_save_to_state_dict"] = save
-    return type(kind.__name__, (kind,), body)
-
-
-def _outermost(run: Any, *args: Any, **kwargs: Any) -> Any:
-    """A forward pass of which the user sees the result: plain, whole."""
-    global _inside
-    _inside += 1
-    try:
-        return all_whole(run(*args, **kwargs))
-    finally:
-        _inside -= 1
-
-
-def _view(name: str) -> Any:
-    def view(self: Any) -> Any:
-        tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
-        if not _inside or tensor is None:
-            return tensor
-        here = self.__dict__[_HERE]
-        return wrap(tensor, here.specs[name], here.axes)
-
-    return view
-
-
-def _forward_normalized(plain: Any, self: Any, input: Tensor) -> Any:
-    """BatchNorm over all data shards, of the channels that are here."""
-    global _inside
-    here = self.__dict__[_HERE]
-    channels = next((how.dims[0] for how in here.specs.values()), None)
-    how = replicated(len(input.shape)).replace(1, channels)
-    if isinstance(input, Sharded) or channels is not None:
-        input = local_of(input, how, here.axes)
-    before, _inside = _inside, 0  # it sees its own tensors as they are
-    try:
-        output = plain(self, input)
-    finally:
-        _inside = before
-    return wrap(output, how, here.axes)
+            module.__class__ = vars(type(module))[PLAIN]

@@ -364,8 +364,7 @@ def _examples(model: nn.Module) -> Iterator[Any]:
             for tokens in (64, 16, 4):
                 yield torch.zeros(2, tokens, dtype=torch.int64)
             return
-        weight = getattr(module, "weight", None)
-        dtype = weight.dtype if isinstance(weight, Tensor) else torch.float32
+        dtype = next((p.dtype for p in module.parameters()), torch.float32)
         if isinstance(module, nn.Linear):
             yield torch.zeros(2, module.in_features, dtype=dtype)
             yield torch.zeros(2, 16, module.in_features, dtype=dtype)

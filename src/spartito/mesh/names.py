@@ -63,7 +63,7 @@ def name_dims(model: nn.Module, names: Mapping[str, Sequence[str | None]] = {}) 
     paths = {id(tensor): path for path, tensor in tensors.items()}
     for prefix, module, own in _by_type(model):
         for name, dims in own.items():
-            tensor = getattr(module, name, None)
+            tensor = module._parameters.get(name, module._buffers.get(name))
             path = paths.get(id(tensor), f"{prefix}{name}")
             if isinstance(tensor, Tensor) and tensor.dim() == len(dims):
                 known = found.get(path)  # tied: the name that says more

@@ -26,6 +26,7 @@ from spartito.mesh.axes import Mesh
 from spartito.mesh.collectives import Axis
 from spartito.mesh.describe import Description, describe, describe_tensors
 from spartito.mesh.layout import DEFAULT, Layout, read_rules
+from spartito.mesh.shown import saving
 from spartito.mesh.spec import Spec
 from spartito.strategies.coordination import SynchronousCoordination, different
 from spartito.strategies.groups import DATA, MODEL
@@ -206,7 +207,7 @@ class MeshStrategy(SynchronousStrategy):
         """Into how many shards a tensor is cut."""
         return math.prod(self.mesh.axes[axis] for axis in how.axes)
 
-    @property
+    @functools.cached_property
     def _axes(self) -> dict[str, Axis]:
         batch = self.layout.batch_axis
         return {
@@ -300,11 +301,11 @@ class MeshStrategy(SynchronousStrategy):
         return put_back
 
     def _state(self, pair: Pair) -> dict[str, Any]:
-        with apply.saving():
+        with saving():
             return super()._state(pair)
 
     def _load(self, saved: Saved) -> None:
-        with apply.saving():
+        with saving():
             super()._load(saved)
 
     def _cuts(self, pair: Pair, section: str) -> dict[str, apply.SpecCut]:

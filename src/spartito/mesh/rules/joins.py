@@ -223,6 +223,7 @@ def _getitem(func: Any, x: Tensor, index: Any) -> Any:
 def _setitem(func: Any, x: Tensor, index: Any, value: Any) -> Any:
     if not isinstance(x, Sharded):
         return compute_whole(func, (x, index, value), {})
+    x.is_spoilt = False
     found = _indexed(x, index)
     if found is None or found[0] is not x:
         return compute_whole(func, (x, index, value), {})

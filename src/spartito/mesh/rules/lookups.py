@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from spartito.errors import UserError
 from spartito.mesh import collectives
 from spartito.mesh.plan import order, run
 from spartito.mesh.rules.whole import compute_whole
@@ -29,8 +30,10 @@ def _embedding(
     if func is not F.embedding:  # torch.embedding(weight, indices, ...)
         return compute_whole(func, (input, weight), {})
     if max_norm is not None:
-        given = (input, weight, padding_idx, max_norm, norm_type, scale_grad_by_freq, sparse)
-        return compute_whole(func, given, {})
+        raise UserError(
+            f"max_norm={max_norm} of an embedding that is cut: it changes rows in place",
+            "Replicate its weight (names={path: ()}), or leave max_norm out.",
+        )
     padding = padding_idx
     if padding is not None and padding < 0:
         padding += weight.shape[0]

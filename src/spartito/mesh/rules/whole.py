@@ -46,7 +46,9 @@ def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[S
     in_place = name.endswith("_") and not name.endswith("__")
     in_place = in_place or (name.startswith("__i") and name != "__invert__")
     in_place = in_place or name == "__setitem__" or kwargs.get("inplace") is True
-    found = [args[0]] if in_place and args and isinstance(args[0], Sharded) else []
+    first = args[0] if in_place and args else None
+    found = [each for each in (first if isinstance(first, (list, tuple)) else [first])
+             if isinstance(each, Sharded)]  # fmt: skip
     if isinstance(out := kwargs.get("out"), Sharded):
         found.append(out)
     return found
