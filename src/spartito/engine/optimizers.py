@@ -82,8 +82,8 @@ def check_initialized(model: nn.Module) -> None:
 def check_whole(model: nn.Module) -> None:
     """Refuse a model of which an earlier strategy has left this task shards."""
     for name, parameter in model.named_parameters():
-        shape = getattr(parameter, WHOLE_SHAPE, parameter.shape)
-        if tuple(shape) != tuple(parameter.shape):
+        shape = getattr(parameter, WHOLE_SHAPE, None)
+        if shape is not None and tuple(shape) != tuple(parameter.shape):
             raise UserError(
                 f"{name} is here a shard, {tuple(parameter.shape)} of {tuple(shape)}: the model "
                 "was prepared on a mesh",
