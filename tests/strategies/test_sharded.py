@@ -17,6 +17,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.engine.sharding.blocks import GRAIN, Layout, divide
 from tests.replicas import Replicas
 from tests.strategies import sharded_jobs as jobs
+from tests.strategies.jobs import blobs
 
 STAGES: list[tuple[int, dict[str, Any]]] = [
     (2, {}),
@@ -69,7 +70,7 @@ def test_what_cannot_be_sharded_is_refused_before_the_first_step(replicas: Repli
 @pytest.mark.parametrize("options", [{}, {"communication": "sockets"}], ids=str)
 def test_no_block_keeps_values_of_before(replicas: Replicas, options: dict[str, Any]) -> None:
     torch.manual_seed(5)
-    net, (x, y) = jobs.Idle().double(), jobs.blobs(12)
+    net, (x, y) = jobs.Idle().double(), blobs(12)
     made = torch.optim.SGD(net.parameters(), 0.1)
     nn.CrossEntropyLoss()(net(x), y).backward()
     made.step()
