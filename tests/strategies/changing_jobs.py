@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import spartito as sp
+from spartito.errors import SpartitoError
+from spartito.strategies.base import Strategy
 from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy
 
 BATCH, EXAMPLES = 8, 22
@@ -46,6 +48,14 @@ def start_frozen(net: Network) -> Optimizer:
     return start_all(net)
 
 
+def start_with_none(net: Network) -> Optimizer:
+    return torch.optim.SGD([{"params": []}], 0.1, momentum=0.9)
+
+
+def add_all(net: Network, optimizer: Optimizer, rank: int) -> None:
+    optimizer.add_param_group({"params": list(net.parameters())})
+
+
 def add_group(net: Network, optimizer: Optimizer, rank: int) -> None:
     net.body.requires_grad_(True)
     optimizer.add_param_group({"params": list(net.body.parameters()), "lr": 0.01})
@@ -67,6 +77,7 @@ def take_out(net: Network, optimizer: Optimizer, rank: int) -> None:
 
 
 CHANGES: dict[str, tuple[Callable[[Network], Optimizer], Change]] = {
+    "begin with none": (start_with_none, add_all),
     "add a group": (start_head_alone, add_group),
     "unfreeze": (start_frozen, unfreeze),
     "replace": (start_all, replace_head),
@@ -76,6 +87,11 @@ CHANGES: dict[str, tuple[Callable[[Network], Optimizer], Change]] = {
 
 def weights(net: nn.Module) -> dict[str, Tensor]:
     return {name: value.detach().clone() for name, value in net.state_dict().items()}
+
+
+def whole(strategy: Strategy) -> dict[str, Any]:
+    """All values, also where no task has all of them; all tasks call it before they close."""
+    return {name: value.clone() for name, value in strategy.state_dict()["model"].items()}
 
 
 def by_torch(change: str) -> dict[str, Any]:
@@ -104,10 +120,18 @@ def by_trainer(name: str, options: dict[str, Any], change: str) -> dict[str, Any
         trainer.fit(blobs(EXAMPLES), epochs=2, batch_size=BATCH, verbose=0)
         alter(net, trainer.optimizer, strategy.cluster.rank)
         trainer.fit(blobs(EXAMPLES), epochs=2, batch_size=BATCH, verbose=0)
-        trainer.strategy.state_dict()  # all parts of it can be collected
-        return weights(net)
+        return whole(strategy)
     finally:
         strategy.close()
+
+
+def refusal(name: str, options: dict[str, Any], change: str) -> SpartitoError | None:
+    """How `by_trainer` ends on this task."""
+    try:
+        by_trainer(name, options, change)
+    except SpartitoError as error:
+        return error
+    return None
 
 
 def by_hand(name: str, options: dict[str, Any], change: str) -> dict[str, Any]:
@@ -179,8 +203,9 @@ def accumulated(
     )
     data = sp.data.arrays(*blobs(examples)).batch(batch)
     history = trainer.fit(data, epochs=epochs, steps_per_epoch=steps, verbose=0)
+    found = whole(strategy)
     strategy.close()
-    return {"loss": history.history["loss"], "weights": weights(net)}
+    return {"loss": history.history["loss"], "weights": found}
 
 
 def twice_by_torch() -> dict[str, Any]:
@@ -214,5 +239,6 @@ def twice(name: str, options: dict[str, Any]) -> dict[str, Any]:
         losses = nn.functional.cross_entropy(model(-batch.x), batch.y, reduction="none")
         strategy.backward(losses, batch)
         strategy.update(optimizer)
+    found = whole(strategy)
     strategy.close()
-    return weights(net)
+    return found

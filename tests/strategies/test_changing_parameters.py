@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
 
+from spartito.errors import TaskLostError, UserError
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import changing_jobs as jobs
-from tests.strategies.test_contracts import CASES, Case, close, every_synchronous, run
+from tests.strategies.test_contracts import (
+    CASES,
+    Case,
+    close,
+    every_loop,
+    every_synchronous,
+    named,
+    run,
+)
 
 SERVER = next(case for case in CASES if case[0] == "parameter_server")
+every_pipeline = pytest.mark.parametrize(
+    "case", [case for case in CASES if case[0] == "pipeline"], ids=named
+)
+"""They follow no change of what they have divided."""
 IN_TIME = ["add a group", "unfreeze", "take out"]
 """Changes that may come between a batch and its backward pass: no new values are needed."""
 
 
-@every_synchronous
+@every_loop
 @pytest.mark.parametrize("change", jobs.CHANGES)
 def test_parameters_that_change_between_two_fits(
     replicas: Replicas, case: Case, change: str
@@ -23,7 +37,34 @@ def test_parameters_that_change_between_two_fits(
     close(run(replicas, case, jobs.by_trainer, change=change), jobs.by_torch(change))
 
 
-@every_synchronous
+@every_pipeline
+def test_a_pipeline_follows_what_is_unfrozen(replicas: Replicas, case: Case) -> None:
+    close(run(replicas, case, jobs.by_trainer, change="unfreeze"), jobs.by_torch("unfreeze"))
+
+
+@every_pipeline
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ("begin with none", "in the optimizer .* divided: body.0.bias, body.0.weight"),
+        ("add a group", "in the optimizer .* divided: body.0.bias, body.0.weight"),
+        ("replace", "in the model .* divided: head.bias, head.weight"),
+        ("take out", "in the optimizer .* divided: body.0.bias, body.0.weight, head.bias"),
+    ],
+)
+def test_pipelines_refuse_other_parameters(
+    replicas: Replicas, case: Case, change: str, text: str
+) -> None:
+    name, world_size, options = case
+    errors = replicas(jobs.refusal, world_size, name, options, change)
+    refused = [error for error in errors if isinstance(error, UserError)]
+    assert refused
+    assert all(re.match(f"other parameters {text}", str(error)) for error in refused)
+    # Where nothing went of one's own the others are waited for, and are gone.
+    assert all(isinstance(error, UserError | TaskLostError) for error in errors)
+
+
+@every_loop
 @pytest.mark.parametrize("change", IN_TIME)
 def test_parameters_that_change_in_a_loop(replicas: Replicas, case: Case, change: str) -> None:
     close(run(replicas, case, jobs.by_hand, change=change), jobs.by_torch(change))
@@ -50,6 +91,6 @@ def test_accumulation_over_shares_that_are_empty(
     close(run(replicas, case, jobs.accumulated, **options), jobs.accumulated_by_torch(**options))
 
 
-@every_synchronous
+@every_loop
 def test_several_backward_passes_add_up_as_in_torch(replicas: Replicas, case: Case) -> None:
     close(run(replicas, case, jobs.twice), jobs.twice_by_torch())

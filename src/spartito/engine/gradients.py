@@ -59,7 +59,7 @@ class Gradients(ABC):
         self.normalized = False
         self.whole = False
         """Whether the next update needs all of the reduced gradients on every replica."""
-        self.refresh()
+        self._take(optimizer_parameters(optimizer))
 
     def begin(self, loss_divisor: float) -> float:
         """Before a backward pass over a batch planned as ``loss_divisor`` examples.
@@ -97,6 +97,10 @@ class Gradients(ABC):
         given = optimizer_parameters(self._optimizer)
         if same(given, self._given) and not any(p.requires_grad for p in self._frozen):
             return
+        self._take(given)
+
+    def _take(self, given: list[nn.Parameter]) -> None:
+        """Take these parameters, of which there may be none."""
         known = {id(parameter) for parameter in self._given}
         learned = {id(parameter) for parameter in self.parameters}
         for parameter in given:

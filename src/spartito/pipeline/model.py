@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Collection, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_flatten
 
+from spartito.engine.gradients import same
 from spartito.errors import UserError
 from spartito.pipeline.program import Cut, record
 from spartito.pipeline.split import Start, balanced, named
@@ -38,6 +40,8 @@ class PipedModel:
         """Those of the optimizer's parameters, group by group, as the user gave them."""
         self._cuts: dict[Any, Cut] = {}
         self._buffers: set[str] = set()
+        self._here: dict[str, nn.Parameter] = {}
+        self._given: list[list[nn.Parameter]] = []  # what the optimizer has here, by group
         self.order: list[str] = []
         """The names in the model's ``state_dict()``, those of all tasks."""
 
@@ -98,6 +102,36 @@ class PipedModel:
                 module._flat_weights = [getattr(module, name, None) for name in names_here]
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         self.model._register_state_dict_hook(self._leave_out)
+        self._here = dict(self.model.named_parameters())
+        self._given = [list(group["params"]) for group in optimizer.param_groups]
+
+    def check_unchanged(self, optimizer: Optimizer) -> None:
+        """Refuse other parameters than those that were divided; one may freeze and unfreeze them.
+
+        Args:
+            optimizer: That of `divide`.
+
+        Raises:
+            UserError: Model or optimizer have others.
+        """
+        if self.starts is None:
+            return
+        groups, here = [group["params"] for group in optimizer.param_groups], self._here
+        if not same(list(self.model.parameters()), [*here.values()]):
+            what, before, now = "model", [*here.values()], [*self.model.parameters()]
+        elif len(groups) != len(self._given) or not all(map(same, groups, self._given)):
+            what, before, now = "optimizer", [*chain(*self._given)], [*chain(*groups)]
+        else:
+            return
+        differ = {id(p) for p in before} ^ {id(p) for p in now}
+        named = [*here.items(), *self.model.named_parameters()]
+        names = sorted({name for name, parameter in named if id(parameter) in differ})
+        raise UserError(
+            f"other parameters in the {what} than those that the pipeline has divided: "
+            + (", ".join(names) or "the same in other groups"),
+            "Change them before the first batch, or choose mirrored. They may be frozen and "
+            "unfrozen (requires_grad) between two batches.",
+        )
 
     def _leave_out(self, module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
         """From the model's ``state_dict()`` what other tasks keep."""

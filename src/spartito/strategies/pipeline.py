@@ -240,6 +240,19 @@ class PipelineStrategy(SynchronousStrategy):
 
     # A batch
 
+    def enter(self, batch: Batch) -> None:
+        """As of all strategies; what has been divided is to stay the same.
+
+        Args:
+            batch: The batch that is computed next.
+
+        Raises:
+            UserError: Parameters came to the model or the optimizer, or went.
+        """
+        for pair in self._pairs.all:
+            self._pipes[id(pair.optimizer)].piped.check_unchanged(pair.optimizer)
+        super().enter(batch)
+
     def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
         if self._entered is not batch:
             self.enter(batch)
