@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -99,6 +101,7 @@ def train(
 ) -> dict[str, Any]:
     """Losses of some steps over one batch, the whole model then, and what is here of it."""
     net, x, y, loss = MODELS[model]()
+    given = {name: ref(value) for name, value in net.named_parameters()}
     strategy = sp.strategy(name, **options)
     made, optim = strategy.prepare(
         net, _optimizer(optimizer, model), deterministic=True, clip_norm=0.5
@@ -113,12 +116,15 @@ def train(
     here = [name for name, value in made.named_parameters() if not value.is_meta]
     state = sum(len(values) > 0 for values in optim.state.values())
     shard = strategy.data_shard
+    gc.collect()
+    alive = [name for name, value in given.items() if value() is not None]
     strategy.close()
     return {
         "losses": losses,
         "weights": whole["model"],
         "state": sorted(whole["optimizer"]["state"]),
         "here": here,
+        "alive": alive,
         "states": state,
         "shard": shard,
     }

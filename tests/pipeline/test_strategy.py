@@ -56,6 +56,7 @@ def test_ten_steps_are_those_of_plain_torch(
         here = [set(result["here"]) for result in tasks_of_one]
         assert set.union(*here) == names
         assert all(own < names for own in here)  # nobody has all of it
+    assert all(result["alive"] == result["here"] for result in found)  # the others' memory is free
     if optimizer == "Adam":
         learn = sum(len(r["here"]) for r in found)
         assert sum(r["states"] for r in found) <= learn

@@ -33,7 +33,7 @@ from spartito.strategies.distributed import StepResult
 from spartito.strategies.links import Links
 from spartito.strategies.pair import Pair
 from spartito.strategies.pipe import Pipe, check_options, draws, outside, told, told_bytes
-from spartito.strategies.replica import _of_spare_rows
+from spartito.strategies.replica import _of_spare_rows, _tensors
 from spartito.strategies.sharing import Placed
 from spartito.strategies.synchronous import SynchronousStrategy
 
@@ -217,6 +217,7 @@ class PipelineStrategy(SynchronousStrategy):
             starts = [Start(path, call) for path, call in plan["starts"]]
             waiting = [(p, p.grad) for p in pair.model.parameters()]
             piped.divide(starts, plan["owners"], pair.optimizer)
+            pair.shared = _tensors(piped.model)  # those of others are let go of
             before, pair.gradients = pair.gradients, super()._gradients(model, pair.optimizer)[1]
             pair.gradients.go_on(before)
             for parameter, grad in waiting:  # of a checkpoint between the batches of an update
