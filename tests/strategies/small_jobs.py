@@ -11,8 +11,6 @@ import spartito as sp
 from tests.strategies.changing_jobs import weights
 from tests.strategies.jobs import make_strategy
 
-MODELS = ("view", "spectral", "one value per channel")
-
 
 class Viewing(nn.Module):
     """Reshapes by ``-1``, which torch cannot do without rows, and normalizes twice."""
@@ -32,8 +30,23 @@ class Viewing(nn.Module):
         return out
 
 
+class Seeing(nn.Linear):
+    """Keeps the mean of its output in a buffer, which it sets."""
+
+    def __init__(self) -> None:
+        super().__init__(16, 4)
+        self.register_buffer("seen", torch.zeros(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.seen = out.detach().mean(0)
+        return out
+
+
 def model(kind: str) -> nn.Module:
     torch.manual_seed(4)
+    if kind == "sets a buffer":
+        return nn.Sequential(nn.Flatten(), Seeing(), nn.Tanh(), nn.Linear(4, 2)).double()
     if kind == "spectral":
         spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(16, 4))
         return nn.Sequential(nn.Flatten(), spectral, nn.Tanh(), nn.Linear(4, 2)).double()
@@ -43,19 +56,30 @@ def model(kind: str) -> nn.Module:
     return Viewing().double()
 
 
+def whole(strategy: sp.Strategy) -> dict[str, Tensor]:
+    """The model's values, of which no task may have all; all tasks call it."""
+    values = strategy.state_dict()["model"]
+    return {name: value.detach().clone() for name, value in values.items()}
+
+
 def data(examples: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(8)
     x = torch.randn(examples, 1, 4, 4, generator=generator, dtype=torch.float64)
     return x, (x.mean((1, 2, 3)) > 0).long()
 
 
-def by_torch(kind: str, examples: int, batch: int, epochs: int = 3) -> dict[str, Tensor]:
+def by_torch(
+    kind: str, examples: int, batch: int, epochs: int = 3, rows: int | None = None
+) -> dict[str, Tensor]:
+    """Batches whole, or in parts of so many rows whose gradients are accumulated."""
     net = model(kind)
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
     for _ in range(epochs):
         for x, y in zip(*(part.split(batch) for part in data(examples)), strict=True):
             optimizer.zero_grad()
-            nn.functional.cross_entropy(net(x), y).backward()
+            for part, right in zip(x.split(rows or batch), y.split(rows or batch), strict=True):
+                loss = nn.functional.cross_entropy(net(part), right, reduction="sum")
+                (loss / len(x)).backward()
             optimizer.step()
     return weights(net)
 
@@ -86,7 +110,7 @@ def by_trainer(
         given = torch.utils.data.TensorDataset(x, y)
     try:
         trainer.fit(given, epochs=epochs, batch_size=batch, verbose=0)
-        trainer.strategy.synchronize()
-        return weights(net)
+        strategy.synchronize()
+        return whole(strategy)
     finally:
         strategy.close()
