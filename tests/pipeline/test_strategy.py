@@ -7,8 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from spartito.errors import UserError
+from spartito.pipeline.program import Cut, record
+from spartito.pipeline.stage import run
 from spartito.strategies.pipeline import PipelineStrategy
 from tests.pipeline import jobs
 from tests.replicas import Replicas
@@ -103,6 +106,31 @@ def test_the_parts_of_a_step_are_refused(replicas: Replicas) -> None:
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(UserError, match=re.escape(text)):
         PipelineStrategy(**options)
+
+
+def test_a_stage_that_ends_without_gradients_leaves_them_on() -> None:
+    frozen, head = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), nn.Linear(4, 2)
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.head = frozen, head
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                x = self.frozen(x)
+            out: torch.Tensor = self.head(x)
+            return out
+
+    net, x = Net(), torch.randn(3, 4)
+    program = record(net, lambda: net(x))
+    start = program.find("frozen.1", 0)
+    assert start
+    try:
+        run(Cut(program, (start,)), 0, [], lambda: net(x))
+        assert torch.is_grad_enabled()
+    finally:
+        torch.set_grad_enabled(True)
 
 
 def test_fp16_is_refused() -> None:

@@ -7,13 +7,13 @@ import torch
 
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import small_jobs as jobs
-from tests.strategies.test_contracts import CASES, Case, close, every_synchronous, run, servers
+from tests.strategies.test_contracts import CASES, Case, close, every_loop, run, servers
 
 THREE: Case = ("mirrored", 3, {})
 SERVERS: Case = ("parameter_server", 3, {})
 
 
-@every_synchronous
+@every_loop  # a pipeline's BatchNorm sees microbatches, and it refuses spectral norm: see below
 @pytest.mark.parametrize(
     ("kind", "examples", "batch"),
     [
@@ -27,6 +27,23 @@ def test_numbers_are_those_of_torch(
 ) -> None:
     options = {"kind": kind, "examples": examples, "batch": batch}
     close(run(replicas, case, jobs.by_trainer, **options), jobs.by_torch(**options))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("examples", "batch"), [(26, 6), (18, 4)])
+def test_a_pipelines_are_those_of_microbatches(
+    replicas: Replicas, examples: int, batch: int
+) -> None:
+    options = {"kind": "view", "examples": examples, "batch": batch}
+    found = run(replicas, ("pipeline", 2, {"microbatches": 3}), jobs.by_trainer, **options)
+    close(found, jobs.by_torch(**options, rows=2))  # type: ignore[arg-type]
+
+
+def test_a_pipeline_refuses_what_each_microbatch_would_change(replicas: Replicas) -> None:
+    case: Case = ("pipeline", 2, {"microbatches": 3})
+    with pytest.raises(ReplicaError, match=r"normalize\(\) writes into its buffer .*_u'"):
+        run(replicas, case, jobs.by_trainer, kind="spectral", examples=25, batch=6)
+    with pytest.raises(ReplicaError, match=r"sets the buffer '1\.seen' to a tensor"):
+        run(replicas, case, jobs.by_trainer, kind="sets a buffer", examples=25, batch=6)
 
 
 def test_data_sets_of_torch_bring_spare_rows_too(replicas: Replicas) -> None:

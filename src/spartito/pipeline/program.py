@@ -121,8 +121,17 @@ def record(model: nn.Module, call: Callable[[], Any]) -> Program:
             cannot be known before.
     """
     mode = _Recorder(model)
-    with untouched(model), mode.watching(), Recording() as mode.recording, mode:
-        output = call()
+    empty = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    with untouched(model):
+        with mode.watching(), Recording() as mode.recording, mode:
+            output = call()
+        for name, buffer in model.named_buffers():
+            if buffer.is_meta and name not in empty:
+                raise UserError(
+                    f"a pipeline cannot train the model: its forward pass sets the buffer {name!r} "
+                    "to a tensor that comes of parameters, and one task alone has its values",
+                    "Change the elements in place, as buffer.copy_() does.",
+                )
     mode.program.output, mode.program.drawn = output, mode.recording.made
     each_tensor(output, lambda leaf: mode.use(leaf, len(mode.program.functions)))
     return mode.program
@@ -159,17 +168,20 @@ class Replay(TorchFunctionMode):
         super().__init__()
         self._program, self._begin, self._end = program, begin, end
         self._known, self._skip, self._instead = known, skip, instead
-        self._next = 0
+        self._next, self._over = 0, False
         self._wanted = {program.values[key].born for key in wanted}
         self._keys = frozenset(wanted)
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if self._over:  # on the way out: what ends a block of no_grad()
+            return func(*args, **(kwargs or {}))
         program, index = self._program, self._next
         self._next = index + 1
         if index >= self._end:
             if index < len(program.functions):
+                self._over = True
                 raise Reached
             raise _another_way(func)
         if func != program.functions[index]:
@@ -250,7 +262,7 @@ class _Recorder(TorchFunctionMode):
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         staged = any(leaf.is_meta or isinstance(leaf, nn.Parameter) for leaf in given)
         if staged:
-            self._refuse_writing(func, args)
+            self._refuse_writing(func, args, kwargs.get("out"))
             args, kwargs = self._without_data(func, args, kwargs)
             try:
                 made = func(*args, **kwargs)
@@ -308,9 +320,16 @@ class _Recorder(TorchFunctionMode):
             args = tuple(META if isinstance(arg, str) else arg for arg in args)
         return args, kwargs
 
-    def _refuse_writing(self, func: Any, args: tuple[Any, ...]) -> None:
+    def _refuse_writing(self, func: Any, args: tuple[Any, ...], out: Any) -> None:
         """Each task makes what has no parameters in it, but only one has what goes into it."""
         name = getattr(func, "__name__", "")
+        if (buffer := self._buffers.get(id(out))) is not None:
+            raise UserError(
+                f"a pipeline cannot train the model: {name}() writes into its buffer {buffer!r} "
+                "by out=, once for each microbatch instead of once for each batch",
+                "Spectral norm does so. Leave it out, or take a strategy that sees whole batches, "
+                "as mesh or sharded.",
+            )
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         first = args[0] if writes and args else None
         if not isinstance(first, Tensor) or first.is_meta:
@@ -345,13 +364,19 @@ def untouched(model: nn.Module) -> Iterator[None]:
         model: It has the buffers.
     """
     state = torch.default_generator.get_state()
-    buffers = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    buffers = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
     try:
         yield
     finally:
         torch.default_generator.set_state(state)
-        for buffer, before in buffers:
+        for module, name, buffer, before in buffers:
             buffer.data.copy_(before)  # a graph that wants it finds what it saw
+            module._buffers[name] = buffer
 
 
 @dataclass(frozen=True, slots=True)
