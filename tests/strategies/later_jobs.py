@@ -42,7 +42,7 @@ def save_later(name: str, options: dict[str, Any], folder: str) -> None:
         trainer.save(f"{folder}/later-{number}", asynchronous=True)
         with torch.no_grad():
             for parameter in trainer.model.parameters():
-                parameter.zero_()
+                parameter.data.zero_()  # as no user should: sharded refuses the other way
                 for value in trainer.optimizer.state[parameter].values():
                     value.zero_()
         trainer.load(f"{folder}/now")
