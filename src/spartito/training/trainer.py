@@ -62,7 +62,7 @@ class Trainer:
         precision: How numbers are computed: "fp32" is the model's own dtype; other names and
             what they mean are those of `Strategy.prepare`.
         checkpoint_activations: Which modules keep no activations and compute them again in the
-            backward pass: less memory, a third more time, the same numbers. True: the entries of
+            backward pass: less memory, more time, the same numbers. True: the entries of
             each Sequential and ModuleList that have submodules; a number of bytes; classes; or a
             function of a module (`spartito.engine.recompute`).
         deterministic: Gives one device's numbers at any number of replicas, if all of BatchNorm
