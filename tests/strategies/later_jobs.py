@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import spartito as sp
+from spartito.checkpoint.parts import Slot
+from spartito.checkpoint.saving import Copies
 from spartito.errors import UserError
 from spartito.failpoints import ENV
 from tests.strategies.jobs import make_strategy
@@ -32,12 +36,22 @@ def data() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.rand(8, WIDE), torch.rand(8, WIDE)
 
 
-def save_later(name: str, options: dict[str, Any], folder: str) -> None:
+class SlowCopies(Copies):
+    """Those of a task that comes late: another one would be far ahead if it did not wait."""
+
+    def of(self, sections: Mapping[str, Mapping[Slot, Tensor]]) -> dict[str, dict[Slot, Tensor]]:
+        time.sleep(0.2)
+        return super().of(sections)
+
+
+def save_later(name: str, options: dict[str, Any], folder: str, slow: int) -> None:
     """Save at once, and in a thread; all is another number before that can be through."""
     strategy = make_strategy(name, **options)
     trainer = trainer_of(strategy)
     trainer.fit(data(), batch_size=8, verbose=0)
     trainer.save(f"{folder}/now")
+    if strategy.cluster.rank == slow:
+        strategy._kept_copies = SlowCopies()  # type: ignore[attr-defined]
     for number in range(2):  # the second copy goes into the memory of the first
         trainer.save(f"{folder}/later-{number}", asynchronous=True)
         with torch.no_grad():

@@ -18,11 +18,12 @@ every_case = pytest.mark.parametrize(
 )
 
 
-@every_case
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize("name", ["mirrored", "sharded", "central_storage", "mesh", "pipeline"])
 def test_what_is_saved_is_of_the_moment(
-    replicas: Replicas, tmp_path: Path, name: str, world_size: int
+    replicas: Replicas, tmp_path: Path, name: str, slow: int
 ) -> None:
-    replicas(later_jobs.save_later, world_size, name, {}, str(tmp_path))
+    replicas(later_jobs.save_later, 2, name, {}, str(tmp_path), slow)
     for number in range(2):
         later = tmp_path / f"later-{number}"
         assert [*verify(later).files] == [*verify(tmp_path / "now").files]

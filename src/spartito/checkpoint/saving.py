@@ -72,7 +72,13 @@ def _memory_for(keys: Sequence[tuple[str, Slot]]) -> dict[tuple[str, Slot], Tens
     """A tensor for each slot, in one block of large pages: the first copy took half the time."""
     sizes = [slot.box.numel * slot.dtype.itemsize for _, slot in keys]
     starts = [0, *accumulate(-(-size // ALIGNED) * ALIGNED for size in sizes)]
-    block = mmap.mmap(-1, starts[-1] + ALIGNED)
+    try:
+        block = mmap.mmap(-1, starts[-1] + ALIGNED)
+    except OSError as error:
+        raise UserError(
+            f"a copy of this task's part, {starts[-1] / 2**20:.0f} MiB: {error.strerror}",
+            "Save without asynchronous=True: what is there is written as it lies.",
+        ) from error
     with suppress(OSError):  # a kernel without them
         block.madvise(mmap.MADV_HUGEPAGE)
     flat = torch.frombuffer(block, dtype=torch.uint8)
@@ -161,11 +167,16 @@ def save_together(
             probe.unlink()
         return ""
 
+    values = tensors if copies is None else {}
     if copies is None:
-        values: Mapping[str, Mapping[Slot, Tensor]] = tensors
         tasks.attempt(write)
         return Unwritten(lambda: None, lambda: 0)
-    values = copies.of(tensors)
+
+    def copy() -> str:
+        values.update(copies.of(tensors))
+        return ""
+
+    tasks.attempt(copy)  # nobody writes into memory of several tasks while another still copies
     others = {file.owner for file in found.files if shares[file.owner]} - {rank}
     note = f"{probe.name}-{rank}" if mine and not tasks.is_chief else ""
     others = others if tasks.is_chief else set()
