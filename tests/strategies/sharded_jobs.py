@@ -251,3 +251,26 @@ def written(name: str, options: dict[str, Any], how: Callable[[nn.Module], Any])
 def halve(net: nn.Module) -> None:
     for parameter in net.parameters():
         parameter.mul_(0.5)
+
+
+def restored(name: str, options: dict[str, Any], folder: str) -> list[list[float]]:
+    """A model's values, and the next losses, once it was written into and loaded again."""
+    (x, y), net = blobs(12), build("mlp")
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        strategy=make_strategy(name, **options),
+    )
+    trainer.save(f"{folder}/before")
+    with torch.no_grad():
+        for parameter in net.parameters():
+            parameter.zero_()
+        parameter.data = torch.zeros_like(parameter)
+    trainer.load(f"{folder}/before")
+    trainer.save(f"{folder}/after")
+    values = trainer.strategy.state_dict()["model"].values()
+    found = [value.flatten().tolist() for value in values]
+    found.append(trainer.fit((x, y), batch_size=12, epochs=2, verbose=0).history["loss"])
+    trainer.strategy.close()
+    return found

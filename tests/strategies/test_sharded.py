@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from torch import nn
 import spartito as sp
 from spartito.cluster.spec import ClusterSpec
 from spartito.engine.sharding.blocks import GRAIN, Layout, divide
+from spartito.storage.atomic import verify
 from tests.replicas import Replicas
 from tests.strategies import sharded_jobs as jobs
 from tests.strategies.jobs import blobs
@@ -89,6 +91,25 @@ def test_values_that_exist_once_are_not_changed_in_place_or_copied(replicas: Rep
         for text in replicas(jobs.written, 2, "sharded", options, copy.deepcopy):
             assert text.startswith("a copy of a model")
     assert replicas(jobs.written, 2, "sharded", {"zero": 2}, jobs.halve) == ["", ""]
+
+
+@pytest.mark.parametrize("options", [{}, {"communication": "sockets"}], ids=str)
+def test_what_is_loaded_counts_after_a_change_in_place(
+    replicas: Replicas, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    net, (x, y), losses = jobs.build("mlp"), blobs(12), []
+    right = [value.flatten().tolist() for value in net.state_dict().values()]
+    made = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(2):
+        loss = nn.CrossEntropyLoss()(net(x), y)
+        loss.backward()
+        made.step()
+        made.zero_grad()
+        losses.append(loss.item())
+    for *values, found in replicas(jobs.restored, 2, "sharded", options, str(tmp_path)):
+        assert values == right
+        assert found == pytest.approx(losses, rel=0, abs=1e-12)
+    assert verify(tmp_path / "before").files == verify(tmp_path / "after").files
 
 
 @pytest.mark.parametrize(

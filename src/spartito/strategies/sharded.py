@@ -257,7 +257,7 @@ class ShardedStrategy(SynchronousStrategy):
             super()._load(saved)
         if self._zero == 3:
             for home in dict.fromkeys(self._homes.values()):
-                home.publish()
+                home.loaded()
 
     @contextmanager
     def _as_shards(self) -> Generator[None]:

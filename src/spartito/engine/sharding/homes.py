@@ -65,7 +65,12 @@ class Home(ABC):
         """Nobody computes with the parameters for a while."""
 
     def publish(self) -> None:  # noqa: B027 - some have no need
-        """Each replica's own shard has new values, of an update or loaded ones; all call it."""
+        """Each replica's own shard has new values; all call it."""
+
+    def loaded(self) -> None:
+        """All shards have loaded values: whatever was done to the parameters does not count."""
+        self._version = sum(p._version for p in self.parameters)
+        self.publish()
 
     @property
     def spans(self) -> list[Section]:
@@ -160,6 +165,10 @@ class SharedHome(Home):
             torch._foreach_copy_(views, list(values))
         self._show(views)
 
+    def loaded(self) -> None:
+        self._show(self.views(self._flat))
+        super().loaded()
+
 
 class GatheredHome(Home):
     """This replica's shard alone; the rest comes while a module computes, and goes again.
@@ -173,8 +182,8 @@ class GatheredHome(Home):
         self._flat = torch.zeros(0, dtype=self.dtype)
         self._flat.resize_(self.size)
         self._views = self.views(self._flat)
-        self._shown = torch.tensor(float("nan") if self.dtype.is_floating_point else 0)
-        self._shown = self._shown.to(self.dtype)
+        self._nothing = float("nan") if self.dtype.is_floating_point else 0
+        self._shown = torch.tensor(self._nothing).to(self.dtype)
         self._hidden = [self._shown.expand(p.shape) for p in self.parameters]
         self.is_whole, self._lost = True, False
 
@@ -203,6 +212,11 @@ class GatheredHome(Home):
             self._show(self._hidden)
             self._flat.untyped_storage().resize_(0)
             self.is_whole = False
+
+    def loaded(self) -> None:
+        self._shown.fill_(self._nothing)
+        self.is_whole, self._lost = True, False  # not any more once it is published
+        super().loaded()
 
     def publish(self) -> None:
         self.free()  # gathered again by a backward pass, after its gradients: values of before
