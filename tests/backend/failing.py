@@ -81,11 +81,18 @@ def waits(pipe: Connection, rank: int, size: int, port: int, limit: float, call:
     return error_of(CALLS[call])
 
 
-def apart(
-    pipe: Connection, rank: int, size: int, port: int, limit: float, job: Any, *args: Any
+def placed(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    limit: float,
+    machines: str,
+    job: Any,
+    *args: Any,
 ) -> Any:
-    """``job``, on a machine of its own."""
-    live_on(f"machine {rank}")
+    """``job``, on the machine of its letter."""
+    live_on(machines[rank])
     return job(pipe, rank, size, port, limit, *args)
 
 

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from hashlib import sha256
 from importlib import import_module
 from pathlib import Path
 
@@ -83,6 +84,33 @@ def refusals(backend: str) -> dict[str, tuple[list[str], str]]:
 
     with group_of(backend):
         return refused(backend)
+
+
+def noise(rank: int, floats: int) -> torch.Tensor:
+    """Numbers whose sum depends on its order."""
+    return torch.randn(floats, generator=torch.Generator().manual_seed(rank))
+
+
+def digest(values: torch.Tensor) -> str:
+    """Equal for equal bits."""
+    return sha256(values.numpy().tobytes()).hexdigest()
+
+
+def sums(backend: str, floats: int) -> list[str]:
+    """The digest of the sum of the ranks' `noise`: all at once, reduced, and in slices."""
+    with group_of(backend) as rank:
+        size = dist.get_world_size()
+        total, reduced, own = (noise(rank, floats) for _ in range(3))
+        part = torch.empty(floats // size)
+        dist.all_reduce(total)
+        dist.reduce(reduced, 3)
+        if rank != 3:
+            assert torch.equal(reduced, own)
+        dist.broadcast(reduced, 3)
+        dist.reduce_scatter_tensor(part, own)
+        joined = torch.empty(floats)
+        dist.all_gather_into_tensor(joined, part)
+    return [digest(total), digest(reduced), digest(joined)]
 
 
 def left_messages(backend: str) -> list[float]:

@@ -120,35 +120,56 @@ def test_another_backend_beside_ours_is_refused_on_all_ranks() -> None:
 @pytest.mark.parametrize("call", ["large", "any_source"])
 def test_between_machines_a_killed_rank_is_named(call: str) -> None:
     with running() as group:
-        together(group, 2, failing.apart, LONG, failing.waits, call)
+        together(group, 2, failing.placed, LONG, "ab", failing.waits, call)
         group.tell(0)
         group.signal(1, signal.SIGKILL)
         lost(group.result(0, LONG / 2), "rank 1 is gone")
 
 
-def test_between_machines_all_others_name_it() -> None:
+@pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.parametrize(("machines", "victim"), [("abc", 0), ("aabb", 0), ("aabb", 3)])
+def test_between_machines_all_others_name_it(machines: str, victim: int) -> None:
+    size = len(machines)
     with running() as group:
-        together(group, 3, failing.apart, LONG, failing.waits, "all_reduce")
-        for rank in (1, 2):
+        together(group, size, failing.placed, LONG, machines, failing.waits, "all_reduce")
+        others = [rank for rank in range(size) if rank != victim]
+        for rank in others:
             group.tell(rank)
-        group.signal(0, signal.SIGKILL)
-        for rank in (1, 2):
-            lost(group.result(rank, LONG / 2), "rank 0 is gone")
+        group.signal(victim, signal.SIGKILL)
+        for rank in others:
+            lost(group.result(rank, LONG / 2), f"rank {victim} is gone")
 
 
-def test_between_machines_a_stopped_rank_is_named_at_the_limit() -> None:
+@pytest.mark.parametrize(("machines", "victim"), [("ab", 1), ("aabb", 3)])
+def test_between_machines_a_stopped_rank_is_named_at_the_limit(machines: str, victim: int) -> None:
+    size = len(machines)
     with running() as group:
-        together(group, 2, failing.apart, 1.0, failing.waits, "all_reduce")
-        group.signal(1, signal.SIGSTOP)
-        group.tell(0)
-        lost(group.result(0), "rank 1 did not come within 1 s")
-        group.signal(1, signal.SIGCONT)
+        together(group, size, failing.placed, 1.0, machines, failing.waits, "all_reduce")
+        group.signal(victim, signal.SIGSTOP)
+        others = [rank for rank in range(size) if rank != victim]
+        for rank in others:
+            group.tell(rank)
+        for rank in others:
+            lost(group.result(rank), f"rank {victim} did not come within 1 s")
+        group.signal(victim, signal.SIGCONT)
 
 
-@pytest.mark.parametrize(("how", "size"), [("large shape", 3), ("operation", 2), ("message", 2)])
-def test_between_machines_calls_that_differ_are_named(how: str, size: int) -> None:
+@pytest.mark.parametrize(
+    ("how", "machines"),
+    [
+        ("large shape", "abc"),
+        ("operation", "ab"),
+        ("message", "ab"),
+        ("sources", "ab"),
+        ("large shape", "aab"),
+    ],
+)
+def test_between_machines_calls_that_differ_are_named(how: str, machines: str) -> None:
     with running() as group:
-        for kinds, text in together(group, size, failing.apart, LONG, failing.differs, how):
+        size = len(machines)
+        for kinds, text in together(
+            group, size, failing.placed, LONG, machines, failing.differs, how
+        ):
             assert "RuntimeError" in kinds, text
             assert "rank 0" in text or "rank 1" in text
 

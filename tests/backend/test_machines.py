@@ -18,6 +18,16 @@ spartito_backend.register()
 dist.init_process_group("spartito")
 rank = dist.get_rank()
 small, large = torch.tensor([rank + 1.0]), torch.full((70000,), rank + 1.0)
+def sent():
+    line = next(line for line in open("/proc/net/dev") if "eth0" in line)
+    return int(line.split(":")[1].split()[8])
+
+
+before = sent()
+dist.all_reduce(torch.ones(1 << 20))
+dist.broadcast(torch.ones(1 << 20), 1)
+dist.barrier()
+assert sent() - before < (9 << 20 if rank < 2 else 5 << 20), sent() - before  # once for a machine
 dist.all_reduce(small)
 dist.all_reduce(large)
 gathered = functional.all_gather_tensor(torch.tensor([rank]), 0, dist.group.WORLD)

@@ -9,12 +9,15 @@ import msgspec
 import torch.distributed as dist
 
 from spartito.backend.errors import LostRankError, RefusedCallError
+from spartito.backend.layers import TwoLayers
 from spartito.backend.machine import OneMachine
 from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone, Operations
+from spartito.backend.wire import Wire
 from spartito.cluster.endpoints import DRAWN, Endpoint, chosen_interface, port_range
 from spartito.cluster.interfaces import ELSEWHERE, own_address
 from spartito.cluster.secret import check_secrets, fingerprint, read_secret
+from spartito.collectives.placement import Placement
 from spartito.collectives.rendezvous import FAREWELL, TaskInfo
 from spartito.collectives.shared_memory import Cores, host_key, supported
 from spartito.collectives.store import Membership
@@ -46,17 +49,16 @@ def operations_of(options: Any) -> Operations:
         # The store goes with its keeper: that one leaves when all have read it.
         group.under("refused").sign_in(FAREWELL)
         raise
-    if len({task.host for task in tasks}) > 1:
-        return SeveralMachines(
-            group.under("sockets"), _endpoint(group.names[group.rank], options.store), _key()
-        )
-    own = tasks[group.rank]
-    spins = own.cores.suffice([task.cores for task in tasks], cgroup_quota())
-    return OneMachine(group.under("memory"), spins)
-
-
-def _key() -> bytes:
-    return read_secret().encode()
+    placement = Placement.of([task.host for task in tasks])
+    own, here = tasks[group.rank], placement.members(group.rank)
+    spins = own.cores.suffice([tasks[rank].cores for rank in here], cgroup_quota())
+    if len(placement.machines) == 1:
+        return OneMachine(group.under("memory"), spins)
+    endpoint = _endpoint(group.names[group.rank], options.store)
+    wire = Wire(group.under("sockets"), endpoint, read_secret().encode())
+    if not placement.is_layered:
+        return SeveralMachines(wire)
+    return TwoLayers(group, placement, wire, spins)
 
 
 def _endpoint(name: str, store: Any) -> Endpoint:

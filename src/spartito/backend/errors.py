@@ -19,6 +19,21 @@ class LostRankError(TaskLostError, RuntimeError):
     """A rank is gone, or did not come within the time limit of the group."""
 
 
+MOST_TEXT = 4096  # bytes of `last_words`
+
+
+def last_words(error: BaseException) -> bytes:
+    """What a rank says to those who wait for it, before it makes no more calls."""
+    kind = b"D" if isinstance(error, DifferentCallsError) else b"L"
+    return (kind + str(error).encode())[:MOST_TEXT]
+
+
+def heard(text: bytes) -> BaseException:
+    """The error that another rank put into `last_words`."""
+    what, _, do = text[1:].decode(errors="replace").partition("\n  ")
+    return (DifferentCallsError if text[:1] == b"D" else LostRankError)(what, do)
+
+
 def gone(names: Sequence[str], waiter: str) -> LostRankError:
     """The error of the rank ``waiter`` for ranks whose process ended, or that left."""
     who = " and ".join(names)

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from spartito.backend.errors import MOST_TEXT
 from spartito.backend.memory import RESERVE, Bytes
 from spartito.collectives.tcp import MAX_BUFFERS, Views, rest
 
@@ -25,7 +26,6 @@ PART, MESSAGE, FAREWELL = range(3)
 """Kinds: a part of a collective call, a message, and why a rank makes no more calls."""
 MOST = RESERVE
 """Bytes of a frame that nobody waits for yet, and of what one connection keeps to be sent."""
-MOST_TEXT = 1 << 16  # bytes of a farewell
 MOST_DRAINED = 1 << 26  # bytes that are read before a connection is closed
 
 

@@ -1,4 +1,4 @@
-"""The operations of a group whose ranks are on several machines, by connections between all.
+"""The operations of ranks that each are on a machine of their own, by connections between all.
 
 A large row is cut: each rank reduces a slice of it in rank order, and gives all the result. A small
 one goes to all as a whole. Either way all ranks have the same bits.
@@ -6,7 +6,7 @@ one goes to all as a whole. Either way all ranks have the same bits.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from torch import Tensor
@@ -14,10 +14,8 @@ from torch import Tensor
 from spartito.backend.arithmetic import Arithmetic
 from spartito.backend.memory import Bytes
 from spartito.backend.shared import add_up, copy, slices
-from spartito.backend.wire import Wire
+from spartito.backend.wire import NOTHING, Wire
 from spartito.backend.work import Done, Receive
-from spartito.cluster.endpoints import Endpoint
-from spartito.collectives.store import Membership
 from spartito.collectives.tcp import SMALL
 
 
@@ -25,21 +23,30 @@ class SeveralMachines:
     """Collective operations and messages, by TCP connections; nothing is encrypted.
 
     Args:
-        group: The ranks, and the store where they meet.
-        endpoint: Where this one listens for those before it.
-        key: The secret that the ranks know; empty is none.
+        wire: The connections.
+        ranks: The ranks that take part, this one included, as the wire numbers them; None is all.
+            What follows numbers them by their place here.
     """
 
-    def __init__(self, group: Membership, endpoint: Endpoint, key: bytes) -> None:
-        self._wire = wire = Wire(group, endpoint, key)
-        self._rank, self._size, self._peers = wire.rank, wire.size, wire.peers
+    def __init__(self, wire: Wire, ranks: Sequence[int] | None = None) -> None:
+        self._wire = wire
+        self._ranks = tuple(range(wire.size) if ranks is None else ranks)
+        self._rank, self._size = self._ranks.index(wire.rank), len(self._ranks)
+        self._peers = [peer for peer in range(self._size) if peer != self._rank]
         self._memory = np.empty(0, dtype=np.uint8)
-        self.address = endpoint.host
+        self.address = wire.address
         self.begin = wire.begin
 
     def barrier(self) -> None:
         """Wait until all ranks are here."""
-        self._wire.meet()
+        self.swap(dict.fromkeys(self._peers, NOTHING), dict.fromkeys(self._peers, NOTHING))
+
+    def swap(self, out: Mapping[int, Bytes], into: Mapping[int, Bytes]) -> None:
+        """Send a row to each rank of ``out``, and wait for those of the ranks of ``into``."""
+        self._wire.swap(
+            {self._ranks[peer]: row for peer, row in out.items()},
+            {self._ranks[peer]: row for peer, row in into.items()},
+        )
 
     def all_reduce(self, row: Bytes, way: Arithmetic) -> None:
         """Replace ``row`` by the reduction of all ranks' rows; in rank order, the same on all."""
@@ -47,7 +54,7 @@ class SeveralMachines:
             self._reduce_by_slices(row, way, range(self._size))
             return
         into = self._scratch(len(row))
-        self._wire.swap(dict.fromkeys(self._peers, row), into)
+        self.swap(dict.fromkeys(self._peers, row), into)
         self._add(into, row, row, way)
 
     def reduce(self, row: Bytes, root: int, way: Arithmetic) -> None:
@@ -56,36 +63,36 @@ class SeveralMachines:
             self._reduce_by_slices(row, way, [root])
         elif self._rank == root:
             into = self._scratch(len(row))
-            self._wire.swap({}, into)
+            self.swap({}, into)
             self._add(into, row, row, way)
         else:
-            self._wire.swap({root: row}, {})
+            self.swap({root: row}, {})
 
     def broadcast(self, row: Bytes, root: int) -> None:
         """Give all ranks the row of rank ``root``: in slices, which they hand on to each other."""
         mine, peers = self._rank == root, self._peers
         if len(row) * len(peers) <= SMALL or self._size == 2:
-            self._wire.swap(dict.fromkeys(peers, row) if mine else {}, {} if mine else {root: row})
+            self.swap(dict.fromkeys(peers, row) if mine else {}, {} if mine else {root: row})
             return
         cut = [row[first:last] for first, last in slices(len(row), self._size, 1)]
         own = cut[self._rank]
         first = {peer: cut[peer] for peer in peers}
-        self._wire.swap(first if mine else {}, {} if mine else {root: own})
+        self.swap(first if mine else {}, {} if mine else {root: own})
         to = [peer for peer in peers if peer != root]
         come = {} if mine else {peer: cut[peer] for peer in peers}
-        self._wire.swap(dict.fromkeys(to, own), come)
+        self.swap(dict.fromkeys(to, own), come)
 
     def all_gather(self, row: Bytes, into: Sequence[Bytes]) -> None:
         """Put the row of each rank into its entry of ``into``."""
         if len(row):
             copy(into[self._rank], row)
         rows = {peer: into[peer] for peer in self._peers}
-        self._wire.swap(dict.fromkeys(self._peers, row), rows)
+        self.swap(dict.fromkeys(self._peers, row), rows)
 
     def reduce_scatter(self, rows: Sequence[Bytes], into: Bytes, way: Arithmetic) -> None:
         """Reduce the ``rows``, one for each rank: ``into`` becomes the result of our own."""
         come = self._scratch(len(into))
-        self._wire.swap({peer: rows[peer] for peer in self._peers}, come)
+        self.swap({peer: rows[peer] for peer in self._peers}, come)
         self._add(come, rows[self._rank], into, way)
 
     def exchange(self, out: Sequence[Bytes], into: Sequence[Bytes], largest: int) -> None:
@@ -95,7 +102,7 @@ class SeveralMachines:
         """
         if len(out[self._rank]):
             copy(into[self._rank], out[self._rank])
-        self._wire.swap(
+        self.swap(
             {peer: out[peer] for peer in self._peers if len(out[peer])},
             {peer: into[peer] for peer in self._peers if len(into[peer])},
         )
@@ -114,14 +121,14 @@ class SeveralMachines:
 
     def _reduce_by_slices(self, row: Bytes, way: Arithmetic, to: Sequence[int]) -> None:
         """Each rank reduces a slice, and gives the ranks ``to`` the result."""
-        wire, rank, peers = self._wire, self._rank, self._peers
+        rank, peers = self._rank, self._peers
         cut = [row[first:last] for first, last in slices(len(row), self._size, way.itemsize)]
         own = cut[rank]
         come = self._scratch(len(own))
-        wire.swap({peer: cut[peer] for peer in peers}, come)
+        self.swap({peer: cut[peer] for peer in peers}, come)
         result = own if rank in to else np.empty_like(own)
         self._add(come, own, result, way)
-        wire.swap(
+        self.swap(
             {peer: result for peer in peers if peer in to},
             {peer: cut[peer] for peer in peers} if rank in to else {},
         )

@@ -3,7 +3,8 @@
 Each call of the group takes a number of steps that all ranks know; a rank counts its steps in its
 line of the memory, next to the tags of its last calls:
 
-    | steps, parts, mark, mark, mark, mark | bell, tag, tag, tag, tag |  of each rank
+    | steps, parts, mark, mark, mark, mark, left | bell, tag, tag, tag, tag |  of each rank
+    | last words of each rank: why it makes no more calls |
     | slots of step 0: of each rank | slots of step 1 | ...   (used in turn)
     | reserve for messages, of each rank
 
@@ -31,7 +32,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from spartito.backend.calls import different, encode
-from spartito.backend.errors import DifferentCallsError, LostRankError, gone, late
+from spartito.backend.errors import (
+    MOST_TEXT,
+    DifferentCallsError,
+    LostRankError,
+    gone,
+    heard,
+    last_words,
+    late,
+)
 from spartito.collectives.futex import Word
 from spartito.collectives.lives import Lives
 from spartito.collectives.segment import Segment
@@ -51,6 +60,7 @@ DEPTH = {SMALL: 4, LARGE: 2, HUGE: 2}  # steps until a slot is used again
 RESERVE = 16 << 30  # bytes of addresses that each rank has for messages; space is taken when used
 PAGE = 4096
 PART = 1  # the position of how much of its slot a rank has filled, in its line, in words
+LEFT = 6  # the position of the size of a rank's last words, in its line, in words
 BELL = 8  # the position of a rank's bell in its line, in words: a cache line of its own
 SPINS = 1000  # looks at the memory before the core is offered to others
 YIELD_SECONDS = 0.0002  # of offering it, before we sleep
@@ -92,13 +102,13 @@ class Memory:
 
     def __init__(self, group: Membership, spins: bool) -> None:
         self.rank, self.size, self.names = group.rank, group.size, group.names
-        self.timeout = group.timeout
+        self.timeout, self.patience = group.timeout, 0.0
         self.step = 0
         self._spins = SPINS if spins else 0
         self._waiting = Waiting(group.rank, group.names)
         self._tag = self._mark = self._calls = self._began = 0
         self._broken: BaseException | None = None
-        head = LINE * self.size
+        head = (LINE + MOST_TEXT) * self.size
         self.reserve_at = -(-(head + DEPTH[SMALL] * SMALL * self.size) // PAGE) * PAGE
         self.segment = segment = self.segment_for_all(
             self.reserve_at, self._teller(group), RESERVE * self.size
@@ -106,6 +116,8 @@ class Memory:
         self._file = os.open(segment.path, os.O_RDWR | os.O_NOFOLLOW)
         memory = bytes_of(segment)
         self._address = memory.ctypes.data
+        words_of = memory[LINE * self.size :]
+        self._last_words = [words_of[MOST_TEXT * rank :][:MOST_TEXT] for rank in range(self.size)]
         self._lines = memoryview(segment.map).cast("q")
         self._slots = {SMALL: Slots(memory[head:], SMALL, self.size)}
         cells = [rank * LINE // 8 for rank in range(self.size)]
@@ -311,11 +323,14 @@ class Memory:
                 lost = [rank for rank in ranks if not self.alive(rank)]
                 if done():  # it came, and then left: all is well
                     return
+                for rank, (_, cell, _) in self._peers.items():
+                    if size := self._lines[cell + LEFT]:
+                        raise self._fail(heard(bytes(self._last_words[rank][:size])))
                 if lost:
                     raise self._fail(
                         gone([self.names[rank] for rank in lost], self.names[self.rank])
                     )
-                if now - start > self.timeout:
+                if now - start > self.timeout + self.patience:
                     raise self._fail(late([self.names[rank] for rank in ranks], self.timeout))
 
     def _wait_for(
@@ -352,9 +367,16 @@ class Memory:
             lambda: [rank for rank, its, _ in self._peers.values() if lines[its + offset] < target],
         )
 
+    def leave(self, error: BaseException) -> None:
+        """Every later call of the group raises ``error`` too, and so does who waits for us."""
+        if self._broken is None:
+            self._broken = error
+            text = last_words(error)
+            self._last_words[self.rank][: len(text)] = np.frombuffer(text, dtype=np.uint8)
+            self._lines[self._own + LEFT] = len(text)
+
     def _fail(self, error: BaseException) -> BaseException:
-        """Every later call of the group raises ``error`` too: its ranks are out of step."""
-        self._broken = error
+        self.leave(error)
         return error
 
     def _teller(self, group: Membership) -> Callable[[str], str]:

@@ -17,12 +17,19 @@ import numpy as np
 from torch import Tensor
 
 from spartito.backend.calls import different, encode
-from spartito.backend.errors import DifferentCallsError, LostRankError, RefusedCallError, gone, late
+from spartito.backend.errors import (
+    DifferentCallsError,
+    LostRankError,
+    RefusedCallError,
+    gone,
+    heard,
+    last_words,
+    late,
+)
 from spartito.backend.links import (
     FAREWELL,
     MESSAGE,
     MOST,
-    MOST_TEXT,
     PART,
     BrokenFrameError,
     Frame,
@@ -63,10 +70,12 @@ class Wire:
 
     def __init__(self, group: Membership, endpoint: Endpoint, key: bytes) -> None:
         self.rank, self.size, self.names = group.rank, group.size, group.names
-        self.timeout = group.timeout
+        self.timeout, self.patience = group.timeout, 0.0
+        self.address = endpoint.host
         self.peers = [peer for peer in range(self.size) if peer != self.rank]
         self._waiting = Waiting(group.rank, group.names)
         self._step = self._tag = 0
+        self._begins = False
         self._broken: BaseException | None = None
         self._wanted: deque[_Wanted] = deque()
         self._writer: threading.Thread | None = None
@@ -88,7 +97,7 @@ class Wire:
         """Begin a call, which ``tag`` says."""
         if self._broken is not None:
             raise self._broken
-        self._tag = tag
+        self._tag, self._begins = tag, True
 
     def meet(self) -> None:
         """Wait until all are here, at the same call."""
@@ -97,17 +106,23 @@ class Wire:
     def swap(self, out: Mapping[int, Bytes], into: Mapping[int, Bytes]) -> None:
         """Send a row to each rank of ``out``, and wait for those of the ranks of ``into``.
 
-        All ranks make the same swaps, each with its own rows; a row may have no bytes.
+        A row may have no bytes. The first swap of a call counts it: all ranks make one, who has
+        nothing to swap an empty one.
         """
         if self._broken is not None:
             raise self._broken
-        self._step += 1
+        self._step += self._begins
+        self._begins = False
         links, step, tag = self._links, self._step, self._tag
         for peer, row in out.items():
             links[peer].push(PART, step, 0, tag, row)
         for peer, row in into.items():
             links[peer].expect(Want(step, tag, row))
-        self._move(lambda: [peer for peer in into if links[peer].want is not None], list(out))
+        self._move(
+            lambda: [peer for peer in into if links[peer].want is not None],
+            list(out),
+            self.patience,
+        )
 
     def send(self, tensor: Tensor, target: int, tag: int) -> Done:
         """Leave the elements of ``tensor`` for rank ``target``."""
@@ -148,9 +163,14 @@ class Wire:
             link.close()
         self._links = {}
 
-    def _move(self, waited: Callable[[], list[int]], to: Sequence[int] = ()) -> None:
-        """Move bytes until the ranks ``waited()`` are none, and those ``to`` ranks are sent."""
-        links = self._links
+    def _move(
+        self, waited: Callable[[], list[int]], to: Sequence[int] = (), patience: float = 0.0
+    ) -> None:
+        """Move bytes until the ranks ``waited()`` are none, and those ``to`` ranks are sent.
+
+        The limit is ``patience`` seconds longer.
+        """
+        links, limit = self._links, self.timeout + patience
         start, moved = time.monotonic(), -1
         while True:
             sending = [peer for peer in to if self._is_late(peer)]
@@ -162,7 +182,7 @@ class Wire:
             now, total = time.monotonic(), sum(links[peer].moved for peer in here)
             if total != moved:
                 start, moved = now, total
-            elif now - start > self.timeout:
+            elif now - start > limit:
                 raise self._fail(late([self.names[peer] for peer in here], self.timeout))
             else:
                 self._waiting.look(now - start, here, self.timeout)
@@ -170,7 +190,7 @@ class Wire:
             for peer in here:
                 events = select.POLLIN | (select.POLLOUT if peer in sending else 0)
                 waiter.register(links[peer].number, events)
-            waiter.poll(1000 * max(0.001, min(CHECK_SECONDS, start + self.timeout - now)))
+            waiter.poll(1000 * max(0.001, min(CHECK_SECONDS, start + limit - now)))
 
     def _read(self, peer: int, waited: Callable[[], list[int]]) -> bool:
         """Read what is here from ``peer``; whether it is still waited for."""
@@ -203,9 +223,7 @@ class Wire:
         if want is not None and first is not None and not want.fits(first):
             raise self._fail(self._different(peer, first, want))
         if link.farewell is not None and link.farewell.is_whole:
-            what, _, do = bytes(link.farewell.row).decode(errors="replace").partition("\n  ")
-            kind = DifferentCallsError if link.farewell.tag else LostRankError
-            raise self._fail(kind(what, do))
+            raise self._fail(heard(bytes(link.farewell.row)))
 
     def _different(self, peer: int, frame: Frame, want: Want) -> DifferentCallsError:
         names = {self.rank: self.names[self.rank], peer: self.names[peer]}
@@ -215,14 +233,16 @@ class Wire:
             names[peer] += f" (step {frame.step}, {len(frame.row)} bytes)"
         return different({names[who]: calls[who] for who in sorted(calls)})
 
-    def _fail(self, error: BaseException) -> BaseException:
+    def leave(self, error: BaseException) -> None:
         """Every later call of the group raises ``error`` too, and so do all other ranks."""
         if self._broken is None:
             self._broken = error
-            text = np.frombuffer(str(error).encode()[:MOST_TEXT], dtype=np.uint8)
-            is_different = int(isinstance(error, DifferentCallsError))
+            text = np.frombuffer(last_words(error), dtype=np.uint8)
             for link in self._links.values():
-                link.push(FAREWELL, self._step, is_different, self._tag, text, keep=True)
+                link.push(FAREWELL, self._step, 0, self._tag, text, keep=True)
+
+    def _fail(self, error: BaseException) -> BaseException:
+        self.leave(error)
         return error
 
     def _write(self) -> None:

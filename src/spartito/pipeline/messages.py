@@ -10,6 +10,7 @@ from torch import Tensor
 from spartito.backend.machine import OneMachine
 from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone, Operations
+from spartito.backend.wire import Wire
 from spartito.cluster.endpoints import peer_endpoint
 from spartito.cluster.secret import job_key
 from spartito.cluster.spec import ClusterSpec
@@ -41,7 +42,7 @@ def connect(rendezvous: Rendezvous, cluster: ClusterSpec, ranks: Sequence[int]) 
     group, together, spins = rendezvous.members("pipeline", ranks)
     if together:
         return OneMachine(group, spins)
-    return SeveralMachines(group, peer_endpoint(cluster), job_key(cluster))
+    return SeveralMachines(Wire(group, peer_endpoint(cluster), job_key(cluster)))
 
 
 class Messages:
