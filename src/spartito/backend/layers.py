@@ -185,7 +185,7 @@ class TwoLayers:
             come = {machine: np.empty_like(own) for machine in self._others()}
             self._joint().swap({machine: blocks[machine] for machine in self._others()}, come)
             add_up([come.get(machine, own) for machine in range(len(machines))], own, way)
-            parts = [own[place * size :][:size] for place in range(here)]
+            parts = [own[index * size :][:size] for index in range(here)]
         self._inside.wait_longer(2 * PATIENCE)
         self._inside.exchange(parts, results, size)
         self._inside.wait_longer(0.0)
@@ -220,7 +220,7 @@ class TwoLayers:
         )
 
     def _agent(self, root: int) -> int:
-        """The place among the ranks of this machine of its agent."""
+        """The index of the agent among the ranks of this machine."""
         return self._here.index(root) if root in self._here else 0
 
     def _is_agent(self, root: int = 0) -> bool:

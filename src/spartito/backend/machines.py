@@ -25,7 +25,7 @@ class SeveralMachines:
     Args:
         wire: The connections.
         ranks: The ranks that take part, this one included, as the wire numbers them; None is all.
-            What follows numbers them by their place here.
+            What follows numbers them by their index here.
     """
 
     def __init__(self, wire: Wire, ranks: Sequence[int] | None = None) -> None:
