@@ -114,6 +114,9 @@ def test_each_task_writes_its_own_part(written: dict[str, Case]) -> None:
     read = Reader(folder, "model")
     shapes = {slot.name: slot.box.sizes for name in read.names for _, slot in read.slots(name)[1:]}
     assert shapes == {"0.weight": (4, 6), "3.weight": (2, 8)}
+    for folder, (name, count, _) in written.items():
+        if name == "central_storage":  # each keeps the optimizer's state of some elements
+            assert len(Reader(folder, "optimizer").files) == count
 
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("format-*/*"))

@@ -178,20 +178,6 @@ class DividedGradients(DividedUpdates):
             self.spans |= dict(zip(map(id, alike), found, strict=True))
 
 
-def joined(parts: Sequence[tuple[Span, dict[str, Any]]], like: Tensor) -> dict[str, Any]:
-    """An optimizer's values of a whole parameter, from those of its spans, each of one replica."""
-    found = dict(parts[0][1])
-    for key, first in found.items():
-        span = parts[0][0]
-        length = span.stop - span.start
-        if length < like.numel() and isinstance(first, Tensor) and first.shape == (length,):
-            flat = torch.zeros(like.numel(), dtype=first.dtype)
-            for span, values in parts:
-                flat[span.start : span.stop] = values[key]
-            found[key] = _shaped(flat, like)
-    return found
-
-
 class _Part:
     """This replica's elements of a parameter, as one that an optimizer can have."""
 

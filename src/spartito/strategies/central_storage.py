@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.checkpoint.boxes import Cut, SpanCut
 from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
@@ -24,7 +25,6 @@ from spartito.engine.memory import give_back_memory
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.engine.precision import choose_precision
 from spartito.errors import UserError
-from spartito.strategies.collected import collect, named_spans
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.groups import Groups, one_shard_each
 from spartito.strategies.pair import Pair, Pairs
@@ -158,31 +158,37 @@ class CentralStorageStrategy(SynchronousStrategy):
         )  # fmt: skip
 
     def _state(self, pair: Pair) -> dict[str, Any]:
-        spans = self._spans(pair)
-        state = super()._state(pair)
+        self._spans(pair)
+        return super()._state(pair)
+
+    def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
+        found: dict[str, Cut] = {}
+        if section != "optimizer" or not isinstance(pair.gradients, DividedGradients):
+            return found
+        for name, parameter in unwrap(pair.model).named_parameters(remove_duplicate=False):
+            spans, own = pair.gradients.spans.get(id(parameter), ()), self.cluster.rank
+            if len(spans) > 1:
+                mine = next((span for span in spans if span.rank == own), Span(own, 0, 0))
+                shape, dims = tuple(parameter.shape), _slowest_first(parameter)
+                found[name] = SpanCut(shape, mine.start, mine.stop, dims)
+        return found
+
+    def _is_divided(self, pair: Pair) -> bool:
+        return self.num_replicas_in_sync > 1
+
+    def _with_state(self, pair: Pair) -> set[str]:
+        spans, own = self._spans(pair), self.cluster.rank
         return {
-            **state,
-            "optimizer": collect(
-                self._group, state["optimizer"], named_spans(unwrap(pair.model), spans)
-            ),
+            name
+            for name, parameter in unwrap(pair.model).named_parameters()
+            if any(span.rank == own for span in spans.get(id(parameter), ()))
         }
 
     def _load(self, saved: Saved) -> None:
-        pair, own = self._pairs.only, self.cluster.rank
-        if "optimizer" in saved:
-            state = {section: saved.whole(section) for section in saved}
-            spans = self._spans(pair)
-            here = {
-                name
-                for name, parameter in unwrap(pair.model).named_parameters()
-                if any(span.rank == own for span in spans.get(id(parameter), ()))
-            }
-            values = state["optimizer"]["state"].items()
-            kept = {name: value for name, value in values if name in here}
-            saved = Saved.of({**state, "optimizer": {**state["optimizer"], "state": kept}})
+        self._spans(self._pairs.only)
         self._group.barrier()  # nobody computes with the old values any more
         super()._load(saved)
-        self._spans(pair)
+        self._spans(self._pairs.only)
         self._group.barrier()  # nobody still writes when the first one trains
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
@@ -289,6 +295,12 @@ def _view(segment: Segment, offset: int, like: Tensor) -> Tensor:
     """Memory of the segment, shaped and laid out as ``like``."""
     dense = torch.empty_like(like, device="meta", memory_format=torch.preserve_format)
     return segment.tensor(offset, like.numel(), like.dtype).as_strided(dense.shape, dense.stride())
+
+
+def _slowest_first(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions in the order of the memory."""
+    strides: tuple[int, ...] = tensor.stride()
+    return tuple(sorted(range(tensor.dim()), key=lambda dim: -strides[dim]))
 
 
 def _is_torchs_own(optimizer: Optimizer) -> bool:

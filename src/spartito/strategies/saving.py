@@ -48,7 +48,7 @@ class SavingStrategy(Strategy):
         """Model and optimizer under the user's names, equal on all replicas; all call it."""
         pair = self._pairs.only
         state = self._state(pair)
-        if not any(self._cuts(pair, section) for section in ("model", "optimizer")):
+        if not self._is_divided(pair):
             return state
         return gather_together(partial(self._apart, pair, state), self._tasks)
 
@@ -82,6 +82,15 @@ class SavingStrategy(Strategy):
         """
         return {}
 
+    def _is_divided(self, pair: Pair) -> bool:
+        """Whether tasks have parts of the state, or some of its tensors; equal on all of them."""
+        return any(self._cuts(pair, section) for section in ("model", "optimizer"))
+
+    def _with_state(self, pair: Pair) -> set[str]:
+        """The names of the parameters whose state of the optimizer this task keeps, or a part."""
+        named = unwrap(pair.model).named_parameters()
+        return {name for name, parameter in named if not parameter.is_meta}
+
     def _load(self, saved: Saved) -> None:
         """Take back one's own part of what any strategy has saved."""
         pair, attempt = self._pairs.only, self.coordination.attempt
@@ -109,4 +118,5 @@ class SavingStrategy(Strategy):
             pair.loss_scale.load_state_dict(scale)
         if not isinstance(pair.optimizer, NoOptimizer):
             cuts = self._cuts(pair, "optimizer")
-            load_named_state(model, pair.optimizer, saved_optimizer(saved, own, all_, cuts))
+            found = saved_optimizer(saved, self._with_state(pair), all_, cuts)
+            load_named_state(model, pair.optimizer, found)

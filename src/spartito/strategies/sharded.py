@@ -34,7 +34,6 @@ from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.engine.sharding.homes import GatheredHome, Home, SharedHome, WholeHome
 from spartito.engine.sharding.stage import Stage, make_stage
 from spartito.errors import UserError
-from spartito.strategies.collected import collect
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import StepResult
 from spartito.strategies.groups import DATA, MODEL
@@ -207,7 +206,8 @@ class ShardedStrategy(SynchronousStrategy):
         give_back_memory()
         gather_around(model, [home for home in homes if isinstance(home, GatheredHome)])
         if self._zero == 3:
-            self._shown.setdefault(model, Shown()).watch(model, homes)
+            own = unwrap(model)  # of a compiled one
+            self._shown.setdefault(own, Shown()).watch(own, homes)
 
     def _make_homes(self, members: Sequence[Members], stage: Stage) -> Iterator[Home]:
         """A home for the values of each block; all replicas call this."""
@@ -227,17 +227,17 @@ class ShardedStrategy(SynchronousStrategy):
 
     def state_dict(self) -> dict[str, Any]:
         """All of model and optimizer, on all replicas, which all call this."""
-        pair = self._pairs.only
-        if not isinstance(pair.gradients, ShardedGradients):
+        with self._as_shards():
             return super().state_dict()
-        self.coordination.compare()
-        pair.gradients.refresh()
-        pair.gradients.adopt()
-        state, spans = self._state(pair), {}
-        for name, parameter in unwrap(pair.model).named_parameters():
-            like = torch.empty(parameter.shape, device="meta")
-            spans[name] = (like, pair.gradients.spans.get(id(parameter), ()))
-        return {**state, "optimizer": collect(self.groups[SHARDS], state["optimizer"], spans)}
+
+    def _state(self, pair: Pair) -> dict[str, Any]:
+        if isinstance(pair.gradients, ShardedGradients):
+            pair.gradients.refresh()
+            pair.gradients.adopt()
+        return super()._state(pair)
+
+    def _is_divided(self, pair: Pair) -> bool:
+        return isinstance(pair.gradients, ShardedGradients)
 
     def _cuts(self, pair: Pair, section: str) -> Mapping[str, Cut]:
         if section == "accumulated" or (section == "model" and self._zero < 3):
