@@ -28,13 +28,18 @@ sys.exit(supervise(tasks, patience=Patience(**job["patience"]), result_of=job["r
 """
 LIMIT = 40.0
 
-SLEEPS = "import os, time; print('pid', os.getpid(), flush=True); time.sleep(300)"
-GRANDCHILD = (
+WAITS = "import time\nfor _ in range(6000): time.sleep(0.05)\n"
+"""For minutes, in short sleeps: python hears of a signal that came just before one at its end."""
+TELLS = "import os; print('pid', os.getpid(), flush=True)\n"
+SLEEPS = TELLS + WAITS
+LEAVES = (
     "import subprocess, sys\n"
     "child = subprocess.Popen([sys.executable, '-S', '-c', 'import time; time.sleep(300)'])\n"
-    "print('pid', child.pid, flush=True)\n" + SLEEPS
+    "print('pid', child.pid, flush=True)\n" + TELLS
 )
-DAEMON = GRANDCHILD.replace("300)'])", "300)'], start_new_session=True)")
+LEAVES_DAEMON = LEAVES.replace("300)'])", "300)'], start_new_session=True)")
+GRANDCHILD = LEAVES + WAITS
+DAEMON = LEAVES_DAEMON + WAITS
 
 
 @dataclass

@@ -14,7 +14,15 @@ import pytest
 from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.ssh import OPTIONS
 from tests.commands import Commands, Program, commands_in
-from tests.launch.supervised import DAEMON, GRANDCHILD, SLEEPS, is_alive, stands_still, wait_until
+from tests.launch.supervised import (
+    GRANDCHILD,
+    LEAVES,
+    LEAVES_DAEMON,
+    SLEEPS,
+    is_alive,
+    stands_still,
+    wait_until,
+)
 
 SAVES = (
     """
@@ -120,11 +128,11 @@ def test_a_pause_reaches_the_task_and_ends(start: Callable[[str], Program]) -> N
     assert program.end().code == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("script", [GRANDCHILD, DAEMON])
+@pytest.mark.parametrize("script", [LEAVES, LEAVES_DAEMON])
 def test_what_the_task_left_behind_ends_with_it(
     start: Callable[[str], Program], script: str
 ) -> None:
-    program = start(script.replace("time.sleep(300)", "pass") + "\nraise SystemExit(5)")
+    program = start(script + "raise SystemExit(5)")
     program.wait_for("pid")
     assert program.end().code == 5  # `end` sees that nothing is left
 

@@ -23,6 +23,7 @@ from tests.commands import (
     tf_config,
 )
 from tests.launch.ssh_hosts import Site, machines, why_not
+from tests.launch.supervised import SLEEPS
 from tests.netns import NoNamespacesError
 from tests.skips import skip, skip_if
 
@@ -32,7 +33,6 @@ SHOWS = """
 import json, os, sys
 print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))
 """
-SLEEPS = "import os, sys, time; print('pid', os.getpid(), flush=True); time.sleep(300)"
 SAVES = """
 import os, signal, sys, time
 def end(number, frame):
@@ -40,9 +40,8 @@ def end(number, frame):
     sys.exit(0)
 signal.signal(signal.SIGTERM, end)
 signal.signal(signal.SIGINT, end)
-print("pid", os.getpid(), flush=True)
-time.sleep(300)
 """
+SAVES += SLEEPS
 FAILS = """
 import os, time
 if os.environ["RANK"] == "1":

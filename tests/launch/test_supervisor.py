@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -14,7 +15,7 @@ from spartito.errors import PREFIX
 from spartito.launch.output import Sink
 from spartito.launch.process import Process, exit_code
 from spartito.launch.supervisor import DOUBLE_CLICK, Patience, _Supervisor
-from tests.launch.supervised import GRANDCHILD, LIMIT, SLEEPS, Start, vanished
+from tests.launch.supervised import GRANDCHILD, LEAVES, LIMIT, SLEEPS, WAITS, Start, vanished
 
 
 def test_each_line_carries_its_task_and_its_stream(start: Start) -> None:
@@ -134,7 +135,7 @@ def test_the_others_tracebacks_are_not_shown(start: Start, tmp_path: Path) -> No
         f"import os, signal, time\nfrom pathlib import Path\n"
         f"def stop(*_): raise RuntimeError('fell')\n"
         f"signal.signal(signal.SIGTERM, stop)\n"
-        f"Path({str(tmp_path / 'ready')!r}).touch()\ntime.sleep(300)\n"
+        f"Path({str(tmp_path / 'ready')!r}).touch()\n{WAITS}"
     )
     fails = (
         f"import os\nwhile not os.path.exists({str(tmp_path / 'ready')!r}): pass\n"
@@ -328,12 +329,11 @@ def test_a_signal_ends_all(start: Start, number: signal.Signals, code: int, coun
         assert "Traceback" not in err
 
 
+INTERRUPTED = f"try:\n{indent(SLEEPS, '    ')}except KeyboardInterrupt: "
+
+
 def test_on_ctrl_c_a_task_may_finish_its_work(start: Start) -> None:
-    careful = (
-        "import os, time\n"
-        "try: print('pid', os.getpid(), flush=True); time.sleep(300)\n"
-        "except KeyboardInterrupt: print('saved')"
-    )
+    careful = INTERRUPTED + "print('saved')"
     job = start(careful, careful)
     job.wait_for_pids(2)
     job.popen.send_signal(signal.SIGINT)
@@ -344,11 +344,7 @@ def test_on_ctrl_c_a_task_may_finish_its_work(start: Start) -> None:
 
 
 def test_what_goes_wrong_on_ctrl_c_is_shown(start: Start) -> None:
-    clumsy = (
-        "import os, time\n"
-        "try: print('pid', os.getpid(), flush=True); time.sleep(300)\n"
-        "except KeyboardInterrupt: raise OSError('disk full') from None"
-    )
+    clumsy = INTERRUPTED + "raise OSError('disk full') from None"
     job = start(clumsy, SLEEPS)
     job.wait_for_pids(2)
     job.popen.send_signal(signal.SIGINT)
@@ -407,8 +403,7 @@ def test_nothing_outlives_a_killed_supervisor(start: Start, count: int) -> None:
 
 
 def test_nothing_outlives_the_job(start: Start) -> None:
-    leaves = GRANDCHILD.replace("time.sleep(300)\n", "pass\n").rpartition("time.sleep(300)")[0]
-    job = start(leaves, leaves)
+    job = start(LEAVES, LEAVES)
     assert job.end()[0] == 0
     assert len(job.pids) == 4
     assert vanished(job.pids)
