@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
 from benchmarks.common import Figure, announce, conclude, parser, positive, progress
-from benchmarks.launching import ROOT
-from tests.netns import Machine, NoNamespacesError, network
+from benchmarks.machines import run_on_machines
 
-WORKERS = 2
 WINDOWS = 4
-LIMIT = 300.0
-PORT = 29600
 NAMES = {269_322: "MLP", 2_782_649: "cats-vs-dogs"}
 WAYS = {"auto": "hierarchical", "process_group": "flat gloo"}
 
@@ -51,38 +41,9 @@ def main() -> None:
 
 def measure(count: int) -> Any:
     """``{floats: {way: [seconds]}}`` of one job on so many machines."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        try:
-            with network(*(f"bench{number}" for number in range(count))) as machines:
-                run(machines, out)
-        except NoNamespacesError as error:
-            sys.exit(str(error))
-        return json.loads(out.read_text())
-
-
-def run(machines: list[Machine], out: Path) -> None:
-    """The job to its end; ends the program with what a machine said if it fails there."""
-    launch = [sys.executable, "-m", "spartito", "run", "--workers", str(WORKERS)]
-    launch += ["--nnodes", str(len(machines)), "--master-addr", f"{machines[0].address}:{PORT}"]
-    job = ["-m", "benchmarks.jobs.layers", f"--windows={WINDOWS}", f"--out={out}"]
+    job = ["-m", "benchmarks.jobs.layers", f"--windows={WINDOWS}"]
     job += ["--floats", *map(str, NAMES), "--ways", *WAYS]
-    started = []
-    end = time.monotonic() + LIMIT
-    try:
-        for number, machine in enumerate(machines):
-            words = [*machine.enters, *launch, "--node-rank", str(number), *job]
-            log = out.with_name(f"{number}.log")
-            with log.open("wb") as file:
-                program = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file)
-            started.append((program, log))
-        for program, log in started:
-            if program.wait(max(0.0, end - time.monotonic())):
-                sys.exit(f"a machine failed\n{log.read_text(errors='replace')[-4000:]}")
-    finally:
-        for program, _ in started:
-            program.terminate()  # `spartito` ends what it started
-            program.wait()
+    return run_on_machines(job, machines=count, workers=2)
 
 
 if __name__ == "__main__":

@@ -70,6 +70,7 @@ PLAN = (
     Planned("images", "Photos from a folder", "images", 1, 200,
             takes=("data", "tensorflow", "grain")),
     Planned("backend", "Plain torch programs on our backend against gloo", "backend", 1, 240),
+    Planned("between", "Our backend between 2 machines of 2 ranks, 1 Gbit/s", "between", 1, 180),
     Planned("collective", "All-reduce on one machine", "collective", 1, 60),
     Planned("storage", "central_storage against mirrored, and against one device",
             "central_storage", 1, 120),

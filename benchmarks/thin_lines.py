@@ -2,20 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import statistics
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
 
 from benchmarks.common import Figure, announce, conclude, parser, positive, progress
-from benchmarks.launching import ROOT
-from tests.netns import Machine, NoNamespacesError, network
+from benchmarks.machines import run_on_machines
 
-LIMIT = 300.0
-PORT = 29700
 SIDES = ("exact", "bf16", "powersgd", "ddp", "ddp 1 MB")
 
 CASES = {
@@ -71,41 +62,9 @@ def main() -> None:
 
 def measure(side: str, model: str, rate: str, windows: int, steps: int) -> list[float]:
     """Seconds per step in the windows of one job on two machines of one worker each."""
-    with tempfile.TemporaryDirectory() as folder:
-        out = Path(folder, "found.json")
-        try:
-            with network("bench0", "bench1") as machines:
-                for machine in machines:
-                    machine.slow_down(rate)
-                job = [side, model, f"--windows={windows}", f"--steps={steps}", f"--out={out}"]
-                _run(machines, ["-m", "benchmarks.jobs.lines", *job], out)
-        except NoNamespacesError as error:
-            sys.exit(str(error))
-        found: list[float] = json.loads(out.read_text())
-        return found
-
-
-def _run(machines: list[Machine], job: list[str], out: Path) -> None:
-    """The job to its end; ends the program with what a machine said if it fails there."""
-    launch = [sys.executable, "-m", "spartito", "run", "--workers", "1"]
-    launch += ["--nnodes", str(len(machines)), "--master-addr", f"{machines[0].address}:{PORT}"]
-    started = []
-    end = time.monotonic() + LIMIT
-    try:
-        for number, machine in enumerate(machines):
-            words = [*machine.enters, "env", "OMP_NUM_THREADS=1", "GLOO_SOCKET_IFNAME=eth0"]
-            words += [*launch, "--node-rank", str(number), *job]
-            log = out.with_name(f"{number}.log")
-            with log.open("wb") as file:
-                program = subprocess.Popen(words, cwd=ROOT, stdout=file, stderr=file)
-            started.append((program, log))
-        for program, log in started:
-            if program.wait(max(0.0, end - time.monotonic())):
-                sys.exit(f"a machine failed\n{log.read_text(errors='replace')[-4000:]}")
-    finally:
-        for program, _ in started:
-            program.terminate()  # `spartito` ends what it started
-            program.wait()
+    job = ["-m", "benchmarks.jobs.lines", side, model, f"--windows={windows}", f"--steps={steps}"]
+    found: list[float] = run_on_machines(job, machines=2, workers=1, rate=rate)
+    return found
 
 
 if __name__ == "__main__":
