@@ -38,6 +38,7 @@ CASES: list[Case] = [
     ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
     ("pipeline", 2, {"microbatches": 3}),
     ("pipeline", 4, {"stages": 2, "schedule": "zero_bubble"}),  # two for each data shard
+    ("pipeline", 4, {"mesh": {"pipeline": 2, "model": 2}}),
     ("parameter_server", 2, {"max_staleness": 0, "min_shard_bytes": 16}),
     ("parameter_server", 3, {"max_staleness": 0, "min_shard_bytes": 16, "shared_memory": False}),
 ]

@@ -11,6 +11,8 @@ from spartito.errors import UserError
 
 DATA = "data"
 """The axis along which the batch is cut; all others split the model."""
+PIPELINE = "pipeline"
+"""The axis along which the layers are divided; no tensor is cut there."""
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,22 @@ class _Plain:
         return self.sum(tensor).chunk(self.size, dim)[self.index].contiguous()
 
 
+class _Nobody:
+    """What `Exchange` does, of tensors without data: nobody is asked."""
+
+    def __init__(self, size: int, index: int) -> None:
+        self.size, self.index = size, index
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        return tensor.clone()
+
+    def all(self, tensor: Tensor, dim: int) -> Tensor:
+        return torch.cat([tensor] * self.size, dim)
+
+    def sum_own(self, tensor: Tensor, dim: int) -> Tensor:
+        return tensor.chunk(self.size, dim)[self.index].clone()
+
+
 class Axis:
     """One axis as a task sees it: who is along it, and plain collectives between them.
 
@@ -57,6 +73,10 @@ class Axis:
         self.size, self.index = group.world_size, group.rank
         shares = isinstance(group, SharedMemoryCollective)
         self._by: Exchange | _Plain = Exchange(group) if shares else _Plain(group)  # type: ignore[arg-type]
+        self._nobody = _Nobody(self.size, self.index)
+
+    def _of(self, tensor: Tensor) -> Exchange | _Plain | _Nobody:
+        return self._nobody if tensor.is_meta else self._by
 
     def sum(self, tensor: Tensor) -> Tensor:
         """The sum over the axis, in a tensor of its own; the same bits on all tasks."""
@@ -64,13 +84,13 @@ class Axis:
             if self.size == 1:
                 return tensor.clone()
             if _is_channels_last(tensor):
-                return self._by.sum(tensor.movedim(1, -1)).movedim(-1, 1)
-            return self._by.sum(tensor)
+                return self._of(tensor).sum(tensor.movedim(1, -1)).movedim(-1, 1)
+            return self._of(tensor).sum(tensor)
 
     def most(self, tensor: Tensor) -> Tensor:
         """The largest of the tasks' elements, each for itself."""
         with torch.no_grad():
-            return self._by.all(tensor.unsqueeze(0), 0).amax(0)
+            return self._of(tensor).all(tensor.unsqueeze(0), 0).amax(0)
 
     def all(self, tensor: Tensor, dim: int, blocks: Blocks = ()) -> Tensor:
         """The shards of all tasks, joined along ``dim``."""
@@ -78,10 +98,10 @@ class Axis:
             if self.size == 1:
                 return tensor.clone()
             if _is_channels_last(tensor):
-                last = self._by.all(tensor.movedim(1, -1), _moved(dim, tensor.dim()))
+                last = self._of(tensor).all(tensor.movedim(1, -1), _moved(dim, tensor.dim()))
                 joined = last.movedim(-1, 1)
             else:
-                joined = self._by.all(tensor, dim)
+                joined = self._of(tensor).all(tensor, dim)
             if not blocks:
                 return joined
             parts = [
@@ -108,9 +128,9 @@ class Axis:
             if self.size == 1 or blocks:
                 return self.view(self.sum(tensor), dim, blocks)
             if _is_channels_last(tensor):
-                own = self._by.sum_own(tensor.movedim(1, -1), _moved(dim, tensor.dim()))
+                own = self._of(tensor).sum_own(tensor.movedim(1, -1), _moved(dim, tensor.dim()))
                 return own.movedim(-1, 1)
-            return self._by.sum_own(tensor, dim)
+            return self._of(tensor).sum_own(tensor, dim)
 
 
 def _is_channels_last(tensor: Tensor) -> bool:

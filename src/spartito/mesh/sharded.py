@@ -300,6 +300,16 @@ def like(local: Tensor, x: Sharded) -> Sharded:
     return made(local, x.spec, x.axes)
 
 
+def here_of(tensor: Tensor) -> Tensor:
+    """What this task has of ``tensor``: its shard, or all of a plain one."""
+    return tensor.local if isinstance(tensor, Sharded) else tensor
+
+
+def as_it_is(local: Tensor, x: Tensor) -> Tensor:
+    """``local`` cut as ``x`` is; a plain tensor where that is plain."""
+    return like(local, x) if isinstance(x, Sharded) else local
+
+
 def map_tensors(value: Any, change: Callable[[Sharded], Any]) -> Any:
     """``value`` with every `Sharded` in its lists, tuples and dicts replaced."""
     if isinstance(value, Sharded):

@@ -50,6 +50,17 @@ def is_shown(module: nn.Module) -> bool:
     return PLAIN in vars(type(module))
 
 
+@contextmanager
+def inside() -> Iterator[None]:
+    """A block inside of a forward pass: what a model returns there stays as it is cut."""
+    global _inside
+    _inside += 1
+    try:
+        yield
+    finally:
+        _inside -= 1
+
+
 _saves = False
 
 

@@ -113,7 +113,7 @@ class Messages:
         for number, value in enumerate(values):
             dtype, last = _formats(cut, stage, kind)[number]
             layout = torch.channels_last if last else torch.contiguous_format
-            made = torch.empty(value.tensor.shape, dtype=dtype, memory_format=layout)
+            made = torch.empty(value.here.shape, dtype=dtype, memory_format=layout)
             shown = made.permute(0, 2, 3, 1) if last else made
             self._take(shown, source, self._tag(stage, microbatch, kind, number))
             found.append(made)

@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_flatten
 
 from spartito.engine.gradients import same
 from spartito.errors import UserError
+from spartito.mesh.shown import saving
 from spartito.pipeline.program import Cut, record
 from spartito.pipeline.split import Start, balanced, named
 
@@ -80,7 +81,8 @@ class PipedModel:
             optimizer: It loses the parameters that are not here any more.
         """
         self.starts, self.owners = starts, owners
-        self.order = list(self.model.state_dict())
+        with saving():
+            self.order = list(self.model.state_dict())
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         for group in optimizer.param_groups:
             self.names.append([names[id(parameter)] for parameter in group["params"]])
@@ -137,10 +139,13 @@ class PipedModel:
         """From the model's ``state_dict()`` what other tasks keep."""
         for key in [key for key in state if key.startswith(prefix)]:
             name = key.removeprefix(prefix)
-            value, buffer = state[key], name in self._buffers
-            foreign = buffer and name in self.owners and not self.keeps(name)
-            if foreign or (isinstance(value, Tensor) and value.is_meta):
+            value = state[key]
+            if self.is_foreign(name) or (isinstance(value, Tensor) and value.is_meta):
                 del state[key]
+
+    def is_foreign(self, name: str) -> bool:
+        """Whether a buffer here is not the one that counts."""
+        return name in self._buffers and name in self.owners and not self.keeps(name)
 
     def keeps(self, name: str) -> bool:
         """Whether this task has a parameter, or the buffer that counts."""

@@ -28,11 +28,24 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.engine.drawing import Draws, Recording
 from spartito.errors import UserError
+from spartito.mesh.sharded import Sharded, as_it_is, here_of
+from spartito.mesh.shown import inside
 from spartito.pipeline.microbatches import each_tensor
 
-META = torch.device("meta")
+META, CPU = torch.device("meta"), torch.device("cpu")
 _LOOKS = {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "nonzero"}
+UNCOUNTED = {
+    getattr(Tensor, name).__get__
+    for name in "shape dtype device layout ndim requires_grad is_leaf grad_fn is_meta".split()  # noqa: SIM905
+} | {Tensor.as_subclass}
+"""What tells of a tensor without its values. It is no operation: a `Sharded` one tells itself."""
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device, torch.layout)
+
+
+def tell(func: Any, args: tuple[Any, ...]) -> Any:
+    """What one of `UNCOUNTED` says; of a tensor without data that it will be on the CPU."""
+    made = func(*args)
+    return CPU if isinstance(made, torch.device) and made.type == "meta" else made
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +70,11 @@ class Value:
     tensor: Tensor
     born: int
     last: int
+
+    @property
+    def here(self) -> Tensor:
+        """What a task has of it: all, or the shard of a tensor that is cut."""
+        return here_of(self.tensor)
 
 
 @dataclass
@@ -123,7 +141,7 @@ def record(model: nn.Module, call: Callable[[], Any]) -> Program:
     mode = _Recorder(model)
     empty = {name for name, buffer in model.named_buffers() if buffer.is_meta}
     with untouched(model):
-        with mode.watching(), Recording() as mode.recording, mode:
+        with mode.watching(), Recording() as mode.recording, inside(), mode:
             output = call()
         for name, buffer in model.named_buffers():
             if buffer.is_meta and name not in empty:
@@ -137,83 +155,6 @@ def record(model: nn.Module, call: Callable[[], Any]) -> Program:
     return mode.program
 
 
-class Reached(Exception):
-    """The forward pass has come to the end of a stage: the rest is left out."""
-
-
-class Replay(TorchFunctionMode):
-    """A forward pass that computes the operations from ``begin`` to ``end`` of ``program``.
-
-    Args:
-        program: What was recorded.
-        begin: The first operation of the stage.
-        end: The first one of the next stage.
-        known: Values of earlier stages by the id of their `Value`; those that later stages want
-            are added.
-        wanted: The ids that later stages want.
-        skip: Is told of so many draws of earlier stages, before the stage begins.
-        instead: Computes an operation in another way, or says `NotImplemented`.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        begin: int,
-        end: int,
-        known: dict[int, Tensor],
-        wanted: Sequence[int],
-        skip: Callable[[int], None] | None = None,
-        instead: Callable[..., Any] | None = None,
-    ) -> None:
-        super().__init__()
-        self._program, self._begin, self._end = program, begin, end
-        self._known, self._skip, self._instead = known, skip, instead
-        self._next, self._over = 0, False
-        self._wanted = {program.values[key].born for key in wanted}
-        self._keys = frozenset(wanted)
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if self._over:  # on the way out: what ends a block of no_grad()
-            return func(*args, **(kwargs or {}))
-        program, index = self._program, self._next
-        self._next = index + 1
-        if index >= self._end:
-            if index < len(program.functions):
-                self._over = True
-                raise Reached
-            raise _another_way(func)
-        if func != program.functions[index]:
-            raise _another_way(func)
-        if index == self._begin and self._skip is not None:
-            self._skip(sum(program.draws[:index]))
-        if program.shared[index]:
-            return func(*args, **(kwargs or {}))
-        if index < self._begin:
-            return program.results[index]
-        kwargs = kwargs or {}
-        if program.swaps[index]:
-            args, kwargs = tree_map(self.swap, (args, kwargs))
-        out = NotImplemented
-        if self._instead is not None:
-            out = self._instead(func, args, kwargs)
-        if out is NotImplemented:
-            out = func(*args, **kwargs)
-        if index in self._wanted:
-            self._keep(program.results[index], out)
-        return out
-
-    def swap(self, value: Any) -> Any:
-        """The data that came for a value of an earlier stage; anything else as it is."""
-        return self._known.get(id(value), value)
-
-    def _keep(self, noted: Any, made: Any) -> None:
-        for without, tensor in zip(tree_leaves(noted), tree_leaves(made), strict=True):
-            if id(without) in self._keys:
-                self._known[id(without)] = tensor
-
-
 class _Recorder(TorchFunctionMode):
     """Notes each operation, and computes those of stages on tensors without data."""
 
@@ -225,7 +166,6 @@ class _Recorder(TorchFunctionMode):
         self._names = {id(tensor): name for name, tensor in model.named_parameters()}
         self._buffers = {id(tensor): name for name, tensor in model.named_buffers()}
         self._paths = {id(module): path for path, module in model.named_modules()}
-        self._device = next((p.device for p in model.parameters() if not p.is_meta), None)
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._calls: dict[str, int] = {}
         self._inside: list[str] = []
@@ -258,9 +198,12 @@ class _Recorder(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         program, kwargs = self.program, kwargs or {}
+        if func in UNCOUNTED:
+            return tell(func, args)
         index, drawn = len(program.functions), len(self.recording.made)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        staged = any(leaf.is_meta or isinstance(leaf, nn.Parameter) for leaf in given)
+        own = [here_of(leaf) for leaf in given]
+        staged = any(leaf.is_meta or isinstance(leaf, nn.Parameter) for leaf in own)
         if staged:
             self._refuse_writing(func, args, kwargs.get("out"))
             args, kwargs = self._without_data(func, args, kwargs)
@@ -273,8 +216,6 @@ class _Recorder(TorchFunctionMode):
         draws = len(self.recording.made) - drawn
         if draws and not staged:  # each task would draw its own
             staged, made = True, tree_map(self._twin, made)
-        if isinstance(made, torch.device) and made.type == "meta" and self._device is not None:
-            made = self._device
         plain = isinstance(made, _PLAIN)
         program.functions.append(func)
         program.results.append(made)
@@ -292,13 +233,16 @@ class _Recorder(TorchFunctionMode):
     def _note_uses(self, given: Sequence[Tensor], index: int, staged: bool) -> None:
         for leaf in given:
             self.use(leaf, index)
-            if name := self._names.get(id(leaf)):
+            own = id(here_of(leaf))
+            if name := self._names.get(own):
                 self.program.parameters.setdefault(name, []).append(index)
-            elif staged and (name := self._buffers.get(id(leaf))):
+            elif staged and (name := self._buffers.get(own)):
                 self.program.buffers.setdefault(name, []).append(index)
 
     def _twin(self, value: Any) -> Any:
         """A tensor without data instead of one with; anything else as it is."""
+        if isinstance(value, Sharded):
+            return value if value.local.is_meta else as_it_is(self._twin(value.local), value)
         if not isinstance(value, Tensor) or value.is_meta:
             return value
         if id(value) not in self._twins:
@@ -332,7 +276,8 @@ class _Recorder(TorchFunctionMode):
             )
         writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
         first = args[0] if writes and args else None
-        if not isinstance(first, Tensor) or first.is_meta:
+        first = here_of(first) if isinstance(first, Tensor) else None
+        if first is None or first.is_meta:
             return
         if id(first) not in self._names and id(first) not in self._buffers:
             raise self._refusal(func, "it writes into a tensor that does not come of parameters")
@@ -345,15 +290,6 @@ class _Recorder(TorchFunctionMode):
             "A stage runs without the values of the others: its shapes and branches may depend on "
             "the shapes of the input alone. Move such a call behind the model, into the loss.",
         )
-
-
-def _another_way(func: Any) -> UserError:
-    name = getattr(func, "__name__", str(func))
-    return UserError(
-        f"the model's forward pass came to {name}() where an equal batch did something else",
-        "In a pipeline its operations may depend on the shapes of the input, not on values, "
-        "Python's random numbers, or counters.",
-    )
 
 
 @contextmanager

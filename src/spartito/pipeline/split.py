@@ -231,7 +231,7 @@ def _thinned(program: Program, entries: list[Entry]) -> list[Entry]:
     """Those at which the least crosses, if there are many."""
     if len(entries) <= MOST:
         return entries
-    sizes = {e.index: sum(v.tensor.nbytes for v in program.crossing(e.index)) for e in entries}
+    sizes = {e.index: sum(v.here.nbytes for v in program.crossing(e.index)) for e in entries}
     few = sorted(
         entries, key=lambda entry: (sizes[entry.index], entry.path.count("."), entry.index)
     )
@@ -255,7 +255,7 @@ def _aliased(program: Program, index: int) -> str | None:
     """Why values that cross here cannot be sent: they share memory, in which one is written."""
     memory: dict[int, int] = {}
     for value in program.crossing(index):
-        key = value.tensor.untyped_storage()._cdata
+        key = value.here.untyped_storage()._cdata
         memory[key] = memory.get(key, 0) + 1
     if all(count == 1 for count in memory.values()):
         return None
@@ -267,7 +267,7 @@ def _aliased(program: Program, index: int) -> str | None:
 
 
 def _nbytes(cut: Cut, stage: int) -> int:
-    return sum(value.tensor.nbytes for value in cut.enters(stage))
+    return sum(value.here.nbytes for value in cut.enters(stage))
 
 
 def _counted(cut: Cut, model: nn.Module) -> list[float]:

@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spartito.mesh.sharded import TABLE, Sharded, all_whole, as_it_is, here_of
+from spartito.mesh.shown import inside
 from spartito.pipeline.microbatches import each_tensor
-from spartito.pipeline.program import Cut, Reached, Replay
+from spartito.pipeline.program import Cut
+from spartito.pipeline.replay import Reached, Replay
 
 Call = Callable[[], Any]
 """A forward pass of the whole model with the data of one microbatch."""
@@ -23,7 +26,7 @@ class Passed:
     """A microbatch that went through a stage.
 
     Attributes:
-        sent: What the next stage gets.
+        sent: What the next stage gets; of a tensor that is cut this task's shard.
         output: What the model returned, in the last stage.
         entrance: Keeps the gradients of what came.
         todo: Gradients of weights that were put off.
@@ -128,20 +131,21 @@ def run(
     enters = cut.enters(stage)
     entrance = Entrance(received, [value.tensor.requires_grad for value in enters])
     came = [id(value.tensor) for value in enters]
-    known = dict(zip(came, entrance.enter(), strict=True))
+    cut_alike = (as_it_is(t, v.tensor) for t, v in zip(entrance.enter(), enters, strict=True))
+    known = dict(zip(came, cut_alike, strict=True))
     leaves = [] if stage == cut.stages - 1 else cut.enters(stage + 1)
     wanted = [id(value.tensor) for value in leaves]
     passed = Passed([], None, entrance)
     instead = _putting_off(passed.todo) if later else None
     replay = Replay(program, begin, end, known, wanted, skip, instead)
     try:
-        with replay:
+        with inside(), replay:
             output = call()
     except Reached:
         output = None
     if stage == cut.stages - 1:
-        passed.output = each_tensor(output, replay.swap)
-    passed.sent = [known[key] for key in wanted]
+        passed.output = all_whole(each_tensor(output, replay.swap))
+    passed.sent = [here_of(known[key]) for key in wanted]
     return passed
 
 
@@ -152,10 +156,15 @@ def _putting_off(todo: Todo) -> Callable[..., Any]:
         gradient = _WEIGHTS.get(func)
         if gradient is None or kwargs or len(args) < 2 or torch.is_autocast_enabled("cpu"):
             return NotImplemented
-        weight = args[1]
-        if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
-            return NotImplemented
-        return _Later.apply(todo, func, gradient, *args)  # type: ignore[no-untyped-call]
+
+        def local(*args: Any) -> Any:
+            weight = args[1]
+            if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
+                return func(*args)
+            return _Later.apply(todo, func, gradient, *args)  # type: ignore[no-untyped-call]
+
+        cut = any(isinstance(each, Sharded) for each in args)
+        return TABLE[func](local, *args) if cut else local(*args)
 
     return compute
 

@@ -22,7 +22,7 @@ from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwr
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.mesh import apply
-from spartito.mesh.axes import Mesh
+from spartito.mesh.axes import PIPELINE, Mesh
 from spartito.mesh.collectives import Axis
 from spartito.mesh.describe import Description, describe, describe_tensors
 from spartito.mesh.layout import DEFAULT, Layout, read_rules
@@ -35,6 +35,8 @@ from spartito.strategies.synchronous import SynchronousStrategy
 
 AXIS = "axis:"
 """Before the name of an axis: the group of the tasks along it."""
+LAYERS = "layers"
+"""The tasks that compute the same layers of one data shard: all of `MODEL` but in a pipeline."""
 
 
 class MeshStrategy(SynchronousStrategy):
@@ -151,7 +153,7 @@ class MeshStrategy(SynchronousStrategy):
 
     @property
     def connect(self) -> Callable[..., Mapping[str, Collective]]:  # type: ignore[override]
-        return functools.partial(_connect, self.mesh, self.layout.batch_axis)
+        return functools.partial(connect, self.mesh, self.layout.batch_axis)
 
     def prepare(
         self,
@@ -192,16 +194,23 @@ class MeshStrategy(SynchronousStrategy):
         return found[:, 0].sum().item()
 
     def global_norm(self, pair: Pair) -> Tensor:
-        specs, squares = apply.specs_of(unwrap(pair.model)), []
         if self._parts.world_size == 1:
             return super().global_norm(pair)
-        for parameter in pair.gradients.parameters:
+        specs, together = apply.specs_of(unwrap(pair.model)), self.groups[LAYERS].world_size
+        of_copies: dict[int, list[Tensor]] = {}
+        for parameter in self._counted(pair):
             if parameter.grad is not None:
                 how = specs.get(id(parameter))
-                copies = self._parts.world_size // (self._shards(how) if how else 1)
-                squares.append(parameter.grad.double().square().sum() / copies)
-        total = torch.stack(squares).sum() if squares else torch.zeros((), dtype=torch.float64)
-        return self._parts.all_reduce(total.reshape(1)).sqrt()[0]
+                copies = together // (self._shards(how) if how else 1)
+                of_copies.setdefault(copies, []).append(parameter.grad)
+        total = torch.zeros(1, dtype=torch.float64)
+        for copies, grads in of_copies.items():
+            total += torch.nn.utils.get_total_norm(grads).double().square() / copies
+        return self._parts.all_reduce(total).sqrt()[0]
+
+    def _counted(self, pair: Pair) -> list[nn.Parameter]:
+        """Those whose gradients count in the global norm on the tasks of `LAYERS`."""
+        return pair.gradients.parameters
 
     def _shards(self, how: Spec) -> int:
         """Into how many shards a tensor is cut."""
@@ -211,7 +220,7 @@ class MeshStrategy(SynchronousStrategy):
     def _axes(self) -> dict[str, Axis]:
         batch = self.layout.batch_axis
         return {
-            name: Axis(name, self.groups[AXIS + name]) for name in self.mesh.axes if name != batch
+            name: Axis(name, self.groups[AXIS + name]) for name in self.layout.axes if name != batch
         }
 
     def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
@@ -280,11 +289,11 @@ class MeshStrategy(SynchronousStrategy):
         elif len(tensors) == len(list(own.parameters())) + len(list(own.buffers())):
             planned = apply.plan(own, self.layout, self._names, self._strict)
             self._say(planned)
-            if self.is_chief:
+            if self.is_chief and self.groups[LAYERS].world_size > 1:
                 self._tell(own, planned)
             apply.cut(own, planned, self._axes)
-        if self._parts.world_size > 1:
-            torch.set_rng_state(self._parts.broadcast(torch.get_rng_state()))
+        if (layers := self.groups[LAYERS]).world_size > 1:
+            torch.set_rng_state(layers.broadcast(torch.get_rng_state()))
 
     def keep(self) -> Callable[[], None]:
         pair = self._pairs.only
@@ -317,7 +326,7 @@ class MeshStrategy(SynchronousStrategy):
         )
         found = {}
         for name, tensor in tensors:
-            if (how := specs.get(id(tensor))) is not None:
+            if (how := specs.get(id(tensor))) is not None and not tensor.is_meta:
                 shape = how.global_shape(tensor.shape, self.mesh.axes)
                 found[name] = apply.SpecCut(shape, how, self.mesh.axes, here)
         return found
@@ -336,7 +345,7 @@ class MeshStrategy(SynchronousStrategy):
                 "; ".join(apply.does_not_divide(one, self.layout) for one in uneven[:3]),
             )
         is_whole = all(placed.spec.is_replicated for placed in planned.values())
-        if is_whole and self.is_chief and self.groups.model.world_size > 1:
+        if is_whole and self.is_chief and self.groups[LAYERS].world_size > 1:
             warn("no tensor of the model is cut: all tasks of the mesh compute all of it")
 
     def _send(self, group: Collective, tensors: Sequence[Tensor]) -> None:
@@ -367,7 +376,7 @@ class MeshCoordination(SynchronousCoordination):
     def _compare_parts(self, order: int) -> str:
         specs = {key for pair in self._pairs.all for key in apply.specs_of(unwrap(pair.model))}
         common = [parameter for parameter in self._parameters() if id(parameter) not in specs]
-        group = self._groups.model
+        group = self._groups[LAYERS]
         self._compare_in(group, common, order)
         if group.world_size > 1:
             drawn = group.all_gather(torch.tensor([checksum([torch.get_rng_state()])]))
@@ -382,7 +391,7 @@ class MeshCoordination(SynchronousCoordination):
         return ""
 
 
-def _connect(
+def connect(
     mesh: Mesh, batch: str | None, rendezvous: Rendezvous, cluster: ClusterSpec
 ) -> Mapping[str, Collective]:
     """The groups of a task on a mesh: all, its data shards, its model, and each axis."""
@@ -394,11 +403,13 @@ def _connect(
     found = {WORLD: rendezvous.group()}
     found[DATA] = rendezvous.group(DATA, mesh.along(batch, rank) if batch else [rank])
     found[MODEL] = rendezvous.group(MODEL, beside)
-    for axis in mesh.axes:
-        if axis != batch:
-            along = mesh.along(axis, rank)
-            same = along == beside
-            found[AXIS + axis] = found[MODEL] if same else rendezvous.group(AXIS + axis, along)
+    there = here.get(PIPELINE)
+    layers = [r for r in beside if mesh.coordinates(r).get(PIPELINE) == there]
+    wanted = {AXIS + axis: mesh.along(axis, rank) for axis in mesh.axes if axis != batch}
+    made = {tuple(beside): found[MODEL]}
+    for name, ranks in {LAYERS: layers, **wanted}.items():
+        key = tuple(ranks)
+        made[key] = found[name] = made.get(key) or rendezvous.group(name, ranks)
     return found
 
 

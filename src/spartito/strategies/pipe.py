@@ -152,16 +152,14 @@ class Pipe:
             if total[-1]:
                 yield name, total[:-1].view(parameter.shape)
 
-    def square(self) -> Tensor:
-        """The square of the gradients' norm; what several stages use counts in the first."""
+    def counted(self) -> list[nn.Parameter]:
+        """Those whose gradients count here; what several stages use counts in the first."""
         names = {id(p): name for name, p in self.piped.model.named_parameters()}
-        own = [
-            parameter.grad
+        return [
+            parameter
             for parameter in self.pair.gradients.parameters
-            if parameter.grad is not None
-            and self.piped.stages_of(names[id(parameter)])[0] in self.piped.own
+            if self.piped.stages_of(names[id(parameter)])[0] in self.piped.own
         ]
-        return torch.nn.utils.get_total_norm(own).double().square().reshape(1)
 
     def timeline(self) -> list[list[Any]]:
         """The last step: kind, stage, microbatch, begin and end of each action, in seconds."""

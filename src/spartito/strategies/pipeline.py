@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.saving import gather_together
 from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.engine.batchnorm import has_batchnorm
@@ -22,32 +25,33 @@ from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, unwrap
 from spartito.errors import UserError
 from spartito.log import note
+from spartito.mesh.apply import SpecCut
+from spartito.mesh.axes import PIPELINE, Mesh
+from spartito.mesh.layout import DEFAULT, Layout
 from spartito.pipeline import schedules
-from spartito.pipeline.gathering import gathered
 from spartito.pipeline.messages import Messages
 from spartito.pipeline.model import PipedModel
 from spartito.pipeline.schedules import Shape
 from spartito.pipeline.split import Start
-from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import StepResult
-from spartito.strategies.links import Links
+from spartito.strategies.links import Links, axes_of
+from spartito.strategies.mesh import AXIS, LAYERS, MeshCoordination, MeshStrategy
 from spartito.strategies.pair import Pair
 from spartito.strategies.pipe import Pipe, check_options, draws, outside, told, told_bytes
 from spartito.strategies.replica import _of_spare_rows, _tensors
 from spartito.strategies.sharing import Placed
-from spartito.strategies.synchronous import SynchronousStrategy
 
 
-class PipelineStrategy(SynchronousStrategy):
+class PipelineStrategy(MeshStrategy):
     """The layers of a model are divided among tasks; batches pass them in microbatches.
 
     The model stays as it is, and each task keeps the parameters and the optimizer's state of its
-    own stages. Several pipelines of as many tasks each take a data shard of the batch. The chief
-    has the last stage, and with it the loss and the output.
+    own stages. Several pipelines each take a data shard of the batch. On a mesh with further axes
+    the tensors of each stage are cut along these, as under `MeshStrategy`. The chief has the last
+    stage, and with it the loss and the output.
     """
 
     name = "pipeline"
-    _divides_updates = True
 
     def __init__(
         self,
@@ -57,6 +61,10 @@ class PipelineStrategy(SynchronousStrategy):
         schedule: str = "1f1b",
         split: str | Sequence[str] = "auto",
         stages_per_task: int | None = None,
+        mesh: Mapping[str, int] | None = None,
+        layout: Any = DEFAULT,
+        names: Mapping[str, Sequence[str | None]] | None = None,
+        strict: bool = False,
         cluster: ClusterSpec | None = None,
         device: torch.device | str | None = None,
         timeout: float | None = None,
@@ -74,6 +82,12 @@ class PipelineStrategy(SynchronousStrategy):
             split: "auto" balances the stages by the time of each part in the first batch. Or paths
                 of modules, as ``["blocks.2"]``: with each a new stage begins.
             stages_per_task: None: 2 if interleaved, else 1.
+            mesh: The sizes of its axes, ``{"pipeline": 2, "data": 2, "model": 2}``: those along
+                "pipeline" have the stages, the others are as under `MeshStrategy`. None: a
+                pipeline of all tasks, or as many as ``stages`` leaves.
+            layout: As under `MeshStrategy`, like the two that follow.
+            names: Patterns of parameters' paths, and the names of their dims.
+            strict: Whether dims that do not divide are refused.
             cluster: The tasks of the job; None asks the environment.
             device: Where this process computes: the CPU.
             timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
@@ -93,9 +107,11 @@ class PipelineStrategy(SynchronousStrategy):
             raise UserError(
                 "communication='ddp' in a pipeline", "DDP wraps whole models: take 'auto'."
             )
-        self._links = Links(stages, self._per_task)
-        self.connect = self._links.connect  # type: ignore[method-assign]
         super().__init__(
+            mesh,
+            layout,
+            names,
+            strict,
             cluster=cluster,
             device=device,
             sync_batchnorm=False,
@@ -108,9 +124,9 @@ class PipelineStrategy(SynchronousStrategy):
                 f"a pipeline on {self.device}: its messages are for CPUs so far",
                 "Take device='cpu', or mirrored on GPUs.",
             )
-        tasks = self._length
-        self._position = tasks - 1 - self.cluster.rank % tasks
-        self._shape = Shape(tasks, self._stages_of(self.cluster) // tasks, microbatches)
+        tasks = self.mesh.axes[PIPELINE]
+        self._position = tasks - 1 - self.mesh.coordinates(self.cluster.rank)[PIPELINE]
+        self._shape = Shape(tasks, self._per_task, microbatches)
         self._own = range(self._position, self._shape.stages, tasks)
         self._pipes: dict[int, Pipe] = {}
         weakref.finalize(self, Links.close, self._links)
@@ -119,35 +135,26 @@ class PipelineStrategy(SynchronousStrategy):
 
     # Who is where
 
-    def check(self, cluster: ClusterSpec) -> None:
-        super().check(cluster)
-        stages, world = self._stages_of(cluster), cluster.world_size
-        if stages % self._per_task:
-            raise UserError(
-                f"{stages} stages with {self._per_task} for each task",
-                "Take a multiple.",
-            )
-        tasks = stages // self._per_task
-        if world % tasks:
-            raise UserError(
-                f"{world} tasks for pipelines of {tasks} (stages={stages}"
-                + (f", {self._per_task} for each task)" if self._per_task > 1 else ")"),
-                f"Take a multiple of {tasks} tasks, or stages={world * self._per_task}.",
-            )
+    def _layout_for(self, tasks: int) -> tuple[Mesh, Layout]:
+        given, _, rules = self._asked
+        mesh = axes_of(given, self._stages, self._per_task, tasks)
+        if self.is_evaluator:  # alone: it has the whole model
+            mesh = Mesh(dict.fromkeys(mesh.axes, 1))
+        kept = [rule for rule in rules if rules != DEFAULT or rule[1] in mesh.axes]
+        return mesh, Layout(tuple(kept), {a: n for a, n in mesh.axes.items() if a != PIPELINE})
 
-    def _stages_of(self, cluster: ClusterSpec) -> int:
-        if self._stages is None or self.is_evaluator:
-            return cluster.world_size * self._per_task
-        return self._stages
+    @functools.cached_property
+    def _links(self) -> Links:
+        return Links(self.mesh, self.layout.batch_axis, self._per_task)
 
     @property
-    def _length(self) -> int:
-        """Those of one pipeline."""
-        return self._stages_of(self.cluster) // self._per_task
+    def connect(self) -> Callable[..., Mapping[str, Collective]]:  # type: ignore[override]
+        return self._links.connect
 
     @property
-    def data_shard(self) -> tuple[int, int]:
-        return self.cluster.rank // self._length, self.cluster.world_size // self._length
+    def _line(self) -> Collective:
+        """The tasks of this one's pipeline."""
+        return self.groups[AXIS + PIPELINE]
 
     def close(self) -> None:
         self._links.close()
@@ -194,11 +201,8 @@ class PipelineStrategy(SynchronousStrategy):
             )
         return found
 
-    @property
-    def _state_fraction(self) -> float:
-        return 1.0 / self._length
-
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
+        self._cut_state(unwrap(model), optimizer)
         return model, LocalGradients(optimizer)  # until it is known which parameters stay here
 
     def _ready(self, pair: Pair, batch: Batch, has_loss: bool) -> Pipe:
@@ -209,7 +213,7 @@ class PipelineStrategy(SynchronousStrategy):
             return pipe
         text = b""
         with self.coordination.during("prepare"):
-            if self.is_chief:
+            if self.is_chief or 0 in self.groups[LAYERS].ranks:
                 text = self._planned(pipe, batch, has_loss)
             plan = json.loads(self.groups.world.all_gather_bytes(text)[0])
             if "error" in plan:
@@ -218,7 +222,8 @@ class PipelineStrategy(SynchronousStrategy):
             waiting = [(p, p.grad) for p in pair.model.parameters()]
             piped.divide(starts, plan["owners"], pair.optimizer)
             pair.shared = _tensors(piped.model)  # those of others are let go of
-            before, pair.gradients = pair.gradients, super()._gradients(model, pair.optimizer)[1]
+            before, made = pair.gradients, super()._gradients(model, pair.optimizer)
+            pair.gradients = made[1]
             pair.gradients.go_on(before)
             for parameter, grad in waiting:  # of a checkpoint between the batches of an update
                 parameter.grad = grad
@@ -266,7 +271,7 @@ class PipelineStrategy(SynchronousStrategy):
         elif pair.randomness is not None:
             pair.randomness.abstain()
         found = torch.tensor([total, weight], dtype=torch.float64)  # the last stage has them
-        pair.gradients.add(*self.groups.model.all_reduce(found).tolist())
+        pair.gradients.add(*self._line.all_reduce(found).tolist())
         pair.passes += 1
         return output
 
@@ -285,15 +290,15 @@ class PipelineStrategy(SynchronousStrategy):
         if not batch.size:
             return 0.0, 0.0, None
         output, sums, like = pipe.look(batch, loss, True, self._mail)
-        total, weight = self.groups.model.all_reduce(sums).tolist()
-        return total, weight, told(self.groups.model, output, like, self._last)
+        total, weight = self._line.all_reduce(sums).tolist()
+        return total, weight, told(self._line, output, like, self._last)
 
     def predict(self, batch: Batch, has_loss: bool) -> Any:
         shown = _of_spare_rows(batch)
         pipe = self._ready(self._pairs.only, shown, has_loss)
         loss = _nothing if has_loss else None  # it tells how the model is called
         output, _, like = pipe.look(shown, loss, False, self._mail)
-        output = told(self.groups.model, output, like, self._last)
+        output = told(self._line, output, like, self._last)
         if not batch.size:
             output = rows(output, lambda tensor: tensor[:0] if tensor.dim() else tensor)
         if not has_loss and isinstance(output, Mapping):
@@ -311,13 +316,12 @@ class PipelineStrategy(SynchronousStrategy):
                 parameters[name].grad = torch.empty_like(parameters[name]).copy_(total)
         return super()._update(pair, output, examples, stop)
 
-    def global_norm(self, pair: Pair) -> Tensor:
-        square = self._pipes[id(pair.optimizer)].square()
-        return self.groups.model.all_reduce(square).sqrt().reshape(())
+    def _counted(self, pair: Pair) -> list[nn.Parameter]:
+        return self._pipes[id(pair.optimizer)].counted()
 
     def _of_last_stage(self, parts: list[bytes]) -> list[bytes]:
         """What the task with the last stage has of ``parts``; all of a pipeline call it."""
-        return told_bytes(self.groups.model, parts, self._last)
+        return told_bytes(self._line, parts, self._last)
 
     def flush(self) -> StepResult | None:
         """As of all strategies; it ends an epoch, whose last step is shown in the report."""
@@ -325,7 +329,7 @@ class PipelineStrategy(SynchronousStrategy):
         actions = [action for pipe in self._pipes.values() for action in pipe.timeline()]
         own = {"name": str(self.task), "shard": self.data_shard[0], "actions": actions}
         texts = self.coordination.tell_all(json.dumps(own))
-        self._shown = [json.loads(text) for text in texts][: self._length][::-1]
+        self._shown = [json.loads(texts[rank]) for rank in self.mesh.along(PIPELINE, 0)][::-1]
         return found
 
     def _described(self) -> dict[str, Any]:
@@ -355,10 +359,12 @@ class PipelineStrategy(SynchronousStrategy):
     def state_dict(self) -> dict[str, Any]:
         """Model and optimizer under the user's names, whole on all tasks; all call it."""
         pair = self._pairs.only
-        piped, state = self._pipes[id(pair.optimizer)].piped, super().state_dict()
-        if not piped.starts:
-            return state
-        return gathered(self.groups.model, state, piped.names, piped.order)
+        state = self._state(pair)
+        if self._parts.world_size > 1:
+            state = gather_together(partial(self._apart, pair, state), self._tasks)
+            order = self._pipes[id(pair.optimizer)].piped.order or state["model"]
+            state["model"] = {name: state["model"][name] for name in order}
+        return state
 
     def _state(self, pair: Pair) -> dict[str, Any]:
         state = super()._state(pair)
@@ -371,6 +377,11 @@ class PipelineStrategy(SynchronousStrategy):
             found = state["accumulated"]["gradients"]
             found |= dict(pipe.tied_sums(found, self._mail))
         return state
+
+    def _cuts(self, pair: Pair, section: str) -> dict[str, SpecCut]:
+        piped = self._pipes[id(pair.optimizer)].piped
+        cuts = super()._cuts(pair, section)
+        return {name: cut for name, cut in cuts.items() if not piped.is_foreign(name)}
 
     def _load_training(self, pair: Pair, saved: Saved, all_: set[str]) -> None:
         super()._load_training(pair, saved, all_)
@@ -392,8 +403,8 @@ class _Collected(Placed):
         return self._strategy._of_last_stage(parts)
 
 
-class _Coordination(SynchronousCoordination):
-    """As of all replicas; what is recorded tells how the last step went."""
+class _Coordination(MeshCoordination):
+    """As on every mesh; what is recorded tells how the last step went."""
 
     def __init__(self, strategy: PipelineStrategy) -> None:
         super().__init__(

@@ -22,11 +22,11 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     decided = plan((spec_of(input), spec_of(weight)), tuple(letters), out, "", (1, 0))
     if bias is None:
         axes = axes_of(input, weight)
-        return finished(F.linear(*moved((input, weight), decided, axes)), decided, axes)
+        return finished(func(*moved((input, weight), decided, axes)), decided, axes)
     if decided.sums:  # the bias comes once, to the sum over the axis
         return torch.add(_linear(func, input, weight), bias)
     letters.append("o" if bias.dim() else "")
-    return run(F.linear, [input, weight, bias], letters, out, "", (1, 0, 2))
+    return run(func, [input, weight, bias], letters, out, "", (1, 0, 2))
 
 
 def _matmul_letters(a: Tensor, b: Tensor) -> tuple[str, str, str]:

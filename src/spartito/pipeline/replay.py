@@ -1,0 +1,101 @@
+"""A forward pass of which one task computes its stage, and leaves out the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from spartito.errors import UserError
+from spartito.pipeline.program import UNCOUNTED, Program, tell
+
+
+class Reached(Exception):
+    """The forward pass has come to the end of a stage: the rest is left out."""
+
+
+class Replay(TorchFunctionMode):
+    """A forward pass that computes the operations from ``begin`` to ``end`` of ``program``.
+
+    Args:
+        program: What was recorded.
+        begin: The first operation of the stage.
+        end: The first one of the next stage.
+        known: Values of earlier stages by the id of their `Value`; those that later stages want
+            are added.
+        wanted: The ids that later stages want.
+        skip: Is told of so many draws of earlier stages, before the stage begins.
+        instead: Computes an operation in another way, or says `NotImplemented`.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        begin: int,
+        end: int,
+        known: dict[int, Tensor],
+        wanted: Sequence[int],
+        skip: Callable[[int], None] | None = None,
+        instead: Callable[..., Any] | None = None,
+    ) -> None:
+        super().__init__()
+        self._program, self._begin, self._end = program, begin, end
+        self._known, self._skip, self._instead = known, skip, instead
+        self._next, self._over = 0, False
+        self._wanted = {program.values[key].born for key in wanted}
+        self._keys = frozenset(wanted)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if self._over:  # on the way out: what ends a block of no_grad()
+            return func(*args, **(kwargs or {}))
+        program, index = self._program, self._next
+        if func in UNCOUNTED:
+            return tell(func, args)
+        self._next = index + 1
+        if index >= self._end:
+            if index < len(program.functions):
+                self._over = True
+                raise Reached
+            raise _another_way(func)
+        if func != program.functions[index]:
+            raise _another_way(func)
+        if index == self._begin and self._skip is not None:
+            self._skip(sum(program.draws[:index]))
+        if program.shared[index]:
+            return func(*args, **(kwargs or {}))
+        if index < self._begin:
+            return program.results[index]
+        kwargs = kwargs or {}
+        if program.swaps[index]:
+            args, kwargs = tree_map(self.swap, (args, kwargs))
+        out = NotImplemented
+        if self._instead is not None:
+            out = self._instead(func, args, kwargs)
+        if out is NotImplemented:
+            out = func(*args, **kwargs)
+        if index in self._wanted:
+            self._keep(program.results[index], out)
+        return out
+
+    def swap(self, value: Any) -> Any:
+        """The data that came for a value of an earlier stage; anything else as it is."""
+        return self._known.get(id(value), value)
+
+    def _keep(self, noted: Any, made: Any) -> None:
+        for without, tensor in zip(tree_leaves(noted), tree_leaves(made), strict=True):
+            if id(without) in self._keys:
+                self._known[id(without)] = tensor
+
+
+def _another_way(func: Any) -> UserError:
+    name = getattr(func, "__name__", str(func))
+    return UserError(
+        f"the model's forward pass came to {name}() where an equal batch did something else",
+        "In a pipeline its operations may depend on the shapes of the input, not on values, "
+        "Python's random numbers, or counters.",
+    )
