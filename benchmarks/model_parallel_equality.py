@@ -1,7 +1,8 @@
 """Losses of a model on a mesh against plain torch on one device, in fp64.
 
 ``--rounds`` is the number of steps. Each row trains the same model with the same batches: with
-plain torch in one process, and under `MeshStrategy` in as many processes as the mesh has tasks.
+plain torch in one process, and under `MeshStrategy` in as many processes as the mesh has tasks;
+with an axis "pipeline" under `PipelineStrategy`, whose reference accumulates the same microbatches.
 With dropout the reference is one device with ``deterministic=True``, whose masks are drawn for the
 global batch. The transformers and the ResNet of the package ``transformers`` join where that is
 installed; nothing of it is changed.
@@ -21,10 +22,18 @@ from torch import Tensor, nn
 
 import spartito as sp
 from benchmarks.common import Figure, announce, conclude, parser
+from spartito.engine.context import StepContext, enter
+from spartito.engine.randomness import globalize
 from spartito.models import GPT, CatsVsDogs, MnistMLP
 from tests.replicas import Replicas
 
-MESHES = {"2": {"model": 2}, "4": {"model": 4}, "2x2": {"data": 2, "model": 2}}
+MESHES = {
+    "2": {"model": 2},
+    "4": {"model": 4},
+    "2x2": {"data": 2, "model": 2},
+    "2x2x2": {"pipeline": 2, "data": 2, "model": 2},
+}
+MICROBATCHES = 2
 OPTIMIZERS = {"SGD": 0.05, "Adam": 1e-3}
 TARGET = 1e-12
 Data = tuple[Tensor, Tensor]
@@ -158,6 +167,33 @@ def plain(name: str, optimizer: str, steps: int) -> list[float]:
     return losses
 
 
+def accumulated(name: str, optimizer: str, steps: int, shards: int) -> list[float]:
+    """The same with batches in microbatches, whose gradients are summed before an update.
+
+    Dropout has the masks of one device, drawn for the whole batch.
+    """
+    subject, net, (x, y) = _made(name)
+    if subject.draws:
+        globalize(net)
+    update = getattr(torch.optim, optimizer)(net.parameters(), OPTIMIZERS[optimizer])
+    assert subject.loss is not None
+    alone, losses = sp.strategy("one_device").groups.data, []
+    for step in range(steps):
+        first, total = step * subject.rows % len(x), 0.0
+        update.zero_grad()
+        for part in torch.arange(subject.rows).tensor_split(shards * MICROBATCHES):
+            if subject.draws:
+                epoch = step * subject.rows // len(x)
+                enter(StepContext(alone, 0, epoch << 32 | step, subject.rows, part))
+            loss = subject.loss(net(x[first + part]), y[first + part]) * len(part) / subject.rows
+            loss.backward()
+            total += loss.item()
+        enter(None)
+        update.step()
+        losses.append(total)
+    return losses
+
+
 def by_strategy(
     name: str, optimizer: str, steps: int, strategy: str, mesh: dict[str, int] | None
 ) -> tuple[list[float], float]:
@@ -166,6 +202,8 @@ def by_strategy(
     subject, net, data = _made(name)
     before = {path: parameter.shape for path, parameter in net.named_parameters()}
     options: dict[str, Any] = {} if mesh is None else {"mesh": mesh}
+    if strategy == "pipeline":
+        options["microbatches"] = MICROBATCHES
     with sp.strategy(strategy, **options) as made:
         model, update = made.prepare(
             net,
@@ -230,9 +268,12 @@ def compare(
         expected = replicas(plain, 1, name, optimizer, steps)[0]
     gaps, ratio = {}, 0.0
     for title, mesh in MESHES.items():
-        tasks = math.prod(mesh.values())
-        found = replicas(by_strategy, tasks, name, optimizer, steps, "mesh", mesh, timeout=300)
-        pairs = [pair for each, _ in found for pair in zip(each, expected, strict=True)]
+        tasks, right = math.prod(mesh.values()), expected
+        strategy = "pipeline" if "pipeline" in mesh else "mesh"
+        if strategy == "pipeline":
+            right = replicas(accumulated, 1, name, optimizer, steps, mesh["data"])[0]
+        found = replicas(by_strategy, tasks, name, optimizer, steps, strategy, mesh, timeout=300)
+        pairs = [pair for each, _ in found for pair in zip(each, right, strict=True)]
         gaps[title] = max(abs(one - other) for one, other in pairs)
         if title == "4":
             ratio = 4 * max(part for _, part in found)

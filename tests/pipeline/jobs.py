@@ -32,12 +32,12 @@ def mlp() -> Made:
 
 def gpt() -> Made:
     torch.manual_seed(0)
-    net = GPT(11, 8, layers=4, heads=2, width=8, dropout=0.2, packed=True).double()
+    net = GPT(12, 8, layers=4, heads=2, width=8, dropout=0.2, packed=True).double()
 
     def loss(output: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(output.flatten(0, 1), target.flatten())
 
-    tokens = torch.randint(0, 11, (9, 8))
+    tokens = torch.randint(0, 12, (9, 8))
     return net, tokens, torch.cat([tokens[:, 1:], tokens[:, :1]], 1), loss
 
 
@@ -59,10 +59,10 @@ def encoder() -> Made:
     class Tagger(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed = nn.Embedding(11, 8)
+            self.embed = nn.Embedding(12, 8)
             layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.1, batch_first=True)
             self.encoder = nn.TransformerEncoder(layer, 3)
-            self.head = nn.Linear(8, 11)
+            self.head = nn.Linear(8, 12)
 
         def forward(self, tokens: Tensor) -> Tensor:
             size = tokens.shape[1]

@@ -18,7 +18,8 @@ from tests.replicas import Replicas
 
 EXACT = 1e-12
 
-CASES: list[tuple[str, str, int, dict[str, Any]]] = [
+SQUARE, CUBE = {"pipeline": 2, "model": 2}, {"pipeline": 2, "data": 2, "model": 2}
+CASES: list[Any] = [
     ("mlp", "Adam", 2, {}),
     ("mlp", "SGD", 4, {"schedule": "gpipe"}),
     ("mlp", "Adam", 2, {"schedule": "interleaved"}),
@@ -31,6 +32,10 @@ CASES: list[tuple[str, str, int, dict[str, Any]]] = [
     ("gpt", "Adam", 4, {"stages": 2}),
     ("encoder", "Adam", 2, {}),
     ("frozen", "Adam", 2, {"split": ["layers.4"]}),
+    ("gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
+    ("cats", "SGD", 4, {"mesh": SQUARE, "microbatches": 2}),
+    pytest.param("gpt", "SGD", 8, {"mesh": CUBE}, marks=pytest.mark.slow),
+    pytest.param("cats", "Adam", 8, {"mesh": CUBE, "microbatches": 2}, marks=pytest.mark.slow),
 ]
 
 
@@ -43,7 +48,8 @@ def test_ten_steps_are_those_of_plain_torch(
     replicas: Replicas, model: str, optimizer: str, tasks: int, options: dict[str, Any]
 ) -> None:
     found = replicas(jobs.train, tasks, "pipeline", model, options, optimizer)
-    shards = tasks // options.get("stages", tasks)
+    mesh = options.get("mesh", {"data": tasks // options.get("stages", tasks)})
+    shards = mesh.get("data", 1)
     expected = jobs.plain(model, optimizer, shards, options.get("microbatches", 8))
     for result in found:
         for loss, right in zip(result["losses"], expected["losses"], strict=True):
@@ -101,6 +107,9 @@ def test_the_parts_of_a_step_are_refused(replicas: Replicas) -> None:
         ({"stages": 2}, "1 tasks for pipelines of 2"),
         ({"communication": "ddp"}, "communication='ddp' in a pipeline"),
         ({"stages": 3, "schedule": "interleaved"}, "3 stages with 2 for each task"),
+        ({"mesh": {"model": 1}}, "mesh={'model': 1} has no axis 'pipeline'"),
+        ({"mesh": {"pipeline": 1}, "stages": 2}, "stages=2 on mesh={'pipeline': 1}, which has 1"),
+        ({"mesh": {"pipeline": 2}}, "a mesh of pipeline 2 = 2 tasks in a job of 1"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: dict[str, Any], text: str) -> None:

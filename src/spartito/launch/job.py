@@ -140,7 +140,8 @@ class JobSpec:
         program: what every task runs.
         strategy: its name; None lets ``SPARTITO_STRATEGY`` decide, else the number of tasks.
         strategy_options: its keyword arguments as a JSON object.
-        mesh: short for the option ``mesh``, as ``data=2,model=2``; the strategy is then mesh, and
+        mesh: short for the option ``mesh``, as ``data=2,model=2``; the strategy is then mesh
+            (pipeline, with an axis of this name), and
             the axes say how many tasks compute.
         workers: the tasks that compute, on each machine or in all, as the launcher says; None
             leaves their number to it.
@@ -160,7 +161,8 @@ class JobSpec:
         "The strategy's keyword arguments, a JSON object.", metavar="JSON"
     )
     mesh: str | None = option(
-        "The axes over which a model is laid out, as data=2,model=2; the strategy is then mesh, "
+        "The axes over which a model is laid out, as data=2,model=2; the strategy is then mesh "
+        "(pipeline, with an axis of this name), "
         "unless another is named, and the axes say how many tasks compute.",
         metavar="AXES",
     )
@@ -205,7 +207,8 @@ class JobSpec:
                     "Say once how large the mesh is.",
                 )
             object.__setattr__(self, "strategy_options", json.dumps({**given, "mesh": axes}))
-            object.__setattr__(self, "strategy", self.strategy or "mesh")
+            stands_for = "pipeline" if "pipeline" in axes else "mesh"
+            object.__setattr__(self, "strategy", self.strategy or stands_for)
 
     @property
     def mesh_size(self) -> int | None:
