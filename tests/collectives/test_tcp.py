@@ -22,7 +22,7 @@ from spartito.collectives.peers import RANK, connect_all
 from spartito.collectives.rendezvous import connect
 from spartito.collectives.store import Membership
 from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, rest, slices
-from spartito.errors import TaskLostError, UserError
+from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from tests.callers import call, read_to_end
 from tests.collectives.group import join, running, spec
 from tests.collectives.jobs import values
@@ -116,6 +116,23 @@ def test_who_ends_in_the_middle_of_a_transfer_is_named(victim: int) -> None:
             group.tell(rank)
         for rank in {0, 1, 2} - {victim}:
             assert f"worker {victim} is gone: " in group.result(rank)
+
+
+@pytest.mark.parametrize("unread", [b"", b"some"])
+def test_a_peer_that_left_because_of_another_call_is_no_loss(unread: bytes) -> None:
+    """``unread`` is what the peer did not read, for which the system resets its connection."""
+    store = HashStore()
+    with ThreadPoolExecutor() as pool:
+        peer, late = pool.map(lambda rank: SocketCollective(_member(rank, store), HERE), range(2))
+    late._connections[0].send(unread)
+    peer._connections[1].send(encode("barrier", 0, None).to_bytes(HEAD, "little"))
+    peer.close()
+    with pytest.raises(MismatchedCallsError, match="worker 0 is at barrier, worker 1 at all_red"):
+        late.all_reduce(torch.ones(3))
+
+
+def _member(rank: int, store: HashStore) -> Membership:
+    return Membership(rank, NAMES, store, LONG)
 
 
 def test_unknown_peers_at_the_port_are_disconnected() -> None:

@@ -85,9 +85,15 @@ class Flow:
 
         Raises `OSError` if the peer closed the connection.
         """
-        with suppress(BlockingIOError):
-            while self._out:
-                self._out = rest(self._out, self._connection.sendmsg(self._out[:MAX_BUFFERS]))
+        try:
+            with suppress(BlockingIOError):
+                while self._out:
+                    self._out = rest(self._out, self._connection.sendmsg(self._out[:MAX_BUFFERS]))
+        finally:  # of a peer that has left too: what it sent before says why
+            self._receive()
+        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
+
+    def _receive(self) -> None:
         with suppress(BlockingIOError):
             while self._into:
                 count = self._connection.recvmsg_into(self._into[:MAX_BUFFERS])[0]
@@ -95,7 +101,6 @@ class Flow:
                     raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
                 self._into = rest(self._into, count)
                 self._left = max(0, self._left - count)
-        return (select.POLLOUT if self._out else 0) | (select.POLLIN if self._into else 0)
 
 
 class SocketCollective(Collective):
@@ -204,8 +209,15 @@ class SocketCollective(Collective):
         ready = list(flows)
         while ready:
             moved = [flows[number] for number in ready]
+            gone: dict[int, OSError] = {}
             for number in ready:
-                if events := self._move(flows[number]):
+                flow = flows[number]
+                try:
+                    events = flow.move()
+                except OSError as error:
+                    gone[flow.peer] = error
+                    continue
+                if events:
                     waiter.register(number, events)
                 else:
                     waiter.unregister(number)
@@ -213,6 +225,9 @@ class SocketCollective(Collective):
             for flow in moved:  # all peers have our call before we leave because of one
                 if (received := flow.head) is not None and received != head:
                     self._compare(flow.peer, int.from_bytes(received, "little"))
+            for peer, why in gone.items():  # without another call of its own
+                what = f"is gone: {why.strerror}"
+                raise self._liveness.lost(why, [self.names[peer]], what) from why
             ready = self._wait(waiter, flows) if flows else []
             if flows and not ready:
                 late = [self.names[flow.peer] for flow in flows.values()]
@@ -232,13 +247,6 @@ class SocketCollective(Collective):
         if starts[-1] > len(self._scratch):
             self._scratch = torch.empty(starts[-1], dtype=torch.uint8)
         return [self._scratch[start:][:size] for start, size in zip(starts, sizes, strict=False)]
-
-    def _move(self, flow: Flow) -> int:
-        try:
-            return flow.move()
-        except OSError as error:
-            what = f"is gone: {error.strerror}"
-            raise self._liveness.lost(error, [self.names[flow.peer]], what) from error
 
     def _wait(self, waiter: select.poll, flows: Mapping[int, Flow]) -> list[int]:
         """The flows that can move; none after the time limit."""
