@@ -79,12 +79,12 @@ def twins(
     optimizer: Optimizer, steps: range, change: Any = None, absent: Any = None, prepare: Any = id
 ) -> int:
     """Steps of both, which must be bitwise equal; how many numbers were compared."""
-    compared = 0
+    compared, step_by_kernel = 0, fused.Stepper().step
     other = copy.deepcopy(optimizer)  # without its hooks
     for each in (optimizer, other):
         prepare(each)
     for step in steps:
-        for each, make in ((optimizer, fused.step), (other, lambda one: one.step())):
+        for each, make in ((optimizer, step_by_kernel), (other, lambda one: one.step())):
             if change is not None:
                 change(each, step)
             fill(each, step, None if absent is None else absent(step))
@@ -180,7 +180,7 @@ def test_a_step_of_ones_own_is_called() -> None:
     optimizer = Adam(parameters(), fused=True)
     _with_own_step(optimizer)
     fill(optimizer, 0)
-    fused.step(optimizer)
+    fused.Stepper().step(optimizer)
     assert optimizer.param_groups[0]["lr"] == 0.5
     assert not optimizer.state
 
@@ -192,12 +192,12 @@ def test_hooks_of_all_optimizers_and_a_profiler_see_the_step() -> None:
     seen: list[object] = []
     handle = register_optimizer_step_pre_hook(lambda *_: seen.append(1))
     try:
-        fused.step(optimizer)
+        fused.Stepper().step(optimizer)
     finally:
         handle.remove()
     assert seen == [1]
     with torch.profiler.profile() as profile:
-        fused.step(optimizer)
+        fused.Stepper().step(optimizer)
     assert "Optimizer.step#Adam.step" in {event.key for event in profile.key_averages()}
 
 
@@ -210,7 +210,7 @@ def test_a_parameter_that_another_dtype_came_to_is_refused_by_torch() -> None:
         parameter.data = parameter.data.double()
     fill(optimizer, 1)
     with pytest.raises(RuntimeError, match="expected scalar type Double but found Float"):
-        fused.step(optimizer)
+        fused.Stepper().step(optimizer)
 
 
 def test_schedules_see_that_the_optimizer_stepped() -> None:
@@ -223,5 +223,26 @@ def test_schedules_see_that_the_optimizer_stepped() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fill(optimizer, 1)
-        fused.step(optimizer)
+        fused.Stepper().step(optimizer)
         schedule.step()
+
+
+def test_what_a_user_replaces_between_steps_is_followed() -> None:
+    def change(optimizer: Optimizer, step: int) -> None:
+        first, second, *_ = optimizer_parameters(optimizer)
+        if step == 2:
+            optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        elif step == 3:
+            optimizer.state[first]["step"].data = torch.tensor(40.0)
+        elif step == 4:
+            optimizer.state[second]["step"] = torch.tensor(7.0, dtype=torch.float64)
+        elif step == 5:
+            optimizer.state[second]["exp_avg"] = torch.ones_like(second)
+        elif step == 6:
+            first.data = first.detach() * 2
+        elif step == 7:
+            optimizer.param_groups[0]["params"].reverse()
+        elif step == 8:
+            optimizer.state[first]["step"].add_(3)
+
+    assert twins(Adam(parameters(), fused=True), range(10), change=change)

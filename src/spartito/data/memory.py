@@ -7,9 +7,9 @@ change the user's arrays, and with them every later epoch.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -67,13 +67,18 @@ class Arrays:
         They share memory and, as ``.data`` has it, nothing else: a write into one batch is seen
         neither in another one nor by the graph of another one.
         """
-        numbers = [torch.arange(b.start, b.stop) if isinstance(b, slice) else b for b in batches]
-        found = self.gather(torch.cat(numbers))
-        ends = torch.tensor([0, *map(len, numbers)]).cumsum(0).tolist()
-        return [
-            rows(found, lambda tensor, a=a, b=b: tensor[a:b].data)  # type: ignore[misc]
-            for a, b in pairwise(ends)
+        numbers = [
+            np.arange(b.start, b.stop) if isinstance(b, slice) else b.numpy() for b in batches
         ]
+        found = self.gather(torch.from_numpy(np.concatenate(numbers)))
+        sizes = [*map(len, numbers)]
+        parts = [tensor.unsafe_split_with_sizes(sizes) for tensor in leaves(found)]
+        if isinstance(found, Tensor):
+            return list(parts[0])
+        if isinstance(found, tuple) and all(map(torch.is_tensor, found)):
+            return list(zip(*parts, strict=True))
+        each = (iter(part) for part in zip(*parts, strict=True))
+        return [rows(found, lambda _, part=part: next(part)) for part in each]  # type: ignore[misc]
 
 
 def _is_plain(tensor: Tensor) -> bool:

@@ -182,10 +182,9 @@ class _Part:
     """This replica's elements of a parameter, as one that an optimizer can have."""
 
     def __init__(self, whole: nn.Parameter, span: Span, total: Tensor) -> None:
-        self.whole, self.span = whole, span
+        self.whole, self.span, self.sum = whole, span, total
         self.is_all = span.stop - span.start == whole.numel()
         self.own = nn.Parameter(self.view(whole.detach()))
-        self.sum = _shaped(total, whole) if self.is_all else total
         self.state: dict[str, Any] | None = None
 
     def view(self, tensor: Tensor) -> Tensor:
@@ -215,12 +214,11 @@ class _DividedPack:
         size = numel * dtype.itemsize
         segment = shared.segment(max(1, size * shared.world_size))
         inputs = [segment.tensor(r * size, numel, dtype) for r in range(shared.world_size)]
-        own = [span for p in parameters for span in spans[id(p)] if span.rank == rank]
-        sums = torch.zeros(sum(span.stop - span.start for span in own), dtype=dtype)
-        self._sums, self._tag = sums, encode("reduce", numel, dtype)
+        self._tag = encode("reduce", numel, dtype)
         self.parts: list[_Part] = []
         self._out: list[tuple[nn.Parameter, int, int, Tensor]] = []
-        self._come: list[list[Tensor | None]] = []
+        others = [r for r in range(shared.world_size) if r != rank]
+        self._come: list[list[Tensor]] = [[] for _ in others]
         first = done = 0
         for parameter in parameters:
             count = parameter.numel()
@@ -232,15 +230,16 @@ class _DividedPack:
                     target = _shaped(target, parameter) if whole else target
                     self._out.append((parameter, start, stop, target))
             if mine.start < mine.stop:
-                length = mine.stop - mine.start
-                part = _Part(parameter, mine, sums[done : done + length])
-                shown = [i[first + mine.start : first + mine.stop] for i in inputs]
-                shown = [_shaped(s, parameter) for s in shown] if part.is_all else shown
-                self._come.append([None if r == rank else s for r, s in enumerate(shown)])
-                self.parts.append(part)
-                done += length
+                shown = [inputs[r][first + mine.start : first + mine.stop] for r in others]
+                if mine.stop - mine.start == count:
+                    shown = [_shaped(tensor, parameter) for tensor in shown]
+                for tensors, tensor in zip(self._come, shown, strict=True):
+                    tensors.append(tensor)
+                self.parts.append(_Part(parameter, mine, shown[0]))
+                done += mine.stop - mine.start
             first += count
-        self._nbytes = size - sums.nbytes
+        self._sums = self._come[0]
+        self._nbytes = size - done * dtype.itemsize
 
     def fill(self) -> None:
         grads: list[Tensor] = []
@@ -262,20 +261,26 @@ class _DividedPack:
         with self._shared.current_call.call(self._tag):
             total = self._shared.exchange_piggybacked(piggybacked)
         self._shared.traffic.moved(self._nbytes)
-        for part, shown in zip(self.parts, self._come, strict=True):
-            grad = part.whole.grad
-            if grad is None:
-                come = [tensor for tensor in shown if tensor is not None]
-                come.append(torch.zeros_like(part.sum))
-            else:
-                own = part.view(grad)
-                come = [own if tensor is None else tensor for tensor in shown]
-            torch.add(come[0], come[1], out=part.sum)
-            for tensor in come[2:]:
-                part.sum.add_(tensor)
-        if total[0] and total[0] != loss_divisor:
-            self._sums.mul_(loss_divisor / total[0])
+        self._add()
+        if self._sums and total[0] and total[0] != loss_divisor:
+            torch._foreach_mul_(self._sums, loss_divisor / total[0])
         return total
+
+    def _add(self) -> None:
+        """Add one's own gradients to what came from the others, in the order of the ranks."""
+        sums: list[Tensor] = []
+        own: list[Tensor] = []
+        for part in self.parts:
+            if part.whole.grad is not None:
+                sums.append(part.sum)
+                own.append(part.view(part.whole.grad))
+        first = max(self._shared.rank, 1)
+        for other in self._come[1:first] if self._sums else ():
+            torch._foreach_add_(self._sums, other)
+        if sums:
+            torch._foreach_add_(sums, own)
+        for other in self._come[first:] if self._sums else ():
+            torch._foreach_add_(self._sums, other)
 
     def give_back(self, unused: frozenset[int]) -> None:
         for part in self.parts:

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import chain
+from operator import is_
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import torch
 import torch.optim.optimizer as base
 from torch import Tensor, nn
@@ -41,6 +41,35 @@ class Kernel:
     update: Callable[[Group, list[Tensor], list[Tensor], Lists, list[Tensor]], None]
 
 
+class Counts:
+    """How often parameters were updated, counted up in the memory of their ``step``.
+
+    torch's own additions are one call of an operator for each, on a number.
+    """
+
+    def __init__(self) -> None:
+        self._steps: list[Tensor] = []
+        self._places: list[int] = []
+        self._numbers: list[Any] = []
+        self._are_plain = True
+
+    def up(self, steps: list[Tensor]) -> None:
+        """Add 1 to each of ``steps``, tensors of one element."""
+        places = [step.data_ptr() for step in steps]
+        if places != self._places or not _same(steps, self._steps):
+            self._look(steps, places)
+        for number in self._numbers:
+            number[0] += 1.0
+        if not self._are_plain:
+            torch._foreach_add_(steps, ONE, alpha=1.0)
+
+    def _look(self, steps: list[Tensor], places: list[int]) -> None:
+        self._steps, self._places = [*steps], places
+        self._are_plain = all(map(_is_number, steps))
+        plain = steps if self._are_plain else ()
+        self._numbers = [step.view(1).numpy().data for step in plain]
+
+
 @dataclass(frozen=True, slots=True)
 class Prepared:
     """Updates of one group of an optimizer that nobody else has: what to ask was asked once.
@@ -55,13 +84,11 @@ class Prepared:
     """Whose values each update takes."""
     state: Lists
     steps: list[Tensor]
-    counts: list[npt.NDArray[np.generic]]
-    """The memory of ``steps``."""
+    counts: Counts
 
     def step(self) -> None:
         """Make one step: bitwise the optimizer's own."""
-        for count in self.counts:
-            np.add(count, 1, out=count)
+        self.counts.up(self.steps)
         self.kernel.update(self.group, self.parameters, self.gradients, self.state, self.steps)
 
 
@@ -84,28 +111,89 @@ def prepare(optimizer: Optimizer) -> list[Prepared] | None:
         parameters, gradients, lists, steps = tensors
         if parameters:
             bare = [parameter.detach() for parameter in parameters]
-            counts = [number.numpy() for number in steps]
-            prepared.append(Prepared(kernel, group, bare, gradients, lists, steps, counts))
+            prepared.append(Prepared(kernel, group, bare, gradients, lists, steps, Counts()))
     return prepared or None
 
 
-def step(optimizer: Optimizer) -> None:
-    """Make one step of ``optimizer``: bitwise its own."""
-    kernel = kernel_of(optimizer)
-    if kernel is None:
-        optimizer.step()
-        return
-    found = [_gather(kernel, group, optimizer.state) for group in optimizer.param_groups]
-    if any(tensors is None for tensors in found):
-        optimizer.step()
-        return
-    with torch.no_grad():
-        for group, tensors in zip(optimizer.param_groups, found, strict=True):
-            if tensors is not None and tensors[0]:
-                if tensors[3]:
-                    torch._foreach_add_(tensors[3], ONE, alpha=1.0)
-                kernel.update(group, *tensors)
-    mark(optimizer)
+class _Seen:
+    """What a group's update reads beside its gradients."""
+
+    def __init__(
+        self, keys: tuple[str, ...], parameters: list[Tensor], lists: Lists, steps: list[Tensor]
+    ) -> None:
+        self.keys, self.parameters, self.lists, self.steps = keys, parameters, lists, steps
+        self.dtypes = [parameter.dtype for parameter in parameters]
+        self.kinds = {(Tensor, torch.strided, dtype) for dtype in self.dtypes}
+        self.counts = Counts()
+
+    def fits(
+        self, keys: tuple[str, ...], parameters: list[Tensor], grads: Sequence[Tensor | None]
+    ) -> bool:
+        """Whether these parameters are those, and have gradients as then."""
+        return (
+            keys == self.keys
+            and _same(parameters, self.parameters)
+            and [parameter.dtype for parameter in parameters] == self.dtypes
+            and {(type(grad), grad.layout, grad.dtype) for grad in grads if grad is not None}
+            == self.kinds
+        )
+
+
+class Stepper:
+    """Makes the steps of one optimizer, bitwise its own.
+
+    What an update reads is looked at when it is another object than in the step before: a
+    parameter, a value of the state, a dtype, an option.
+    """
+
+    def __init__(self) -> None:
+        self._seen: list[_Seen] = []
+        self._state: list[Any] = []
+        self._values: list[Any] = []
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Make one step of ``optimizer``, always the same one."""
+        kernel = kernel_of(optimizer)
+        found = None if kernel is None else self._look(kernel, optimizer)
+        if kernel is None or found is None:
+            optimizer.step()
+            return
+        learns = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad() is four calls of Python
+        try:
+            for group, seen, grads in zip(optimizer.param_groups, self._seen, found, strict=True):
+                if grads:
+                    if seen.steps:
+                        seen.counts.up(seen.steps)
+                    kernel.update(group, seen.parameters, grads, seen.lists, seen.steps)
+        finally:
+            torch._C._set_grad_enabled(learns)
+        mark(optimizer)
+
+    def _look(self, kernel: Kernel, optimizer: Optimizer) -> list[list[Tensor]] | None:
+        """The gradients of each group; None where the optimizer has to make the step itself."""
+        groups, state, every = optimizer.param_groups, [*optimizer.state.values()], []
+        is_known = len(groups) == len(self._seen) and _same(state, self._state)
+        is_known = is_known and _same([*chain.from_iterable(map(_VALUES, state))], self._values)
+        for number, group in enumerate(groups):
+            parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+            grads = [parameter.grad for parameter in parameters]
+            is_known = is_known and self._seen[number].fits(kernel.keys(group), parameters, grads)
+            every.append(grads)
+        return every if is_known or self._look_closely(kernel, optimizer) else None
+
+    def _look_closely(self, kernel: Kernel, optimizer: Optimizer) -> bool:
+        self._seen, state = [], optimizer.state
+        for group in optimizer.param_groups:
+            found = _gather(kernel, group, state)
+            if found is None:
+                self._seen.clear()
+                return False
+            parameters, _, lists, steps = found
+            self._seen.append(_Seen(kernel.keys(group), parameters, lists, steps))
+        self._state = [*state.values()] if {*map(type, state.values())} <= {dict} else [None]
+        self._values = [*chain.from_iterable(map(_VALUES, self._state))] if any(self._state) else []
+        return True
 
 
 def kernel_of(optimizer: Optimizer) -> Kernel | None:
@@ -128,8 +216,8 @@ def kernel_of(optimizer: Optimizer) -> Kernel | None:
 
 def is_bare(optimizer: Optimizer) -> bool:
     """Whether a step is torch's own, without hooks of a user's, who may do anything there."""
-    is_torchs = _is_torchs(getattr(optimizer.step, "__func__", optimizer.step))
-    return is_torchs and not has_hooks(optimizer)
+    step = optimizer.step
+    return _is_torchs(getattr(step, "__func__", step)) and not has_hooks(optimizer)
 
 
 def has_hooks(optimizer: Optimizer) -> bool:
@@ -138,7 +226,7 @@ def has_hooks(optimizer: Optimizer) -> bool:
         base._global_optimizer_pre_hooks
         or base._global_optimizer_post_hooks
         or optimizer._optimizer_step_post_hooks
-        or not all(map(_is_ours, optimizer._optimizer_step_pre_hooks.values()))
+        or not {*map(type, optimizer._optimizer_step_pre_hooks.values())} <= _ONLY_OURS
     )
 
 
@@ -157,14 +245,27 @@ def mark(optimizer: Optimizer) -> None:
         optimizer._opt_called = True  # type: ignore[attr-defined]
 
 
-def our_hook(hook: Callable[..., None]) -> Callable[..., None]:
-    """Mark a hook before steps as one of ours, which an update by a kernel does without."""
-    hook._is_spartitos = True  # type: ignore[attr-defined]
-    return hook
+class OurHook:
+    """A hook before steps that is ours: an update by a kernel does without it."""
+
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *given: Any, **options: Any) -> None:
+        self._hook(*given, **options)
 
 
-def _is_ours(hook: object) -> bool:
-    return hasattr(hook, "_is_spartitos")
+_ONLY_OURS = {OurHook}
+
+
+def _is_number(step: Tensor) -> bool:
+    is_float = step.dtype == torch.float32 and step.numel() == 1
+    return is_float and step.is_cpu and type(step) is Tensor and not step.requires_grad
+
+
+def _same(one: Sequence[object], other: Sequence[object]) -> bool:
+    """Whether these are the same objects in the same order."""
+    return len(one) == len(other) and all(map(is_, one, other))
 
 
 @lru_cache
@@ -266,5 +367,6 @@ _KERNELS: dict[type[Optimizer], Kernel] = {
 }
 """By the exact type: a subclass may do anything else."""
 ONE = torch.tensor(1.0)
+_VALUES = dict.values
 _ORDINARY = {Tensor, nn.Parameter}
 _TORCHS = Path(base.__file__).parent

@@ -221,7 +221,9 @@ def count_kept(target: Tensor, ignored: int) -> int:
     size = target.numel()
     if size > _FEW:
         return int(np.count_nonzero(target.numpy() != ignored))
-    return size - target.reshape(-1).tolist().count(ignored)
+    rows = target if target.dim() == 1 else target.reshape(-1)
+    found: list[Any] = rows.tolist()
+    return size - found.count(ignored)
 
 
 _FEW = 256

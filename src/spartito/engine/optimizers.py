@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import LBFGS, SGD, Optimizer
 
-from spartito.engine.fused import our_hook
+from spartito.engine.fused import OurHook
 from spartito.errors import UserError
 from spartito.log import warn
 
@@ -141,7 +141,10 @@ def _has_begun(values: dict[str, Any]) -> bool:
 
 def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     """All parameters of ``optimizer``, in the order of its groups."""
-    return list(chain.from_iterable([group["params"] for group in optimizer.param_groups]))
+    groups = optimizer.param_groups
+    if len(groups) == 1:  # as most have, and every step asks several times
+        return [*groups[0]["params"]]
+    return list(chain.from_iterable([group["params"] for group in groups]))
 
 
 def fuse(optimizer: Optimizer) -> None:
@@ -194,7 +197,7 @@ def _skipping_on_device(optimizer: Optimizer, weight: Tensor) -> Iterator[bool]:
 _FILLS = "_spartito_fills_momentum"
 
 
-@our_hook
+@OurHook
 def fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> None:
     """Begin with zeros the momentum of parameters that learn later than others.
 

@@ -57,6 +57,9 @@ class LossScale:
 
     value = 1.0
 
+    def __init__(self) -> None:
+        self._stepper = fused.Stepper()
+
     def scale(self, gradient: Tensor) -> Tensor:
         """What a backward pass begins with."""
         return gradient
@@ -66,7 +69,7 @@ class LossScale:
 
     def step(self, optimizer: Optimizer) -> None:
         """Let the optimizer step, unless gradients have overflowed."""
-        fused.step(optimizer)
+        self._stepper.step(optimizer)
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps of it."""
@@ -80,6 +83,7 @@ class DynamicLossScale(LossScale):
     """As large as gradients allow, by torch's scaler: an update that overflows is left out."""
 
     def __init__(self, device: torch.device) -> None:
+        super().__init__()
         self._scaler = GradScaler(device.type)
         self._is_unscaled = False
 

@@ -87,9 +87,11 @@ class SharedState:
         self.memory: dict[str, list[Tensor]] = {}
         self.own: dict[str, list[Tensor]] = {}
         self._segments: dict[str, Segment] = {}
-        self._samples: list[list[tuple[Tensor, Tensor]]] = []
+        self._samples: list[tuple[memoryview, memoryview]] = []
         self._ours: dict[int, Tensor] = {}  # what users see, by id
         self._accepted: tuple[Sequence[Any], ...] = ((), (), ())
+        self.steps: list[Tensor] = []
+        """How often each parameter was updated, where all were and the kernel counts it."""
 
     def is_shown(self, kernel: Kernel, numbers: Mapping[int, int], step: int) -> bool:
         """Whether all state that ``kernel`` wants is here, and nobody has written into it.
@@ -97,20 +99,20 @@ class SharedState:
         Args:
             kernel: The update of the optimizer.
             numbers: Of the parameters that learn, by id.
-            step: Counts the calls: a write through ``.data`` leaves no trace, so a sample of
-                each key is looked at, another one in each step.
+            step: Counts the calls: a write through ``.data`` leaves no trace, so a sample is
+                looked at, another one in each step.
 
         Returns:
             Whether an update can be divided.
         """
         if not self._is_accepted(kernel) and not self._accept(kernel, numbers):
             return False
-        if any(map(_VERSION, self._ours.values())):
+        if any(map(VERSION, self._ours.values())):
             return False
-        for samples in self._samples:
-            if samples and not torch.equal(*samples[step % len(samples)]):
-                return False
-        return True
+        if not self._samples:
+            return True
+        ours, shown = self._samples[step % len(self._samples)]
+        return ours == shown
 
     def make_private(self) -> None:
         """Replace the state in shared memory by copies, before anything else changes it."""
@@ -155,11 +157,9 @@ class SharedState:
                 if value is not self.memory[key][number]:
                     self._take(key, number, value)
         self._samples = [
-            [
-                (sample(ours), sample(self._cut.part(section, self.memory[key][section.tensor])))
-                for ours, section in zip(self.own[key], self._cut.own, strict=True)
-            ]
+            (sample(ours), sample(self._cut.part(section, self.memory[key][section.tensor])))
             for key in found
+            for ours, section in zip(self.own[key], self._cut.own, strict=True)
         ]
         self._shared.barrier()
         return True
@@ -172,11 +172,11 @@ class SharedState:
             return False
         found = [kernel.keys(group) for group in self._optimizer.param_groups]
         return found == names and all(
-            map(is_, chain.from_iterable(value.values() for value in now), tensors)
+            map(is_, chain.from_iterable([value.values() for value in now]), tensors)
         )
 
     def _accept(self, kernel: Kernel, numbers: Mapping[int, int]) -> bool:
-        self._accepted = ((), (), ())
+        self._accepted, self.steps = ((), (), ()), []
         state = self._optimizer.state
         for group in self._optimizer.param_groups:
             keys = kernel.keys(group)
@@ -197,6 +197,8 @@ class SharedState:
             names = [kernel.keys(group) for group in self._optimizer.param_groups]
             tensors = list(chain.from_iterable(value.values() for value in values))
             self._accepted = values, names, tensors
+            if kernel.counts:
+                self.steps = [state[parameter]["step"] for parameter in self._cut.parameters]
         return True
 
     def _take(self, key: str, number: int, value: Tensor) -> None:
@@ -228,4 +230,4 @@ def _in(segment: Segment, map_: mmap.mmap) -> Callable[[Section, torch.dtype], T
     )
 
 
-_VERSION = attrgetter("_version")
+VERSION = attrgetter("_version")

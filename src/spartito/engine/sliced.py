@@ -31,7 +31,7 @@ from spartito.engine.gradients import (
     writes_gradients,
 )
 from spartito.engine.layout import dense, overlap, sample
-from spartito.engine.shared_state import Cut, SharedState
+from spartito.engine.shared_state import VERSION, Cut, SharedState
 
 NOT_SHARED = 1.0  # this replica could divide updates, once the state is shared
 UNABLE = 2.0**20  # more than there are replicas
@@ -48,7 +48,7 @@ class SlicedGradients(PackedGradients):
     def __init__(self, optimizer: Optimizer, collective: SharedMemoryCollective) -> None:
         self._shared = collective
         self._divided = self._may_share = self._has_no_space = False
-        self._was_touched, self._steps = False, 0
+        self._was_touched, self._steps, self._counts = False, 0, fused.Counts()
         self._state: SharedState | None = None
         super().__init__(optimizer, collective)
         _make_private_before_steps(self, optimizer)
@@ -88,7 +88,8 @@ class SlicedGradients(PackedGradients):
         if not self._checked:
             refuse_sparse(packed)
             self._checked = True
-        grads = [None if p.grad is None else p.grad.detach() for p in packed]
+        grads = [p.grad for p in packed]
+        grads = [g.detach() if g is not None and g.requires_grad else g for g in grads]
         self._send(grads)
         obstacle = self._obstacle()
         absent = sum(grad is None for grad in grads) if self.counts else 0
@@ -133,7 +134,7 @@ class SlicedGradients(PackedGradients):
                 kernel = fused.kernel_of(self._optimizer)
                 kernel = kernel if self._lies_apart() else None
                 self._has_no_space = not self._shared_state.share(kernel, self._number)
-        self._versions = [parameter._version for parameter in self.parameters]
+        self._versions = [*map(VERSION, self.parameters)]
         self._shows_values = self._divided
 
     def compared(self) -> None:
@@ -221,12 +222,12 @@ class SlicedGradients(PackedGradients):
         epoch; divided, its values would be overwritten here, or taken over there. A write through
         ``.data`` leaves no trace: a sample of one section is looked at, another one in each step.
         """
-        if [parameter._version for parameter in self.parameters] != self._versions:
+        if [*map(VERSION, self.parameters)] != self._versions:
             return True
         if not (self._shows_values and self._samples):
             return False
         here, shown = self._samples[self._steps % len(self._samples)]
-        return not torch.equal(here, shown)
+        return here != shown
 
     def _look_at_parameters(self) -> None:
         self._number = {id(p): number for number, p in enumerate(self.parameters)}
@@ -265,10 +266,14 @@ class SlicedGradients(PackedGradients):
         optimizer, kernel = self._optimizer, self._kernel
         assert kernel is not None, "decided in `reduce`"
         state, own_state = optimizer.state, self._shared_state.own
-        if kernel.counts:
-            counted = {n: state[p]["step"] for n, p in enumerate(self.parameters)
-                       if id(p) not in self._idle}  # fmt: skip
-            torch._foreach_add_([*counted.values()], fused.ONE, alpha=1.0)
+        steps = self._shared_state.steps
+        if kernel.counts and (self._idle or not steps):
+            steps = [state[p]["step"] for p in self.parameters if id(p) not in self._idle]
+            torch._foreach_add_(steps, fused.ONE, alpha=1.0)
+            counted = iter(steps)
+            steps = [fused.ONE if id(p) in self._idle else next(counted) for p in self.parameters]
+        elif kernel.counts:
+            self._counts.up(steps)
         for group, numbers in zip(optimizer.param_groups, self._by_group, strict=True):
             if self._idle:
                 used = [self.parameters[self._own[n].tensor] for n in numbers]
@@ -280,7 +285,7 @@ class SlicedGradients(PackedGradients):
                 [self._targets[n] for n in numbers],
                 [self._sums[n] for n in numbers],
                 [[own_state[key][n] for n in numbers] for key in kernel.keys(group)],
-                [counted[self._own[n].tensor] for n in numbers] if kernel.counts else [],
+                [steps[self._own[n].tensor] for n in numbers] if kernel.counts else [],
             )
         fused.mark(optimizer)
         if self._targets:
@@ -294,7 +299,7 @@ def _make_private_before_steps(gradients: SlicedGradients, optimizer: Optimizer)
     """Have the state made private before a step of the optimizer's own, whoever calls it."""
     found = weakref.ref(gradients)
 
-    @fused.our_hook
+    @fused.OurHook
     def hook(*_: object) -> None:
         alive = found()
         if alive is not None:

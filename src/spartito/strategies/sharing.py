@@ -61,7 +61,7 @@ class Placed(Distributed):
         """``group`` is that of the data shards; ``pairs`` are what these batches train."""
         self._batches, self._device, self._announce = batches, device, announce
         self._group, self._denormals, self._pairs = group, denormals, pairs
-        self._order = 0
+        self._order, self._alike, self._like = 0, 0, (0, 0)
         self.waited = 0.0
 
     def __iter__(self) -> Generator[Batch]:
@@ -101,7 +101,14 @@ class Placed(Distributed):
         return self._group.all_gather_bytes(own)
 
     def order(self) -> int:
+        self._note((0, 0))
         return self._order
+
+    def _note(self, following: tuple[int, int]) -> None:
+        """Count what is alike in a row: a checksum for each batch takes 5 us of its step."""
+        if self._alike:
+            self._order = crc32(b"%d %d %d" % (*self._like, self._alike), self._order)
+        self._alike, self._like = 0, following
 
     def state_dict(self) -> dict[str, Any]:
         passes = self._pairs.only.passes if self._pairs is not None else 0
@@ -120,7 +127,9 @@ class Placed(Distributed):
                 data, spare = rows(batch.data, self._move), rows(batch.spare, self._move)
                 batch = structs.replace(batch, data=data, spare=spare)
             self._announce(batch)
-            self._order = crc32(b"%d %d" % (batch.drawn, batch.global_size), self._order)
+            if (batch.drawn, batch.global_size) != self._like:
+                self._note((batch.drawn, batch.global_size))
+            self._alike += 1
             yield batch
 
     def _move(self, tensor: Tensor) -> Tensor:

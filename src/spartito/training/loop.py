@@ -237,7 +237,7 @@ class TrainingLoop:
         trainer.schedule.begin_epoch()
         clock.start(self._examples)
         waited = self._coordination.traffic.waited
-        now = time.perf_counter
+        now, measures = time.perf_counter, bool(metrics)
         while True:
             before = now()
             batch = next(batches, None)
@@ -249,7 +249,7 @@ class TrainingLoop:
             result = strategy.step(batch, loss, stop=trainer.stop_training)
             self._own_examples += batch.size
             self._own_batches += 1
-            if metrics and result.output is not None:
+            if measures and result.output is not None:
                 metrics.update(result.output, batch)
             self._came(result)
             for hook in end:

@@ -40,6 +40,7 @@ class Shard:
         self._kept = [run for run in self.runs if not run.learns]
         self._parameters = [nn.Parameter(self._view(self.values, run)) for run in self.slots]
         self._close = True  # the optimizer's state lies where torch has put it
+        self._stepper = fused.Stepper()
         self._prepared: dict[tuple[int, ...], list[fused.Prepared]] = {}
         self._rebind(tensors)
 
@@ -84,7 +85,7 @@ class Shard:
         rates = [group["lr"] for group in self.optimizer.param_groups] if rate != 1.0 else []
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own * rate
-        fused.step(self.optimizer)
+        self._stepper.step(self.optimizer)
         for group, own in zip(self.optimizer.param_groups, rates, strict=False):
             group["lr"] = own
         for tensor, old in kept:
