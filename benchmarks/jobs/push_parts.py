@@ -127,7 +127,8 @@ def server_parts() -> Parts:
     parts.wrap(Wire, "receive", "request: wake up, read")
     parts.wrap(Connection, "_check_push", "serve: locks, checks, staleness")
     parts.wrap(Store, "push", "count, and prepare the update")
-    parts.wrap(fused, "step", "the optimizer's kernel")
+    for kind in (fused.Stepper, fused.Prepared):
+        parts.wrap(kind, "step", "the optimizer's kernel")
     parts.wrap(Connection, "_bring", "copy the values")
     parts.wrap(Connection, "_reply", "reply: send", counts=True)
     return parts

@@ -1,0 +1,122 @@
+"""One process of `benchmarks.step_parts`: the CPU time of each part of a step, in microseconds.
+
+Parts of the code are wrapped from outside; the time of a part leaves out the parts inside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+
+import spartito as sp
+from benchmarks.common import flush_denormals
+from benchmarks.jobs.plain import make_work
+from benchmarks.jobs.push_parts import Parts
+from benchmarks.jobs.steps import adam
+from spartito.collectives.shared_memory import SharedMemoryCollective
+from spartito.collectives.slices import Slices
+from spartito.data.batch import Batch
+from spartito.engine import fused
+from spartito.engine.divided import DividedGradients
+from spartito.engine.gradients import LocalGradients
+from spartito.engine.sliced import SlicedGradients
+from spartito.strategies import replica
+from spartito.strategies.replica import ReplicaStrategy
+from spartito.strategies.sharing import Placed
+from spartito.strategies.synchronous import SynchronousStrategy
+from spartito.training import loop
+from spartito.training.metrics.gathering import MetricSet
+
+SIDES: dict[str, Callable[[], sp.Strategy] | None] = {
+    "plain torch": None,
+    "one device": sp.OneDeviceStrategy,
+    "mirrored": sp.MirroredStrategy,
+    "central_storage": sp.CentralStorageStrategy,
+}
+
+
+def wrapped() -> Parts:
+    """The parts of a step of `fit`."""
+    parts = Parts()
+    parts.wrap(loop.TrainingLoop, "_train_epoch", "loop: callbacks, progress")
+    parts.wrap(loop.TrainingLoop, "_came", "loop: counts", counts=True)
+    parts.wrap(MetricSet, "update", "metrics")
+    parts.wrap(SynchronousStrategy, "step", "strategy: around")
+    parts.wrap(ReplicaStrategy, "enter", "announce the batch")
+    parts.wrap(replica, "in_dtype", "to tensors")
+    parts.wrap(replica, "forward", "forward")
+    parts.wrap(replica, "evaluate_loss", "loss")
+    parts.wrap(replica, "backward", "backward")
+    parts.wrap(SynchronousStrategy, "_update", "update: around")
+    for kind in (LocalGradients, SlicedGradients, DividedGradients):
+        parts.wrap(kind, "reduce", "reduce: around")
+        parts.wrap(kind, "update", "optimizer: around the kernel")
+        parts.wrap(kind, "clear", "clear the gradients")
+    parts.wrap(SlicedGradients, "_send", "pack, sum, publish, copy")
+    parts.wrap(SlicedGradients, "_sum", "pack, sum, publish, copy")
+    parts.wrap(SlicedGradients, "_obstacle", "checks: may it be divided")
+    parts.wrap(torch, "_foreach_copy_", "pack, sum, publish, copy")
+    parts.wrap(torch, "_fused_adam_", "kernel")
+    parts.wrap(fused.Stepper, "step", "optimizer: around the kernel")
+    parts.wrap(SharedMemoryCollective, "synchronize", "meet")
+    parts.wrap(SharedMemoryCollective, "exchange_piggybacked", "meet")
+    parts.wrap(Slices, "meet", "meet")
+    read: Callable[..., Generator[Batch]] = Placed._on_device
+
+    def reading(placed: Any, batches: Iterator[Batch]) -> Generator[Batch]:
+        found = read(placed, batches)
+        following = parts.timed(lambda: next(found, None), "next(data)")
+        while (batch := following()) is not None:
+            yield batch
+
+    setattr(Placed, "_on_device", reading)  # noqa: B010 - a method is replaced
+    return parts
+
+
+def plain(steps: int) -> Parts:
+    """The same steps in plain torch, with torch's own `Optimizer.step`."""
+    work, parts = make_work("mlp", 2), Parts()
+    optimizer, batches = adam(work.model), work.ready(0, 2)
+    forward, loss = parts.timed(work.model, "forward"), parts.timed(work.loss, "loss")
+    backward = parts.timed(torch.Tensor.backward, "backward")
+    parts.wrap(torch, "_fused_adam_", "kernel")
+    step = parts.timed(optimizer.step, "optimizer: around the kernel")
+    clear = parts.timed(optimizer.zero_grad, "clear the gradients", counts=True)
+    for number in range(steps + 300):
+        x, y = batches[number % len(batches)]
+        backward(loss(forward(x), y))
+        step()
+        clear()
+    return parts
+
+
+def main() -> None:
+    """Train as one side, and print where the time went."""
+    options = argparse.ArgumentParser()
+    options.add_argument("side", choices=SIDES)
+    options.add_argument("--steps", type=int, required=True)
+    given = options.parse_args()
+    torch.set_num_threads(1)
+    flush_denormals()
+    kind = SIDES[given.side]
+    if kind is None:
+        parts = plain(given.steps)
+    else:
+        work, parts, strategy = make_work("mlp", 2), wrapped(), kind()
+        sp.Trainer(work.model, optimizer=adam(work.model), loss=work.loss, strategy=strategy).fit(
+            sp.data.arrays(work.x, work.y).batch(32 * strategy.num_replicas_in_sync),
+            steps_per_epoch=given.steps + 300,
+            verbose=False,
+        )
+        strategy.close()
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(parts.figures()), flush=True)
+
+
+if __name__ == "__main__":
+    main()
