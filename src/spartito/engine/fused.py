@@ -49,22 +49,22 @@ class Counts:
 
     def __init__(self) -> None:
         self._steps: list[Tensor] = []
-        self._places: list[int] = []
+        self._addresses: list[int] = []
         self._numbers: list[Any] = []
         self._are_plain = True
 
     def up(self, steps: list[Tensor]) -> None:
         """Add 1 to each of ``steps``, tensors of one element."""
-        places = [step.data_ptr() for step in steps]
-        if places != self._places or not _same(steps, self._steps):
-            self._look(steps, places)
+        addresses = [step.data_ptr() for step in steps]
+        if addresses != self._addresses or not _same(steps, self._steps):
+            self._look(steps, addresses)
         for number in self._numbers:
             number[0] += 1.0
         if not self._are_plain:
             torch._foreach_add_(steps, ONE, alpha=1.0)
 
-    def _look(self, steps: list[Tensor], places: list[int]) -> None:
-        self._steps, self._places = [*steps], places
+    def _look(self, steps: list[Tensor], addresses: list[int]) -> None:
+        self._steps, self._addresses = [*steps], addresses
         self._are_plain = all(map(_is_number, steps))
         plain = steps if self._are_plain else ()
         self._numbers = [step.view(1).numpy().data for step in plain]
