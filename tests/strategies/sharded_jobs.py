@@ -274,3 +274,16 @@ def restored(name: str, options: dict[str, Any], folder: str) -> list[list[float
     found.append(trainer.fit((x, y), batch_size=12, epochs=2, verbose=0).history["loss"])
     trainer.strategy.close()
     return found
+
+
+def closed(name: str, options: dict[str, Any]) -> list[str]:
+    """What is said of a model whose replicas have left each other."""
+    net, said = build("mlp"), []
+    with make_strategy(name, **options) as strategy:
+        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
+    for ask in (net.state_dict, strategy.state_dict, lambda: net(blobs(3)[0])):
+        try:
+            ask()
+        except sp.UserError as error:
+            said.append(str(error))
+    return said

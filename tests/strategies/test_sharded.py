@@ -112,6 +112,15 @@ def test_what_is_loaded_counts_after_a_change_in_place(
     assert verify(tmp_path / "before").files == verify(tmp_path / "after").files
 
 
+@pytest.mark.parametrize("communication", ["sockets", "process_group"])
+def test_what_needs_the_others_is_refused_after_close(
+    replicas: Replicas, communication: str
+) -> None:
+    for said in replicas(jobs.closed, 2, "sharded", {"communication": communication}):
+        assert len(said) == 3
+        assert all(text.startswith("this task has left the others") for text in said)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import math
 import mmap
+import os
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +33,8 @@ Attempt = Callable[[Callable[[], str]], list[str]]
 """`Coordination.attempt`: what a function returns on every task, or one error on all."""
 
 ALIGNED = 64  # bytes: of a copy's beginning
+CHUNK = 8 << 20  # bytes that a thread copies at once
+COPYING = min(4, len(os.sched_getaffinity(0)))  # threads
 
 
 @dataclass(frozen=True)
@@ -59,9 +64,11 @@ class Copies:
         if keys != [*self._kept]:
             self._kept = {}  # the older memory goes first
             self._kept = _memory_for(keys)
-        for section, slots in sections.items():
-            for slot, tensor in slots.items():
-                self._kept[section, slot].copy_(tensor.detach())
+        _copy(
+            (self._kept[section, slot], tensor.detach())
+            for section, slots in sections.items()
+            for slot, tensor in slots.items()
+        )
         return {
             section: {slot: self._kept[section, slot] for slot in slots}
             for section, slots in sections.items()
@@ -86,6 +93,28 @@ def _memory_for(keys: Sequence[tuple[str, Slot]]) -> dict[tuple[str, Slot], Tens
         (section, slot): flat[start : start + size].view(slot.dtype).view(slot.box.sizes)
         for (section, slot), start, size in zip(keys, starts, sizes, strict=False)
     }
+
+
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the first of each pair, which lies in a row, the second.
+
+    What lies in a row too is copied by threads: one alone has not all of a memory's bandwidth.
+    """
+    chunks = []
+    for to, tensor in pairs:
+        if tensor.is_cpu and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+            for start in range(0, to.nbytes, CHUNK):
+                size = min(CHUNK, to.nbytes - start)
+                chunks.append((to.data_ptr() + start, tensor.data_ptr() + start, size))
+        else:
+            to.copy_(tensor)
+    if len(chunks) < 2 * COPYING:
+        for chunk in chunks:
+            ctypes.memmove(*chunk)
+        return
+    with ThreadPoolExecutor(COPYING) as threads:
+        for _ in threads.map(lambda chunk: ctypes.memmove(*chunk), chunks):
+            pass
 
 
 @dataclass(frozen=True)

@@ -361,3 +361,11 @@ class IdentityCollective(Collective):
 def add_piggybacked(parts: Sequence[Piggybacked]) -> Piggybacked:
     """The sum of each piggybacked scalar over the replicas, in rank order."""
     return tuple(map(sum, zip(*parts, strict=True)))
+
+
+def left() -> UserError:
+    """The error of a call of tasks that have left each other."""
+    return UserError(
+        "this task has left the others, whom it needs for that: strategy.close() was called",
+        "Compute, save and ask for state_dict() before that, on all tasks.",
+    )

@@ -24,6 +24,7 @@ from spartito.collectives.collective import (
     Reducer,
     Traffic,
     add_piggybacked,
+    left,
 )
 from spartito.collectives.liveness import GRACE, LivenessCheck
 from spartito.collectives.store import Membership
@@ -145,6 +146,8 @@ class ProcessGroupCollective(Collective):
         What moves first is alike in every call: gloo aborts the process where sizes differ, and
         waits for ever where operations do.
         """
+        if not self._joined:
+            raise left()
         own = torch.zeros(1 + MAX_PIGGYBACKED, dtype=torch.float64)
         self._verify()
         own[1 : 1 + len(piggybacked)] = torch.tensor(piggybacked, dtype=torch.float64)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from spartito.cluster.endpoints import Endpoint
-from spartito.collectives.collective import Collective, Piggybacked, Reducer
+from spartito.collectives.collective import Collective, Piggybacked, Reducer, left
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.store import Membership
@@ -197,6 +197,8 @@ class SocketCollective(Collective):
         a peer which closes its connection, or with which nothing moves within the limit while
         nothing else does.
         """
+        if swaps and not self._connections:
+            raise left()
         began = time.perf_counter()
         head = self.current_call.tag.to_bytes(HEAD, "little")
         flows = {
