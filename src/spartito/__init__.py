@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from spartito.cluster.spec import ClusterSpec, Task
     from spartito.data.batch import Batch
     from spartito.engine.compression import PowerSGD
+    from spartito.engine.notes import meta
     from spartito.engine.seed import seed_everything
     from spartito.strategies import (
         CentralStorageStrategy,
@@ -65,6 +66,7 @@ __getattr__ = _attach(
         "Strategy": "spartito.strategies",
         "Task": "spartito.cluster.spec",
         "Trainer": "spartito.training.trainer",
+        "meta": "spartito.engine.notes",
         "seed_everything": "spartito.engine.seed",
         "strategy": "spartito.strategies",
         "summary": "spartito.training.summary",
@@ -102,6 +104,7 @@ __all__ = [
     "callbacks",
     "data",
     "extend",
+    "meta",
     "metrics",
     "models",
     "seed_everything",

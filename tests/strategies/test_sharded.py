@@ -165,10 +165,3 @@ def test_blocks_are_cut_by_size_and_leave_torchs_own_modules_whole() -> None:
     assert [module for module, p in found if p is tied[0].weight] == [tied]
     assert len(found) == len(set(tied.parameters()))
     assert sum(p.numel() for _, p in found) == sum(p.numel() for p in tied.parameters())
-
-
-def test_a_model_without_values_is_refused() -> None:
-    with torch.device("meta"):
-        net = nn.Sequential(nn.ReLU(), nn.Linear(2, 2))
-    with pytest.raises(sp.UserError, match=r"1\.weight of a Linear has no values"):
-        sp.Trainer(net, loss=nn.MSELoss())

@@ -91,20 +91,16 @@ def check_whole(model: nn.Module) -> None:
             )
 
 
-def check_has_values(model: nn.Module) -> None:
-    """Refuse parameters and buffers on the meta device, which have a shape and no values."""
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.is_meta:
-            owner = model.get_submodule(name.rpartition(".")[0])
-            raise UserError(
-                f"{name} of a {type(owner).__name__} has no values: it is on the meta device",
-                "Build the model outside of torch.device('meta').",
-            )
-
-
 def check_optimizer(optimizer: Optimizer, model: nn.Module, num_replicas: int) -> None:
     """Refuse an optimizer that would silently do nothing, or something else on each replica."""
     check_members(optimizer, model)
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    if any(isinstance(value, Tensor) and value.is_meta for value in state):
+        raise UserError(
+            f"an {type(optimizer).__name__} with state of parameters that have no values yet",
+            "Give a function of the parameters, as optimizer=torch.optim.Adagrad; in a pipeline "
+            "build the model outside of sp.meta().",
+        )
     if num_replicas == 1:
         return
     begun = sum(_has_begun(values) for values in optimizer.state.values())
@@ -160,7 +156,9 @@ def fuse(optimizer: Optimizer) -> None:
             and not group.get("foreach")
             and not group.get("differentiable")
             and not group.get("dampening")
-            and all(p.device.type in ("cpu", "cuda") and p.is_floating_point() for p in tensors)
+            and all(
+                p.device.type in ("cpu", "cuda", "meta") and p.is_floating_point() for p in tensors
+            )
         ):
             group["fused"] = True
             group["foreach"] = False

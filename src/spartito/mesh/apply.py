@@ -7,7 +7,7 @@ Inside of ``forward`` a module shows them as `Sharded` tensors, outside as they 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import product
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from spartito.checkpoint.boxes import Box
 from spartito.engine.batchnorm import SynchronizedForward
 from spartito.engine.optimizers import WHOLE_SHAPE
+from spartito.engine.unmade import make
 from spartito.errors import UserError
 from spartito.mesh.layout import Layout, check_dims
 from spartito.mesh.names import Dims, name_dims, shape_of
@@ -116,7 +117,12 @@ def does_not_divide(placed: Placed, layout: Layout) -> str:
     return f"{placed.path}: {what} do not divide among {axis}={layout.axes[axis]}"
 
 
-def cut(model: nn.Module, planned: Mapping[str, Placed], axes: Axes) -> None:
+def cut(
+    model: nn.Module,
+    planned: Mapping[str, Placed],
+    axes: Axes,
+    whole: Callable[[Tensor], Tensor] = Tensor.detach,
+) -> None:
     """Leave this task its shards of a model that is whole, and have its modules show them.
 
     The parameters stay the same objects, so optimizers that hold them go on.
@@ -125,11 +131,12 @@ def cut(model: nn.Module, planned: Mapping[str, Placed], axes: Axes) -> None:
         model: The one that was planned, with equal values on all tasks.
         planned: What `plan` returned.
         axes: The axes of the mesh as this task sees them.
+        whole: Gives the values of a tensor, which may have none; one at a time.
     """
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     for path, placed in planned.items():
         tensor: Any = tensors[path]
-        tensor.data = shard_of(tensor.data, placed.spec, axes)
+        make(tensor, shard_of(whole(tensor), placed.spec, axes))
         setattr(tensor, WHOLE_SHAPE, placed.shape)
     specs = {id(tensors[path]): placed.spec for path, placed in planned.items()}
     show(model, {key: how for key, how in specs.items() if not how.is_replicated}, axes)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import accumulate
 
 import torch
+from torch import Tensor
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
@@ -88,3 +90,27 @@ class Groups(Mapping[str, Collective]):
 
     def __len__(self) -> int:
         return len(self.meet())
+
+
+BUNDLE = 4 << 20
+"""Bytes of small tensors that travel as one message."""
+
+
+def send(group: Collective, tensors: Sequence[Tensor]) -> None:
+    """The values of a group's first task to all, into the same tensors; none is on meta.
+
+    Args:
+        group: The tasks; all call it.
+        tensors: Of equal shapes on all of them.
+    """
+    if group.world_size == 1:
+        return
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+        while alike:
+            ends = accumulate(tensor.nbytes for tensor in alike)
+            count = max(1, sum(end <= BUNDLE for end in ends))
+            bundle, alike = alike[:count], alike[count:]
+            flat = group.broadcast(torch.cat([tensor.reshape(-1) for tensor in bundle]))
+            for tensor, part in zip(bundle, flat.split([t.numel() for t in bundle]), strict=True):
+                tensor.copy_(part.view(tensor.shape))

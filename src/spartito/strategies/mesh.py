@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from spartito.engine.checksum import ROUNDING, checksum, outliers
 from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.gradients import Gradients, Number, PackedGradients
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
+from spartito.engine.unmade import told
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.mesh import apply
@@ -29,7 +30,7 @@ from spartito.mesh.layout import DEFAULT, Layout, read_rules
 from spartito.mesh.shown import saving
 from spartito.mesh.spec import Spec
 from spartito.strategies.coordination import SynchronousCoordination, different
-from spartito.strategies.groups import DATA, MODEL
+from spartito.strategies.groups import DATA, MODEL, send
 from spartito.strategies.pair import Pair
 from spartito.strategies.synchronous import SynchronousStrategy
 
@@ -134,12 +135,12 @@ class MeshStrategy(SynchronousStrategy):
         kept = [rule for rule in rules if not default or rule[1] in mesh.axes]
         return mesh, Layout(tuple(kept), mesh.axes)
 
-    @functools.cached_property
+    @cached_property
     def mesh(self) -> Mesh:
         """The axes and their sizes."""
         return self._layout_for(self.cluster.world_size)[0]
 
-    @functools.cached_property
+    @cached_property
     def layout(self) -> Layout:
         """The rules on this mesh."""
         return self._layout_for(self.cluster.world_size)[1]
@@ -153,7 +154,7 @@ class MeshStrategy(SynchronousStrategy):
 
     @property
     def connect(self) -> Callable[..., Mapping[str, Collective]]:  # type: ignore[override]
-        return functools.partial(connect, self.mesh, self.layout.batch_axis)
+        return partial(connect, self.mesh, self.layout.batch_axis)
 
     def prepare(
         self,
@@ -216,7 +217,7 @@ class MeshStrategy(SynchronousStrategy):
         """Into how many shards a tensor is cut."""
         return math.prod(self.mesh.axes[axis] for axis in how.axes)
 
-    @functools.cached_property
+    @cached_property
     def _axes(self) -> dict[str, Axis]:
         batch = self.layout.batch_axis
         return {
@@ -280,20 +281,30 @@ class MeshStrategy(SynchronousStrategy):
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         own = unwrap(model)
-        known = apply.specs_of(own)
+        known, tensors = apply.specs_of(own), [each for each in tensors if not each.is_meta]
         cut = [tensor for tensor in tensors if id(tensor) in known]
-        self._send(self.groups.data, cut)  # by those that have the same shards
-        self._send(self.groups.world, [tensor for tensor in tensors if id(tensor) not in known])
+        rest = [tensor for tensor in tensors if id(tensor) not in known]
+        with self.coordination.during("prepare"):
+            send(self.groups.data, cut)  # by those that have the same shards
+            send(self.groups.world, rest)
         if known:
             apply.show(own, known, self._axes)
         elif len(tensors) == len(list(own.parameters())) + len(list(own.buffers())):
-            planned = apply.plan(own, self.layout, self._names, self._strict)
-            self._say(planned)
-            if self.is_chief and self.groups[LAYERS].world_size > 1:
-                self._tell(own, planned)
-            apply.cut(own, planned, self._axes)
+            self._cut(own, Tensor.detach)
         if (layers := self.groups[LAYERS]).world_size > 1:
             torch.set_rng_state(layers.broadcast(torch.get_rng_state()))
+
+    def _lay_out(self, model: nn.Module) -> None:
+        self._cut(model, partial(told, self.groups.world))
+
+    def _cut(self, model: nn.Module, whole: Callable[[Tensor], Tensor]) -> None:
+        """Leave this task its shards of what ``whole`` gives for each tensor."""
+        planned = apply.plan(model, self.layout, self._names, self._strict)
+        self._say(planned)
+        if self.is_chief and self.groups[LAYERS].world_size > 1:
+            self.coordination.layout = describe_tensors(model, planned, self.layout).figures()
+        with self.coordination.during("prepare"):
+            apply.cut(model, planned, self._axes, whole)
 
     def keep(self) -> Callable[[], None]:
         pair = self._pairs.only
@@ -331,10 +342,6 @@ class MeshStrategy(SynchronousStrategy):
                 found[name] = apply.SpecCut(shape, how, self.mesh.axes, here)
         return found
 
-    def _tell(self, model: nn.Module, planned: Mapping[str, apply.Placed]) -> None:
-        """Have the run folder say how the model lies."""
-        self.coordination.layout = describe_tensors(model, planned, self.layout).figures()
-
     def _say(self, planned: Mapping[str, apply.Placed]) -> None:
         """Tell what stays whole though a rule is about it."""
         uneven = [placed for placed in planned.values() if placed.uneven]
@@ -347,17 +354,6 @@ class MeshStrategy(SynchronousStrategy):
         is_whole = all(placed.spec.is_replicated for placed in planned.values())
         if is_whole and self.is_chief and self.groups[LAYERS].world_size > 1:
             warn("no tensor of the model is cut: all tasks of the mesh compute all of it")
-
-    def _send(self, group: Collective, tensors: Sequence[Tensor]) -> None:
-        """The values of the first task of ``group`` to all, as one message per dtype."""
-        if group.world_size == 1:
-            return
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
-            with self.coordination.during("prepare"):
-                flat = group.broadcast(torch.cat([t.reshape(-1) for t in alike]))
-            for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
 
 
 class MeshCoordination(SynchronousCoordination):

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from spartito.checkpoint.saved import Saved
 from spartito.collectives.collective import Collective
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
@@ -51,6 +52,7 @@ class Pipe:
         shape: Of the pipeline.
         position: Which of its tasks this is.
         schedule: The name of the order of a step.
+        unread: What was loaded before the model got its values, and is read with the first batch.
         spans: When this task computed what in the last step.
     """
 
@@ -59,6 +61,7 @@ class Pipe:
     shape: Shape
     position: int
     schedule: str
+    unread: Saved | None = None
     spans: list[Span] = field(default_factory=list)
 
     def cut_up(self, batch: Batch) -> list[Batch]:
@@ -275,3 +278,7 @@ def _within(context: StepContext, part: Batch, call: Any) -> Any:
             return call()
 
     return made
+
+
+def nothing(output: Any, target: Any) -> Any:
+    """Stands for a loss that nobody computes."""

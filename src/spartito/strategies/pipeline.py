@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.gradients import Gradients, LocalGradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, unwrap
+from spartito.engine.unmade import is_unmade, make_buffers, make_parameters
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.mesh.apply import SpecCut
@@ -35,9 +35,10 @@ from spartito.pipeline.schedules import Shape
 from spartito.pipeline.split import Start
 from spartito.strategies.distributed import StepResult
 from spartito.strategies.links import Links, axes_of
-from spartito.strategies.mesh import AXIS, LAYERS, MeshCoordination, MeshStrategy
+from spartito.strategies.mesh import AXIS, LAYERS, MeshStrategy
 from spartito.strategies.pair import Pair
-from spartito.strategies.pipe import Pipe, check_options, draws, outside, told, told_bytes
+from spartito.strategies.pipe import Pipe, check_options, draws, nothing, outside, told, told_bytes
+from spartito.strategies.piping import CollectedByPipeline, PipelineCoordination
 from spartito.strategies.replica import _of_spare_rows, _tensors
 from spartito.strategies.sharing import Placed
 
@@ -131,7 +132,7 @@ class PipelineStrategy(MeshStrategy):
         self._pipes: dict[int, Pipe] = {}
         weakref.finalize(self, Links.close, self._links)
         self._shown: list[dict[str, Any]] = []  # what the first pipeline's tasks did when
-        self.coordination = _Coordination(self)
+        self.coordination = PipelineCoordination(self)
 
     # Who is where
 
@@ -143,7 +144,7 @@ class PipelineStrategy(MeshStrategy):
         kept = [rule for rule in rules if rules != DEFAULT or rule[1] in mesh.axes]
         return mesh, Layout(tuple(kept), {a: n for a, n in mesh.axes.items() if a != PIPELINE})
 
-    @functools.cached_property
+    @cached_property
     def _links(self) -> Links:
         return Links(self.mesh, self.layout.batch_axis, self._per_task)
 
@@ -201,6 +202,12 @@ class PipelineStrategy(MeshStrategy):
             )
         return found
 
+    def _lay_out(self, model: nn.Module) -> None:
+        if self.groups[LAYERS].world_size > 1:
+            super()._lay_out(model)  # shards of all stages, until the first batch
+        else:
+            make_buffers(model)
+
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
         self._cut_state(unwrap(model), optimizer)
         return model, LocalGradients(optimizer)  # until it is known which parameters stay here
@@ -219,18 +226,35 @@ class PipelineStrategy(MeshStrategy):
             if "error" in plan:
                 raise UserError(*plan["error"])
             starts = [Start(path, call) for path, call in plan["starts"]]
-            waiting = [(p, p.grad) for p in pair.model.parameters()]
+            parameters = dict(pair.model.named_parameters())
+            waiting = {name: parameter.grad for name, parameter in parameters.items()}
             piped.divide(starts, plan["owners"], pair.optimizer)
+            make_parameters(model, parameters.items(), self.groups.world, piped.keeps)
             pair.shared = _tensors(piped.model)  # those of others are let go of
             before, made = pair.gradients, super()._gradients(model, pair.optimizer)
             pair.gradients = made[1]
             pair.gradients.go_on(before)
-            for parameter, grad in waiting:  # of a checkpoint between the batches of an update
-                parameter.grad = grad
+            for name, grad in waiting.items():  # of a checkpoint between the batches of an update
+                first = piped.stages_of(name)[0] in self._own  # what is tied counts once
+                parameters[name].grad = grad if first else None
+        if pipe.unread is not None:
+            saved, pipe.unread = pipe.unread, None
+            with self._pairs.using(pair.optimizer):
+                super()._load(saved)
         if self.is_chief and starts:
             begins = ", ".join(start.path for start in starts)
             note("%d stages, which begin with the input, %s", piped.stages, begins)
         return pipe
+
+    def _make_all(self, pair: Pair) -> None:
+        """What is asked for before the first batch, all tasks have."""
+        model, pipe = unwrap(pair.model), self._pipes[id(pair.optimizer)]
+        if pipe.piped.starts is None and is_unmade(model):
+            make_parameters(model, model.named_parameters(), self.groups.world)
+            pair.gradients = self._gradients(model, pair.optimizer)[1]
+            if pipe.unread is not None:
+                saved, pipe.unread = pipe.unread, None
+                super()._load(saved)
 
     def _planned(self, pipe: Pipe, batch: Batch, has_loss: bool) -> bytes:
         """What the chief decides, or why it cannot, as JSON."""
@@ -296,7 +320,7 @@ class PipelineStrategy(MeshStrategy):
     def predict(self, batch: Batch, has_loss: bool) -> Any:
         shown = _of_spare_rows(batch)
         pipe = self._ready(self._pairs.only, shown, has_loss)
-        loss = _nothing if has_loss else None  # it tells how the model is called
+        loss = nothing if has_loss else None  # it tells how the model is called
         output, _, like = pipe.look(shown, loss, False, self._mail)
         output = told(self._line, output, like, self._last)
         if not batch.size:
@@ -332,21 +356,8 @@ class PipelineStrategy(MeshStrategy):
         self._shown = [json.loads(texts[rank]) for rank in self.mesh.along(PIPELINE, 0)][::-1]
         return found
 
-    def _described(self) -> dict[str, Any]:
-        """What a run's settings tell: of the first pipeline also what its tasks did when."""
-        shape = self._shape
-        bound = schedules.bubble(self._schedule, shape)
-        return {
-            "schedule": self._schedule,
-            "stages": shape.stages,
-            "microbatches": shape.microbatches,
-            "data_shards": self.num_replicas_in_sync,
-            "bound": bound,
-            "tasks": self._shown,
-        }
-
     def _placed(self, *args: Any) -> Placed:
-        return _Collected(self, *args)
+        return CollectedByPipeline(self, *args)
 
     def backward(self, losses: Any, batch: Batch) -> None:
         raise self._owns_the_step("backward")
@@ -366,7 +377,21 @@ class PipelineStrategy(MeshStrategy):
             state["model"] = {name: state["model"][name] for name in order}
         return state
 
+    def keep(self) -> Callable[[], None]:
+        self._make_all(self._pairs.only)
+        return super().keep()
+
+    def _load(self, saved: Saved) -> None:
+        pair = self._pairs.only
+        if "accumulated" in saved:
+            self._make_all(pair)
+        if is_unmade(pair.model) and self._pipes[id(pair.optimizer)].piped.starts is None:
+            self._pipes[id(pair.optimizer)].unread = saved  # until it is known who keeps what
+        else:
+            super()._load(saved)
+
     def _state(self, pair: Pair) -> dict[str, Any]:
+        self._make_all(pair)
         state = super()._state(pair)
         pipe = self._pipes[id(pair.optimizer)]
         if "optimizer" in state and pipe.piped.starts:  # in the user's order, not the tasks'
@@ -389,32 +414,3 @@ class PipelineStrategy(MeshStrategy):
             for name, stages in self._pipes[id(pair.optimizer)].piped.tied().items():
                 if stages[0] not in self._own:  # the sum counts once
                     pair.saved["gradients"].pop(name, None)
-
-
-class _Collected(Placed):
-    """Batches of a pipeline, whose last stage alone has seen the outputs in training."""
-
-    def __init__(self, strategy: PipelineStrategy, *args: Any) -> None:
-        super().__init__(*args)
-        self._strategy = strategy
-
-    def collect(self, own: bytes) -> list[bytes]:
-        parts = super().collect(own)
-        return self._strategy._of_last_stage(parts)
-
-
-class _Coordination(MeshCoordination):
-    """As on every mesh; what is recorded tells how the last step went."""
-
-    def __init__(self, strategy: PipelineStrategy) -> None:
-        super().__init__(
-            strategy.name, strategy.job, strategy.cluster, strategy._pairs, strategy.groups
-        )
-        self._strategy = weakref.proxy(strategy)
-
-    def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "pipeline": self._strategy._described()}
-
-
-def _nothing(output: Any, target: Any) -> Any:
-    """Stands for a loss that nobody computes."""

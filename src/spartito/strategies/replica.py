@@ -35,7 +35,6 @@ from spartito.engine.loss import (
 from spartito.engine.memory import check_memory
 from spartito.engine.optimizers import (
     OptimizerLike,
-    check_has_values,
     check_initialized,
     check_members,
     check_optimizer,
@@ -47,6 +46,7 @@ from spartito.engine.optimizers import (
 )
 from spartito.engine.precision import autocast, choose_precision, convert, make_loss_scale
 from spartito.engine.randomness import RandomnessForbidden, globalize, replaying
+from spartito.engine.unmade import is_unmade, make_all, making, plan_values
 from spartito.errors import UserError
 from spartito.log import warn
 from spartito.strategies.distributed import StepResult
@@ -98,12 +98,16 @@ class ReplicaStrategy(SavingStrategy):
             raise UserError(f"accumulate={accumulate}", "At least one batch makes an update.")
         if clip_norm is not None and not clip_norm > 0:
             raise UserError(f"clip_norm={clip_norm}", "The norm of a gradient is above 0.")
-        check_has_values(model)
         if self.cluster.world_size > 1 or self.cluster.addresses.get("ps"):
             check_initialized(model)
         if not self._takes_shards:
             check_whole(model)
-        model.to(self.device)
+        if is_unmade(model):
+            plan_values(unwrap(model), precision)
+            with making(unwrap(model)):
+                self._lay_out(unwrap(model))
+        if not is_unmade(model):
+            model.to(self.device)
         convert(model, precision)
         made = make_optimizer(optimizer, model)
         check_optimizer(made, model, self.cluster.world_size)
@@ -236,6 +240,10 @@ class ReplicaStrategy(SavingStrategy):
     def _state_fraction(self) -> float:
         """The part of the optimizer's state that this process holds."""
         return 0.0
+
+    def _lay_out(self, model: nn.Module) -> None:
+        """Give a model without values those that this task keeps; all tasks call it."""
+        make_all(model)
 
     @abstractmethod
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:

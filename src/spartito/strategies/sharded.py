@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.memory import give_back_memory
+from spartito.engine.notes import value_of
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
 from spartito.engine.precision import choose_precision
 from spartito.engine.sharding.blocks import Members, divide
@@ -33,6 +34,7 @@ from spartito.engine.sharding.gathering import Shown, gather_around
 from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.engine.sharding.homes import GatheredHome, Home, SharedHome, WholeHome
 from spartito.engine.sharding.stage import Stage, make_stage
+from spartito.engine.unmade import make_buffers, told
 from spartito.errors import UserError
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import StepResult
@@ -188,19 +190,27 @@ class ShardedStrategy(SynchronousStrategy):
             return
         parameters = {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
         super()._share(model, [tensor for tensor in tensors if id(tensor) not in parameters])
+        self._settle(model)
+
+    def _lay_out(self, model: nn.Module) -> None:
+        make_buffers(model)
+        if self.num_replicas_in_sync == 1:
+            super()._lay_out(model)
+        else:
+            self._settle(model)
+
+    def _settle(self, model: nn.Module) -> None:
+        """Find homes for the parameters that have none, and bring the chief's values there."""
         if self._stage is None:
             self._stage = make_stage(self.groups[SHARDS])
         members = divide(model, self._block_bytes, self._homes)
         homes = list(self._make_homes(members, self._stage))
         for home in homes:
-            values = []
-            for parameter in home.parameters:
-                value = parameter.detach()
-                if not (home.is_shared and self._copies == 1):
-                    with self.coordination.during("prepare"):
-                        value = self.groups.world.broadcast(value.contiguous())
-                values.append(value)
-            home.fill(values)
+            whole: Callable[[Tensor], Tensor] = partial(told, self.groups.world)
+            if home.is_shared and self._copies == 1:  # the chief writes them for all
+                whole = value_of if self.is_chief else Tensor.detach
+            with self.coordination.during("prepare"):
+                home.fill(map(whole, home.parameters))
             self._homes |= {id(parameter): home for parameter in home.parameters}
         self.groups.world.barrier()
         give_back_memory()

@@ -28,7 +28,7 @@ from spartito.engine.optimizers import skipping
 from spartito.engine.sliced import SlicedGradients
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import Distributed, StepResult
-from spartito.strategies.groups import Groups, one_shard_each
+from spartito.strategies.groups import Groups, one_shard_each, send
 from spartito.strategies.pair import Pair
 from spartito.strategies.replica import ReplicaStrategy
 from spartito.strategies.sharing import Placed, Together
@@ -131,15 +131,10 @@ class SynchronousStrategy(ReplicaStrategy):
         return 1.0
 
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        """The chief's values to all, as one message per dtype."""
-        if self.cluster.world_size == 1:
-            return
-        for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
-            alike = [tensor.detach() for tensor in tensors if tensor.dtype == dtype]
+        """The chief's values to all."""
+        if self.cluster.world_size > 1:
             with self.coordination.during("prepare"):
-                flat = self.groups.world.broadcast(torch.cat([t.reshape(-1) for t in alike]))
-            for tensor, part in zip(alike, flat.split([t.numel() for t in alike]), strict=True):
-                tensor.copy_(part.view(tensor.shape))
+                send(self.groups.world, tensors)
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
         if self.num_replicas_in_sync == 1:

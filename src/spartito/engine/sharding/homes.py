@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn, SupportsIndex
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from spartito.collectives.segment import Segment
 from spartito.engine.sharding.blocks import Layout, Members, Section
 from spartito.engine.sharding.stage import Stage
+from spartito.engine.unmade import make
 from spartito.errors import UserError
 
 
@@ -55,8 +56,8 @@ class Home(ABC):
         return flat.view(self.layout.shards, -1)[self.stage.group.rank]
 
     @abstractmethod
-    def fill(self, values: Sequence[Tensor]) -> None:
-        """Take these values, which are equal on all replicas; all call this."""
+    def fill(self, values: Iterable[Tensor]) -> None:
+        """Take these values, one at a time, equal on all replicas; all call this."""
 
     def gather(self) -> None:  # noqa: B027 - most have them there
         """Let the parameters show all values; all replicas call it."""
@@ -114,7 +115,7 @@ class Home(ABC):
 
     def _show(self, views: Sequence[Tensor]) -> None:
         for parameter, view in zip(self.parameters, views, strict=True):
-            parameter.data = view
+            make(parameter, view)
         self._positions = [view.data_ptr() for view in views]
         if not hasattr(self, "_version"):
             self._version = sum(p._version for p in self.parameters)
@@ -130,9 +131,10 @@ class WholeHome(Home):
         self._flat = torch.zeros(self.size, dtype=self.dtype)
         self.own = self._shard(self._flat)
 
-    def fill(self, values: Sequence[Tensor]) -> None:
+    def fill(self, values: Iterable[Tensor]) -> None:
         views = self.views(self._flat)
-        torch._foreach_copy_(views, list(values))
+        for view, value in zip(views, values, strict=True):
+            view.copy_(value)
         self._show(views)
 
     def publish(self) -> None:
@@ -159,10 +161,11 @@ class SharedHome(Home):
         self._flat = segment.tensor(offset, self.size, self.dtype)
         self.own = self._shard(self._flat)
 
-    def fill(self, values: Sequence[Tensor]) -> None:
+    def fill(self, values: Iterable[Tensor]) -> None:
         views = self.views(self._flat)
-        if self.stage.group.rank == 0:
-            torch._foreach_copy_(views, list(values))
+        for view, value in zip(views, values, strict=True):
+            if self.stage.group.rank == 0:
+                view.copy_(value)
         self._show(views)
 
     def loaded(self) -> None:
@@ -192,9 +195,9 @@ class GatheredHome(Home):
         written = bool(self._shown == self._shown) and self.dtype.is_floating_point
         return [int(self._lost or written), *super().moved]
 
-    def fill(self, values: Sequence[Tensor]) -> None:
-        for section in self.layout.shard(self.stage.group.rank):
-            value = values[section.parameter].reshape(-1)[section.start : section.stop]
+    def fill(self, values: Iterable[Tensor]) -> None:
+        for section, whole in zip(self.spans, values, strict=True):
+            value = whole.reshape(-1)[section.start : section.stop]
             self.own[section.offset : section.offset + len(value)] = value
         self.free()
 

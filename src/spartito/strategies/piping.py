@@ -1,0 +1,49 @@
+"""What the tasks of a pipeline tell each other beside the computation."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from spartito.pipeline import schedules
+from spartito.strategies.mesh import MeshCoordination
+from spartito.strategies.sharing import Placed
+
+if TYPE_CHECKING:
+    from spartito.strategies.pipeline import PipelineStrategy
+
+
+class CollectedByPipeline(Placed):
+    """Batches of a pipeline, whose last stage alone has seen the outputs in training."""
+
+    def __init__(self, strategy: PipelineStrategy, *args: Any) -> None:
+        super().__init__(*args)
+        self._strategy = strategy
+
+    def collect(self, own: bytes) -> list[bytes]:
+        parts = super().collect(own)
+        return self._strategy._of_last_stage(parts)
+
+
+class PipelineCoordination(MeshCoordination):
+    """As on every mesh; what is recorded tells how the last step went."""
+
+    def __init__(self, strategy: PipelineStrategy) -> None:
+        super().__init__(
+            strategy.name, strategy.job, strategy.cluster, strategy._pairs, strategy.groups
+        )
+        self._strategy = weakref.proxy(strategy)
+
+    def describe(self) -> dict[str, Any]:
+        """What a run's settings tell: of the first pipeline also what its tasks did when."""
+        strategy = self._strategy
+        shape, schedule = strategy._shape, strategy._schedule
+        pipeline = {
+            "schedule": schedule,
+            "stages": shape.stages,
+            "microbatches": shape.microbatches,
+            "data_shards": strategy.num_replicas_in_sync,
+            "bound": schedules.bubble(schedule, shape),
+            "tasks": strategy._shown,
+        }
+        return {**super().describe(), "pipeline": pipeline}

@@ -1,0 +1,132 @@
+"""Models that are built without values get those of one device, a task's share at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import spartito as sp
+from tests.replicas import Replicas
+from tests.strategies import meta_jobs
+from tests.strategies.test_contracts import Case, close, named, run
+
+CASES: list[Case] = [
+    ("one_device", 1, {}),
+    ("mirrored", 2, {}),
+    ("central_storage", 2, {}),
+    ("sharded", 2, {"block_bytes": 500}),
+    ("sharded", 2, {"communication": "sockets", "block_bytes": 500}),
+    ("sharded", 2, {"zero": 1}),
+    ("sharded", 4, {"copies": 2}),
+    ("mesh", 2, {"model": 2}),
+    ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
+    ("pipeline", 2, {"microbatches": 2}),
+    ("pipeline", 4, {"stages": 2, "microbatches": 2}),
+    ("parameter_server", 2, {"max_staleness": 0}),
+]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("written")
+    meta_jobs.write(folder)
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_values_are_those_of_a_model_that_was_built_with_them(
+    replicas: Replicas, case: Case
+) -> None:
+    plain = meta_jobs.built("plain")
+    after = torch.rand(3, dtype=torch.float64)
+    _, model, drawn = run(replicas, case, meta_jobs.trained, rate=0.0)
+    if model:
+        assert model.keys() == plain.state_dict().keys()
+        assert all(torch.equal(model[k], v) for k, v in plain.state_dict().items())
+        assert torch.equal(drawn, after)
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_it_trains_as_a_model_that_was_built_with_them(replicas: Replicas, case: Case) -> None:
+    losses, model, _ = run(replicas, case, meta_jobs.trained)
+    expected, plain, _ = run(replicas, CASES[0], meta_jobs.trained, inside="plain")
+    close(losses, expected)
+    if model:
+        close(model, plain)
+
+
+DIVIDED = [case for case in CASES if case[0] in ("sharded", "mesh", "pipeline") and case[1] == 2]
+
+every_divided = pytest.mark.parametrize("case", DIVIDED, ids=named)
+
+
+@every_divided
+@pytest.mark.parametrize("when", ["begun", "waiting", "epoch"])
+def test_it_goes_on_from_a_checkpoint(
+    replicas: Replicas, case: Case, when: str, written: Path
+) -> None:
+    found = run(replicas, case, meta_jobs.resumed, folder=written / when)
+    close(found, run(replicas, CASES[0], meta_jobs.resumed, folder=written / when, inside="plain"))
+
+
+@every_divided
+def test_it_can_be_saved_before_the_first_batch(
+    replicas: Replicas, case: Case, tmp_path: Path
+) -> None:
+    run(replicas, case, meta_jobs.saved_before_the_first_batch, folder=tmp_path / "saved")
+    net, plain = meta_jobs.built("plain"), meta_jobs.built("plain").state_dict()
+    with torch.no_grad():
+        net.gain.zero_()
+    sp.Trainer(net, strategy=sp.OneDeviceStrategy()).load(tmp_path / "saved")
+    assert all(torch.equal(value, plain[name]) for name, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        ("sharded", 2, {"communication": "sockets"}),
+        ("mesh", 2, {"model": 2}),
+        ("pipeline", 2, {"microbatches": 1}),
+    ],
+    ids=named,
+)
+def test_a_task_never_holds_more_than_its_share_and_a_tensor(
+    replicas: Replicas, case: Case
+) -> None:
+    name, tasks, options = case
+    whole, tensor = 4 * meta_jobs.LAYERS, 4
+    few = whole / 2 + 4 * tensor  # the message that brings a tensor, and what torch takes
+    assert max(replicas(meta_jobs.peak, tasks, name, options)) < few
+    assert max(replicas(meta_jobs.peak, tasks, name, options, inside="plain")) > whole
+
+
+def test_what_nobody_knows_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    with torch.device("meta"):
+        known = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+        lists = nn.Sequential(nn.ReLU(), nn.ParameterList([torch.zeros(4)]))
+        rotary = nn.Sequential(nn.Linear(2, 2))
+        rotary.register_buffer("turns", torch.ones(2), persistent=False)
+    sp.Trainer(known, loss=nn.MSELoss(), strategy=sp.OneDeviceStrategy())
+    assert "build it under sp.meta()" in caplog.text
+    for net, text in [
+        (rotary, r"turns of the model, a Sequential, has no values(.|\n)*sp\.meta\(\)"),
+        (lists, r"0 of 1, a ParameterList, has no values"),
+    ]:
+        with pytest.raises(sp.UserError, match=text):
+            sp.Trainer(net, loss=nn.MSELoss(), strategy=sp.OneDeviceStrategy())
+
+
+def test_parameters_that_share_memory_are_refused() -> None:
+    with sp.meta():
+        both = torch.zeros(2, 3)
+        net = nn.ParameterList([both[0], both[1]])
+    with pytest.raises(sp.UserError, match="1 shares memory with 0"):
+        sp.Trainer(net, loss=nn.MSELoss(), strategy=sp.OneDeviceStrategy())
+    with sp.meta():
+        linear = nn.Linear(2, 2)
+    optimizer = torch.optim.Adagrad(linear.parameters())
+    with pytest.raises(sp.UserError, match="state of parameters that have no values yet"):
+        sp.Trainer(linear, optimizer=optimizer, strategy=sp.PipelineStrategy())
