@@ -25,6 +25,7 @@ CASES: list[Case] = [
     ("mesh", 4, {"mesh": {"data": 2, "model": 2}}),
     ("pipeline", 2, {"microbatches": 2}),
     ("pipeline", 4, {"stages": 2, "microbatches": 2}),
+    ("pipeline", 4, {"mesh": {"pipeline": 2, "model": 2}, "microbatches": 2}),
     ("parameter_server", 2, {"max_staleness": 0}),
 ]
 
