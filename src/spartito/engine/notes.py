@@ -72,13 +72,13 @@ def value_of(tensor: Tensor) -> Tensor:
     Returns:
         A tensor on the CPU, in memory of its own.
     """
-    return _NOTES.value(_place(tensor)) if tensor.is_meta else tensor.detach()
+    return _NOTES.value(_slot(tensor)) if tensor.is_meta else tensor.detach()
 
 
 def memory(nbytes: int) -> UntypedStorage:
     """Memory that goes back to the system with the last tensor in it.
 
-    The allocator keeps what is freed between tensors that stay, and finds no room there for the
+    The allocator keeps what is freed between tensors that stay, and has no gap for the
     next large one: a task that keeps halves took twice their size.
 
     Args:
@@ -112,7 +112,7 @@ def forget(keys: Iterable[int]) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
+class _Slot:
     """A tensor without data, as a part of what it shares memory with."""
 
     key: int
@@ -133,9 +133,9 @@ class _Place:
         return torch.Size(self.size).numel() * self.dtype.itemsize >= self.nbytes
 
 
-def _place(tensor: Tensor) -> _Place:
+def _slot(tensor: Tensor) -> _Slot:
     storage, size = tensor.untyped_storage(), tuple(tensor.shape)
-    return _Place(
+    return _Slot(
         storage._cdata,
         storage.nbytes(),
         tensor.dtype,
@@ -147,7 +147,7 @@ def _place(tensor: Tensor) -> _Place:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Step:
-    """One operation: its arguments, with places for tensors, and what it gives values."""
+    """One operation: its arguments, with slots for tensors, and what it gives values."""
 
     number: int
     func: Any
@@ -165,16 +165,16 @@ class _Step:
         first, *rest = self.leaves or (None,)
         return (
             self.func.overloadpacket.__name__ in _OVERWRITES
-            and isinstance(first, _Place)
+            and isinstance(first, _Slot)
             and first.key == key
             and first.is_all
-            and not any(isinstance(leaf, _Place) and leaf.key == key for leaf in rest)
+            and not any(isinstance(leaf, _Slot) and leaf.key == key for leaf in rest)
         )
 
     def run(self, given: Mapping[int, UntypedStorage]) -> Any:
         """Compute it, with the memory that its arguments lie in."""
         leaves = [
-            leaf.within(given[leaf.key]) if isinstance(leaf, _Place) else leaf
+            leaf.within(given[leaf.key]) if isinstance(leaf, _Slot) else leaf
             for leaf in self.leaves
         ]
         args, kwargs = tree_unflatten(leaves, self.form)
@@ -228,9 +228,9 @@ class _Notes:
         for key in dict.fromkeys([*fresh, *(storage._cdata for storage in written)]):
             self.steps.setdefault(key, []).append(step)
 
-    def value(self, place: _Place) -> Tensor:
+    def value(self, slot: _Slot) -> Tensor:
         """What a tensor has now."""
-        return place.within(self._storage(place.key))
+        return slot.within(self._storage(slot.key))
 
     def _storage(self, key: int, before: int | None = None) -> UntypedStorage:
         """All of some memory, as it was before a step."""
@@ -261,7 +261,7 @@ class _Notes:
         """The memory of a step's arguments, as it was then."""
         given = dict(known)
         for leaf in step.leaves:
-            if isinstance(leaf, _Place) and leaf.key not in given:
+            if isinstance(leaf, _Slot) and leaf.key not in given:
                 is_lost = step.begins(leaf.key)
                 given[leaf.key] = (
                     memory(leaf.nbytes) if is_lost else self._storage(leaf.key, step.number)
@@ -275,7 +275,7 @@ _NOTES = _Notes()
 def _noted(leaf: Any) -> Any:
     """An argument as it is kept: values that may change are copied."""
     if isinstance(leaf, Tensor):
-        return _place(leaf) if leaf.is_meta else leaf.detach().clone()
+        return _slot(leaf) if leaf.is_meta else leaf.detach().clone()
     return CPU if isinstance(leaf, torch.device) and leaf == META else leaf
 
 
