@@ -1,4 +1,4 @@
-"""Models that are built without values get those of one device, a task's share at a time."""
+"""Models that are built without values get those of one device, a task's shard at a time."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_it_can_be_saved_before_the_first_batch(
     ],
     ids=named,
 )
-def test_a_task_never_holds_more_than_its_share_and_a_tensor(
+def test_a_task_never_holds_more_than_its_shard_and_a_tensor(
     replicas: Replicas, case: Case
 ) -> None:
     name, tasks, options = case
