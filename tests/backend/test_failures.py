@@ -193,6 +193,14 @@ def test_what_cannot_be_done_is_refused_and_the_group_works_on(replicas: Replica
             assert word in text
 
 
+@pytest.mark.usefixtures("no_segments_left")
+def test_nothing_is_left_where_all_ranks_are_killed() -> None:
+    with running() as group:
+        together(group, 2, failing.waits, LONG, "all_reduce")
+        for rank in (0, 1):
+            group.signal(rank, signal.SIGKILL)
+
+
 def test_nothing_is_left_of_a_group(replicas: Replicas) -> None:
     with nothing_left():
         assert replicas(jobs.steps, 2, "spartito", []) == [[], []]

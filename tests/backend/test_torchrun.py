@@ -1,31 +1,41 @@
-"""Groups under torchrun, whose store outlives them."""
+"""Groups under torchrun, whose store outlives them, and processes that were killed."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.commands import commands_in
 
 SCRIPT = """
+import os, signal
 import spartito_backend, torch
 import torch.distributed as dist
 
 spartito_backend.register()
+restarts = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 for turn in range(3):
     dist.init_process_group("spartito")
-    values = torch.tensor([dist.get_rank() + 1.0 + turn])
+    group = dist.new_group([0, 1])
+    values = torch.tensor([dist.get_rank() + 1.0 + turn + 10 * restarts])
+    dist.all_reduce(values, group=group)
+    assert values.item() == 3.0 + 2 * turn + 20 * restarts, values
+    if turn == 1 and not restarts and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(values)
-    assert values.item() == 3.0 + 2 * turn, values
     dist.destroy_process_group()
-print("found all")
+print("found all after", restarts)
 """
 
 
-def test_a_process_makes_its_group_anew(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("no_segments_left")
+def test_a_process_makes_its_group_anew_and_is_started_again(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
         commands.write("train.py", SCRIPT)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-        ended = commands.start(*torchrun, "--nproc-per-node=2", "train.py").end()
+        torchrun += ["--max-restarts=1", "--nproc-per-node=2"]
+        ended = commands.start(*torchrun, "train.py").end()
         assert ended.code == 0, ended.text
-        assert ended.out.count("found all") == 2, ended.text
+        assert ended.out.count("found all after 1") == 2, ended.text

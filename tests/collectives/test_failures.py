@@ -336,6 +336,22 @@ def test_a_segment_in_a_directory_that_is_not_ours(tmp_path: Path) -> None:
         subprocess.run(["umount", str(closed)], capture_output=True)
 
 
+def test_what_a_killed_job_left_is_removed_by_the_next_one(tmp_path: Path) -> None:
+    left, lock, new = (tmp_path / name for name in ("spartito-1", "spartito-1.0", "spartito-2"))
+    others = tmp_path / "other"
+    for path in (left, lock, new, others):
+        path.touch()
+    mapped = Segment.create(4096, [tmp_path])  # its creator lives
+    for path in (left, lock, others, mapped.path):
+        os.utime(path, (0, 0))
+    Segment.create(4096, [tmp_path])
+    assert not left.exists()
+    assert not lock.exists()
+    assert new.exists()  # a moment ago: its creator may be about to lock it
+    assert others.exists()
+    assert mapped.path.exists()
+
+
 def test_a_line_holds_what_a_step_brings() -> None:
     assert MAX_PIGGYBACKED >= 4
     assert SLOT % 64 == 0

@@ -137,6 +137,7 @@ class Memory:
             self.begin(encode("barrier", 0))
             self.meet()
         except BaseException:
+            segment.path.unlink(missing_ok=True)  # rank 0 may be gone
             self.close()
             raise
         finally:

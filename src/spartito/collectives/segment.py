@@ -1,13 +1,20 @@
-"""Memory that several processes share: a file that they map, whose name goes at once."""
+"""Memory that several processes share: a file that they map, whose name goes at once.
+
+Who has mapped it holds a lock on it. So what is left where all of a job were killed before the name
+went is found by the next job on the machine, and removed.
+"""
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import secrets
 import stat
+import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -16,6 +23,8 @@ from torch import Tensor
 from spartito.errors import UserError
 from spartito.log import warn
 
+PREFIX = "spartito-"
+OLD = 60.0  # seconds after which a file that nobody has locked is left over
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 
 
@@ -51,9 +60,11 @@ class Segment:
 
     @classmethod
     def _create_in(cls, directory: Path, size: int, reserve: int) -> Segment:
-        path = directory / f"spartito-{secrets.token_hex(8)}"
+        sweep(directory)
+        path = directory / f"{PREFIX}{secrets.token_hex(8)}"
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         try:
+            fcntl.flock(fd, fcntl.LOCK_SH)  # the mapping has the file open, and so the lock
             os.posix_fallocate(fd, 0, size)
             if reserve:
                 os.ftruncate(fd, size + reserve)
@@ -79,6 +90,7 @@ class Segment:
             )
         fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
         try:
+            fcntl.flock(fd, fcntl.LOCK_SH)
             return cls(path, mmap.mmap(fd, size))
         finally:
             os.close(fd)
@@ -113,3 +125,18 @@ class Segment:
         if numel == 0:
             return torch.empty(0, dtype=dtype)
         return torch.frombuffer(map_ or self.map, dtype=dtype, count=numel, offset=offset)
+
+
+def sweep(directory: Path) -> None:
+    """Remove the files that this user's jobs have left in ``directory``, of which nobody lives."""
+    for path in directory.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # another's, locked, or gone meanwhile
+            status = path.lstat()
+            is_ours = status.st_uid == os.geteuid() and stat.S_ISREG(status.st_mode)
+            if is_ours and time.time() - status.st_mtime > OLD:
+                fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+                try:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    path.unlink()
+                finally:
+                    os.close(fd)
