@@ -16,6 +16,7 @@ ON_TWO = (
     "data_parallel.ddp_static_graph",
     "data_parallel.ddp_unused_parameters",
     "data_parallel.ddp_no_sync",
+    "data_parallel.ddp_sparse",
     "data_parallel.ddp_join",
     "data_parallel.zero_join",
     "data_parallel.ddp_buffers",

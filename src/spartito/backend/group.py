@@ -25,6 +25,7 @@ from spartito.backend.identity import Identity
 from spartito.backend.memory import Bytes
 from spartito.backend.operations import Operations
 from spartito.backend.rows import joined, row_to_read, written
+from spartito.backend.sparse import sum_sparse
 from spartito.backend.splits import check_splits, parts_of
 from spartito.backend.work import Done, Receive
 
@@ -64,6 +65,11 @@ class SpartitoGroup(Identity):
         tensors = _listed(tensors)
         reduction, way, factor = _reduction(opts, tensors)
         numel = sum(map(Tensor.numel, tensors))
+        if any(tensor.is_sparse for tensor in tensors):
+            for tensor in tensors:
+                self._begin("all_reduce of sparse tensors", tensor.numel(), [tensor], 0, reduction)
+                sum_sparse(self._operations, tensor, self._size, reduction)
+            return Done(tensors)
         self._begin("all_reduce", numel, tensors, reduction=reduction)
         with joined(tensors) as row:
             _premultiply(row, way, factor)

@@ -26,13 +26,18 @@ class _Interface:
         self.__array_interface__ = {"version": 3, **interface}
 
 
-def check(tensor: Tensor) -> None:
-    """Raise `RefusedCallError` for a tensor that is not in this machine's memory as it is."""
+def check_device(tensor: Tensor) -> None:
+    """Raise `RefusedCallError` for a tensor that is not in this machine's memory."""
     if tensor.device.type != "cpu":
         raise RefusedCallError(
             f"a tensor on {tensor.device}, and the backend 'spartito' has tensors on the CPU",
             "Move it there, or take another backend for that device, as nccl.",
         )
+
+
+def check(tensor: Tensor) -> None:
+    """Raise `RefusedCallError` for a tensor that is not in this machine's memory as it is."""
+    check_device(tensor)
     if tensor.layout is not torch.strided:
         raise RefusedCallError(
             f"a tensor of layout {tensor.layout}", "Make it dense: tensor.to_dense()."

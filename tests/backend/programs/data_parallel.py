@@ -43,6 +43,23 @@ def ddp_many_buckets(folder: Path) -> Numbers:
     return trained(DDP(mlp(), bucket_cap_mb=0.001, gradient_as_bucket_view=True))
 
 
+def ddp_sparse(folder: Path) -> Numbers:
+    """Gradients of an embedding have the rows that this rank's batch looked up."""
+    torch.manual_seed(0)
+    table = nn.Embedding(20, WIDTH, sparse=True, dtype=torch.float64)
+    model = DDP(nn.Sequential(table, mlp()))
+    found: Numbers = []
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(STEPS):
+        torch.manual_seed(10 * step + dist.get_rank())
+        optimizer.zero_grad()
+        loss = model(torch.randint(20, (dist.get_rank() * 3,))).square().sum()
+        loss.backward()
+        optimizer.step()
+        found += [loss.item(), *sums(model)]
+    return found
+
+
 def ddp_static_graph(folder: Path) -> Numbers:
     return trained(DDP(mlp(), static_graph=True))
 
