@@ -25,7 +25,7 @@ import ctypes
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -206,13 +206,15 @@ class Memory:
         target, lines = self.step << 20 | part, self._lines
         return all(lines[cell + PART] >= target for _, cell, _ in self._peers.values())
 
-    def wait_for_part(self, part: int) -> None:
-        """Wait until the slots of all others have so many parts, and compare their calls."""
-        self.wait()
+    def wait_for_part(self, part: int, ranks: Sequence[int] | None = None) -> None:
+        """Wait until the slots of ``ranks`` have so many parts, and compare their calls."""
+        self.wait(ranks)
         lines, target = self._lines, self.step << 20 | part
-        for rank, cell, _ in self._peers.values():
+        ranks = self.peers if ranks is None else ranks
+        for rank in ranks:
+            cell = self._peers[rank][1]
             if lines[cell + PART] < target:
-                self._look_for(cell, self._parts[rank], target, PART)
+                self._look_for(ranks, cell, self._parts[rank], target, PART)
 
     def meet(self) -> None:
         """A step in which nothing is written."""
@@ -335,12 +337,12 @@ class Memory:
                     raise self._fail(late([self.names[rank] for rank in ranks], self.timeout))
 
     def _wait_for(
-        self, peers: Iterable[tuple[int, int, Word]], step: int, compare: bool = True
+        self, peers: Collection[tuple[int, int, Word]], step: int, compare: bool = True
     ) -> None:
         lines, call = self._lines, 2 + step % TAGS
         for rank, cell, word in peers:
             if lines[cell] < step:
-                self._look_for(cell, word, step)
+                self._look_for([one[0] for one in peers], cell, word, step)
             if compare and lines[cell + call] != self._mark:
                 raise self._fail(self._different(rank, cell))
 
@@ -356,8 +358,11 @@ class Memory:
             "All ranks of a group make the same calls in the same order.",
         )
 
-    def _look_for(self, cell: int, word: Word, target: int, offset: int = 0) -> None:
-        lines, cell = self._lines, cell + offset
+    def _look_for(
+        self, ranks: Sequence[int], cell: int, word: Word, target: int, offset: int = 0
+    ) -> None:
+        """Wait for the first of ``ranks`` that is late, whose line is at ``cell``."""
+        lines, peers, cell = self._lines, self._peers, cell + offset
         for _ in range(self._spins):
             if lines[cell] >= target:
                 return
@@ -365,7 +370,7 @@ class Memory:
             word,
             lambda: lines[cell],
             lambda: lines[cell] >= target,
-            lambda: [rank for rank, its, _ in self._peers.values() if lines[its + offset] < target],
+            lambda: [rank for rank in ranks if lines[peers[rank][1] + offset] < target],
         )
 
     def leave(self, error: BaseException) -> None:
