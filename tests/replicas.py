@@ -47,15 +47,8 @@ class Replicas:
 
         ``servers`` more processes play parameter servers, which return nothing.
         """
-        if not self._is_usable:
-            self.close()
-        while len(self._pool) < world_size + servers:
-            self._start()
-        cluster = _cluster(world_size, servers)
-        members = self._pool[: world_size + servers]
+        members = self._begin(job, world_size, servers, args, options)
         try:
-            for rank, (_, pipe) in enumerate(members):
-                pipe.send((job, args, options, _environment(rank, world_size, cluster)))
             end = time.monotonic() + timeout
             found = [self._receive(rank, job, end) for rank in range(len(members))]
             failures = [ReplicaError(rank, *x) for rank, (good, x) in enumerate(found) if not good]
@@ -69,6 +62,37 @@ class Replicas:
             self._is_usable = False
             raise
         return [returned for _, returned in found[:world_size]]
+
+    def outcomes(self, job: Job, world_size: int, *args: Any, timeout: float = 60) -> list[Any]:
+        """What each of ``world_size`` replicas returns, or its `ReplicaError`: some may die."""
+        members, found = self._begin(job, world_size, 0, args, {}), list[Any]()
+        end = time.monotonic() + timeout
+        try:
+            for rank in range(len(members)):
+                try:
+                    good, outcome = self._receive(rank, job, end)
+                    found.append(outcome if good else ReplicaError(rank, *outcome))
+                except ReplicaError as died:
+                    found.append(died)
+        finally:
+            self.close()
+        return found
+
+    def _begin(
+        self, job: Job, world_size: int, servers: int, args: Any, options: Any
+    ) -> list[tuple[Any, Connection]]:
+        """Have the first processes of the pool do a job."""
+        if not self._is_usable:
+            self.close()
+        while len(self._pool) < world_size + servers:
+            self._start()
+        cluster = _cluster(world_size, servers)
+        members = self._pool[: world_size + servers]
+        self._is_usable = False  # until all have the job
+        for rank, (_, pipe) in enumerate(members):
+            pipe.send((job, args, options, _environment(rank, world_size, cluster)))
+        self._is_usable = True
+        return members
 
     def _receive(self, rank: int, job: Job, end: float) -> tuple[bool, Any]:
         """Whether the job of ``rank`` succeeded, and what it returned."""

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import spartito as sp
 from spartito.checkpoint.parts import Slot
 from spartito.checkpoint.saving import Copies
-from spartito.errors import UserError
+from spartito.errors import TaskLostError, UserError
 from spartito.failpoints import ENV
 from tests.strategies.jobs import make_strategy
 
@@ -97,3 +97,47 @@ def fit_saving_later(name: str, options: dict[str, Any], folder: str) -> list[st
     assert (trainer.step, trainer.epoch) == (8, 2)
     strategy.close()
     return found
+
+
+def save_apart(name: str, options: dict[str, Any], folder: str) -> str:
+    """Save where only the chief finds its directory; the error of a full disk there."""
+    strategy = make_strategy(name, **options)
+    trainer, here = trainer_of(strategy), os.getcwd()
+    trainer.fit(data(), batch_size=8, verbose=0)
+    trainer.save(f"{folder}/now")
+    own = Path(folder, f"machine-{strategy.cluster.rank}")
+    own.mkdir()
+    os.chdir(own)  # a relative path is another directory on each
+    try:
+        trainer.save("now")
+        trainer.save("later", asynchronous=True)
+        trainer.wait()
+        if strategy.is_chief:
+            os.environ[ENV] = "storage.stream.begun:error"
+        try:
+            trainer.save("full")
+            said = ""
+        except UserError as error:
+            said = str(error)
+    finally:
+        os.environ.pop(ENV, None)
+        os.chdir(here)
+    trainer.save(f"{folder}/after")
+    strategy.close()
+    return said
+
+
+def die_later(name: str, options: dict[str, Any], folder: str, victim: int) -> str:
+    """What the others are told when a task dies in its thread, in the middle of a file."""
+    strategy = make_strategy(name, **options)
+    trainer = trainer_of(strategy)
+    trainer.fit(data(), batch_size=8, verbose=0)
+    trainer.save(f"{folder}/before")
+    if strategy.cluster.rank == victim:
+        os.environ[ENV] = "storage.stream.begun:kill"
+    trainer.save(f"{folder}/next", asynchronous=True)
+    try:
+        trainer.wait()
+    except TaskLostError as error:
+        return str(error)
+    return "nothing"
