@@ -82,8 +82,11 @@ QUICK = [
     command("train mnist --mesh data=1,modell", "'modell' is no axis", "data=2,model=2"),
     command("train mnist --mesh data=1,model=3 --workers 2", "a mesh of 3 tasks in a job of 2"),
     command(
-        'train mnist --mesh model=2 --strategy-options {"mesh":{"model":4}}', "Say once how large"
+        'train mnist --mesh model=2 --strategy-options {"mesh":{"model":4}}', "Say once what mesh"
     ),
+    command("train mnist --stages 0", "--stages 0 is less than 1"),
+    command("train mnist --stages 2 --strategy sharded", "--stages 2 under --strategy sharded"),
+    command("train mnist --stages 3 --workers 2", "Take a multiple of 3 tasks, or stages=2"),
     # Who is in the job
     command("run script.py", "TF_CONFIG: '{' is not JSON", env={"TF_CONFIG": "{"}),
     command("run script.py", "has no 'task'", env=NO_TASK),

@@ -43,9 +43,16 @@ def new_run_folder(recipe: str) -> str:
     return f"runs/{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
+MOST_KNOWN = 24
+"""So many names are listed at most where one is unknown."""
+
+
 def nearest(name: str, choices: Iterable[str]) -> str:
-    """What to say about an unknown ``name``: the nearest of ``choices``, then all of them."""
+    """What to say about an unknown ``name``: the nearest of ``choices``, then they, if few."""
     known = sorted(choices)
     close = get_close_matches(name, known, n=1, cutoff=0.5)
     guess = f"Did you mean {close[0]!r}? " if close else ""
-    return f"{guess}Known: {', '.join(known)}."
+    if len(known) <= MOST_KNOWN:
+        return f"{guess}Known: {', '.join(known)}."
+    close = get_close_matches(name, known, n=5, cutoff=0.3) or known[:5]
+    return f"{guess}There are {len(known)}, as {', '.join(close)}."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 
@@ -30,6 +31,36 @@ def test_what_was_asked_for_besides_must_fit() -> None:
     with pytest.raises(UserError, match="a mesh of 2 tasks in a job of 4"):
         job.choose(job.roles())
     assert JobSpec(program=PROGRAM, strategy_options='{"model": 2}').workers_on(1) is None
+
+
+def test_stages_say_how_many_tasks_there_are() -> None:
+    job = JobSpec(program=PROGRAM, stages=4, microbatches=6)
+    assert job.environment({})[ENV_STRATEGY] == "pipeline"
+    options = json.loads(job.environment({})[ENV_STRATEGY_OPTIONS])
+    assert options == {"stages": 4, "microbatches": 6}
+    assert (job.workers_on(1), job.workers_on(2)) == (4, 2)
+    with pytest.raises(UserError, match="a pipeline of 4 tasks on 3 machines"):
+        job.workers_on(3)
+    assert JobSpec(program=PROGRAM, stages=2, workers=4).workers_on(1) == 4
+    options = {"schedule": "interleaved"}
+    each = JobSpec(program=PROGRAM, stages=4, strategy_options=json.dumps(options))
+    assert each.workers_on(1) == 2
+    cube = JobSpec(program=PROGRAM, mesh="pipeline=2,model=2", stages=2)
+    assert (cube.strategy, cube.workers_on(1)) == ("pipeline", 4)
+    assert JobSpec(program=PROGRAM, microbatches=2).workers_on(1) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"stages": 2, "strategy": "sharded"}, "--stages 2 under --strategy sharded"),
+        ({"microbatches": 2, "strategy": "mesh"}, "has no microbatches"),
+        ({"stages": 2, "strategy_options": '{"stages": 3}'}, "Say once what stages is"),
+    ],
+)
+def test_stages_are_those_of_a_pipeline(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        JobSpec(program=PROGRAM, **options)
 
 
 @pytest.mark.parametrize("text", ["", "model", "model=0", "model=2,model=2", "=2", "model=two"])

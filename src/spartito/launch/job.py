@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 
 from spartito.cluster.endpoints import parse_range
 from spartito.errors import UserError
+from spartito.launch.axes import mesh_size, parse_axes, pipeline_size
 from spartito.launch.roles import Roles
 from spartito.launch.target import check_program
 from spartito.names import (
@@ -143,6 +143,9 @@ class JobSpec:
         mesh: short for the option ``mesh``, as ``data=2,model=2``; the strategy is then mesh
             (pipeline, with an axis of this name), and
             the axes say how many tasks compute.
+        stages: short for the option ``stages``; the strategy is then pipeline, with a task for
+            each stage unless ``workers`` or ``mesh`` say more.
+        microbatches: short for the option ``microbatches``, of a pipeline too.
         workers: the tasks that compute, on each machine or in all, as the launcher says; None
             leaves their number to it.
         ps: the parameter servers.
@@ -165,6 +168,14 @@ class JobSpec:
         "(pipeline, with an axis of this name), "
         "unless another is named, and the axes say how many tasks compute.",
         metavar="AXES",
+    )
+    stages: int | None = option(
+        "Parts into which a pipeline divides the layers of a model; the strategy is then pipeline, "
+        "and a task computes each stage, unless --workers or --mesh say more.",
+        least=1,
+    )
+    microbatches: int | None = option(
+        "Parts of a batch that pass the stages of a pipeline in turn.", least=1
     )
     workers: int | None = option(
         "Tasks that compute: on each machine under run and train (one per GPU, or one, by "
@@ -198,25 +209,37 @@ class JobSpec:
             strategy_info(self.strategy)
         if self.strategy_options is not None:
             _check_options(self.strategy_options)
+        self._take_in("--stages", self.stages, "stages", self.stages, "pipeline")
+        self._take_in(
+            "--microbatches", self.microbatches, "microbatches", self.microbatches, "pipeline"
+        )
         if self.mesh is not None:
-            given = json.loads(self.strategy_options or "{}")
             axes = parse_axes(self.mesh)
-            if given.get("mesh", axes) != axes:
-                raise UserError(
-                    f"--mesh {self.mesh} and --strategy-options {self.strategy_options}",
-                    "Say once how large the mesh is.",
-                )
-            object.__setattr__(self, "strategy_options", json.dumps({**given, "mesh": axes}))
             stands_for = "pipeline" if "pipeline" in axes else "mesh"
-            object.__setattr__(self, "strategy", self.strategy or stands_for)
+            self._take_in("--mesh", self.mesh, "mesh", axes, self.strategy or stands_for)
+
+    def _take_in(self, flag: str, said: Any, name: str, value: Any, strategy: str) -> None:
+        """Make ``value`` the option ``name`` of the strategy, which ``flag`` is short for."""
+        if value is None:
+            return
+        if self.strategy not in (None, strategy):
+            raise UserError(
+                f"{flag} {said} under --strategy {self.strategy}, which has no {name}",
+                f"Leave it out, or choose --strategy {strategy}.",
+            )
+        given = json.loads(self.strategy_options or "{}")
+        if given.get(name, value) != value:
+            raise UserError(
+                f"{flag} {said} and --strategy-options {self.strategy_options}",
+                f"Say once what {name} is.",
+            )
+        object.__setattr__(self, "strategy_options", json.dumps({**given, name: value}))
+        object.__setattr__(self, "strategy", strategy)
 
     @property
     def mesh_size(self) -> int | None:
         """How many tasks the mesh of the job has; None where none is given."""
-        axes = json.loads(self.strategy_options or "{}").get("mesh")
-        if not isinstance(axes, dict) or not all(isinstance(n, int) for n in axes.values()):
-            return None
-        return math.prod(axes.values())
+        return mesh_size(json.loads(self.strategy_options or "{}"))
 
     def workers_on(self, machines: int) -> int | None:
         """The workers that each of so many machines gets.
@@ -225,19 +248,22 @@ class JobSpec:
             machines: the machines.
 
         Returns:
-            As asked, else what the mesh says; None leaves it to the launcher.
+            As asked, else what the mesh or the stages say; None leaves it to the launcher.
 
         Raises:
-            UserError: the mesh does not divide among the machines.
+            UserError: mesh or stages do not divide among the machines.
         """
-        if self.workers is not None or self.mesh_size is None:
+        if self.workers is not None:
             return self.workers
-        if self.mesh_size % machines:
+        options = json.loads(self.strategy_options or "{}")
+        tasks = self.mesh_size or pipeline_size(self.strategy, options)
+        if tasks is not None and tasks % machines:
             raise UserError(
-                f"a mesh of {self.mesh_size} tasks on {machines} machines",
+                f"{'a mesh' if self.mesh_size else 'a pipeline'} of {tasks} tasks on {machines} "
+                "machines",
                 "Take one whose size the machines divide, or say --workers.",
             )
-        return self.mesh_size // machines
+        return tasks and tasks // machines
 
     def argv(self) -> tuple[str, ...]:
         """The words after ``python`` for tasks that see the folders of this machine.
@@ -360,30 +386,6 @@ def check_folders_of_recipe(program: Program, command: str) -> None:
                 f"{name} after -- is what 'spartito cluster {command}' itself wants to know",
                 f"Write {name} before the --.",
             )
-
-
-def parse_axes(text: str) -> dict[str, int]:
-    """The axes of a mesh that was typed.
-
-    Args:
-        text: As ``data=2,model=2``.
-
-    Returns:
-        Their sizes, in this order.
-
-    Raises:
-        UserError: It is no such list.
-    """
-    axes: dict[str, int] = {}
-    for word in text.split(","):
-        name, _, size = (part.strip() for part in word.partition("="))
-        if not name or not size.isdecimal() or not int(size) or name in axes:
-            raise UserError(
-                f"--mesh {text}: {word!r} is no axis, or one twice",
-                "Write each axis once with its size: data=2,model=2",
-            )
-        axes[name] = int(size)
-    return axes
 
 
 def _check_options(options: str) -> None:

@@ -1,0 +1,65 @@
+"""How many tasks a model is divided among, as the options of its strategy say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from spartito.errors import UserError
+
+
+def parse_axes(text: str) -> dict[str, int]:
+    """The axes of a mesh that was typed.
+
+    Args:
+        text: As ``data=2,model=2``.
+
+    Returns:
+        Their sizes, in this order.
+
+    Raises:
+        UserError: It is no such list.
+    """
+    axes: dict[str, int] = {}
+    for word in text.split(","):
+        name, _, size = (part.strip() for part in word.partition("="))
+        if not name or not size.isdecimal() or not int(size) or name in axes:
+            raise UserError(
+                f"--mesh {text}: {word!r} is no axis, or one twice",
+                "Write each axis once with its size: data=2,model=2",
+            )
+        axes[name] = int(size)
+    return axes
+
+
+def mesh_size(options: Mapping[str, Any]) -> int | None:
+    """The tasks of a mesh.
+
+    Args:
+        options: The keyword arguments of a strategy.
+
+    Returns:
+        Their number; None where no mesh is given.
+    """
+    axes = options.get("mesh")
+    if not isinstance(axes, dict) or not all(isinstance(size, int) for size in axes.values()):
+        return None
+    return math.prod(axes.values())
+
+
+def pipeline_size(strategy: str | None, options: Mapping[str, Any]) -> int | None:
+    """The tasks of one pipeline, where its stages are given.
+
+    Args:
+        strategy: Its name.
+        options: Its keyword arguments.
+
+    Returns:
+        Their number; None for other strategies, and for stages that do not divide.
+    """
+    usual = 2 if options.get("schedule") == "interleaved" else 1
+    stages, each = options.get("stages"), options.get("stages_per_task") or usual
+    if strategy != "pipeline" or not isinstance(stages, int) or not isinstance(each, int):
+        return None
+    return stages // each if stages > 0 and each > 0 and stages % each == 0 else None
