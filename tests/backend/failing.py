@@ -198,6 +198,7 @@ def refused(backend: str) -> dict[str, tuple[list[str], str]]:
         "splits": lambda: dist.all_to_all_single(
             torch.ones(size), torch.ones(size), [size + 1, *[0] * (size - 1)], None
         ),
+        "root": lambda: dist.broadcast(torch.ones(3), size + 4),
         "list": lambda: dist.all_gather([torch.ones(3)], torch.ones(3)),
     }
     found = {}

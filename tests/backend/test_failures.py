@@ -182,6 +182,7 @@ REFUSED = {
     "sizes": "",
     "splits": "",
     "list": "",
+    "root": "root 6 in a group of 2 ranks",
 }
 
 

@@ -83,7 +83,7 @@ class SpartitoGroup(Identity):
         """Reduce a tensor over the group; the root gets the result."""
         tensors = _listed(tensors)
         reduction, way, factor = _reduction(opts, tensors)
-        root = _root(opts)
+        root = self._root(opts)
         self._begin("reduce", tensors[0].numel(), tensors, root, reduction)
         with joined(tensors) as row:
             if factor is not None and root != self._rank:
@@ -97,7 +97,7 @@ class SpartitoGroup(Identity):
     def broadcast(self, tensors: Tensors, opts: Any = None) -> Done:
         """Give all ranks the tensor of the root."""
         tensors = _listed(tensors)
-        root = _root(opts)
+        root = self._root(opts)
         self._begin("broadcast", tensors[0].numel(), tensors, root)
         with written(tensors) as rows:
             for row in rows:
@@ -142,7 +142,7 @@ class SpartitoGroup(Identity):
     def gather(self, outputs: Any, inputs: Tensors, opts: Any = None) -> Done:
         """Gather the tensor of each rank on the root."""
         (tensor,) = _listed(inputs)
-        root = _root(opts)
+        root = self._root(opts)
         targets = _first(outputs) if self._rank == root else []
         if self._rank == root:
             self._same("gather", targets, tensor)
@@ -157,7 +157,7 @@ class SpartitoGroup(Identity):
     def scatter(self, outputs: Tensors, inputs: Any, opts: Any = None) -> Done:
         """Give each rank its tensor of the list that the root has."""
         (output,) = _listed(outputs)
-        root = _root(opts)
+        root = self._root(opts)
         sources = _first(inputs) if self._rank == root else []
         if self._rank == root:
             self._same("scatter", sources, output)
@@ -275,6 +275,16 @@ class SpartitoGroup(Identity):
         dtype = tensors[0].dtype if tensors else None
         self._operations.begin(encode(operation, numel, dtype, root, reduction))
 
+    def _root(self, opts: Any) -> int:
+        """The root of an operation: in its options, or given as it is."""
+        root = int(getattr(opts, "rootRank", opts or 0))
+        if not 0 <= root < self._size:
+            raise RefusedCallError(
+                f"root {root} in a group of {self._size} ranks",
+                f"Name one of the ranks 0 to {self._size - 1} of the group.",
+            )
+        return root
+
     def _average(self, row: Bytes, way: Arithmetic, reduction: str) -> None:
         if reduction == "AVG":
             way.divide(row, self._size)
@@ -363,11 +373,6 @@ def _listed(tensors: Tensors) -> list[Tensor]:
 def _first(lists: Any) -> list[Tensor]:
     """The one list of a list of lists, or the list itself."""
     return list(lists if isinstance(lists[0], Tensor) else lists[0])
-
-
-def _root(opts: Any) -> int:
-    """The root of an operation: in its options, or given as it is."""
-    return int(getattr(opts, "rootRank", opts or 0))
 
 
 def _reduction(opts: Any, tensors: Sequence[Tensor]) -> tuple[str, Arithmetic, float | None]:
