@@ -218,6 +218,24 @@ def test_the_memory_of_one_copy(central: int, told: bool) -> None:
     assert any("its largest task takes 300 MB, that of mirrored 390 MB" in s for s in said) == told
 
 
+def test_the_memory_of_models_in_parts() -> None:
+    def said(mesh: int, pipeline: int) -> str:
+        runs = [
+            run(name, tasks=workers(2, peak_memory_bytes=peak * 1_000_000))
+            for name, peak in {"mirrored": 800, "mesh": mesh, "pipeline": pipeline}.items()
+        ]
+        return the("that of mirrored", say(*runs))
+
+    assert said(500, 600) == (
+        "mesh keeps a shard of each large tensor on each task: its largest task takes 500 MB, "
+        "that of mirrored 800 MB (pipeline 600 MB)."
+    )
+    assert said(810, 805) == (
+        "This model is too small to save memory by dividing it: the largest task of pipeline takes "
+        "805 MB, that of mirrored 800 MB."
+    )
+
+
 def test_the_staleness_of_updates() -> None:
     tasks = [*workers(2), server({0: 50, 1: 25, 3: 25})]
     said = say(run("mirrored"), run("parameter_server", tasks=tasks, ps=1))

@@ -2,17 +2,30 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from statistics import stdev
 
+from spartito.comparison.report.differences import (
+    MARGIN,
+    is_behind,
+    is_close,
+    is_number,
+    is_same_speed,
+    is_same_time,
+    noise_known,
+    noise_of,
+    not_behind,
+    ranked,
+    rate_of,
+    seconds_of,
+    simplest,
+    variation,
+)
 from spartito.comparison.report.results import SHORTEST_CURVE, Comparison, Figures
-from spartito.registry import is_asynchronous, simplest_first
+from spartito.registry import is_asynchronous
 from spartito.report.figures import (
     duration,
     figure,
     higher_is_better,
-    is_fraction,
     label,
     points,
     size,
@@ -23,13 +36,6 @@ UNSTEADY = 0.5
 
 MOST = 6
 """Sentences that a reader takes in before the table."""
-
-MARGIN = 0.05
-"""The fraction by which two speeds or times differ at least before we call them different.
-
-Two that differ by less are equal. Two that differ by more, but not beyond their noise, are not
-equal: they cannot be told apart.
-"""
 
 
 def sentences(found: Comparison) -> list[str]:
@@ -53,13 +59,13 @@ def _recommendation(found: Comparison) -> str:
         return f"Only {done[0].strategy} was run, so there is no other to compare it with."
     if len(done) == 1:
         return f"Only {done[0].strategy} ended well, so there is no other to choose."
-    good = _not_behind(done)
+    good = not_behind(done)
     reached = [run for run in good if run.seconds_to_goal is not None]
     if reached and found.goal is not None:
-        first = min(reached, key=_seconds)
-        equal = [run for run in reached if _is_same_time(run, first)]
-        pick = _simplest(equal)
-        after = duration(_seconds(pick))
+        first = min(reached, key=seconds_of)
+        equal = [run for run in reached if is_same_time(run, first)]
+        pick = simplest(equal)
+        after = duration(seconds_of(pick))
         if len(equal) == 1:
             return f"Choose {pick.strategy}: it is the first to reach {found.goal}, after {after}."
         return (
@@ -67,10 +73,10 @@ def _recommendation(found: Comparison) -> str:
             f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
             + _doubt(equal)
         )
-    fastest = max(good, key=_rate)
-    equal = [run for run in good if _is_same_speed(run, fastest)]
-    pick = _simplest(equal)
-    faster = [run for run in done if run not in good and _rate(run) > _rate(pick)]
+    fastest = max(good, key=rate_of)
+    equal = [run for run in good if is_same_speed(run, fastest)]
+    pick = simplest(equal)
+    faster = [run for run in done if run not in good and rate_of(run) > rate_of(pick)]
     speed = _per_second(pick)
     if faster:
         return (
@@ -84,17 +90,17 @@ def _recommendation(found: Comparison) -> str:
             + _doubt(equal)
         )
     return f"Choose {pick.strategy}: it is clearly the fastest ({speed})" + (
-        f" and its {label(pick.quality)} is not behind the others'." if _noise_known(done) else "."
+        f" and its {label(pick.quality)} is not behind the others'." if noise_known(done) else "."
     )
 
 
 def _doubt(equal: Sequence[Figures]) -> str:
     """What to do where speeds that differ much look equal only because one of them jumps."""
-    worst = max(equal, key=_variation)
-    if len(worst.rates) > 1 or _variation(worst) < UNSTEADY:
+    worst = max(equal, key=variation)
+    if len(worst.rates) > 1 or variation(worst) < UNSTEADY:
         return ""
     return (
-        f" But the speed of {worst.strategy} varied by {_variation(worst):.0%} from epoch to "
+        f" But the speed of {worst.strategy} varied by {variation(worst):.0%} from epoch to "
         "epoch, so repeat this with --repeat 3 before you rely on it."
     )
 
@@ -119,7 +125,7 @@ def _goal(found: Comparison) -> str | None:
     if found.goal is None:
         return None
     done = found.done
-    reached = sorted((r for r in done if r.seconds_to_goal is not None), key=_seconds)
+    reached = sorted((r for r in done if r.seconds_to_goal is not None), key=seconds_of)
     missed = [run for run in done if run.seconds_to_goal is None]
     if not reached:
         best = [run for run in done if run.best is not None]
@@ -129,7 +135,7 @@ def _goal(found: Comparison) -> str | None:
         closest = pick(best, key=lambda run: run.best or 0.0)
         value = figure(closest.quality, closest.best)
         return f"No strategy reached {found.goal}; {closest.strategy} came closest with {value}."
-    times = ", ".join(f"{run.strategy} after {duration(_seconds(run))}" for run in reached)
+    times = ", ".join(f"{run.strategy} after {duration(seconds_of(run))}" for run in reached)
     return f"Training until {found.goal}: {times}" + (
         f"; {_names(missed)} did not reach it." if missed else "."
     )
@@ -137,12 +143,12 @@ def _goal(found: Comparison) -> str | None:
 
 def _speed(found: Comparison) -> str | None:
     """The fastest, and by how much."""
-    first, *others = sorted(found.done, key=_rate, reverse=True)
+    first, *others = sorted(found.done, key=rate_of, reverse=True)
     if not others:
         return f"{first.strategy} does {_per_second(first)}."
     second = others[0]
-    near = [run for run in others if _is_same_speed(run, first)]
-    if near and all(_is_close(run, first) for run in near):
+    near = [run for run in others if is_same_speed(run, first)]
+    if near and all(is_close(run, first) for run in near):
         return (
             f"{_names([first, *near])} are equally fast: "
             f"between {_per_second(first)} and {_per_second(near[-1])}."
@@ -152,11 +158,11 @@ def _speed(found: Comparison) -> str | None:
         why = (
             "their repeats overlap"
             if all(len(run.rates) > 1 for run in (first, *near))
-            else f"their epochs vary by up to {max(map(_variation, (first, *near))):.0%}; "
+            else f"their epochs vary by up to {max(map(variation, (first, *near))):.0%}; "
             "more epochs, or --repeat 3, may tell"
         )
         return f"Which is faster cannot be told: {speeds} ({why})."
-    ratio = _rate(first) / _rate(second)
+    ratio = rate_of(first) / rate_of(second)
     return (
         f"{first.strategy} does {_per_second(first)}, {ratio:.2f} times as many as "
         f"{second.strategy} with {_per_second(second)}."
@@ -165,20 +171,20 @@ def _speed(found: Comparison) -> str | None:
 
 def _quality(found: Comparison) -> str | None:
     """Whether the models differ by more than their curves jump."""
-    runs = [run for run in found.done if _is_number(run.final)]
+    runs = [run for run in found.done if is_number(run.final)]
     if len(runs) < 2:
         return None
     name = runs[0].quality
-    best, worst = _ranked(runs)[0], _ranked(runs)[-1]
+    best, worst = ranked(runs)[0], ranked(runs)[-1]
     ends = f"{figure(name, best.final)} ({best.strategy})"
     ends += f" and {figure(name, worst.final)} ({worst.strategy})"
-    if not _noise_known(runs):
+    if not noise_known(runs):
         return (
             f"The final {label(name)} lies between {ends}; with fewer than {SHORTEST_CURVE} "
             "epochs and no repeats nobody can tell whether that is more than noise."
         )
-    spread = _noise_of(best, worst)
-    behind = [run for run in _ranked(runs) if _is_behind(run, best)]
+    spread = noise_of(best, worst)
+    behind = [run for run in ranked(runs) if is_behind(run, best)]
     if behind:
         return (
             f"{_names(behind)} {'ends' if len(behind) == 1 else 'end'} at a worse {label(name)}: "
@@ -202,12 +208,12 @@ def _slow(found: Comparison) -> str | None:
     free = [run for run in slowed if is_asynchronous(run.strategy)]
     if not waiting:
         return None
-    synchronous = max(waiting, key=_rate)
+    synchronous = max(waiting, key=rate_of)
     if free:
-        other = max(free, key=_rate)
-        if _rate(other) > _rate(synchronous) and not _is_same_speed(other, synchronous):
+        other = max(free, key=rate_of)
+        if rate_of(other) > rate_of(synchronous) and not is_same_speed(other, synchronous):
             return (
-                f"{given}, {other.strategy} does {_rate(other) / _rate(synchronous):.2f} times "
+                f"{given}, {other.strategy} does {rate_of(other) / rate_of(synchronous):.2f} times "
                 f"the examples/s of {synchronous.strategy}, whose replicas wait for the slowest "
                 "at every step."
             )
@@ -226,8 +232,8 @@ def _one_device(found: Comparison) -> str | None:
     others = [run for run in found.done if run.workers > 1]
     if alone is None or not others:
         return None
-    best = max(others, key=_rate)
-    if _rate(best) > _rate(alone) and not _is_same_speed(best, alone):
+    best = max(others, key=rate_of)
+    if rate_of(best) > rate_of(alone) and not is_same_speed(best, alone):
         return None
     waits = best.waited_for_tasks
     why = "" if waits is None else f"; {waits:.0%} of their time goes into waiting for one another"
@@ -241,11 +247,11 @@ def _one_device(found: Comparison) -> str | None:
 def _batch(found: Comparison) -> str | None:
     """What the largest batch does to the model, against the batch that served it best."""
     for strategy, runs in found.points("batch_size").items():
-        known = [run for run in runs if _is_number(run.final)]
+        known = [run for run in runs if is_number(run.final)]
         if len(known) < 2:
             continue
-        best, largest = _ranked(known)[0], known[-1]
-        if _noise_known([best, largest]) and _is_behind(largest, best):
+        best, largest = ranked(known)[0], known[-1]
+        if noise_known([best, largest]) and is_behind(largest, best):
             name = best.quality
             return (
                 f"A batch of {largest.batch_size:,} is too large for this training: under "
@@ -260,28 +266,46 @@ def _workers(found: Comparison) -> str | None:
     curves = list(found.points("workers").values())
     if not curves:
         return None
-    runs = max(curves, key=lambda runs: _rate(runs[-1]))
+    runs = max(curves, key=lambda runs: rate_of(runs[-1]))
     first, last = runs[0], runs[-1]
     grown = last.workers / first.workers
     return (
         f"From {first.workers} to {last.workers} workers {last.strategy} goes from "
-        f"{_per_second(first)} to {_per_second(last)}, {_rate(last) / _rate(first):.2f} times; "
+        f"{_per_second(first)} to {_per_second(last)}, {rate_of(last) / rate_of(first):.2f} times; "
         f"{grown:g} times would be ideal."
     )
 
 
+_KEEPS = {
+    "central_storage": "keeps the parameters once",
+    "sharded": "keeps a shard of the parameters on each task",
+    "mesh": "keeps a shard of each large tensor on each task",
+    "pipeline": "keeps some of the layers on each task",
+}
+
+
 def _memory(found: Comparison) -> str | None:
-    """What one shared copy of the parameters saves."""
-    runs = {run.strategy: run for run in found.done if run.memory}
-    central, mirrored = runs.get("central_storage"), runs.get("mirrored")
-    if central is None or mirrored is None:
+    """What it saves to keep the parameters once, or in parts."""
+    peaks = {run.strategy: run.peak_memory for run in found.done if run.memory}
+    whole = peaks.get("mirrored") or peaks.get("multi_worker_mirrored")
+    kept = {name: peaks[name] or 0 for name in _KEEPS if peaks.get(name)}
+    if not whole or not kept:
         return None
-    one, copies = central.peak_memory, mirrored.peak_memory
-    if one is None or copies is None or one > (1 - MARGIN) * copies:
+    less = sorted((peak, name) for name, peak in kept.items() if peak <= (1 - MARGIN) * whole)
+    if less:
+        (peak, best), *others = less
+        also = ", ".join(f"{name} {size(peak)}" for peak, name in others)
+        return (
+            f"{best} {_KEEPS[best]}: its largest task takes {size(peak)}, "
+            f"that of mirrored {size(whole)}" + (f" ({also})." if also else ".")
+        )
+    parts = {name: peak for name, peak in kept.items() if name != "central_storage"}
+    if not parts:
         return None
+    best = min(parts, key=lambda name: parts[name])
     return (
-        f"central_storage keeps the parameters once: its largest task takes {size(one)}, "
-        f"that of mirrored {size(copies)}."
+        f"This model is too small to save memory by dividing it: the largest task of {best} takes "
+        f"{size(parts[best])}, that of mirrored {size(whole)}."
     )
 
 
@@ -307,93 +331,6 @@ def _failures(found: Comparison) -> list[str]:
         parts = [f"{len(run.failures)} of {run.strategy}" for run in some]
         said.append(f"Some repeats failed and are left out: {_listed(parts)}.")
     return said
-
-
-def _not_behind(runs: Sequence[Figures]) -> list[Figures]:
-    """Those whose model is as good as the best one's, as far as the noise lets us see."""
-    known = [run for run in runs if _is_number(run.final)]
-    if not known:
-        return [run for run in runs if run.final is None] or list(runs)
-    best = _ranked(known)[0]
-    return [run for run in known if not _is_behind(run, best)]
-
-
-def _is_behind(run: Figures, best: Figures) -> bool:
-    """Whether ``run`` ended worse than ``best`` by more than twice the noise of a difference."""
-    if not _is_number(run.final) or run.final is None or best.final is None:
-        return True
-    gap = abs(run.final - best.final)
-    if _noise_known([run, best]):
-        return gap > 2 * _noise_of(run, best)
-    # Too few epochs for noise: only what nobody would take for noise counts.
-    return gap > (MARGIN if is_fraction(best.quality) else MARGIN * abs(best.final))
-
-
-def _ranked(runs: Sequence[Figures]) -> list[Figures]:
-    """By how well the model ended, best first."""
-    sign = -1.0 if higher_is_better(runs[0].quality) else 1.0
-    return sorted(runs, key=lambda run: sign * (run.final or 0.0))
-
-
-def _noise_of(one: Figures, other: Figures) -> float:
-    """The noise of the difference between two runs' figures."""
-    return math.hypot(_noise(one) or 0.0, _noise(other) or 0.0)
-
-
-def _noise_known(runs: Sequence[Figures]) -> bool:
-    return all(_noise(run) is not None for run in runs)
-
-
-def _noise(run: Figures) -> float | None:
-    """By how much a repeat may end elsewhere: what its curve and its repeats tell."""
-    told = [run.noise.get(run.quality), stdev(run.finals) if len(run.finals) > 1 else None]
-    return max((value for value in told if value is not None), default=None)
-
-
-def _is_close(one: Figures, other: Figures) -> bool:
-    """Whether two speeds differ so little that nobody minds which it is."""
-    return abs(_rate(one) - _rate(other)) <= MARGIN * max(_rate(one), _rate(other))
-
-
-def _is_same_speed(one: Figures, other: Figures) -> bool:
-    """Whether two speeds are close, or cannot be told apart."""
-    if len(one.rates) > 1 and len(other.rates) > 1:
-        overlap = min(one.rates) <= max(other.rates) and min(other.rates) <= max(one.rates)
-        return overlap or _is_close(one, other)
-    return abs(_rate(one) - _rate(other)) <= _speed_margin(one, other)
-
-
-def _variation(run: Figures) -> float:
-    """How much the speed of its epochs varies, as a fraction of it."""
-    return (run.rate_noise or 0.0) / (_rate(run) or math.inf)
-
-
-def _is_same_time(one: Figures, other: Figures) -> bool:
-    """Whether two times to the goal differ by no more than the speeds of their epochs do."""
-    relative = _speed_margin(one, other) / max(_rate(one), _rate(other))
-    return abs(_seconds(one) - _seconds(other)) <= relative * max(_seconds(one), _seconds(other))
-
-
-def _speed_margin(one: Figures, other: Figures) -> float:
-    """Examples per second that two runs may differ by without meaning."""
-    noise = math.hypot(one.rate_noise or 0.0, other.rate_noise or 0.0)
-    return max(2 * noise, MARGIN * max(_rate(one), _rate(other)))
-
-
-def _simplest(runs: Sequence[Figures]) -> Figures:
-    return min(runs, key=lambda run: simplest_first(run.strategy))
-
-
-def _rate(run: Figures) -> float:
-    return run.rate or 0.0
-
-
-def _seconds(run: Figures) -> float:
-    return math.inf if run.seconds_to_goal is None else run.seconds_to_goal
-
-
-def _is_number(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
 
 
 def _per_second(run: Figures) -> str:
