@@ -130,6 +130,13 @@ def test_only_classes_that_count_weigh() -> None:
     )
     assert (total.item(), weight) == (0.0, 0.0)
     total.backward()  # a batch in which nothing counts has gradients, of 0
+    labels = torch.tensor([156, 3, 200, 3], dtype=torch.uint8)
+    for weights in (torch.arange(201.0), None):
+        loss = nn.CrossEntropyLoss(weight=weights)
+        scores = torch.randn(4, 201, generator=torch.Generator().manual_seed(2))
+        got = evaluate_loss(loss, scores, batch(FOUR, labels))
+        mean = got[0] / got[1] if isinstance(got, tuple) else got
+        torch.testing.assert_close(mean, loss(scores, labels))
     probabilities = torch.full((4, 3), 1 / 3)
     weighted = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))
     got = evaluate_loss(weighted, output[..., 0].detach(), batch(FOUR, probabilities))

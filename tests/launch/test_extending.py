@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -63,6 +64,30 @@ def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comman
         found.write("train.py", SCRIPT)
         found.write("fit.py", FIT)
         yield found
+
+
+def test_a_launcher_that_cannot_be_loaded_leaves_the_others_be(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    about = tmp_path / "broken-1.dist-info"
+    about.mkdir()
+    (about / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    (about / "entry_points.txt").write_text("[spartito.launchers]\nbroken = nowhere:Launcher\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    def cluster(*words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "spartito", "cluster", *words],
+            capture_output=True,
+            text=True,
+            timeout=100,
+        )
+
+    assert "services:" in cluster("compose", "mnist", "--workers", "2").stdout
+    refused = cluster("broken", "mnist", "--queue", "long")
+    assert refused.returncode == 2
+    assert "the launcher 'broken' cannot be loaded from nowhere:Launcher: " in refused.stderr
+    assert "Traceback" not in refused.stderr
 
 
 def test_the_packages_of_the_page(commands: Commands) -> None:

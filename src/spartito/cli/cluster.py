@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from spartito.cli.options import Arguments, Target, job_of, taken_from, with_options
+from spartito.errors import UserError
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.job import JobSpec, Launcher, Program, added_launchers
@@ -69,8 +70,20 @@ def _add(name: str, kind: type[Launcher]) -> None:
     cluster_app.command(name, help=cleandoc(about))(command)
 
 
+def _refuse(name: str, error: UserError) -> None:
+    """Make a launcher that cannot be loaded a command that says why, and leaves the others be."""
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+    @cluster_app.command(name, help="Cannot be loaded.", context_settings=anything)
+    def command() -> None:
+        raise error
+
+
 for _name, _kind in {"compose": Compose, "slurm": Slurm, **added_launchers()}.items():
-    _add(_name, _kind)
+    if isinstance(_kind, UserError):
+        _refuse(_name, _kind)
+    else:
+        _add(_name, _kind)
 
 
 @cluster_app.command()

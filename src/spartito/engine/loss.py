@@ -238,10 +238,11 @@ def _class_weight(loss: nn.CrossEntropyLoss | nn.NLLLoss, target: Tensor) -> int
     ignored = loss.ignore_index
     if loss.weight is None and target.is_cpu:
         return count_kept(target, ignored)
-    counted = torch.ne(target, ignored)
+    labels = target.long()  # of bytes, -100 would be 156, and an index a mask
+    counted = torch.ne(labels, ignored)
     if loss.weight is None:
         return counted.count_nonzero()
-    return (loss.weight[target.masked_fill(~counted, 0)] * counted).sum()
+    return (loss.weight[labels.masked_fill(~counted, 0)] * counted).sum()
 
 
 _CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss)

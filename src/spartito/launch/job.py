@@ -363,17 +363,17 @@ class Launcher(Protocol):
         ...
 
 
-def added_launchers() -> dict[str, type[Launcher]]:
-    """The launchers of installed packages, by name; `UserError` for one that cannot be loaded."""
-    found: dict[str, type[Launcher]] = {}
+def added_launchers() -> dict[str, type[Launcher] | UserError]:
+    """The launchers of installed packages, by name; for one that cannot be loaded, why."""
+    found: dict[str, type[Launcher] | UserError] = {}
     for point in added_by_packages(GROUP):
         try:
             found[point.name] = point.load()
         except Exception as error:
-            raise UserError(
+            found[point.name] = UserError(
                 f"the launcher {point.name!r} cannot be loaded from {point.value}: {error}",
                 "Fix or uninstall the package that adds it.",
-            ) from error
+            )
     return found
 
 

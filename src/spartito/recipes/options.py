@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import UserError
 from spartito.names import ENV_RUN_DIR, RECIPE_SEED, new_run_folder
+from spartito.report.lines import line_of
 from spartito.strategies import Strategy
 from spartito.training.trainer import Trainer
 
@@ -90,7 +90,7 @@ def finish(trainer: Trainer, options: Options) -> None:
     for name, path in where.items():
         print(f"{name:<7}{path}")
     if options.json:
-        print(json.dumps({**last, "epochs": trainer.epoch, "steps": trainer.step, **where}))
+        print(line_of({**last, "epochs": trainer.epoch, "steps": trainer.step, **where}))
 
 
 def _model_in(checkpoint: Path) -> Path:

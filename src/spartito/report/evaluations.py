@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.report.figures import VALIDATION
+from spartito.report.lines import line_of
 from spartito.storage.atomic import write_file_atomically
 
 EVALUATIONS = "evaluations.jsonl"
@@ -33,7 +34,7 @@ def append_evaluation(run_dir: Path, record: Record) -> None:
     """Add one line to the ``evaluations.jsonl`` of the run folder."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with open(run_dir / EVALUATIONS, "a") as file:
-        file.write(json.dumps(dict(record)) + "\n")
+        file.write(line_of(record) + "\n")
 
 
 def keep_until(run_dir: Path, step: int) -> None:

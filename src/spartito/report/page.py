@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,6 +30,7 @@ from spartito.report.figures import (
     scalars,
 )
 from spartito.report.layouts import layout_bars
+from spartito.report.lines import json_object, record_of
 from spartito.report.pipeline import timeline
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
@@ -118,7 +118,7 @@ def read_run(folder: Path) -> Run:
     epochs: list[Epoch] = []
     unreadable = 0
     for line in lines:
-        epoch = json_object(line)
+        epoch = record_of(line)
         if not epoch:
             unreadable += 1
             continue
@@ -126,7 +126,7 @@ def read_run(folder: Path) -> Run:
         while epochs and _goes_back(epochs[-1], epoch):
             epochs.pop()
         epochs.append(epoch)
-    seen = [json_object(line) for line in _text(folder / EVALUATIONS).splitlines()]
+    seen = [record_of(line) for line in _text(folder / EVALUATIONS).splitlines()]
     whole = with_evaluations(epochs, seen)
     tables = {name: value for name, value in (whole or [{}])[-1].items() if _is_table(value)}
     found = [scalars(epoch) for epoch in whole]
@@ -339,12 +339,3 @@ def _text(file: Path) -> str:
         return ""
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror}") from error
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """The object that ``text`` holds; empty for anything else, such as a line cut short."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return {}
-    return value if isinstance(value, dict) else {}

@@ -12,6 +12,7 @@ import torch
 
 from spartito.engine.optimizers import unwrap
 from spartito.report.evaluations import keep_until
+from spartito.report.lines import line_of
 from spartito.report.page import write_report
 from spartito.storage.atomic import write_file_atomically
 from spartito.training.callback import Callback, Logs
@@ -43,7 +44,7 @@ class RunFolder(Callback):
         """Append the epoch to the history."""
         line = {"epoch": epoch + 1, "step": self.trainer.step, **logs}
         with open(self._directory / HISTORY, "a") as file:
-            file.write(json.dumps(line) + "\n")
+            file.write(line_of(line) + "\n")
 
     def on_train_end(self) -> None:
         """Write the settings with what the strategy found, and draw the report."""

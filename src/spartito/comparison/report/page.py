@@ -20,6 +20,7 @@ from spartito.comparison.report.results import (
 from spartito.comparison.report.table import bars, last_line, table
 from spartito.report.charts import drawn, page_colour
 from spartito.report.figures import NOTHING, label, or_nothing, percent, plural, size
+from spartito.report.lines import as_json
 from spartito.report.templating import page_template
 from spartito.storage.atomic import write_file_atomically
 
@@ -33,7 +34,9 @@ def write_comparison(folder: Path, record: Record) -> Comparison:
     """
     found = comparison(record)
     whole = {**record, "sentences": sentences(found)}
-    write_file_atomically(folder / COMPARISON, json.dumps(whole, indent=1) + "\n")
+    write_file_atomically(
+        folder / COMPARISON, json.dumps(as_json(whole), indent=1, allow_nan=False) + "\n"
+    )
     return found
 
 

@@ -22,7 +22,8 @@ from spartito.report.figures import (
     metric_names,
     number,
 )
-from spartito.report.page import CONFIG, HISTORY, json_object, read_run
+from spartito.report.lines import json_object
+from spartito.report.page import CONFIG, HISTORY, read_run
 
 COMPARISON = "compare.json"
 TASKS = "tasks"

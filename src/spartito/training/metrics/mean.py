@@ -115,7 +115,7 @@ class Perplexity(MeanMetric):
         total = F.cross_entropy(logits, labels, ignore_index=self._ignored, reduction="sum")
         if labels.is_cpu:
             return total, count_kept(labels, self._ignored)
-        return total, torch.ne(labels, self._ignored).count_nonzero()
+        return total, torch.ne(labels.long(), self._ignored).count_nonzero()
 
 
 LARGEST = 709.0
