@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import signal
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -132,13 +133,19 @@ def loops(name: str, rows: int, flush: bool) -> dict[str, Any]:
 
 
 def fails() -> list[bool]:
-    """The thread after errors in `fit`, `evaluate` and `predict`, which are still held."""
+    """The thread after errors in `fit`, `evaluate` and `predict`, which are still held.
+
+    And after Control-C in the middle of an epoch.
+    """
 
     def broken(*_: Any) -> Any:
-        raise ZeroDivisionError
+        if where == "interrupt":
+            signal.raise_signal(signal.SIGINT)
+        else:
+            raise ZeroDivisionError
 
     found, held = [], []
-    for where in ("loss", "callback", "evaluate", "predict"):
+    for where in ("loss", "callback", "interrupt", "evaluate", "predict"):
         with sp.OneDeviceStrategy() as strategy:
             model = Watched()
             trainer = sp.Trainer(
@@ -148,7 +155,7 @@ def fails() -> list[bool]:
                 strategy=strategy,
             )
             callback = sp.Callback()
-            if where == "callback":
+            if where in ("callback", "interrupt"):
                 callback.on_train_batch_end = broken  # type: ignore[method-assign, assignment]
             if where == "predict":
                 model.register_forward_hook(broken)
@@ -156,10 +163,10 @@ def fails() -> list[bool]:
             call: Callable[..., Any] = calls.get(where, trainer.fit)
             try:
                 call(data(2), callbacks=[callback])
-            except ZeroDivisionError as error:
+            except (ZeroDivisionError, KeyboardInterrupt) as error:
                 held.append(error)
             found.append(flushes())
-    return [*found, len(held) == 4]
+    return [*found, len(held) == 5]
 
 
 def keeps_what_was_set() -> bool:

@@ -44,7 +44,10 @@ def make(way: str, **options: Any) -> MultiWorkerMirroredStrategy:
 
 
 class Net(nn.Module):
-    """A tied layer, a checkpointed one that comes in two parts, and branches left out at times."""
+    """A tied layer, a checkpointed one that comes in two parts, and branches left out at times.
+
+    A frozen layer in the middle, and branches whose gradients come in another order on each rank.
+    """
 
     def __init__(self, rank: int = 0) -> None:
         super().__init__()
@@ -52,6 +55,8 @@ class Net(nn.Module):
         self.first, self.tied, self.twice = nn.Linear(6, 8), nn.Linear(8, 8), nn.Linear(8, 8)
         self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
         self.some, self.later, self.never = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+        self.frozen = nn.Linear(8, 8).requires_grad_(False)
+        self.branches = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
         self.rank, self.passes = rank, 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -59,6 +64,9 @@ class Net(nn.Module):
         x = torch.tanh(self.tied(torch.relu(self.tied(self.first(x)))))
         for _ in range(2):
             x = checkpoint(self.twice, x, use_reentrant=True)
+        x = self.frozen(x)
+        found = {n: torch.tanh(self.branches[(n + self.rank) % 3](x)) for n in range(3)}
+        x = x + found[0] * found[1] * found[2]
         if self.rank == 1:  # of this replica alone
             x = x + self.some(x)
         if self.passes > 3:
@@ -110,6 +118,8 @@ def loop(way: str, bucket_bytes: int) -> tuple[dict[str, Tensor], int, int]:
     model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1, momentum=0.9))
     batches = iter(strategy.distribute(sp.data.arrays(*examples(110)).batch(5)))
     for step, batch in enumerate(batches):
+        if step == 7:
+            net.norm.requires_grad_(False)
         backward(strategy, model, batch)
         if step == 2:  # without a trace in its version
             gradient(net.tied).data.neg_()

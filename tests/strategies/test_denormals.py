@@ -41,7 +41,7 @@ def test_a_loop_of_ones_own(replicas: Replicas, name: str, workers: int, flush: 
 
 
 def test_the_thread_is_as_before_after_an_error(replicas: Replicas) -> None:
-    assert replicas(jobs.fails, 1) == [[False, False, False, False, True]]
+    assert replicas(jobs.fails, 1) == [[*[False] * 5, True]]
 
 
 def test_who_flushes_already_goes_on(replicas: Replicas) -> None:
