@@ -214,3 +214,19 @@ def owned() -> list[str]:
             found.append(str(error))
     strategy.close()
     return found
+
+
+def moved() -> tuple[int, int]:
+    """Bytes that a step adds to what the tasks tell of their traffic."""
+    net, x, y, loss = mlp()
+    strategy = sp.PipelineStrategy(split=["4"], microbatches=2)
+    with strategy:
+        optimizer = torch.optim.SGD(net.parameters(), 0.1)
+        trainer = sp.Trainer(net, optimizer=optimizer, loss=loss, strategy=strategy)
+        told = []
+        for epoch in (1, 2):
+            trainer.fit((x[:8], y[:8]), epochs=epoch, batch_size=8, verbose=False)
+            told.append(strategy._links.messages.traffic.sent)
+            assert strategy.coordination.traffic.sent >= told[-1]
+            assert strategy.coordination.traffic.waited > 0
+        return told[0], told[1]

@@ -146,3 +146,10 @@ def test_fp16_is_refused() -> None:
     net = torch.nn.Linear(2, 2)
     with pytest.raises(UserError, match="a stage would not hear of another's overflow"):
         PipelineStrategy().prepare(net, torch.optim.SGD(net.parameters(), 0.1), precision="fp16")
+
+
+def test_what_crosses_between_stages_is_counted(replicas: Replicas) -> None:
+    first, second = replicas(jobs.moved, 2)
+    crossing = 8 * 16 * 8  # rows, width and bytes of a number, one way
+    assert first == (crossing, 3 * crossing)  # gradients, from the task with the last stage
+    assert second == (first[0] + 16, first[1] + 16)  # activations; the first ones tell their dtype

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from time import perf_counter
 
 import torch
 from torch import Tensor
@@ -15,6 +16,7 @@ from spartito.cluster.endpoints import peer_endpoint
 from spartito.cluster.secret import job_key
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.calls import code_of, dtype_of
+from spartito.collectives.collective import Traffic
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.pipeline.program import Cut
 
@@ -57,6 +59,7 @@ class Messages:
     def __init__(self, operations: Operations, rank: int, rank_of: Sequence[int]) -> None:
         self._operations, self._rank, self._rank_of = operations, rank, rank_of
         self._kept: dict[tuple[int, int], Tensor] = {}
+        self.traffic = Traffic()
 
     def rank_of(self, stage: int) -> int:
         """The rank of the task that has a stage."""
@@ -152,13 +155,17 @@ class Messages:
         if target == self._rank:
             self._kept[target, tag] = tensor
         else:
+            self.traffic.sent += tensor.nbytes
             self._operations.send(tensor, target, tag)
 
     def _take(self, tensor: Tensor, source: int, tag: int) -> None:
         if source == self._rank:
             tensor.copy_(self._kept.pop((source, tag)))
         else:
+            begin = perf_counter()
             self._operations.receive(tensor, source, tag).wait()
+            self.traffic.waited += perf_counter() - begin
+            self.traffic.received += tensor.nbytes
 
     @staticmethod
     def _tag(stage: int, microbatch: int, kind: int, number: int) -> int:

@@ -28,6 +28,8 @@ _INK = {
     "#0b0b0b": "var(--series-4)",
     "#0c0c0c": "var(--series-5)",
     "#0d0d0d": "var(--series-6)",
+    "#0e0e0e": "var(--series-7)",
+    "#0f0f0f": "var(--series-8)",
 }
 _TEXT, MUTED, _LINE, TRAINING, VALIDATION, NEUTRAL, _CARD, *SERIES = _INK
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+from spartito.collectives.collective import Traffic
 from spartito.pipeline import schedules
 from spartito.strategies.mesh import MeshCoordination
 from spartito.strategies.sharing import Placed
@@ -33,6 +34,18 @@ class PipelineCoordination(MeshCoordination):
             strategy.name, strategy.job, strategy.cluster, strategy._pairs, strategy.groups
         )
         self._strategy = weakref.proxy(strategy)
+
+    @property
+    def traffic(self) -> Traffic:
+        """Of the groups, and between the stages."""
+        groups, links = super().traffic, self._strategy._links
+        messages = links.messages.traffic if hasattr(links, "messages") else Traffic()
+        return Traffic(
+            groups.sent + messages.sent,
+            groups.received + messages.received,
+            groups.waited + messages.waited,
+            groups.compression_error,
+        )
 
     def describe(self) -> dict[str, Any]:
         """What a run's settings tell: of the first pipeline also what its tasks did when."""
