@@ -89,8 +89,36 @@ def test_verify_names_the_file(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert str(file) in err
     assert "has changed" in err
     assert f"{tmp_path / 'a'}: whole" in out
+    for words in (["convert"], ["average", tmp_path / "a"]):  # nothing is made of wrong numbers
+        code, _, err = run(capsys, *words, tmp_path / "b", tmp_path / "c.safetensors")
+        assert code == 2
+        assert "has changed" in err
+        assert not (tmp_path / "c.safetensors").exists()
     file.unlink()
     assert f"{file} is missing" in run(capsys, "show", tmp_path / "b")[2]
+
+
+def test_models_with_other_tied_tensors_are_not_averaged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sharded(tmp_path / "a", model(1))
+    other = {**model(2), "tied": torch.zeros(4, 3)}
+    write_checkpoint(tmp_path / "b", {"model": other})
+    code, _, err = run(capsys, "average", tmp_path / "a", tmp_path / "b", tmp_path / "c")
+    assert code == 2
+    assert "do not have the same tied tensors" in err
+
+
+def test_tensors_that_are_one_here_and_were_not_there_are_refused(tmp_path: Path) -> None:
+    net = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    net[1].weight = net[0].weight
+    trainer = sp.Trainer(net, loss=nn.MSELoss(), strategy=sp.strategy("one_device"))
+    same = torch.ones(2, 2)
+    trainer.strategy.load({"model": {"0.weight": same, "1.weight": same.clone()}})
+    assert torch.equal(net.state_dict()["0.weight"], same)
+    with pytest.raises(sp.UserError, match=r"0\.weight and 1\.weight are one tensor here"):
+        trainer.strategy.load({"model": {"0.weight": same, "1.weight": 2 * same}})
+    assert torch.equal(net.state_dict()["0.weight"], same)
 
 
 @pytest.mark.parametrize("suffix", [".safetensors", ".pt", ""])

@@ -123,6 +123,13 @@ def test_state_that_does_not_fit_is_refused() -> None:
     groups = [{"params": [p]} for p in model.parameters()]
     with pytest.raises(UserError, match="has 1 parameter groups, this one 4"):
         load_named_state(model, torch.optim.Adam(groups), saved)
+    with pytest.raises(UserError, match="state of an optimizer Adam, this one is AdamW"):
+        load_named_state(model, torch.optim.AdamW(model.parameters()), saved)
+
+    class Own(torch.optim.Adam):
+        """It goes on where its kind has ended."""
+
+    load_named_state(model, Own(model.parameters()), saved)
 
 
 def test_fused_where_the_user_did_not_choose() -> None:

@@ -80,6 +80,19 @@ def test_an_older_directory_is_replaced(tmp_path: Path) -> None:
     assert hidden(tmp_path) == []
 
 
+def test_a_folder_of_something_else_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "notes").write_text("x")
+    for path, text in ((tmp_path / "mine", "other files in it"), ("", "names no new directory")):
+        with pytest.raises(UserError, match=text), write_directory(path):
+            pass
+    assert [path.name for path in (tmp_path / "mine").iterdir()] == ["notes"]
+    (tmp_path / "empty").mkdir()
+    with write_directory(tmp_path / "empty"):
+        pass
+    assert verify(tmp_path / "empty").files == {}
+
+
 def test_a_file_in_the_way_is_an_error_and_stays(tmp_path: Path) -> None:
     (tmp_path / "one").write_text("mine")
     with pytest.raises(UserError, match="cannot be written"):

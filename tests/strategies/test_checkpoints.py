@@ -96,9 +96,10 @@ def same(one: Outcome, other: Outcome) -> None:
 def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
     """All tensors of a nested dict, by their paths."""
     for key, value in tree.items():
-        yield from (
-            [(path + key, value)] if torch.is_tensor(value) else leaves(value, f"{path}{key}.")
-        )
+        if torch.is_tensor(value):
+            yield path + key, value
+        elif isinstance(value, dict):
+            yield from leaves(value, f"{path}{key}.")
 
 
 def test_each_task_writes_its_own_part(written: dict[str, Case]) -> None:

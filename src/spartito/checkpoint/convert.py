@@ -33,11 +33,14 @@ def convert(found: Opened, out: Path) -> str:
         What was written, in a sentence.
 
     Raises:
-        UserError: If ``out`` exists, or cannot be written.
+        UserError: If a file has changed, or ``out`` exists, or cannot be written.
     """
     _check_free(out)
     if out.suffix:
-        return _write_model(out, found.model, found.model.read)
+        model = found.model
+        found.verify(MODEL)
+        return _write_model(out, model, model.read)
+    found.verify()
     with write_directory(out, found.about) as new:
         for section, tensors in found.sections.items():
             if tensors.names:
@@ -61,7 +64,8 @@ def average(found: Sequence[Opened], out: Path) -> str:
         What was written, in a sentence.
 
     Raises:
-        UserError: If they are of different models, or ``out`` cannot be written.
+        UserError: If they are of different models, a file has changed, or ``out`` cannot be
+            written.
     """
     _check_free(out)
     if len(found) < 2:
@@ -69,6 +73,8 @@ def average(found: Sequence[Opened], out: Path) -> str:
     first, *others = found
     for other in others:
         _check_alike(first, other)
+    for each in found:
+        each.verify(MODEL)
     read = partial(_mean, [each.model for each in found])
     if out.suffix:
         return _write_model(out, first.model, read)
@@ -102,6 +108,11 @@ def _check_alike(one: Opened, other: Opened) -> None:
                 f"{other.path}",
                 "Average checkpoints of one model.",
             )
+    if dict(one.model.aliases) != dict(other.model.aliases):
+        raise UserError(
+            f"{one.path} and {other.path} do not have the same tied tensors",
+            "Average checkpoints of one model.",
+        )
 
 
 def _kind(of: Mapping[str, tuple[tuple[int, ...], torch.dtype]], name: str) -> str:

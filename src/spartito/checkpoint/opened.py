@@ -50,6 +50,18 @@ class Opened:
             raise UserError(f"{self.path} holds no model: its sections are {[*self.sections]}")
         return found
 
+    def verify(self, *sections: str) -> None:
+        """Compare the files of sections, of all where none is named, with their checksums.
+
+        Raises:
+            UserError: If one has changed; what has no manifest tells nothing.
+        """
+        if not (self.path / MANIFEST).exists():
+            return
+        readers = [self.sections[name] for name in sections]
+        files = {file.name for each in readers for n in each.names for file in each.files_of(n)}
+        verify(self.path, files if sections else None)
+
 
 def opened(path: Path) -> Opened:
     """Look into ``path``.
@@ -148,8 +160,14 @@ def _of_checkpoint(path: Path) -> Opened:
         trees = json.loads((path / STATE).read_bytes())
     except (OSError, ValueError) as error:
         raise UserError(f"{path / STATE} cannot be read: {error}") from error
-    about = read_manifest(path).about
-    return Opened(path, "a checkpoint", trees, {name: Reader(path, name) for name in trees}, about)
+    manifest = read_manifest(path)
+    if missing := [name for name in manifest.files if not (path / name).exists()]:
+        raise UserError(
+            f"{path / missing[0]} is missing",
+            "Take another checkpoint; where its model is whole, name the model's file.",
+        )
+    sections = {name: Reader(path, name) for name in trees}
+    return Opened(path, "a checkpoint", trees, sections, manifest.about)
 
 
 def _of_model(path: Path, kind: str, tensors: Tensors) -> Opened:

@@ -215,7 +215,7 @@ def fill_momentum(optimizer: Optimizer, *_: object, all_fresh: bool = False) -> 
 
 
 def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The optimizer's state under the user's parameter names: ``{"state", "groups"}``."""
+    """The optimizer's state under the user's parameter names: ``{"state", "groups", "class"}``."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {
         names[id(parameter)]: dict(values)
@@ -229,7 +229,7 @@ def named_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         }
         for group in optimizer.param_groups
     ]
-    return {"state": state, "groups": groups}
+    return {"state": state, "groups": groups, "class": type(optimizer).__name__}
 
 
 def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, Any]) -> None:
@@ -241,6 +241,7 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, An
             f"this one {len(optimizer.param_groups)}",
             "Build the optimizer as it was built when the checkpoint was written.",
         )
+    _check_class(optimizer, saved.get("class"))
     missing = [name for name in saved["state"] if name not in parameters]
     if missing:
         raise UserError(f"the checkpoint's optimizer has state of {missing[0]}, the model has not")
@@ -254,6 +255,19 @@ def load_named_state(model: nn.Module, optimizer: Optimizer, saved: dict[str, An
             key: _like(value, parameter) if isinstance(value, torch.Tensor) else value
             for key, value in values.items()
         }
+
+
+def _check_class(optimizer: Optimizer, saved: str | None) -> None:
+    """Refuse the state of another kind, also one whose tensors have the same names."""
+    kind = type(optimizer)
+    of_torch = kind.__module__.startswith("torch.")
+    names = [kind.__name__] if of_torch else [each.__name__ for each in kind.__mro__]
+    if saved not in (None, *names):  # earlier versions have not told
+        raise UserError(
+            f"the checkpoint has the state of an optimizer {saved}, this one is {kind.__name__}",
+            "Build the optimizer as it was built when the checkpoint was written, or load the "
+            'model alone: strategy.load({"model": ...}).',
+        )
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:

@@ -13,7 +13,7 @@ import json
 import os
 import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -61,7 +61,10 @@ def write_directory(
     folder cannot be written, which is what an `OSError` of the block means too.
     """
     path = Path(path)
+    if not path.name:
+        raise UserError(f"{str(path)!r} names no new directory", "Name one: it is made.")
     with _writable(path.parent):
+        _check_replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         new = _beside(path, _NEW)
         new.mkdir()
@@ -136,13 +139,17 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
         raise UserError(f"{file} is not a manifest: {error}", _TAKE_ANOTHER) from error
 
 
-def verify(path: str | os.PathLike[str]) -> Manifest:
+def verify(path: str | os.PathLike[str], only: Collection[str] | None = None) -> Manifest:
     """Read every file of ``path`` and compare it with the manifest, which is returned.
+
+    ``only`` are the names of some files, where the others do not matter.
 
     Raises `UserError` that names the first file that is missing, too short, or changed.
     """
     manifest = read_manifest(path)
     for name, fact in manifest.files.items():
+        if only is not None and name not in only:
+            continue
         file = Path(path) / name
         try:
             found = _fact(file)
@@ -188,6 +195,15 @@ def is_leftover(path: Path) -> bool:
 
 
 _TAKE_ANOTHER = "Take another checkpoint; this one was damaged after it was written."
+
+
+def _check_replaceable(path: Path) -> None:
+    """Refuse to replace a directory of something else: all in it would be lost."""
+    if path.is_dir() and any(path.iterdir()) and not (path / MANIFEST).exists():
+        raise UserError(
+            f"{path} is a folder with other files in it, which would be replaced",
+            "Name a new directory, as one inside of it.",
+        )
 
 
 def _beside(path: Path, suffix: str) -> Path:

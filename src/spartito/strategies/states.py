@@ -13,7 +13,7 @@ from spartito.checkpoint.boxes import Cut
 from spartito.checkpoint.plan import Local
 from spartito.checkpoint.saved import OfCut, Saved, Whole, copy_cut
 from spartito.errors import UserError
-from spartito.storage.tensors import unpack_state
+from spartito.storage.tensors import same_tensors, unpack_state
 
 Cuts = Callable[[str], Mapping[str, Cut]]
 """Which tensors of a section a task has a part of: `ReplicaStrategy._cuts` of a pair."""
@@ -81,6 +81,8 @@ def load_model(model: nn.Module, saved: Saved, cuts: Mapping[str, Cut], all_: se
         *(f"{name} is not in the model" for name in tree if name not in all_),
         *_misshapen(own, saved, cuts),
     ]
+    untied = [] if wrong else [*_untied(own, saved)]
+    wrong += untied
     if not wrong and (cuts or _is_plain(model)):
         own_tree = {name: tree[name] for name in own}
         _load_by_module(model, own_tree, Whole(tensors), cuts)
@@ -89,7 +91,7 @@ def load_model(model: nn.Module, saved: Saved, cuts: Mapping[str, Cut], all_: se
             copy_cut(tensors, _tensor_name(tree[name]), cut, local.detach())
         return
     try:
-        if wrong and (cuts or all_ != set(own)):
+        if untied or (wrong and (cuts or all_ != set(own))):
             raise RuntimeError
         model.load_state_dict(saved.whole("model"))  # hooks may know an older form
     except RuntimeError as error:
@@ -108,6 +110,19 @@ def _misshapen(own: Mapping[str, Any], saved: Saved, cuts: Mapping[str, Cut]) ->
             here = cuts[name].shape if name in cuts else tuple(value.shape)
             if tensors.shape(there) != here:
                 yield f"{name} is {tensors.shape(there)} there and {here} here"
+
+
+def _untied(own: Mapping[str, Any], saved: Saved) -> Iterator[str]:
+    """Names that are one tensor here, and were several there with values of their own."""
+    tree, tensors = saved.tree("model"), saved.tensors("model")
+    here = {name: value for name, value in own.items() if isinstance(value, Tensor)}
+    for name, owner in same_tensors(here).items():
+        found = [_tensor_name(tree.get(each)) for each in (name, owner)]
+        one, other = (tensors.aliases.get(each, each) for each in found)
+        if all(found) and one != other:
+            values = [tensors.read(each).reshape(-1).view(torch.uint8) for each in (one, other)]
+            if not torch.equal(*values):
+                yield f"{owner} and {name} are one tensor here, and were different ones there"
 
 
 def _tensor_name(tree: Any) -> str:
@@ -205,12 +220,13 @@ def saved_optimizer(
         cuts: Which of them this task has a part of.
 
     Returns:
-        "groups" and "state"; the latter is read parameter by parameter.
+        "groups", "class" and "state"; the last is read parameter by parameter.
     """
     tree = saved.tree("optimizer")
     names = {name for name in tree["state"] if name in own or name not in all_}
     groups = unpack_state(tree["groups"], Whole(saved.tensors("optimizer")))
-    return {"groups": groups, "state": _OwnState(saved, "optimizer", "state", names, cuts)}
+    state = _OwnState(saved, "optimizer", "state", names, cuts)
+    return {"groups": groups, "state": state, "class": tree.get("class")}
 
 
 def saved_gradients(saved: Saved, own: set[str], cuts: Mapping[str, Cut]) -> dict[str, Any]:
