@@ -56,3 +56,15 @@ def nearest(name: str, choices: Iterable[str]) -> str:
         return f"{guess}Known: {', '.join(known)}."
     close = get_close_matches(name, known, n=5, cutoff=0.3) or known[:5]
     return f"{guess}There are {len(known)}, as {', '.join(close)}."
+
+
+def divisors(number: int) -> str:
+    """The numbers that divide another one, for messages.
+
+    Args:
+        number: 1 or more.
+
+    Returns:
+        Them, with commas between.
+    """
+    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

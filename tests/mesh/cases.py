@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import product
@@ -19,7 +21,9 @@ TOLERANCE = 1e-12
 
 
 @contextmanager
-def axes_of_this_process(sizes: dict[str, int]) -> Iterator[dict[str, Axis]]:
+def axes_of_this_process(
+    sizes: dict[str, int], rows_from: float = math.inf
+) -> Iterator[dict[str, Axis]]:
     """The axes of a mesh of all processes of the pool."""
     cluster = resolve()
     mesh = Mesh(sizes)
@@ -27,7 +31,7 @@ def axes_of_this_process(sizes: dict[str, int]) -> Iterator[dict[str, Axis]]:
     with Rendezvous(cluster, torch.device("cpu")) as rendezvous:
         rendezvous.group()
         yield {
-            name: Axis(name, rendezvous.group(name, mesh.along(name, cluster.rank)))
+            name: Axis(name, rendezvous.group(name, mesh.along(name, cluster.rank)), rows_from)
             for name in mesh.axes
         }
 
@@ -144,23 +148,33 @@ def _leaf(value: Any, near: Any = None) -> Any:
     return made.requires_grad_(learns)
 
 
-def combinations(operands: Sequence[Any], axes: Axes) -> Iterator[tuple[Spec | None, ...]]:
-    """Every combination of specs of the operands with something sharded."""
+def combinations(
+    operands: Sequence[Any], axes: Axes, most: int, chance: random.Random
+) -> list[tuple[Spec | None, ...]]:
+    """Combinations of specs of the operands with something sharded: all, or about so many.
+
+    Each way to cut each operand is among them.
+    """
     ways = [specs_of(value, axes) if isinstance(value, Tensor) else [None] for value in operands]
-    for cuts in product(*ways):
-        if any(cut is not None and not cut.is_replicated for cut in cuts):
-            yield cuts
+    if math.prod(map(len, ways)) <= most:
+        found = list(product(*ways))
+    else:
+        count = max(most, *map(len, ways))
+        columns = [
+            [way for _ in range(0, count, len(each)) for way in chance.sample(each, len(each))]
+            for each in ways
+        ]
+        found = list(dict.fromkeys(zip(*(column[:count] for column in columns), strict=True)))
+    return [cuts for cuts in found if any(cut and not cut.is_replicated for cut in cuts)]
 
 
 def failures(
     cases: dict[str, tuple[Callable[..., Any], list[Any]]], axes: Axes, most: int = 400
 ) -> list[str]:
-    """The cases that fail, with their specs; of each at most so many combinations."""
+    """The cases that fail, with their specs; of each about so many combinations."""
     found = []
     for name, (function, operands) in cases.items():
-        ways = list(combinations(operands, axes))
-        step = -(-len(ways) // most)
-        for cuts in ways[::step]:
+        for cuts in combinations(operands, axes, most, random.Random(name)):
             try:
                 wrong = compare(function, operands, cuts, axes)
             except Exception as error:  # another rank may wait for us: it has the same error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -150,6 +151,15 @@ def convolutions() -> Cases:
         "1d": (F.conv1d, [r(2, 4, 5), r(6, 4, 3), r(6)]),
         "2d": (lambda x, w, b: F.conv2d(x, w, b, 2, 1), [r(2, 4, 4, 4), r(2, 4, 3, 3), r(2)]),
         "2d, same": (lambda x, w: F.conv2d(x, w, padding="same"), [r(2, 2, 4, 4), r(2, 2, 3, 3)]),
+        "points": (lambda x, w, b: F.conv2d(x, w, b, 2), [r(2, 4, 3, 4), r(2, 4, 1, 1), r(2)]),
+        "points, some": (
+            lambda x, w: F.conv2d(x, w, stride=(2, 1), padding=(0, 0)),
+            [r(2, 4, 4, 4), r(2, 4, 1, 1)],
+        ),
+        "points, last": (
+            lambda x, w: F.conv2d(x.to(memory_format=torch.channels_last), w, None, 3),
+            [r(2, 4, 4, 4), r(2, 4, 1, 1)],
+        ),
         "one image": (F.conv2d, [r(4, 4, 4), r(2, 4, 3, 3), r(2)]),
         "depthwise": (
             lambda x, w, b: F.conv2d(x, w, b, groups=4), [r(2, 4, 4, 4), r(4, 1, 2, 2), r(4)],
@@ -391,10 +401,12 @@ def _module(x: Tensor, w: Tensor, b: Tensor, c: Tensor, d: Tensor) -> Any:
     return module(x, x, x)
 
 
-def check(what: str, sizes: dict[str, int], most: int = 400) -> list[str]:
+def check(
+    what: str, sizes: dict[str, int], most: int = 400, rows_from: float = math.inf
+) -> list[str]:
     """The failing cases of one of the functions above, on this process."""
     torch.manual_seed(0)
-    with axes_of_this_process(sizes) as axes:
+    with axes_of_this_process(sizes, rows_from) as axes:
         return failures(globals()[what](), axes, most)
 
 

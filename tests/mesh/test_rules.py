@@ -26,6 +26,11 @@ def test_two_axes_cut_at_once(replicas: Replicas, what: str) -> None:
     assert replicas(jobs.check, 4, what, {"model": 2, "other": 2}, 12) == [[]] * 4
 
 
+@pytest.mark.parametrize("what", ["products", "lookups", "others"])
+def test_sums_that_stay_cut_by_rows(replicas: Replicas, what: str) -> None:
+    assert replicas(jobs.check, 2, what, {"model": 2}, 30, 0.0) == [[], []]
+
+
 def test_what_torch_does_not_ask_about_is_right_or_refused(replicas: Replicas) -> None:
     for found in replicas(jobs.checkpointed, 2):
         assert found["wrong"] == []

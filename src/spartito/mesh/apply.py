@@ -132,7 +132,12 @@ def cut(
         planned: What `plan` returned.
         axes: The axes of the mesh as this task sees them.
         whole: Gives the values of a tensor, which may have none; one at a time.
+
+    Raises:
+        UserError: For a module with hooks on its backward pass.
     """
+    if not all(placed.spec.is_replicated for placed in planned.values()):
+        _check_hooks(model)
     tensors: dict[str, Tensor] = dict(model.named_parameters()) | dict(model.named_buffers())
     for path, placed in planned.items():
         tensor: Any = tensors[path]
@@ -140,6 +145,16 @@ def cut(
         setattr(tensor, WHOLE_SHAPE, placed.shape)
     specs = {id(tensors[path]): placed.spec for path, placed in planned.items()}
     show(model, {key: how for key, how in specs.items() if not how.is_replicated}, axes)
+
+
+def _check_hooks(model: nn.Module) -> None:
+    """Refuse hooks that torch would put around shards, as an autograd Function."""
+    for path, module in model.named_modules():
+        if path and (module._backward_hooks or module._backward_pre_hooks):
+            raise UserError(
+                f"{path} has a hook on its backward pass, where tensors are shards on a mesh",
+                "Take a hook on its output, in a forward hook: output.register_hook(...).",
+            )
 
 
 def shard_of(tensor: Tensor, how: Spec, axes: Axes) -> Tensor:

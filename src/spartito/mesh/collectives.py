@@ -16,7 +16,9 @@ task of the axis; a shard has the gradient of the shard; a partial sum has a rep
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,6 +28,9 @@ from spartito.collectives.collective import Collective
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.mesh.exchange import Exchange
 from spartito.mesh.spec import Blocks
+
+SMALL = 64 << 10
+"""Bytes of a leaf's gradient that waits for the end of a backward pass."""
 
 
 class _Plain:
@@ -66,12 +71,16 @@ class Axis:
     Args:
         name: Of the axis.
         group: The tasks along it; their ranks follow the axis.
+        rows_from: Bytes from which the sum of a product stays cut by rows, in shared memory.
     """
 
-    def __init__(self, name: str, group: Collective) -> None:
+    rows_from: float = math.inf
+
+    def __init__(self, name: str, group: Collective, rows_from: float = math.inf) -> None:
         self.name, self.group = name, group
         self.size, self.index = group.world_size, group.rank
         shares = isinstance(group, SharedMemoryCollective)
+        self.rows_from = rows_from if shares else math.inf  # other groups have no reduce-scatter
         self._by: Exchange | _Plain = Exchange(group) if shares else _Plain(group)  # type: ignore[arg-type]
         self._nobody = _Nobody(self.size, self.index)
 
@@ -148,52 +157,20 @@ def _moved(dim: int, dims: int) -> int:
     return dims - 1 if dim == 1 else dim - (dim > 1)
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, blocks: Blocks) -> Tensor:
-        ctx.axis, ctx.dim, ctx.blocks = axis, dim, blocks
-        return axis.all(x, dim, blocks)
+class _Along(torch.autograd.Function):
+    """A collective along a dim, and the one that its gradient takes."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _forget()
-        return cut(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
-
-
-class _GatherEnter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, blocks: Blocks) -> Tensor:
-        ctx.axis, ctx.dim, ctx.blocks = axis, dim, blocks
-        return axis.all(x, dim, blocks)
+    def forward(
+        ctx: Any, x: Tensor, do: Any, back: Any, axis: Axis, dim: int, blocks: Blocks
+    ) -> Tensor:
+        ctx.back, ctx.where = back, (axis, dim, blocks)
+        return do(x, dim, blocks)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         _forget()
-        return reduce_cut(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
-
-
-class _Cut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, blocks: Blocks) -> Tensor:
-        ctx.axis, ctx.dim, ctx.blocks = axis, dim, blocks
-        return axis.own(x, dim, blocks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _forget()
-        return gather(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
-
-
-class _ReduceCut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, blocks: Blocks) -> Tensor:
-        ctx.axis, ctx.dim, ctx.blocks = axis, dim, blocks
-        return axis.sum_own(x, dim, blocks)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _forget()
-        return gather_enter(grad, ctx.axis, ctx.dim, ctx.blocks), None, None, None
+        return ctx.back(grad, *ctx.where), None, None, None, None, None
 
 
 class _Enter(torch.autograd.Function):
@@ -203,9 +180,26 @@ class _Enter(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         _forget()
         return reduce(grad, ctx.axis), None
+
+
+class _EnterLeaf(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis, ctx.leaf = axis, x
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
+        _forget()
+        leaf = ctx.leaf
+        hooks = leaf._backward_hooks or leaf._post_accumulate_grad_hooks
+        if _later is None or hooks or grad.nbytes > SMALL or grad.requires_grad:
+            return reduce(grad, ctx.axis), None
+        _later.append((leaf, ctx.axis, grad))
+        return None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -223,35 +217,36 @@ class _Reduce(torch.autograd.Function):
 def gather(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
     """All shards joined along ``dim``, as a replicated tensor."""
     if _has_gradient(x):
-        return _Gather.apply(x, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
+        return _Along.apply(x, axis.all, cut, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
     return axis.all(x, dim, blocks)
 
 
 def gather_enter(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
     """As `gather` and `enter` of the result, with one collective in backward."""
     if _has_gradient(x):
-        return _GatherEnter.apply(x, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
+        return _Along.apply(x, axis.all, reduce_cut, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
     return axis.all(x, dim, blocks)
 
 
 def cut(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
     """This task's shard of a replicated tensor."""
     if _has_gradient(x):
-        return _Cut.apply(x, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
+        return _Along.apply(x, axis.own, gather, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
     return axis.view(x, dim, blocks)
 
 
 def reduce_cut(x: Tensor, axis: Axis, dim: int, blocks: Blocks = ()) -> Tensor:
     """This task's shard of a sum of parts."""
     if _has_gradient(x):
-        return _ReduceCut.apply(x, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
+        return _Along.apply(x, axis.sum_own, gather_enter, axis, dim, blocks)  # type: ignore[no-any-return, no-untyped-call]
     return axis.sum_own(x, dim, blocks)
 
 
 def enter(x: Tensor, axis: Axis) -> Tensor:
     """A replicated tensor as an operand of a computation of which each task does a part."""
     if _has_gradient(x):
-        return _Enter.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
+        kind = _EnterLeaf if x.is_leaf else _Enter
+        return kind.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
     return x
 
 
@@ -260,6 +255,39 @@ def reduce(x: Tensor, axis: Axis) -> Tensor:
     if _has_gradient(x):
         return _Reduce.apply(x, axis)  # type: ignore[no-any-return, no-untyped-call]
     return axis.sum(x)
+
+
+_later: list[tuple[Tensor, Axis, Tensor]] | None = None
+
+
+@contextmanager
+def summing_at_end() -> Iterator[None]:
+    """A backward pass at whose end the gradients of small replicated leaves are summed, at once.
+
+    Those of norms and biases behind a cut by rows: each by itself would be a crossing.
+    """
+    global _later
+    before, _later = _later, []
+    try:
+        yield
+        _settle(_later)
+    finally:
+        _later = before
+
+
+def _settle(waiting: list[tuple[Tensor, Axis, Tensor]]) -> None:
+    """Add to each leaf the sum over the axis of what its uses on this task found."""
+    groups: dict[tuple[Axis, torch.dtype], dict[int, tuple[Tensor, Tensor]]] = {}
+    for leaf, axis, grad in waiting:
+        group = groups.setdefault((axis, grad.dtype), {})
+        known = group.get(id(leaf))
+        group[id(leaf)] = leaf, grad if known is None else known[1] + grad
+    for (axis, _), group in groups.items():
+        flat = axis.sum(torch.cat([grad.reshape(-1) for _, grad in group.values()]))
+        sums = flat.split([grad.numel() for _, grad in group.values()])
+        for (leaf, _), part in zip(group.values(), sums, strict=True):
+            found = part.view(leaf.shape)
+            leaf.grad = found if leaf.grad is None else leaf.grad.add_(found)
 
 
 _last: list[tuple[Any, ...]] = []

@@ -19,7 +19,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from spartito.errors import UserError
 from spartito.mesh import apply
-from spartito.mesh.collectives import Axis
+from spartito.mesh.collectives import Axis, summing_at_end
 from spartito.mesh.layout import Layout
 from spartito.mesh.names import shape_of
 from spartito.mesh.spec import Blocks
@@ -218,8 +218,9 @@ def _too_dear(costs: Sequence[Cost], rows: Sequence[Row]) -> Iterator[str]:
 class _Counted(Axis):
     """An axis of which this is the first task, and the others are not there: it counts."""
 
-    def __init__(self, name: str, size: int, note: Callable[[Tensor], None]) -> None:
-        self.name, self.size, self.index = name, size, 0
+    def __init__(self, name: str, layout: Layout, note: Callable[[Tensor], None]) -> None:
+        self.name, self.size, self.index = name, layout.axes[name], 0
+        self.rows_from = layout.rows_from(name)
         self._note = note
 
     def __eq__(self, other: object) -> bool:
@@ -249,15 +250,15 @@ class _Counted(Axis):
 class _Axes(dict[str, Axis]):
     """Gives each module axes of its own, so that backward passes count for it too."""
 
-    def __init__(self, sizes: Mapping[str, int]) -> None:
+    def __init__(self, layout: Layout) -> None:
         super().__init__()
-        self._sizes = sizes
+        self._layout = layout
         self.running = [""]
         self.calls: dict[str, list[int]] = defaultdict(list)
 
     def __getitem__(self, name: str) -> Axis:
         calls = self.calls[self.running[-1]]
-        return _Counted(name, self._sizes[name], lambda t: calls.append(t.numel() * t.itemsize))
+        return _Counted(name, self._layout, lambda t: calls.append(t.numel() * t.itemsize))
 
 
 def count(
@@ -285,7 +286,7 @@ def count(
     problem: Exception | None = None
     for one in tried:
         one = _on_meta(one)
-        axes = _Axes(layout.axes)
+        axes = _Axes(layout)
         copied = _without_values(model)
         flops: dict[str, int] = defaultdict(int)
         _follow(copied, axes, flops)
@@ -296,7 +297,8 @@ def count(
                 output = copied(*args, **kwargs)
                 made = _total(output) if loss is None else loss(output)
                 axes.running[:] = [""]
-                made.backward()
+                with summing_at_end():
+                    made.backward()
         except Exception as error:  # of a model that wants to see values, or another input
             problem = problem or error
             continue
@@ -371,9 +373,8 @@ def _examples(model: nn.Module) -> Iterator[Any]:
             return
         if isinstance(module, _ConvNd):
             for size in (64, 224):
-                yield torch.zeros(2, module.in_channels, *[size] * len(module.kernel_size)).to(
-                    dtype
-                )
+                shape = 2, module.in_channels, *[size] * len(module.kernel_size)
+                yield torch.zeros(shape, dtype=dtype)
             return
 
 

@@ -30,7 +30,7 @@ class Exchange:
         self._slot = 0
         self._turn = 0
         self._slots: list[list[Tensor]] = []
-        self._views: dict[tuple[int, int, torch.dtype], list[Tensor]] = {}
+        self._views: dict[tuple[int, torch.Size, torch.dtype, int], list[Tensor]] = {}
         self._tags: dict[tuple[str, torch.Size, torch.dtype], int] = {}
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -41,65 +41,66 @@ class Exchange:
             part = -(-numel // self.size)
             flat = torch.nn.functional.pad(flat, (0, part * self.size - numel))
             return self.all(self.sum_own(flat, 0), 0)[:numel].view(tensor.shape)
-        slots = self._of(numel, tensor.dtype)
-        slots[self.index].view(tensor.shape).copy_(tensor)
+        shown = self._of(tensor.shape, tensor.dtype)
+        shown[self.index].copy_(tensor)
         self._meet("all_reduce", tensor.shape, tensor.dtype)
-        return self._added([slot.view(tensor.shape) for slot in slots], tensor)
+        return self._added(shown, tensor)
 
     def all(self, tensor: Tensor, dim: int) -> Tensor:
         """The tensors of all tasks, joined along ``dim``."""
-        shape = tensor.shape
-        slots = self._of(tensor.numel(), tensor.dtype)
-        slots[self.index].view(shape).copy_(tensor)
-        self._meet("all_gather", shape, tensor.dtype)
-        parts = [slot.view(shape) for slot in slots]
-        parts[self.index] = tensor
-        return torch.cat(parts, dim)
+        shown = self._of(tensor.shape, tensor.dtype)
+        shown[self.index].copy_(tensor)
+        self._meet("all_gather", tensor.shape, tensor.dtype)
+        return torch.cat([*shown[: self.index], tensor, *shown[self.index + 1 :]], dim)
 
     def sum_own(self, tensor: Tensor, dim: int) -> Tensor:
         """This task's part along ``dim`` of the sum over the tasks."""
         parts = tensor.chunk(self.size, dim)
-        numel, shape = parts[0].numel(), parts[0].shape
-        slots = self._of(tensor.numel(), tensor.dtype)
+        shown = self._of(parts[0].shape, tensor.dtype, self.size)
         for to, part in enumerate(parts):
             if to != self.index:
-                slots[self.index][to * numel : (to + 1) * numel].view(shape).copy_(part)
+                shown[self.index * self.size + to].copy_(part)
         self._meet("reduce", tensor.shape, tensor.dtype)
-        own = slice(self.index * numel, (self.index + 1) * numel)
-        return self._added([slot[own].view(shape) for slot in slots], parts[self.index])
+        return self._added(shown[self.index :: self.size], parts[self.index])
 
-    def _added(self, parts: list[Tensor], own: Tensor) -> Tensor:
+    def _added(self, shown: list[Tensor], own: Tensor) -> Tensor:
         """The parts added up in rank order; ``own`` is this task's, where it still lies warm."""
-        parts[self.index] = own
-        total = torch.add(parts[0], parts[1], out=None)
+        parts = [*shown[: self.index], own, *shown[self.index + 1 :]]
+        total = torch.add(parts[0], parts[1])
         for part in parts[2:]:
             total.add_(part)
         return total
 
-    def _of(self, numel: int, dtype: torch.dtype) -> list[Tensor]:
-        """The slots of this turn as rows of so many elements; more memory where it is too small."""
-        size = numel * dtype.itemsize
-        if size > self._slot:
-            self._slot = max(SMALLEST, 1 << (size - 1).bit_length())
-            segment = self._shared.segment(2 * self.size * self._slot)
-            starts = [
-                [(turn * self.size + rank) * self._slot for rank in range(self.size)]
-                for turn in (0, 1)
-            ]
-            self._slots = [
-                [segment.tensor(start, self._slot, torch.uint8) for start in each]
-                for each in starts
-            ]
-            self._views.clear()
+    def _of(self, shape: torch.Size, dtype: torch.dtype, parts: int = 1) -> list[Tensor]:
+        """The slots of this turn, of each so many tensors; more memory where it is too small."""
         self._turn = 1 - self._turn
-        key = self._turn, numel, dtype
+        key = self._turn, shape, dtype, parts
         found = self._views.get(key)
         if found is None:
+            numel = shape.numel()
+            self._grow(parts * numel * dtype.itemsize)
             if len(self._views) > 256:
                 self._views.clear()
-            found = [slot[:size].view(dtype) for slot in self._slots[self._turn]]
+            slots = [slot[: parts * numel * dtype.itemsize] for slot in self._slots[self._turn]]
+            found = [
+                part.view(shape) for slot in slots for part in slot.view(dtype).tensor_split(parts)
+            ]
             self._views[key] = found
         return found
+
+    def _grow(self, size: int) -> None:
+        """Have slots of ``size`` bytes."""
+        if size <= self._slot:
+            return
+        self._slot = max(SMALLEST, 1 << (size - 1).bit_length())
+        segment = self._shared.segment(2 * self.size * self._slot)
+        starts = [
+            [(turn * self.size + rank) * self._slot for rank in range(self.size)] for turn in (0, 1)
+        ]
+        self._slots = [
+            [segment.tensor(start, self._slot, torch.uint8) for start in each] for each in starts
+        ]
+        self._views.clear()
 
     def _meet(self, what: str, shape: torch.Size, dtype: torch.dtype) -> None:
         """Wait until all have written, at the same call, a tensor that lies alike."""

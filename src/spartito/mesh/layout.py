@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,12 +13,19 @@ from spartito.names import nearest
 BATCH = "batch"
 """The dim of the examples: its axis has the data shards."""
 
+ROWS = "rows"
+"""The first dim of a sum of products that divides: each task of its axis goes on with its rows."""
+
+ROWS_FROM = 128 << 10
+"""Bytes of a sum that is worth a second crossing, when what follows needs all of it."""
+
 DEFAULT = (
     (BATCH, "data"),
     ("heads", "model"),
     ("hidden", "model"),
     ("channels", "model"),
     ("vocab", "model"),
+    (ROWS, "model"),
 )
 """The rules of `MeshStrategy` where no others are given."""
 
@@ -148,6 +156,17 @@ class Layout:
     def batch_axis(self) -> str | None:
         """The axis along which the batch is divided."""
         return next((axis for dim, axis in self.rules if dim == BATCH), None)
+
+    def rows_from(self, axis: str) -> float:
+        """From how many bytes on a sum over an axis stays cut by rows.
+
+        Args:
+            axis: Its name.
+
+        Returns:
+            Infinity where no rule says that it does.
+        """
+        return ROWS_FROM if (ROWS, axis) in self.rules else math.inf
 
     def lay(
         self, dims: Sequence[Dim], shape: Sequence[int], name: str = "", exact: bool = False

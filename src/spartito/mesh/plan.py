@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from spartito.mesh import collectives
+from spartito.mesh.collectives import Axis
 from spartito.mesh.sharded import Axes, Sharded, made
 from spartito.mesh.spec import Blocks, Spec, spec
 
@@ -150,6 +151,32 @@ def finished(local: Tensor, decided: Plan, axes: Axes) -> Tensor:
     return made(local, decided.out, axes) if any(decided.out.dims) else local
 
 
+def summed(local: Tensor, decided: Plan, axes: Axes) -> Tensor:
+    """As `finished`, of a product: a large sum stays cut by rows, as all that follows it.
+
+    Korthikanti et al., "Reducing Activation Recomputation in Large Transformer Models" (2022):
+    what every task would repeat of a sum (biases, residuals, norms, dropout) each does for its
+    rows, and as many bytes cross.
+    """
+    out = decided.out
+    for name in decided.sums:
+        axis = axes[name]
+        dim = _rows(local, out, axis)
+        if dim is None:
+            local = collectives.reduce(local, axis)
+        else:
+            local, out = collectives.reduce_cut(local, axis, dim), out.replace(dim, name)
+    return made(local, out, axes) if any(out.dims) else local
+
+
+def _rows(local: Tensor, out: Spec, axis: Axis) -> int | None:
+    """The dim of which a sum keeps its part: the first that divides; None for a small sum."""
+    if local.nbytes < axis.rows_from:
+        return None
+    dims = range(local.dim() - 1)
+    return next((d for d in dims if not out.dims[d] and local.shape[d] % axis.size == 0), None)
+
+
 def run(
     function: Callable[..., Tensor],
     operands: Sequence[Any],
@@ -157,16 +184,18 @@ def run(
     out: str,
     whole: str = "",
     first: tuple[int, ...] = (),
+    end: Callable[[Tensor, Plan, Axes], Tensor] = finished,
 ) -> Tensor:
     """Call ``function`` with the local parts of ``operands``; see `plan`.
 
-    An operand may be None.
+    An operand may be None. ``end`` makes the sums.
     """
     decided = plan(tuple(map(spec_of, operands)), tuple(letters), out, whole, first)
     axes = axes_of(*operands)
-    return finished(function(*moved(operands, decided, axes)), decided, axes)
+    return end(function(*moved(operands, decided, axes)), decided, axes)
 
 
+@cache
 def order(dims: int, skip: str = "") -> str:
     """So many letters, none of ``skip``."""
     return "".join(letter for letter in LETTERS if letter not in skip)[:dims]

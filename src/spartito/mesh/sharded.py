@@ -50,10 +50,11 @@ class _NotSeen(torch.autograd.Function):
 
 def _not_seen() -> UserError:
     return UserError(
-        "a sharded tensor went into a torch.autograd.Function, or through C++ code that "
-        "Spartito does not see",
-        "Replicate the parameters of that module (names={path: ()}); for reentrant "
-        "checkpointing take torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
+        "a sharded tensor went into a torch.autograd.Function (as each full backward hook of a "
+        "module is one), or through C++ code that Spartito does not see",
+        "Replicate the parameters of that module (names={path: ()}), or give a layout without "
+        "'rows' where it comes behind a sum; hooks: output.register_hook; reentrant "
+        "checkpointing: torch.utils.checkpoint.checkpoint(..., use_reentrant=False).",
     )
 
 

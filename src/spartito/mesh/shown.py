@@ -97,6 +97,11 @@ def shown(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
             )
         kind._save_to_state_dict(self, *args)
 
+    def load(self: Any, state: dict[str, Any], prefix: str, *args: Any) -> None:
+        if not _saves:
+            _cut_state(self, state, prefix)
+        kind._load_from_state_dict(self, state, prefix, *args)
+
     body: dict[str, Any] = {name: property(_view(name)) for name in names}
     for base in reversed(kind.__mro__):
         if issubclass(base, nn.Module) and not base.__module__.startswith("torch."):
@@ -122,8 +127,24 @@ def shown(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
         "__doc__": kind.__doc__,
     }
     if names:
-        body["_save_to_state_dict"] = save
+        body |= {"_save_to_state_dict": save, "_load_from_state_dict": load}
     return type(kind.__name__, (kind,), body)
+
+
+def _cut_state(self: Any, state: dict[str, Any], prefix: str) -> None:
+    """Leave this task its shards of a user's ``state_dict()``, which has whole tensors."""
+    here: Here = self.__dict__[HERE]
+    sizes = {name: axis.size for name, axis in here.axes.items()}
+    for name, how in here.specs.items():
+        value, own = state.get(prefix + name), self._parameters.get(name, self._buffers.get(name))
+        if not isinstance(value, Tensor) or own is None:
+            continue
+        if tuple(value.shape) != (whole := how.global_shape(own.shape, sizes)):
+            raise UserError(
+                f"load_state_dict: {prefix}{name} of shape {tuple(value.shape)}, here {whole}",
+                "Load what another instance of this model has saved.",
+            )
+        state[prefix + name] = local_of(value.detach(), how, here.axes)
 
 
 def _outermost(run: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,11 +24,11 @@ from spartito.errors import UserError
 from spartito.log import warn
 from spartito.mesh import apply
 from spartito.mesh.axes import PIPELINE, Mesh
-from spartito.mesh.collectives import Axis
+from spartito.mesh.collectives import Axis, summing_at_end
 from spartito.mesh.describe import Description, describe, describe_tensors
 from spartito.mesh.layout import DEFAULT, Layout, read_rules
-from spartito.mesh.shown import saving
-from spartito.mesh.spec import Spec
+from spartito.mesh.shown import inside, saving
+from spartito.names import divisors
 from spartito.strategies.coordination import SynchronousCoordination, different
 from spartito.strategies.groups import DATA, MODEL, send
 from spartito.strategies.pair import Pair
@@ -127,7 +127,7 @@ class MeshStrategy(SynchronousStrategy):
             if size < 1 or tasks % size:
                 raise UserError(
                     f"model={size} in a job of {tasks} tasks",
-                    f"It divides the number of tasks: {_divisors(tasks)}.",
+                    f"It divides the number of tasks: {divisors(tasks)}.",
                 )
             given = {"data": tasks // size, "model": size}
         mesh = Mesh(given)
@@ -180,6 +180,10 @@ class MeshStrategy(SynchronousStrategy):
             seed=seed,
         )
 
+    def _run_backward(self, value: Tensor, gradient: Tensor) -> None:
+        with inside(), summing_at_end():
+            super()._run_backward(value, gradient)
+
     def _end_together(self, stops: float, loss: Number) -> float:
         both = torch.tensor([stops, float(loss)], dtype=torch.float64)
         found = torch.stack(self._parts.all_gather(both))
@@ -202,8 +206,8 @@ class MeshStrategy(SynchronousStrategy):
         for parameter in self._counted(pair):
             if parameter.grad is not None:
                 how = specs.get(id(parameter))
-                copies = together // (self._shards(how) if how else 1)
-                of_copies.setdefault(copies, []).append(parameter.grad)
+                shards = math.prod(self.mesh.axes[axis] for axis in how.axes) if how else 1
+                of_copies.setdefault(together // shards, []).append(parameter.grad)
         total = torch.zeros(1, dtype=torch.float64)
         for copies, grads in of_copies.items():
             total += torch.nn.utils.get_total_norm(grads).double().square() / copies
@@ -213,16 +217,18 @@ class MeshStrategy(SynchronousStrategy):
         """Those whose gradients count in the global norm on the tasks of `LAYERS`."""
         return pair.gradients.parameters
 
-    def _shards(self, how: Spec) -> int:
-        """Into how many shards a tensor is cut."""
-        return math.prod(self.mesh.axes[axis] for axis in how.axes)
-
     @cached_property
     def _axes(self) -> dict[str, Axis]:
         batch = self.layout.batch_axis
         return {
-            name: Axis(name, self.groups[AXIS + name]) for name in self.layout.axes if name != batch
+            name: Axis(name, self.groups[AXIS + name], self._rows_from(name))
+            for name in self.layout.axes
+            if name != batch
         }
+
+    def _rows_from(self, axis: str) -> float:
+        """From how many bytes on a sum stays cut by rows."""
+        return math.inf if PIPELINE in self.mesh.axes else self.layout.rows_from(axis)
 
     def describe(self, model: nn.Module, example: Any = None, loss: Any = None) -> Description:
         """What the layout does to a model, before any step and without the other tasks.
@@ -407,7 +413,3 @@ def connect(
         key = tuple(ranks)
         made[key] = found[name] = made.get(key) or rendezvous.group(name, ranks)
     return found
-
-
-def _divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)

@@ -18,6 +18,7 @@ from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.data.batch import Batch
 from spartito.data.collate import count_rows, rows
 from spartito.data.dataset import Dataset
+from spartito.engine import clipping
 from spartito.engine.backward import backward, first_gradient
 from spartito.engine.batchnorm import keeping_statistics, local_batchnorms, synchronize_batchnorm
 from spartito.engine.context import StepContext, enter
@@ -124,6 +125,7 @@ class ReplicaStrategy(SavingStrategy):
         tensors = _tensors(model)
         self._group, self._parts = self.groups.data, self.groups.model
         self._share(model, list(tensors.values()))
+        clipping.mark(model.parameters(), self._holds_parts)
         whole, gradients = self._gradients(model, made)
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -235,6 +237,11 @@ class ReplicaStrategy(SavingStrategy):
                 size, parts - size // 2, parts,
             )  # fmt: skip
         return replace(chain, least=2)
+
+    @property
+    def _holds_parts(self) -> bool:
+        """Whether other tasks have other parts of an update's gradients."""
+        return self._parts.world_size > 1
 
     @property
     def _state_fraction(self) -> float:
@@ -349,17 +356,20 @@ class ReplicaStrategy(SavingStrategy):
         gradient = pairs[0].loss_scale.scale(first_gradient(found.value, scale))
         draws = [pair for pair in pairs if pair.randomness is not None]
         if counts and not draws:
-            backward(found.value, gradient)
+            self._run_backward(found.value, gradient)
         else:
             with ExitStack() as stack:
                 for pair in () if counts else pairs:
                     stack.enter_context(pair.gradients.discarding())
                 if draws:
                     stack.enter_context(replaying())
-                backward(found.value, gradient)
+                self._run_backward(found.value, gradient)
         loss = found.total
         for pair in pairs:
             pair.gradients.add(loss, found.weight)
+
+    def _run_backward(self, value: Tensor, gradient: Tensor) -> None:
+        backward(value, gradient)
 
 
 def _of_spare_rows(batch: Batch) -> Batch:

@@ -36,6 +36,7 @@ from spartito.engine.sharding.homes import GatheredHome, Home, SharedHome, Whole
 from spartito.engine.sharding.stage import Stage, make_stage
 from spartito.engine.unmade import make_buffers, told
 from spartito.errors import UserError
+from spartito.names import divisors
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import StepResult
 from spartito.strategies.groups import DATA, MODEL
@@ -138,7 +139,7 @@ class ShardedStrategy(SynchronousStrategy):
         if copies < 1 or world % copies:
             raise UserError(
                 f"copies={copies} of the model on {world} replicas",
-                f"It divides their number: one of {_divisors(world)}.",
+                f"It divides their number: one of {divisors(world)}.",
             )
         self.groups.connect = partial(_connect, copies)
         self._homes: dict[int, Home] = {}
@@ -180,6 +181,10 @@ class ShardedStrategy(SynchronousStrategy):
             return super().step(batch, loss, stop=stop)
         with gradients.early():
             return super().step(batch, loss, stop=stop)
+
+    @property
+    def _holds_parts(self) -> bool:
+        return self.num_replicas_in_sync > self._copies
 
     @property
     def _state_fraction(self) -> float:
@@ -324,7 +329,3 @@ def _check_optimizer(optimizer: Optimizer) -> None:
             "A replica's step has only its shard of the gradients and of the new values: "
             "choose mirrored, or do it before or after strategy.update.",
         )
-
-
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]

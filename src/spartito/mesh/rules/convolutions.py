@@ -12,7 +12,7 @@ from torch import Tensor
 from spartito.mesh.plan import axes_of, finished, moved, plan, run, spec_of
 from spartito.mesh.rules.reductions import along
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import Sharded, rule, uncut
+from spartito.mesh.sharded import Sharded, like, rule, uncut
 
 SPACE = "xyz"
 KERNEL = "uvw"
@@ -74,7 +74,25 @@ def _conv(
         return func(x, w, b, stride, padding, dilation, groups)  # type: ignore[no-any-return]
 
     names = ("i", "oi") if groups == 1 else ("C", "Ci")
+    dims = weight.dim() - 2
+    steps = (stride,) * dims if isinstance(stride, int) else tuple(stride)
+    if (
+        isinstance(input, Sharded)
+        and max(steps) > 1 == max(weight.shape[2:]) == groups
+        and len(steps) == dims
+        and padding in (0, (0,) * dims, "valid")
+        and not any(input.spec.dims[-dims:])
+    ):
+        input, stride = _every(input, steps), 1
     return _convolve(local, input, weight, bias, groups, names)
+
+
+def _every(x: Sharded, steps: tuple[int, ...]) -> Tensor:
+    """What a convolution of single points with such strides reads: the rest need not cross."""
+    last = x.local.dim() == 4 and x.local.is_contiguous(memory_format=torch.channels_last)
+    read: Any = (..., *(slice(None, None, step) for step in steps))
+    form = torch.channels_last if last else torch.contiguous_format
+    return like(x.local[read].contiguous(memory_format=form), x)
 
 
 @rule(torch.conv_transpose1d, torch.conv_transpose2d, torch.conv_transpose3d)

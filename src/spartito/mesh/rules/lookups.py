@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartito.errors import UserError
-from spartito.mesh import collectives
-from spartito.mesh.plan import order, run
+from spartito.mesh.plan import Plan, order, run, summed
 from spartito.mesh.rules.whole import compute_whole
-from spartito.mesh.sharded import Sharded, made, rule
+from spartito.mesh.sharded import Sharded, rule
 from spartito.mesh.spec import spec
 
 
@@ -59,7 +58,6 @@ def _of_rows(at: Tensor, table: Sharded, padding: int | None) -> Tensor:
     if mine is not None and not 0 <= mine < rows:
         mine = None
     found = F.embedding(torch.where(here, own, 0), table.local, mine)
-    found = collectives.reduce(torch.where(here.unsqueeze(-1), found, 0), axis)
-    if table.spec.dims[1] is None:
-        return found
-    return made(found, spec((*[None] * at.dim(), table.spec.dims[1])), table.axes)
+    found = torch.where(here.unsqueeze(-1), found, 0)
+    out = spec((*[None] * at.dim(), table.spec.dims[1]))
+    return summed(found, Plan((), out, (axis.name,), ()), table.axes)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from spartito.mesh.plan import NOTHING, axes_of, finished, moved, order, plan, run, spec_of
+from spartito.mesh.plan import NOTHING, axes_of, moved, order, plan, run, spec_of, summed
 from spartito.mesh.rules.elementwise import broadcast
 from spartito.mesh.rules.whole import compute_whole
 from spartito.mesh.sharded import rule
@@ -22,7 +22,7 @@ def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None
     decided = plan((spec_of(input), spec_of(weight)), tuple(letters), out, "", (1, 0))
     if bias is None:
         axes = axes_of(input, weight)
-        return finished(func(*moved((input, weight), decided, axes)), decided, axes)
+        return summed(func(*moved((input, weight), decided, axes)), decided, axes)
     if decided.sums:  # the bias comes once, to the sum over the axis
         return torch.add(_linear(func, input, weight), bias)
     letters.append("o" if bias.dim() else "")
@@ -50,7 +50,7 @@ def _matmul_letters(a: Tensor, b: Tensor) -> tuple[str, str, str]:
       torch.mv, Tensor.mv, torch.dot, Tensor.dot)  # fmt: skip
 def _matmul(func: Any, a: Tensor, b: Tensor) -> Any:
     first, second, out = _matmul_letters(a, b)
-    return run(torch.matmul, [a, b], [first, second], out, "", (1, 0))
+    return run(torch.matmul, [a, b], [first, second], out, "", (1, 0), summed)
 
 
 @rule(Tensor.__rmatmul__)
