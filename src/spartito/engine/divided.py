@@ -191,7 +191,7 @@ class _Part:
         """These elements of a tensor that is like the parameter."""
         if self.is_all:
             return tensor
-        return _flat(tensor, self.whole)[self.span.start : self.span.stop]
+        return _flat(tensor, self.whole, self.span.start, self.span.stop)
 
     def cut(self, value: Any) -> Any:
         """These elements of an optimizer's value of the whole parameter; any other as it is."""
@@ -250,7 +250,7 @@ class _DividedPack:
                 target.zero_()
                 continue
             if stop - start != parameter.numel():
-                grad = _flat(grad, parameter)[start:stop]
+                grad = _flat(grad, parameter, start, stop)
             grads.append(grad)
             targets.append(target)
         if grads:
@@ -289,11 +289,11 @@ class _DividedPack:
             parameter.grad = None
 
 
-def _flat(tensor: Tensor, like: Tensor) -> Tensor:
-    """The elements of ``tensor`` in the order of the memory of ``like``, a dense one."""
+def _flat(tensor: Tensor, like: Tensor, start: int, stop: int) -> Tensor:
+    """Elements of ``tensor`` in the order of the memory of ``like``, a dense one."""
     if tensor.stride() != like.stride():
         tensor = torch.empty_like(like.detach()).copy_(tensor)
-    return tensor.as_strided((like.numel(),), (1,))
+    return tensor.as_strided((stop - start,), (1,), tensor.storage_offset() + start)
 
 
 def _shaped(flat: Tensor, like: Tensor) -> Tensor:

@@ -131,7 +131,8 @@ class Gradients(ABC):
     @property
     def counts(self) -> bool:
         """Whether a batch with a weight waits on this replica."""
-        return isinstance(self.weight, Tensor) or self.weight != 0
+        weight = self.weight  # of a number most often: Tensor's own check is asked last
+        return weight != 0 if type(weight) is float else isinstance(weight, Tensor) or weight != 0
 
     @property
     def _holds_any(self) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any
 
 import msgspec
@@ -135,7 +136,12 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
 
 def of_torch(loss: LossFunction) -> bool:
     """Whether ``loss`` is one of ``torch.nn``'s modules."""
-    return isinstance(loss, nn.Module) and type(loss).__module__[:9] == "torch.nn."
+    return _is_torchs(type(loss))
+
+
+@lru_cache
+def _is_torchs(kind: type[Any]) -> bool:
+    return issubclass(kind, nn.Module) and kind.__module__.startswith("torch.nn.")
 
 
 def align(output: Any, target: Any) -> Any:

@@ -81,6 +81,7 @@ class Leased(Distributed):
                 "with __iter__.",
             )
         self._computer, self._chain = computer, chain
+        self._in_memory = computer.device.type == "cpu"
         self._coordination = computer.coordination
         slices = self._coordination.shards
         Loader(chain, (0, slices), seed)  # refuses what cannot be divided
@@ -278,9 +279,9 @@ class Leased(Distributed):
         return None if expected == lease.stop else expected
 
     def _placed(self, batch: Batch) -> Batch:
-        device = self._computer.device
-        if device.type == "cpu":
+        if self._in_memory:
             return batch
+        device = self._computer.device
         move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
         return structs.replace(batch, data=rows(batch.data, move))
 

@@ -52,6 +52,8 @@ class WorkPosition:
     def keys(self) -> list[tuple[int, int, int, int]]:
         """The work items since the last push, as a push is keyed."""
         lease = self.lease
+        if self.first == self.step:  # as most pushes are
+            return [(self.stream, lease.pass_, self.step, lease.data_shard)]
         return [
             (self.stream, lease.pass_, step, lease.data_shard)
             for step in range(self.first, self.step + 1)

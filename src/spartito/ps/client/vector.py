@@ -137,8 +137,10 @@ class Copies:
 
         Returns the entries of runs in which nothing changed; the memory holds nothing for these.
         """
-        absent = []
         self._before = before
+        if not self._others:
+            return []
+        absent = []
         self._follow()
         for number in self._others:
             pairs = list(zip(self._targets[number], before._views[number], strict=True))

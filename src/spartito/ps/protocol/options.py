@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 SETTINGS = (bool, int, float, str, list, tuple, type(None))
+_KEPT = (*SETTINGS, Tensor)
+_PLAIN = {*SETTINGS} - {list}  # as most are: looked at in every step
 """What an option of a parameter group is, to be sent along with a push."""
 KERNELS = frozenset({"capturable", "differentiable", "foreach", "fused"})
 """Options that say how a process computes its update, not which: each keeps its own."""
@@ -20,7 +22,7 @@ def settings(optimizer: Optimizer) -> list[dict[str, Any]]:
         {
             name: float(value) if isinstance(value, Tensor) else value
             for name, value in group.items()
-            if name != "params" and isinstance(value, (*SETTINGS, Tensor))
+            if type(value) in _PLAIN or (name != "params" and isinstance(value, _KEPT))
         }
         for group in optimizer.param_groups
     ]

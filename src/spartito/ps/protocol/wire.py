@@ -45,11 +45,8 @@ PREFIX = struct.Struct("<4sBBHIQIQ")
 """Magic, version, flags, reserved, header bytes, payload bytes, CRC-32, sum of the payload."""
 START = 256
 """Bytes that every frame begins with: the prefix, the header, and zeros where that is shorter."""
-_FIXED = struct.Struct("<4sB")  # what stays where it is in every version
-_BEGIN = _FIXED.pack(MAGIC, VERSION)
 _CRC = struct.Struct("<I")
-_CRC_AT = slice(20, 24)
-_NO_CRC = bytes(_CRC.size)
+_CRC_AT = 20
 _ZEROS = bytes(START)
 _NOTHING = memoryview(b"")
 _WORD = 8
@@ -165,7 +162,7 @@ class Wire:
                 parts.append(view)
         flags = 0 if self.sums else NO_SUM
         PREFIX.pack_into(head, 0, MAGIC, VERSION, flags, 0, length, size, 0, total & _WRAP)
-        head[_CRC_AT] = _CRC.pack(zlib.crc32(head))
+        _CRC.pack_into(head, _CRC_AT, zlib.crc32(head))
         self._send_all(parts, len(head) + size)
 
     def receive(self, into: memoryview | None = None) -> Any:
@@ -181,14 +178,14 @@ class Wire:
         while got < START:
             _check_start(start[:got])  # an unknown peer may wait for us after fewer bytes
             got += self._recv(start, got, end)
-        if start[: _FIXED.size] != _BEGIN:
+        magic, version, flags, reserved, length, size, crc, total = PREFIX.unpack_from(start)
+        if version != VERSION or magic != MAGIC:
             _check_start(start)
-        _, _, flags, reserved, length, size, crc, total = PREFIX.unpack_from(start)
         if flags & ~NO_SUM or reserved:
             raise ProtocolError(
                 f"flags 0 or 1 and reserved 0 were expected, {flags} and {reserved} came"
             )
-        start[_CRC_AT] = _NO_CRC
+        _CRC.pack_into(start, _CRC_AT, 0)
         found = zlib.crc32(start)
         if length <= len(self._short):
             header = self._short[:length]

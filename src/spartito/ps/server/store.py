@@ -329,6 +329,8 @@ class Store:
 
     def unchanged(self, since: int) -> frozenset[int]:
         """The runs, by index, whose values are those that they had at `edition` ``since``."""
+        if min(self._changed, default=0) > since:  # as after most pushes
+            return frozenset()
         return frozenset(n for n, edition in enumerate(self._changed) if edition <= since)
 
     def _note_change(self, but: frozenset[int] = frozenset()) -> None:
