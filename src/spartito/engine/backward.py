@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import _engine_run_backward
 
-
 _NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 

@@ -136,7 +136,8 @@ def evaluate_loss(loss: LossFunction | None, output: Any, batch: Batch) -> Any:
 
 def of_torch(loss: LossFunction) -> bool:
     """Whether ``loss`` is one of ``torch.nn``'s modules."""
-    return _is_torchs(type(loss))
+    kind: Any = type(loss)
+    return _is_torchs(kind)
 
 
 @lru_cache
