@@ -217,6 +217,11 @@ class LocalGradients(Gradients):
             scale_gradients(self.parameters, quotient(self.loss_divisor, self.weight))
         return self.weight, self.loss, piggybacked
 
+    def clip(self, norm: float, total: Tensor) -> None:
+        grads = [p.grad for p in self.parameters if p.grad is not None]
+        if grads:  # in place, as torch does: nobody else reads them
+            torch._foreach_mul_(grads, torch.clamp(norm / (total + 1e-6), max=1.0))
+
 
 def quotient(loss_divisor: float, weight: Number) -> Number:
     """What makes the mean of gradients that were divided by ``loss_divisor``; 0 for no weight."""
