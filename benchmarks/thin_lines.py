@@ -16,6 +16,12 @@ CASES = {
 }
 """Model, rate of the line, steps of a window."""
 
+BITS = {"xception": 2_782_649 * 32, "mlp": 269_322 * 32}
+"""Of all gradients: what each of two machines has to send in an exact step, without any head."""
+
+RATES = {"100mbit": 1e8, "1gbit": 1e9}
+"""Bits per second."""
+
 TARGETS = {
     ("cats-100", "exact", "ddp"): 1.4,
     ("cats-100", "bf16", "ddp"): 1.9,
@@ -52,6 +58,8 @@ def main() -> None:
             progress(number, given.rounds, now, f"ms a step, {case}")
         median = {side: statistics.median(values) for side, values in found.items()}
         figures += [Figure(f"{case}: {s}", median[s] * 1e3, measure="ms") for s in sides]
+        least = BITS[model] / RATES[rate]
+        figures.append(Figure(f"{case}: all gradients on the line", least * 1e3, measure="ms"))
         figures += [
             Figure(f"{case}: {ours} / {theirs}", median[theirs] / median[ours], target)
             for (name, ours, theirs), target in TARGETS.items()
