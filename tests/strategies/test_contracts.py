@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +61,24 @@ EXACT = 1e-12
 def named(case: Case) -> str:
     values = [n for v in case[2].values() for n in (v.values() if isinstance(v, dict) else [v])]
     return "-".join(map(str, [case[0], case[1], *values]))
+
+
+def crossed(name: str, options: Mapping[str, Any]) -> pytest.MarkDecorator:
+    """All ``options`` under the first case of each strategy, every other one under its variants.
+
+    Two variants in a row have all of them between them.
+    """
+    variants: Counter[str] = Counter()
+    given = []
+    for case in CASES:
+        turn = variants[case[0]]
+        variants[case[0]] += 1
+        given += [
+            pytest.param(case, value, id=f"{label}-{named(case)}")
+            for number, (label, value) in enumerate(options.items())
+            if turn == 0 or (number + turn) % 2 == 0
+        ]
+    return pytest.mark.parametrize(("case", name), given)
 
 
 every_strategy = pytest.mark.parametrize("case", CASES, ids=named)
@@ -136,17 +156,15 @@ def same_as_one_device(replicas: Replicas, case: Case, job: Any, **options: Any)
     return result
 
 
-@every_strategy
-@pytest.mark.parametrize(
+@crossed(
     "options",
-    [
-        {},
-        {"batch": 7, "examples": 22, "dropout": 0.5},  # the last batch has one example
-        {"optimizer": "SGD", "clip": 0.05, "loss": "each"},
-        {"accumulate": 3, "schedule": True, "loss": "weighted"},
-        {"steps": 4, "epochs": 4, "loss": "sum", "optimizer": "RMSprop"},
-    ],
-    ids=["plain", "uneven", "clip", "accumulate", "virtual-epochs"],
+    {
+        "plain": {},
+        "uneven": {"batch": 7, "examples": 22, "dropout": 0.5},  # the last batch has one example
+        "clip": {"optimizer": "SGD", "clip": 0.05, "loss": "each"},
+        "accumulate": {"accumulate": 3, "schedule": True, "loss": "weighted"},
+        "virtual-epochs": {"steps": 4, "epochs": 4, "loss": "sum", "optimizer": "RMSprop"},
+    },
 )
 def test_numbers_are_those_of_one_device(
     replicas: Replicas, case: Case, options: dict[str, Any]
@@ -161,8 +179,7 @@ def test_numbers_are_those_of_one_device(
     assert len(result["predictions"]) == 7
 
 
-@every_strategy
-@pytest.mark.parametrize("kind", ["own", "torchmetrics"])
+@crossed("kind", {"own": "own", "torchmetrics": "torchmetrics"})
 def test_metrics_with_state_are_those_of_all_examples(
     replicas: Replicas, case: Case, kind: str
 ) -> None:
@@ -231,8 +248,7 @@ def test_a_corrupt_example_weighs_nothing(replicas: Replicas, case: Case) -> Non
     same_as_one_device(replicas, case, jobs.corrupt_examples)
 
 
-@every_strategy
-@pytest.mark.parametrize("kind", ["iterable", "dataset", "loader", "sampler"])
+@crossed("kind", {kind: kind for kind in ("iterable", "dataset", "loader", "sampler")})
 def test_torch_data_sets(replicas: Replicas, case: Case, kind: str) -> None:
     same_as_one_device(replicas, case, jobs.streams, kind=kind)
 
@@ -249,8 +265,7 @@ def test_one_replica_can_stop_all(replicas: Replicas, case: Case) -> None:
     assert run(replicas, case, jobs.stop_by_one) == 5 + late
 
 
-@every_strategy
-@pytest.mark.parametrize("compiled", [False, True])
+@crossed("compiled", {"plain": False, "compiled": True})
 def test_low_precision_and_compiled_modules(replicas: Replicas, case: Case, compiled: bool) -> None:
     name, world_size, options = case
     results = replicas(
