@@ -303,6 +303,13 @@ def test_a_recipe_gets_its_folders() -> None:
     )
 
 
+def test_data_that_is_a_file_is_mounted_with_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a text")
+    plan = plan_containers("gpt", [], workers=2, data=tmp_path / "text.txt")
+    assert plan.command[3:] == ("--out=/runs", "--data=/data/text.txt")
+    assert plan.data == "."
+
+
 def test_a_script_is_mounted_from_its_folder(tmp_path: Path) -> None:
     plan = plan_containers("train.py", ["--x", "1"], ps=1)
     assert plan.command == ("python", "/scripts/train.py", "--x", "1")

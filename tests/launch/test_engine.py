@@ -59,6 +59,20 @@ def test_a_detached_job_is_there_until_it_is_taken_down(container_job: Callable[
     assert two.does("status")[0] == 2
 
 
+@pytest.mark.docker
+@pytest.mark.slow
+def test_models_in_parts_learn_the_same_in_containers(container_job: Callable[..., Job]) -> None:
+    told = []
+    for strategy in ("multi_worker_mirrored", "mesh", "sharded", "pipeline"):
+        own = ("--strategy", strategy, "--workers", "2")
+        job = container_job(*own, "--", "--epochs=1", "--batch-size=500")
+        code, text = job.does("up")
+        assert code == 0, text
+        told.append(job.history[0]["loss"])
+        assert job.does("down")[0] == 0
+    assert max(told) - min(told) < 1e-4
+
+
 WITHOUT_PLUGIN = """#!/bin/sh
 [ "$1" = compose ] && exit 1
 exec {docker} "$@"

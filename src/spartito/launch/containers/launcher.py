@@ -106,14 +106,16 @@ class Compose:
                 f"--name {name!r} cannot name containers",
                 "Use small letters, digits, - and _, with a letter or a digit first.",
             )
-        check_folder("--data", job.data)
+        is_file = job.data is not None and job.data.is_file()  # its folder is mounted
+        folder = job.data.parent if job.data is not None and is_file else job.data
+        check_folder("--data", folder)
         check_folders_of_recipe(program, "compose")
 
         def named(path: Path | None) -> str | None:
             return None if path is None else _named(path, whole=bool(machines))
 
         there = None if script is None else f"/scripts/{script.name}"
-        data = None if job.data is None else "/data"
+        data = None if job.data is None else f"/data/{job.data.name}" if is_file else "/data"
         containers = Containers(
             name=name,
             about=about,
@@ -124,7 +126,7 @@ class Compose:
             out=_named(job.out or Path("runs") / name, whole=bool(machines)),
             image=self.image,
             scripts=named(None if script is None else script.parent),
-            data=named(job.data),
+            data=named(folder),
             limits=Limits(_cpus(self.cpus, roles.workers), _memory(self.memory), self.gpus),
             network=Network(self.host_network or bool(machines), self.share_ipc, machines),
             cores=available_cores(),
