@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,6 +37,44 @@ class Frozen(nn.Module):
         return out
 
 
+@dataclass
+class Found:
+    """An output of a user's own class."""
+
+    scores: Tensor
+
+
+class Astray(nn.Module):
+    """Uses parameters of modules that it does not call, and gives gradients other ways back."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 6), nn.Tanh())
+        self.lent, self.inner, self.head = nn.Linear(6, 6), Inner(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Found:
+        out = self.body[2:](self.body[:2](x))
+        out = nn.functional.linear(out, self.lent.weight) + self.inner(out).scores
+        return Found(self.head(out) + self.inner.aside.sum())
+
+
+class Inner(nn.Module):
+    """A block whose output nobody can look into, and one that it keeps to itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 30), nn.Linear(30, 6)
+
+    def forward(self, x: Tensor) -> Found:
+        hidden = self.first(x).sin()
+        self.aside = (hidden @ self.second.weight.t()).cos().mean()
+        return Found(self.second(hidden))
+
+
+def of_found(output: Found, target: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(output.scores, target, reduction="none")
+
+
 def tokens() -> tuple[Tensor, Tensor]:
     made = torch.randint(11, (16, 9), generator=torch.Generator().manual_seed(4))
     return made[:, :-1], made[:, 1:]
@@ -56,6 +97,7 @@ KINDS: dict[str, Kind] = {
         lambda: blobs(16),
         nn.CrossEntropyLoss(),
     ),
+    "astray": (Astray, lambda: blobs(16), of_found),
     "frozen": (Frozen, lambda: blobs(16), nn.CrossEntropyLoss()),
     "gpt": (lambda: sp.models.GPT(11, 8, 2, 2, 16, 0.0), tokens, of_tokens),
     "cnn": (
@@ -77,7 +119,13 @@ def build(kind: str) -> nn.Module:
     return KINDS[kind][0]().double()
 
 
-def by_torch(kind: str, optimizer: str, clip: float | None = None) -> list[float]:
+Between = Callable[[nn.Module, int], None]
+"""What a loop does to a model after a step, by the step's number."""
+
+
+def by_torch(
+    kind: str, optimizer: str, clip: float | None = None, between: Between | None = None
+) -> list[float]:
     """The losses of a plain loop."""
     net, (x, y), loss = build(kind), KINDS[kind][1](), KINDS[kind][2]
     made = OPTIMIZERS[optimizer](net.parameters())
@@ -85,18 +133,23 @@ def by_torch(kind: str, optimizer: str, clip: float | None = None) -> list[float
     while len(found) < STEPS:
         for rows, target in zip(x.split(BATCH), y.split(BATCH), strict=True):
             value = loss(net(rows), target)
-            value = value[0] / value[1] if isinstance(value, tuple) else value
+            value = value[0] / value[1] if isinstance(value, tuple) else value.mean()
             made.zero_grad()
             value.backward()
             if clip is not None:
                 nn.utils.clip_grad_norm_(net.parameters(), clip)
             made.step()
             found.append(value.item())
+            if between is not None:
+                between(net, len(found))
     return found[:STEPS]
 
 
 def by_strategy(
-    name: str, options: dict[str, Any], cases: list[tuple[str, str, float | None]]
+    name: str,
+    options: dict[str, Any],
+    cases: list[tuple[str, str, float | None]],
+    between: Between | None = None,
 ) -> list[list[float]]:
     """The losses of the same steps, case by case."""
     found = []
@@ -109,6 +162,8 @@ def by_strategy(
             for batch in strategy.distribute(sp.data.arrays(x, y).batch(BATCH)):
                 result = strategy.step(batch, loss)
                 losses.append(float(result.loss / result.weight))
+                if between is not None:
+                    between(net, len(losses))
         found.append(losses[:STEPS])
         strategy.close()
     return found
@@ -233,24 +288,46 @@ def reloaded(name: str, options: dict[str, Any]) -> list[list[list[float]]]:
             return [values, net(x).tolist(), other(x).tolist()]
 
 
-def written(name: str, options: dict[str, Any], how: Callable[[nn.Module], Any]) -> str:
+def written(name: str, options: dict[str, Any], how: Between) -> str:
     """What is said of a change of the model between two steps."""
-    net, (x, y) = build("mlp"), blobs(12)
-    with make_strategy(name, **options) as strategy, torch.no_grad():
-        strategy.prepare(net, torch.optim.SGD(net.parameters(), 0.1))
-        try:
-            how(net)
-            for batch in strategy.distribute(sp.data.arrays(x, y).batch(12)):
-                with torch.enable_grad():
-                    strategy.step(batch, nn.CrossEntropyLoss())
-        except sp.UserError as error:
-            return str(error)
+    try:
+        by_strategy(name, options, [("mlp", "SGD", None)], how)
+    except sp.UserError as error:
+        return str(error)
     return ""
 
 
-def halve(net: nn.Module) -> None:
+def copied(net: nn.Module, step: int) -> None:
+    copy.deepcopy(net)
+
+
+def write(net: nn.Module, step: int) -> None:
+    """Each step in another way: what a weight's clipping, an average or an initialization do."""
+    rows = list(net.parameters())
+    if step % 6 == 0:
+        net.load_state_dict({key: value * 0.9 for key, value in net.state_dict().items()})
+    elif step % 6 == 1:
+        for parameter in rows:
+            parameter.data.mul_(0.5)
+    elif step % 6 == 2:
+        rows[-1].data = rows[-1].data * 2 + 0.01
+    elif step % 6 == 3:
+        with torch.no_grad():
+            rows[0][0, 0] = 0.25
+            rows[0].clamp_(-0.1, 0.1)
+    elif step % 6 == 4:
+        for parameter in rows:
+            parameter.detach().view(-1)[:1].zero_()
+
+
+def write_alone(net: nn.Module, step: int) -> None:
+    if os.environ["RANK"] == "0":
+        next(net.parameters()).data.mul_(0.5)
+
+
+def write_unlike(net: nn.Module, step: int) -> None:
     for parameter in net.parameters():
-        parameter.mul_(0.5)
+        parameter.data.add_(float(os.environ["RANK"]))
 
 
 def restored(name: str, options: dict[str, Any], folder: str) -> list[list[float]]:

@@ -39,6 +39,7 @@ PURPOSES = (
     "reduce",
     "gather",
     "data",
+    "parameter without its module",
 )
 DTYPES = (
     torch.float32,

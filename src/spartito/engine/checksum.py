@@ -9,6 +9,9 @@ from zlib import crc32
 import torch
 from torch import Tensor
 
+from spartito.collectives.collective import Collective
+from spartito.errors import UserError
+
 ROUNDING = 1e-3
 """How far apart, relative to their size, parameters may get by rounding alone in a long training:
 an update differs by 1e-7 of itself where processors round differently."""
@@ -47,3 +50,18 @@ def outliers(found: Sequence[object]) -> list[int]:
     """The ranks whose value is not that of most; of equally many, that of the lowest rank."""
     usual, _ = Counter(found).most_common(1)[0]
     return [rank for rank, value in enumerate(found) if value != usual]
+
+
+def different(group: Collective, ranks: Sequence[int], what: str, do: str) -> UserError:
+    """The error that names the tasks of a group which are not as the others."""
+    odd = " and ".join(group.names[rank] for rank in ranks)
+    rest = " and ".join(name for rank, name in enumerate(group.names) if rank not in ranks)
+    return UserError(f"the replicas have drifted apart: {odd} {what} {rest}", do)
+
+
+OTHER_VALUES = (
+    "has other parameters than",
+    "Something changed them on one replica alone, as a callback may. Go on from a checkpoint: then "
+    "all start from the same.",
+)
+"""What `different` says where parameters differ."""

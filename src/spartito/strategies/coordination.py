@@ -18,7 +18,15 @@ from torch.optim.lr_scheduler import LRScheduler
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
 from spartito.collectives.collective import Collective, Traffic
 from spartito.engine.batchnorm import average_statistics
-from spartito.engine.checksum import checksum, drifted, moments, outliers, rounding_id
+from spartito.engine.checksum import (
+    OTHER_VALUES,
+    checksum,
+    different,
+    drifted,
+    moments,
+    outliers,
+    rounding_id,
+)
 from spartito.errors import UserError
 from spartito.strategies.groups import Groups
 from spartito.strategies.pair import Pairs
@@ -229,13 +237,7 @@ class SynchronousCoordination(Coordination):
             sums = group.all_gather(torch.tensor(moments(parameters), dtype=torch.float64))
             unlike = outliers(drifted([tuple(each.tolist()) for each in sums]))
         if unlike:
-            raise different(
-                group,
-                unlike,
-                "has other parameters than",
-                "Something changed them on one replica alone, as a callback may. Go on from a "
-                "checkpoint: then all start from the same.",
-            )
+            raise different(group, unlike, *OTHER_VALUES)
 
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
         """A checksum of what must be equal on all replicas."""
@@ -248,10 +250,3 @@ class SynchronousCoordination(Coordination):
 
     def _sum(self, value: float) -> float:
         return self._groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()
-
-
-def different(group: Collective, ranks: Sequence[int], what: str, do: str) -> UserError:
-    """The error that names the tasks of a group which are not as the others."""
-    odd = " and ".join(group.names[rank] for rank in ranks)
-    rest = " and ".join(name for rank, name in enumerate(group.names) if rank not in ranks)
-    return UserError(f"the replicas have drifted apart: {odd} {what} {rest}", do)

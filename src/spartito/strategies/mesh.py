@@ -15,7 +15,7 @@ from spartito.checkpoint.saved import Saved
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import WORLD, Rendezvous
-from spartito.engine.checksum import ROUNDING, checksum, outliers
+from spartito.engine.checksum import ROUNDING, checksum, different, outliers
 from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.gradients import Gradients, Number, PackedGradients
 from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
@@ -29,7 +29,7 @@ from spartito.mesh.describe import Description, describe, describe_tensors
 from spartito.mesh.layout import DEFAULT, Layout, read_rules
 from spartito.mesh.shown import inside, saving
 from spartito.names import divisors
-from spartito.strategies.coordination import SynchronousCoordination, different
+from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.groups import DATA, MODEL, send
 from spartito.strategies.pair import Pair
 from spartito.strategies.synchronous import SynchronousStrategy

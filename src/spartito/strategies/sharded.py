@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,9 @@ from spartito.checkpoint.saved import Saved
 from spartito.checkpoint.saving import Unwritten
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.collectives.pages import PAGE
 from spartito.collectives.rendezvous import WORLD, Rendezvous
-from spartito.collectives.shared_memory import LINE, SharedMemoryCollective
+from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.data.batch import Batch
 from spartito.engine import fused
 from spartito.engine.divided import ELEMENTWISE
@@ -32,7 +32,14 @@ from spartito.engine.precision import choose_precision
 from spartito.engine.sharding.blocks import Members, divide
 from spartito.engine.sharding.gathering import Shown, gather_around
 from spartito.engine.sharding.gradients import ShardedGradients
-from spartito.engine.sharding.homes import GatheredHome, Home, SharedHome, WholeHome
+from spartito.engine.sharding.hidden import asleep
+from spartito.engine.sharding.homes import (
+    GatheredHome,
+    Home,
+    SharedHome,
+    WholeHome,
+    settle,
+)
 from spartito.engine.sharding.stage import Stage, make_stage
 from spartito.engine.unmade import make_buffers, told
 from spartito.errors import UserError
@@ -49,17 +56,24 @@ BLOCK = 4 << 20
 
 
 class ShardedCoordination(SynchronousCoordination):
-    """Replicas that do not each have all values: equal, unless one has moved its own away."""
+    """Replicas that do not each have all values; what they wrote into these is settled first."""
 
     homes: Mapping[int, Home] = {}
     is_whole = False
 
+    def compare(self, order: int = 0) -> None:
+        self.settle()
+        super().compare(order)
+
+    def settle(self) -> None:
+        """Make what all have written into parameters their values; all call this."""
+        homes = dict.fromkeys(self.homes.values())
+        if homes:
+            writers = self._sum(float(any(home.is_written for home in homes)))
+            settle(homes, self._groups.data, writers)
+
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
-        """A checksum of the values where all have them, and of where they lie."""
-        moved = [home.moved for home in dict.fromkeys(self.homes.values())]
-        values = super().checksum(parameters) if self.is_whole else 0
-        whose = self._groups.world.rank if any(map(any, moved)) else -1  # wrong, also if alike
-        return crc32(repr((values, moved, whose)).encode())
+        return super().checksum(parameters) if self.is_whole else 0
 
 
 class ShardedStrategy(SynchronousStrategy):
@@ -69,7 +83,7 @@ class ShardedStrategy(SynchronousStrategy):
     the gradients' sums too (2), and of the parameters only what the module at work needs (3).
     On one machine stage 3 needs no gathering: the parameters exist once, in memory that all
     replicas read. Elsewhere a block is gathered before its module computes, forward and backward,
-    and freed behind it; in between its parameters show NaN.
+    and freed behind it; what else computes with its parameters has them gathered until the update.
 
     Parameters stay the user's own, under their names; an optimizer sees its replica's elements
     during its step. It must update each element by itself, as torch's Adam, SGD and most others
@@ -232,7 +246,7 @@ class ShardedStrategy(SynchronousStrategy):
             yield from (GatheredHome(each, stage) for each in members)
         else:
             sizes = [SharedHome.bytes_of(each, stage) for each in members]
-            segment = stage.group.segment(max(LINE, sum(sizes)))
+            segment = stage.group.segment(max(PAGE, sum(sizes)), has_view=True)
             for number, each in enumerate(members):
                 yield SharedHome(each, stage, segment, sum(sizes[:number]))
 
@@ -280,7 +294,8 @@ class ShardedStrategy(SynchronousStrategy):
         shown = self._shown.get(unwrap(self._pairs.only.model), Shown())
         shown.as_shards = True
         try:
-            yield
+            with asleep():
+                yield
         finally:
             shown.as_shards = False
 

@@ -9,17 +9,17 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import register_multi_grad_hook
+from torch.autograd.graph import saved_tensors_hooks
 
-from spartito.engine.sharding.homes import Home
+from spartito.engine.sharding.homes import GatheredHome, Home, whole_homes
 
 
-def gather_around(model: nn.Module, homes: Sequence[Home]) -> None:
+def gather_around(model: nn.Module, homes: Sequence[GatheredHome]) -> None:
     """Hook the modules of these blocks of ``model``.
 
     The order of calls must be the same on all replicas.
     """
-    by_module: dict[nn.Module, list[Home]] = {}
+    by_module: dict[nn.Module, list[GatheredHome]] = {}
     for home in homes:
         by_module.setdefault(home.members.module, []).append(home)
     for module, blocks in by_module.items():
@@ -55,7 +55,7 @@ class Shown:
             else:
                 home.gather()
                 values = [parameter.detach().clone() for parameter in home.parameters]
-                home.free()
+                home.release()
             for parameter, value in zip(home.parameters, values, strict=True):
                 state |= dict.fromkeys(names.get(id(parameter), ()), value)
 
@@ -63,43 +63,50 @@ class Shown:
 class _Around:
     """The hooks of one module, which may be called inside of itself.
 
-    Calls in other threads only count random numbers (`engine.randomness`): all values do.
+    What autograd saves of a block for the backward pass it has to ask for then, on whatever way
+    gradients come. Calls in other threads only count random numbers (`engine.randomness`): all
+    values do.
     """
 
-    def __init__(self, homes: Sequence[Home]) -> None:
-        self._homes, self._depth, self._thread = homes, 0, get_ident()
+    def __init__(self, homes: Sequence[GatheredHome]) -> None:
+        self._homes, self._thread = homes, get_ident()
+        self._saving: list[saved_tensors_hooks] = []  # of the calls that have not ended
 
     def before(self, module: nn.Module, given: Any) -> None:
         """Gather."""
         if get_ident() == self._thread:
-            self._depth += 1
-            self._gather()
+            for home in self._homes:
+                home.gather()
+            self._saving.append(_saving())
+            self._saving[-1].__enter__()
 
     def after(self, module: nn.Module, given: Any, output: Any) -> None:
-        """Free, and gather again when gradients come."""
-        if get_ident() != self._thread:
+        """Free."""
+        if get_ident() != self._thread or not self._saving:
             return
-        self._depth -= 1
-        if torch.is_grad_enabled():
-            tensors = [tensor for tensor in _tensors(output) if tensor.requires_grad]
-            if tensors:
-                register_multi_grad_hook(tensors, lambda _: self._gather(), mode="any")
+        self._saving.pop().__exit__()
         computing_again = torch._C._current_graph_task_id() != -1
-        if not self._depth and not computing_again:
+        if not self._saving and not computing_again:
             for home in self._homes:
                 home.free()
 
-    def _gather(self) -> None:
-        for home in self._homes:
+
+def _saving() -> saved_tensors_hooks:
+    """What autograd saves of a gathered block is that block; the rest as it is saved already."""
+    outer = torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+    def pack(tensor: Tensor) -> tuple[Any, Any]:
+        if tensor.layout is torch.strided:
+            home = whole_homes.get(tensor.untyped_storage().data_ptr())
+            if home is not None:
+                return home, tensor
+        return None, tensor if outer is None else outer[0](tensor)
+
+    def unpack(packed: tuple[Any, Any]) -> Any:
+        home, saved = packed
+        if home is not None:
             home.gather()
+            return saved
+        return saved if outer is None else outer[1](saved)
 
-
-def _tensors(output: Any) -> list[Tensor]:
-    """Those in nested tuples, lists and dicts."""
-    if isinstance(output, Tensor):
-        return [output]
-    if isinstance(output, dict):
-        output = list(output.values())
-    if isinstance(output, tuple | list):
-        return [tensor for part in output for tensor in _tensors(part)]
-    return []
+    return saved_tensors_hooks(pack, unpack)

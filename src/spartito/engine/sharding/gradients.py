@@ -22,7 +22,10 @@ from spartito.engine.gradients import (
     refuse_sparse,
 )
 from spartito.engine.sharding.blocks import Section
-from spartito.engine.sharding.homes import Home
+from spartito.engine.sharding.homes import Home, settle
+
+MANY = 1 << 20
+"""More than there are replicas: two counts travel as one number."""
 
 
 class ShardedGradients(DividedUpdates):
@@ -98,8 +101,6 @@ class ShardedGradients(DividedUpdates):
         return super()._holds_any or any(block.sums is not None for block in self._blocks)
 
     def update(self, step: Callable[[], None]) -> None:
-        for block in self._blocks:
-            block.home.check()
         super().update(step)
         for block in self._blocks:
             block.home.publish()
@@ -112,17 +113,21 @@ class ShardedGradients(DividedUpdates):
         if not self._checked:
             refuse_sparse(learn)
             self._checked = True
-        left = sum(parameter.grad is not None for parameter in learn)
+        homes = dict.fromkeys(self._homes.values())
+        left = any(parameter.grad is not None for parameter in learn)
+        written = any(home.is_written for home in homes)
         self._used.update(id(p) for p in learn if p.grad is not None)
         absent = len(learn) - len(self._used) if self.counts else 0
         weight = float(self._collective.rank == 0) if self.normalized else float(self.weight)
-        brought = (weight, float(self.loss), *piggybacked, float(left), float(absent))
+        flags = float(left + written * MANY)
+        brought = (weight, float(self.loss), *piggybacked, flags, float(absent))
         total = self._all((*brought, self.loss_divisor))
         if total[-1] != self.loss_divisor * self._collective.world_size:
             raise different_batches(self.loss_divisor)
-        if total[-3]:
+        if total[-3] % MANY:
             for block in self._blocks:
                 block.reduce()
+        settle(homes, self._collective, total[-3] // MANY)
         self.absent = total[-2]
         idle = self._idle() if self.absent else frozenset()
         self._meet_replicas()

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NoReturn, SupportsIndex
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
+from spartito.collectives.collective import Collective
+from spartito.collectives.pages import PAGE, PrivatePages
 from spartito.collectives.segment import Segment
+from spartito.engine.checksum import OTHER_VALUES, checksum, different, outliers
 from spartito.engine.sharding.blocks import Layout, Members, Section
+from spartito.engine.sharding.hidden import cover, no_copies, uncover
 from spartito.engine.sharding.stage import Stage
 from spartito.engine.unmade import make
 from spartito.errors import UserError
@@ -24,8 +29,6 @@ class Home(ABC):
 
     is_shared = False
     """Whether the values of an update are there for all once all have made theirs."""
-    has_own = False
-    """Whether what a replica writes into a parameter is right once all have written it."""
 
     def __init__(self, members: Members, stage: Stage) -> None:
         self.members, self.stage = members, stage
@@ -37,10 +40,7 @@ class Home(ABC):
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         """Refuse to be copied, or stored, with a model."""
-        raise UserError(
-            "a copy of a model whose parameters are kept in shards (sharded, zero=3)",
-            "Copy it before prepare; strategy.state_dict() has its values whole; or take zero=2.",
-        )
+        raise no_copies()
 
     @property
     def size(self) -> int:
@@ -65,12 +65,15 @@ class Home(ABC):
     def free(self) -> None:  # noqa: B027 - most keep them
         """Nobody computes with the parameters for a while."""
 
+    def release(self) -> None:
+        """An update or something like it follows: nobody has to see all values before the end."""
+        self._take_moved()
+
     def publish(self) -> None:  # noqa: B027 - some have no need
         """Each replica's own shard has new values; all call it."""
 
     def loaded(self) -> None:
         """All shards have loaded values: whatever was done to the parameters does not count."""
-        self._version = sum(p._version for p in self.parameters)
         self.publish()
 
     @property
@@ -89,42 +92,48 @@ class Home(ABC):
         return [self.own[p.offset : p.offset + p.stop - p.start] for p in self.spans]
 
     @property
-    def moved(self) -> list[int]:
-        """How far somebody else has moved the parameters' memory; 0 for each is what is right."""
-        pairs = zip(self.parameters, self._positions, strict=True)
-        moved = [parameter.data_ptr() - position for parameter, position in pairs]
-        return [*moved, int(self._written)]
+    def is_written(self) -> bool:
+        """Whether this replica has written values that those of the others have to equal."""
+        return False
+
+    def take_written(self) -> None:  # noqa: B027 - most have it there
+        """Take what was written into the parameters; all have, and meet behind it."""
 
     @property
-    def _written(self) -> bool:
-        """Whether somebody else has written into the parameters, who had to write once for all."""
-        return not self.has_own and self._version != sum(p._version for p in self.parameters)
+    def is_doubtful(self) -> bool:
+        """Whether what this replica has written may not be what all have."""
+        return False
 
-    def check(self) -> None:
-        """Before an update.
+    def show_new(self) -> None:  # noqa: B027 - most show them anyway
+        """Let the parameters show what all have taken."""
 
-        Raises:
-            UserError: If somebody else has written into parameters that exist once for all.
-        """
-        if self._written:
-            raise UserError(
-                "parameters were changed in place under sharded with zero=3, which keeps each "
-                "value once for all replicas: it would be changed more than once, or not at all",
-                'Take zero=2 or mirrored, or change values by strategy.load({"model": ...}).',
-            )
+    def _take_moved(self) -> None:
+        """Values that were put into ``.data`` go to where they belong."""
+        for parameter, view in zip(self.parameters, self._shown, strict=True):
+            if not parameter.is_set_to(view):
+                if parameter.shape != view.shape or parameter.dtype != view.dtype:
+                    raise UserError(
+                        f"a parameter of a {type(self.members.module).__name__} was "
+                        f"{tuple(view.shape)} of {view.dtype}, and is {tuple(parameter.shape)} of "
+                        f"{parameter.dtype} since its .data was replaced",
+                        "Under sharded it keeps its shape and dtype.",
+                    )
+                view.copy_(parameter.detach())
+                parameter.data = view
+
+    @property
+    def _is_moved(self) -> bool:
+        pairs = zip(self.parameters, self._shown, strict=True)
+        return not all(parameter.is_set_to(view) for parameter, view in pairs)
 
     def _show(self, views: Sequence[Tensor]) -> None:
+        self._shown = views
         for parameter, view in zip(self.parameters, views, strict=True):
             make(parameter, view)
-        self._positions = [view.data_ptr() for view in views]
-        if not hasattr(self, "_version"):
-            self._version = sum(p._version for p in self.parameters)
 
 
 class WholeHome(Home):
     """Every replica has all values; the shard says who updates what (stages 1 and 2)."""
-
-    has_own = True
 
     def __init__(self, members: Members, stage: Stage) -> None:
         super().__init__(members, stage)
@@ -136,6 +145,18 @@ class WholeHome(Home):
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
         self._show(views)
+        self.show_new()
+
+    @property
+    def is_written(self) -> bool:
+        return self._is_moved or self._version != sum(p._version for p in self.parameters)
+
+    @property
+    def is_doubtful(self) -> bool:
+        return True
+
+    def show_new(self) -> None:
+        self._version = sum(p._version for p in self.parameters)
 
     def publish(self) -> None:
         self.stage.spread(self.own, self._flat.view(self.layout.shards, -1))
@@ -144,39 +165,57 @@ class WholeHome(Home):
 class SharedHome(Home):
     """All values once in memory that the replicas of a machine share: nothing has to be gathered.
 
-    A replica touches its own shard alone in an update.
+    A replica touches its own shard alone in an update. The parameters show a second mapping: what
+    is written into them stays on the replica that did it, until all replicas take it at once.
     """
 
     is_shared = True
 
     @staticmethod
     def bytes_of(members: Members, stage: Stage) -> int:
-        """What a block takes in the segment: whole lines."""
+        """What a block takes in the segment: whole pages."""
         sizes = tuple(parameter.numel() for parameter in members.parameters)
         length = Layout(sizes, stage.group.world_size).length
-        return -(-length * stage.group.world_size * members.parameters[0].itemsize // 64) * 64
+        return -(-length * stage.group.world_size * members.parameters[0].itemsize // PAGE) * PAGE
 
     def __init__(self, members: Members, stage: Stage, segment: Segment, offset: int) -> None:
         super().__init__(members, stage)
         self._flat = segment.tensor(offset, self.size, self.dtype)
+        self._seen = segment.tensor(offset, self.size, self.dtype, segment.view)
         self.own = self._shard(self._flat)
+        self._private = PrivatePages(segment, offset, self.bytes_of(members, stage))
 
     def fill(self, values: Iterable[Tensor]) -> None:
-        views = self.views(self._flat)
-        for view, value in zip(views, values, strict=True):
+        for view, value in zip(self.views(self._flat), values, strict=True):
             if self.stage.group.rank == 0:
                 view.copy_(value)
-        self._show(views)
+        self._show(self.views(self._seen))
+
+    @property
+    def is_written(self) -> bool:
+        return self._is_moved or bool(len(self._private.find()))
+
+    def take_written(self) -> None:
+        self.own.copy_(self._shard(self._seen))
+
+    @property
+    def is_doubtful(self) -> bool:
+        return not self._private.are_as_shared
+
+    def show_new(self) -> None:
+        self._private.drop()
 
     def loaded(self) -> None:
-        self._show(self.views(self._flat))
-        super().loaded()
+        self._show(self.views(self._seen))
+        self.show_new()
 
 
 class GatheredHome(Home):
     """This replica's shard alone; the rest comes while a module computes, and goes again.
 
-    In between the parameters show numbers that are none: whoever computes with them then sees it.
+    In between the parameters are `Hidden`: whoever computes with them then has them gathered, and
+    they stay until the next update, if gradients may need them. What is written while they are
+    there is taken when they go: all replicas have written it.
     """
 
     def __init__(self, members: Members, stage: Stage) -> None:
@@ -185,41 +224,87 @@ class GatheredHome(Home):
         self._flat = torch.zeros(0, dtype=self.dtype)
         self._flat.resize_(self.size)
         self._views = self.views(self._flat)
-        self._nothing = float("nan") if self.dtype.is_floating_point else 0
-        self._shown = torch.tensor(self._nothing).to(self.dtype)
-        self._hidden = [self._shown.expand(p.shape) for p in self.parameters]
-        self.is_whole, self._lost = True, False
-
-    @property
-    def moved(self) -> list[int]:
-        written = bool(self._shown == self._shown) and self.dtype.is_floating_point
-        return [int(self._lost or written), *super().moved]
+        nothing = torch.tensor(float("nan") if self.dtype.is_floating_point else 0)
+        self._nothing = [nothing.to(self.dtype).expand(p.shape) for p in self.parameters]
+        self.is_whole, self._is_kept = True, False
 
     def fill(self, values: Iterable[Tensor]) -> None:
         for section, whole in zip(self.spans, values, strict=True):
             value = whole.reshape(-1)[section.start : section.stop]
             self.own[section.offset : section.offset + len(value)] = value
-        self.free()
+        self.publish()
 
     def gather(self) -> None:
         if self.is_whole:
             return
-        self._lost = any(self.moved)
         self._flat.untyped_storage().resize_(self.size * self._flat.element_size())
         self.stage.spread(self.own, self._flat.view(self.layout.shards, -1))
+        uncover(self.parameters)
         self._show(self._views)
+        whole_homes[self._flat.untyped_storage().data_ptr()] = self
         self.is_whole = True
 
-    def free(self) -> None:
-        if self.is_whole:
-            self._show(self._hidden)
-            self._flat.untyped_storage().resize_(0)
-            self.is_whole = False
+    def gather_to_stay(self) -> None:
+        """As `gather`, for somebody who does not say when he is done."""
+        with self.stage.group.current_call.during("parameter without its module"):
+            self.gather()
+        self._is_kept = torch.is_grad_enabled()
 
-    def loaded(self) -> None:
-        self._shown.fill_(self._nothing)
-        self.is_whole, self._lost = True, False  # not any more once it is published
-        super().loaded()
+    def free(self) -> None:
+        if self.is_whole and not self._is_kept:
+            self.release()
+
+    def release(self) -> None:
+        if self.is_whole:
+            self._take_moved()
+            if not torch.equal(_bits(self._shard(self._flat)), _bits(self.own)):
+                self.own.copy_(self._shard(self._flat))
+            self.publish()
 
     def publish(self) -> None:
-        self.free()  # gathered again by a backward pass, after its gradients: values of before
+        if self.is_whole:
+            self._show(self._nothing)
+            cover(self.parameters, self)
+            whole_homes.pop(self._flat.untyped_storage().data_ptr(), None)
+            self._flat.untyped_storage().resize_(0)
+            self.is_whole = self._is_kept = False
+
+
+whole_homes: WeakValueDictionary[int, GatheredHome] = WeakValueDictionary()
+"""The blocks that are gathered now, by the address of their memory."""
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+def settle(homes: Collection[Home], group: Collective, writers: float) -> None:
+    """Make what was written into parameters beside the updates the values of all replicas.
+
+    All of ``group`` call this, of which so many have written.
+
+    Raises:
+        UserError: If not all have written the same.
+    """
+    for home in homes:
+        home.release()
+    if not writers:
+        return
+    if writers < group.world_size:
+        _compare(homes, group)
+    for home in homes:
+        home.take_written()
+    group.barrier()
+    unlike = any(home.is_doubtful for home in homes)
+    if group.all_reduce(torch.tensor([float(unlike)])).item():
+        _compare(homes, group)
+    for home in homes:
+        home.show_new()
+
+
+def _compare(homes: Iterable[Home], group: Collective) -> None:
+    """Raise `UserError` if replicas see different values."""
+    mine = checksum(parameter for home in homes for parameter in home.parameters)
+    found = [int(each) for each in group.all_gather(torch.tensor([mine]))]
+    if unlike := outliers(found):
+        raise different(group, unlike, *OTHER_VALUES)

@@ -1,0 +1,55 @@
+"""Which pages of shared memory a process has made its own by writing into its view of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from spartito.collectives.segment import Segment
+
+PAGE = mmap.PAGESIZE
+
+
+class PrivatePages:
+    """A part of a segment's ``view``: pages that were written into there are this process's own.
+
+    The kernel tells which; it begins and ends at a page.
+    """
+
+    def __init__(self, segment: Segment, offset: int, size: int) -> None:
+        self._segment, self._offset, self._size = segment, offset, size
+        rows = size // PAGE, PAGE
+        self._seen = segment.tensor(offset, size, torch.uint8, segment.view).view(rows)
+        self._shared = segment.tensor(offset, size, torch.uint8).view(rows)
+
+    def find(self) -> Tensor:
+        """The numbers of the pages that are private."""
+        first, count = self._seen.data_ptr() // PAGE, len(self._seen)
+        found = bytearray(count * 8)
+        try:
+            file = os.open("/proc/self/pagemap", os.O_RDONLY)
+            try:
+                is_told = os.preadv(file, [found], first * 8) == len(found)
+            finally:
+                os.close(file)
+        except OSError:
+            is_told = False
+        if not is_told:  # a system that hides it
+            return (self._seen != self._shared).any(1).nonzero()[:, 0]
+        kinds = torch.frombuffer(found, dtype=torch.int64) >> 61 & 7
+        has_any, is_of_a_file = kinds != 0, kinds & 1 != 0  # in memory or swapped
+        return (has_any & ~is_of_a_file).nonzero()[:, 0]
+
+    @property
+    def are_as_shared(self) -> bool:
+        """Whether the private pages have what the shared ones have."""
+        return all(
+            torch.equal(self._seen[part], self._shared[part]) for part in self.find().split(256)
+        )
+
+    def drop(self) -> None:
+        """See the shared pages everywhere."""
+        self._segment.view.madvise(mmap.MADV_DONTNEED, self._offset, self._size)
