@@ -184,10 +184,11 @@ class ShardedStrategy(SynchronousStrategy):
                 )
             if isinstance(optimizer, Optimizer):
                 _check_optimizer(optimizer)
-        return super().prepare(
-            model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
-            deterministic=deterministic, seed=seed,
-        )  # fmt: skip
+        with asleep():
+            return super().prepare(
+                model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
+                deterministic=deterministic, seed=seed,
+            )  # fmt: skip
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         gradients = self._pairs.only.gradients
