@@ -9,9 +9,12 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import sys
 import time
 from collections.abc import Callable
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +25,8 @@ from torch.nn import functional as F
 import spartito as sp
 from benchmarks.common import flush_denormals
 from spartito.models.gpt import GPT
-from spartito.pipeline.schedules import Shape, bubble
+from spartito.pipeline.schedules import Action, Order, Shape, Span, bubble, orders, simulate
+from spartito.strategies.pipeline import PipelineStrategy
 
 VOCABULARY, LAYERS, WIDTH, CONTEXT, BATCH = 65, 8, 128, 128, 32
 Step = Callable[[], float | None]
@@ -39,7 +43,7 @@ def main() -> None:
     given = options.parse_args()
     torch.set_num_threads(1)
     flush_denormals()
-    strategy = sp.strategy("pipeline", microbatches=given.microbatches, schedule=given.schedule)
+    strategy = PipelineStrategy(microbatches=given.microbatches, schedule=given.schedule)
     size, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{given.port}", rank=rank, world_size=size
@@ -55,6 +59,7 @@ def main() -> None:
         sides["torch"] = torchs(rank, size, tokens, target, given.microbatches)
     found: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float | None]] = {name: [] for name in sides}
+    pieces: list[list[Span]] = []
     for window in range(given.windows + 1):
         for name in sides if window % 2 == 0 else reversed(list(sides)):
             dist.barrier()
@@ -63,13 +68,33 @@ def main() -> None:
             dist.barrier()
             if window:
                 found[name].append(time.perf_counter() - began)
+            if window and name == "pipeline":
+                pieces.append([span for pipe in strategy._pipes.values() for span in pipe.spans])
     compare(losses)
+    every: list[Any] = [None] * size
+    dist.all_gather_object(every, pieces)
     if rank == 0:
-        bound = bubble(given.schedule, Shape(size, 1, given.microbatches))
-        print(json.dumps({**found, "bound": bound}), flush=True)
+        shape = Shape(size, 1, given.microbatches)
+        told = {
+            "bound": bubble(given.schedule, shape),
+            "pieces": measured(orders(given.schedule, shape), [*chain(*every)]),
+            "busy": sum(span.end - span.start for spans in every for own in spans for span in own),
+        }
+        told["busy"] /= size * given.windows
+        print(json.dumps({**found, **told}), flush=True)
     dist.barrier()
     dist.destroy_process_group()
     strategy.close()
+
+
+def measured(found: tuple[Order, ...], steps: list[list[Span]]) -> float:
+    """Seconds of a step whose actions take what they took, and whose messages take no time."""
+    times: dict[Action, list[float]] = {}
+    for step in steps:
+        for span in step:
+            times.setdefault(span.action, []).append(span.end - span.start)
+    ran = simulate(found, lambda action: statistics.median(times[action]))
+    return max(span.end for own in ran for span in own)
 
 
 def compare(losses: dict[str, list[float | None]]) -> None:

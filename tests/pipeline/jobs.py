@@ -93,7 +93,75 @@ def frozen() -> Made:
     return Net(), x, y, loss
 
 
-MODELS = {"mlp": mlp, "gpt": gpt, "cats": cats, "encoder": encoder, "frozen": frozen}
+class Keeps(nn.Module):
+    """It changes buffers in place: before parameters, of activations, and for a later layer."""
+
+    calls: Tensor
+    mean: Tensor
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first, self.second, self.third, self.last = (nn.Linear(width, width) for _ in range(4))
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("mean", torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls.add_(1)
+        x = self.first(x) * (1 + 0.1 * self.calls)
+        self.mean.mul_(0.9)
+        self.mean += x.detach().mean(0)
+        x = self.third(torch.tanh(self.second(torch.tanh(x) - self.mean)))
+        out: Tensor = self.last(torch.tanh(x))
+        return out
+
+
+class Crosses(nn.Module):
+    """Masks, numbers, scalars, views and skips cross, and one of them is changed in place."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+        self.relu = nn.ReLU(inplace=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden: Tensor = self.a(x)
+        most, mask, mean = hidden.argmax(1), hidden > 0, hidden.mean()
+        wide = hidden.mean(1, keepdim=True).expand(-1, x.shape[1])
+        y = self.b(torch.tanh(hidden)).masked_fill(mask, 0.3) + wide
+        y = self.relu(y + F.one_hot(most, x.shape[1]) * mean) * 1.5
+        y[:, :2] *= 2
+        out: Tensor = self.c(y) + x
+        return out
+
+
+def keeps() -> Made:
+    torch.manual_seed(0)
+    x, y = torch.randn(19, 6).double(), torch.arange(19) % 3
+    return Keeps(6).double(), x, y, nn.CrossEntropyLoss()
+
+
+def crosses() -> Made:
+    _, x, y, loss = keeps()
+    return Crosses(6).double(), x, y, loss
+
+
+def idles() -> Made:
+    """A stage may be without parameters."""
+    _, x, y, loss = keeps()
+    net = nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Tanh(), nn.Linear(6, 6))
+    return net.double(), x, y, loss
+
+
+MODELS = {
+    "keeps": keeps,
+    "crosses": crosses,
+    "idles": idles,
+    "mlp": mlp,
+    "gpt": gpt,
+    "cats": cats,
+    "encoder": encoder,
+    "frozen": frozen,
+}
 
 
 def train(
@@ -187,6 +255,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
     nets: dict[str, nn.Module] = {
         "small": nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
         "branches": Branches(),
+        "keeps": Keeps(3),
     }
     strategy = sp.strategy("pipeline", **options)
     try:

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from spartito.errors import UserError
-from spartito.pipeline.program import Cut, record
+from spartito.pipeline.cut import Cut
+from spartito.pipeline.program import record
 from spartito.pipeline.stage import run
 from spartito.strategies.pipeline import PipelineStrategy
 from tests.pipeline import jobs
@@ -32,6 +33,9 @@ CASES: list[Any] = [
     ("gpt", "Adam", 4, {"stages": 2}),
     ("encoder", "Adam", 2, {}),
     ("frozen", "Adam", 2, {"split": ["layers.4"]}),
+    ("keeps", "SGD", 2, {"schedule": "interleaved", "microbatches": 3}),
+    ("crosses", "SGD", 2, {"split": ["relu"]}),
+    ("idles", "SGD", 3, {"split": ["1", "3"], "schedule": "zero_bubble", "microbatches": 2}),
     ("gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
     ("cats", "SGD", 4, {"mesh": SQUARE, "microbatches": 2}),
     pytest.param("gpt", "SGD", 8, {"mesh": CUBE}, marks=pytest.mark.slow),
@@ -79,6 +83,7 @@ def test_ten_steps_are_those_of_plain_torch(
         ("small", 2, {"split": ["7"]}, "the model has no module '7'"),
         ("small", 2, {"split": ["1", "2"]}, "begins 3 stages, and there are 2"),
         ("small", 2, {"split": ["0"]}, "each stage needs operations"),
+        ("keeps", 2, {"split": ["second"]}, "the buffer 'mean', which the forward pass changes"),
     ],
 )
 def test_what_cannot_be_split_is_refused_on_all_tasks(

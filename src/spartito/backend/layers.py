@@ -41,9 +41,6 @@ class _OneRank(Alone):
     def wait_longer(self, seconds: float) -> None:
         pass
 
-    def leave(self, error: BaseException) -> None:
-        pass
-
 
 class _Neighbours(SharedMemoryOperations):
     """Several ranks; messages go by the connections."""
@@ -52,7 +49,7 @@ class _Neighbours(SharedMemoryOperations):
 
     def __init__(self, memory: Memory) -> None:
         super().__init__(memory)
-        self.begin, self.leave = memory.begin, memory.leave
+        self.begin = memory.begin
 
     def wait_longer(self, seconds: float) -> None:
         self.memory.patience = seconds
@@ -207,6 +204,11 @@ class TwoLayers:
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Receive:
         """Want a message of this size from rank ``source``, None is any."""
         return self._wire.receive(tensor, source, tag)
+
+    def leave(self, error: BaseException) -> None:
+        """Make no more calls: who waits for this rank raises ``error``."""
+        self._inside.leave(error)
+        self._wire.leave(error)
 
     def close(self) -> None:
         """Leave the group. May be called again."""

@@ -115,6 +115,10 @@ class SeveralMachines:
         """Want a message of this size from rank ``source``, None is any."""
         return self._wire.receive(tensor, source, tag)
 
+    def leave(self, error: BaseException) -> None:
+        """Make no more calls: who waits for this rank raises ``error``."""
+        self._wire.leave(error)
+
     def close(self) -> None:
         """Leave the group. May be called again."""
         self._wire.close()

@@ -55,6 +55,9 @@ class Operations(Protocol):
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Receive:
         """Want a message of this size from rank ``source``, None is any."""
 
+    def leave(self, error: BaseException) -> None:
+        """Make no more calls: who waits for this rank raises ``error``."""
+
     def close(self) -> None:
         """Leave the group. May be called again."""
 
@@ -98,6 +101,9 @@ class Alone:
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Receive:
         """Refuse: there is nobody."""
         raise RefusedCallError("a message in a group of one rank", "There is nobody to wait for.")
+
+    def leave(self, error: BaseException) -> None:
+        """Do nothing."""
 
     def close(self) -> None:
         """Do nothing."""

@@ -163,6 +163,10 @@ class SharedMemoryOperations:
                     memory.wait([peer])
                     part[:] = slots[peer][rank * step :][: len(part)]
 
+    def leave(self, error: BaseException) -> None:
+        """Make no more calls: who waits for this rank raises ``error``."""
+        self.memory.leave(error)
+
     def close(self) -> None:
         """Leave the group."""
         self.memory.close()

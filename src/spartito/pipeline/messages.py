@@ -8,6 +8,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
+from spartito.backend.errors import LostRankError
 from spartito.backend.machine import OneMachine
 from spartito.backend.machines import SeveralMachines
 from spartito.backend.operations import Alone, Operations
@@ -18,7 +19,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.calls import code_of, dtype_of
 from spartito.collectives.collective import Traffic
 from spartito.collectives.rendezvous import Rendezvous
-from spartito.pipeline.program import Cut
+from spartito.pipeline.cut import Cut
 
 FORTH, BACK, TIED = 0, 1, 2
 """What a message is: of the next stage, of the one before, or a gradient of tied parameters."""
@@ -146,6 +147,15 @@ class Messages:
                 self._take(part, rank, tag)
             total = part.clone() if total is None else total.add_(part)
         return tensor if total is None else total
+
+    def leave(self, name: str, what: str) -> None:
+        """Tell the others why this task sends nothing more.
+
+        Args:
+            name: Of this task.
+            what: Went wrong in it.
+        """
+        self._operations.leave(LostRankError(f"{name} ended: {what}", f"Look at {name}'s lines."))
 
     def close(self) -> None:
         """Leave the pipeline."""

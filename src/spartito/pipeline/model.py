@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_flatten
 from spartito.engine.gradients import same
 from spartito.errors import UserError
 from spartito.mesh.shown import saving
-from spartito.pipeline.program import Cut, record
+from spartito.pipeline.cut import Cut
+from spartito.pipeline.program import record
 from spartito.pipeline.split import Start, balanced, named
 
 Owners = dict[str, list[int]]
@@ -197,6 +198,16 @@ class PipedModel:
         program = record(self.model, call)
         starts = self.starts or []
         cut = Cut(program, tuple(start.index(program) for start in starts))
+        cut.check_buffers()
+        if program.set and len(self.own) > 1:
+            raise UserError(
+                f"the forward pass sets the buffer {program.set[0]!r}, once for each of the "
+                f"{len(self.own)} stages of a task",
+                "Change its elements in place, or take another schedule than interleaved.",
+            )
+        for name, stages in cut.owners(program.buffers).items():
+            if name in program.changed:
+                self.owners.setdefault(name, stages)
         for name, stages in cut.owners(program.parameters).items():
             strange = [stage for stage in stages if starts and stage not in self.stages_of(name)]
             if strange:

@@ -6,19 +6,20 @@ the first pass (`record`, which computes nothing and needs no values). So the mo
 and Python code in it runs as ever: loops, branches on shapes, dicts.
 
 What depends on the model's input alone, as a mask or positions, is computed on every task; what
-depends on parameters, or draws at random, belongs to the stage whose part of the row it is in.
+depends on parameters or on buffers that the pass changes, or draws at random, belongs to the stage
+whose part of the row it is in.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
@@ -40,6 +41,23 @@ UNCOUNTED = {
 } | {Tensor.as_subclass}
 """What tells of a tensor without its values. It is no operation: a `Sharded` one tells itself."""
 _PLAIN = (bool, int, float, str, torch.Size, torch.dtype, torch.device, torch.layout)
+
+
+_NORMS = {F.batch_norm, F.instance_norm}
+_NOT_IN_PLACE = {"__invert__", "__index__", "__int__", "__iter__"}
+
+
+def changes_first(func: Any) -> bool:
+    """Whether an operation changes its first tensor, by its name."""
+    name = getattr(func, "__name__", "")
+    if name.startswith("__"):
+        return name == "__setitem__" or (name.startswith("__i") and name not in _NOT_IN_PLACE)
+    return name.endswith("_")
+
+
+def _memory_of(tensor: Tensor) -> int:
+    memory: int = tensor.untyped_storage()._cdata
+    return memory
 
 
 def tell(func: Any, args: tuple[Any, ...]) -> Any:
@@ -86,11 +104,13 @@ class Program:
         results: What came of it; tensors without data where it belongs to a stage.
         shared: Whether every task computes it.
         draws: How many random numbers or tensors it draws.
-        swaps: Whether it takes values that may come from another stage.
+        takes: The ids of the values that it takes.
         names: The modules that are called, and when.
         values: Results that belong to a stage, by their id.
         parameters: The operations that use a parameter, by its name.
         buffers: The same of buffers, where it belongs to a stage.
+        changed: The buffers that are changed in place, once for each microbatch.
+        set: The buffers that are replaced by others, of which each task makes its own.
         output: What the model returns.
         drawn: What all of it draws at random.
     """
@@ -99,11 +119,13 @@ class Program:
     results: list[Any] = field(default_factory=list)
     shared: list[bool] = field(default_factory=list)
     draws: list[int] = field(default_factory=list)
-    swaps: list[bool] = field(default_factory=list)
+    takes: list[tuple[int, ...]] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     values: dict[int, Value] = field(default_factory=dict)
     parameters: dict[str, list[int]] = field(default_factory=dict)
     buffers: dict[str, list[int]] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+    set: list[str] = field(default_factory=list)
     output: Any = None
     drawn: Draws = field(default_factory=list)
 
@@ -138,7 +160,16 @@ def record(model: nn.Module, call: Callable[[], Any]) -> Program:
         UserError: Names the module whose forward pass looks at values, so that its operations
             cannot be known before.
     """
-    mode = _Recorder(model)
+    mode = _recorded(model, call, ())
+    if mode.program.changed:
+        mode = _recorded(model, call, mode.program.changed)
+    return mode.program
+
+
+def _recorded(model: nn.Module, call: Callable[[], Any], changing: Collection[str]) -> _Recorder:
+    """One pass, in which what uses the buffers ``changing`` belongs to a stage."""
+    mode = _Recorder(model, changing)
+    before = dict(model.named_buffers())
     empty = {name for name, buffer in model.named_buffers() if buffer.is_meta}
     with untouched(model):
         with mode.watching(), Recording() as mode.recording, inside(), mode:
@@ -150,9 +181,11 @@ def record(model: nn.Module, call: Callable[[], Any]) -> Program:
                     "to a tensor that comes of parameters, and one task alone has its values",
                     "Change the elements in place, as buffer.copy_() does.",
                 )
+            if before.get(name) is not buffer:
+                mode.program.set.append(name)
     mode.program.output, mode.program.drawn = output, mode.recording.made
     each_tensor(output, lambda leaf: mode.use(leaf, len(mode.program.functions)))
-    return mode.program
+    return mode
 
 
 class _Recorder(TorchFunctionMode):
@@ -160,11 +193,12 @@ class _Recorder(TorchFunctionMode):
 
     recording: Recording
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, changing: Collection[str]) -> None:
         super().__init__()
-        self.program = Program()
+        self.program, self._changing = Program(), changing
         self._names = {id(tensor): name for name, tensor in model.named_parameters()}
         self._buffers = {id(tensor): name for name, tensor in model.named_buffers()}
+        self._memory = {_memory_of(tensor): name for name, tensor in model.named_buffers()}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._calls: dict[str, int] = {}
@@ -203,7 +237,13 @@ class _Recorder(TorchFunctionMode):
         index, drawn = len(program.functions), len(self.recording.made)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [here_of(leaf) for leaf in given]
-        staged = any(leaf.is_meta or isinstance(leaf, nn.Parameter) for leaf in own)
+        buffer = self._note_changes(func, args, kwargs)
+        staged = any(
+            leaf.is_meta
+            or isinstance(leaf, nn.Parameter)
+            or self._buffers.get(id(leaf)) in self._changing
+            for leaf in own
+        )
         if staged:
             self._refuse_writing(func, args, kwargs.get("out"))
             args, kwargs = self._without_data(func, args, kwargs)
@@ -211,6 +251,7 @@ class _Recorder(TorchFunctionMode):
                 made = func(*args, **kwargs)
             except Exception as error:
                 raise self._refusal(func, str(error).partition("\n")[0]) from error
+            made = made if buffer is None or made is None else buffer
         else:
             made = func(*args, **kwargs)
         draws = len(self.recording.made) - drawn
@@ -221,14 +262,29 @@ class _Recorder(TorchFunctionMode):
         program.results.append(made)
         program.shared.append(not staged)
         program.draws.append(draws)
-        program.swaps.append(any(id(leaf) in program.values for leaf in given))
+        program.takes.append(tuple(id(leaf) for leaf in given if id(leaf) in program.values))
         if not plain:
             self._note_uses(given, index, staged)
         if staged:
             for leaf in tree_leaves(made):
-                if isinstance(leaf, Tensor) and id(leaf) not in program.values:
+                if (
+                    isinstance(leaf, Tensor)
+                    and leaf is not buffer
+                    and id(leaf) not in program.values
+                ):
                     program.values[id(leaf)] = Value(leaf, index, -1)
         return made
+
+    def _note_changes(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> Tensor | None:
+        """Note the buffers that an operation changes; the one that it returns, if it is one."""
+        changed = [args[0]] if args and changes_first(func) else []
+        if func in _NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
+            changed = [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
+        for each in changed:
+            if isinstance(each, Tensor) and (name := self._memory.get(_memory_of(here_of(each)))):
+                self.program.changed.add(name)
+        first = changed[0] if len(changed) == 1 and isinstance(changed[0], Tensor) else None
+        return first if first is not None and id(here_of(first)) in self._buffers else None
 
     def _note_uses(self, given: Sequence[Tensor], index: int, staged: bool) -> None:
         for leaf in given:
@@ -248,6 +304,8 @@ class _Recorder(TorchFunctionMode):
         if id(value) not in self._twins:
             made = torch.empty_like(value, device=META).requires_grad_(value.requires_grad)
             self._twins[id(value)] = value, made
+            if name := self._buffers.get(id(value)):
+                self._memory[_memory_of(made)] = name
         return self._twins[id(value)][1]
 
     def _without_data(self, func: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -274,8 +332,7 @@ class _Recorder(TorchFunctionMode):
                 "Spectral norm does so. Leave it out, or take a strategy that sees whole batches, "
                 "as mesh or sharded.",
             )
-        writes = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
-        first = args[0] if writes and args else None
+        first = args[0] if changes_first(func) and args else None
         first = here_of(first) if isinstance(first, Tensor) else None
         if first is None or first.is_meta:
             return
@@ -313,42 +370,3 @@ def untouched(model: nn.Module) -> Iterator[None]:
         for module, name, buffer, before in buffers:
             buffer.data.copy_(before)  # a graph that wants it finds what it saw
             module._buffers[name] = buffer
-
-
-@dataclass(frozen=True, slots=True)
-class Cut:
-    """A program and where its stages begin.
-
-    Args:
-        program: The operations.
-        starts: The first operation of each stage but the first.
-        formats: Dtype and whether channels are last of what enters each stage, once it is known.
-    """
-
-    program: Program
-    starts: tuple[int, ...]
-    formats: dict[int, list[tuple[torch.dtype, bool]]] = field(default_factory=dict)
-    _enters: dict[int, list[Value]] = field(default_factory=dict)
-
-    @property
-    def stages(self) -> int:
-        """The number of stages."""
-        return len(self.starts) + 1
-
-    def part(self, stage: int) -> tuple[int, int]:
-        """The first operation of a stage, and that of the next one."""
-        edges = (0, *self.starts, len(self.program.functions))
-        return edges[stage], edges[stage + 1]
-
-    def enters(self, stage: int) -> list[Value]:
-        """What a stage gets from the one before."""
-        if stage not in self._enters:
-            self._enters[stage] = self.program.crossing(self.part(stage)[0]) if stage else []
-        return self._enters[stage]
-
-    def owners(self, uses: Mapping[str, Sequence[int]]) -> dict[str, list[int]]:
-        """The stages that use each parameter or buffer, by its name."""
-        return {
-            name: sorted({bisect_right(self.starts, index) for index in indices})
-            for name, indices in uses.items()
-        }

@@ -27,6 +27,7 @@ class Replay(TorchFunctionMode):
         known: Values of earlier stages by the id of their `Value`; those that later stages want
             are added.
         wanted: The ids that later stages want.
+        swaps: The operations that take values of earlier stages.
         skip: Is told of so many draws of earlier stages, before the stage begins.
         instead: Computes an operation in another way, or says `NotImplemented`.
     """
@@ -38,6 +39,7 @@ class Replay(TorchFunctionMode):
         end: int,
         known: dict[int, Tensor],
         wanted: Sequence[int],
+        swaps: frozenset[int],
         skip: Callable[[int], None] | None = None,
         instead: Callable[..., Any] | None = None,
     ) -> None:
@@ -46,7 +48,7 @@ class Replay(TorchFunctionMode):
         self._known, self._skip, self._instead = known, skip, instead
         self._next, self._over = 0, False
         self._wanted = {program.values[key].born for key in wanted}
-        self._keys = frozenset(wanted)
+        self._keys, self._swaps = frozenset(wanted), swaps
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -71,7 +73,7 @@ class Replay(TorchFunctionMode):
         if index < self._begin:
             return program.results[index]
         kwargs = kwargs or {}
-        if program.swaps[index]:
+        if index in self._swaps:
             args, kwargs = tree_map(self.swap, (args, kwargs))
         out = NotImplemented
         if self._instead is not None:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from spartito.pipeline.cut import Cut
 from spartito.pipeline.messages import BACK, FORTH, Messages
-from spartito.pipeline.program import Cut
 from spartito.pipeline.schedules import FORWARD, INPUTS, WEIGHTS, Action, Order, Span
 from spartito.pipeline.stage import Call, Passed, run
 

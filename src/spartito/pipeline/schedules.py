@@ -14,7 +14,7 @@ with p tasks and m microbatches, m a multiple of p where interleaved, m >= p for
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from spartito.errors import UserError
@@ -133,7 +133,8 @@ def interleaved(shape: Shape, task: int) -> Order:
 def zero_bubble(shape: Shape, task: int) -> Order:
     """As 1F1B, and gradients of weights, for which nobody waits, fill its gaps.
 
-    Task ``i`` puts off those of ``i`` microbatches, so that each keeps as many activations.
+    Task ``i`` puts off those of ``i`` microbatches, so that each keeps as many activations. The
+    first one, for whose gradients nobody waits, has whole backward passes.
 
     Args:
         shape: The pipeline.
@@ -142,6 +143,8 @@ def zero_bubble(shape: Shape, task: int) -> Order:
     Returns:
         What that task computes, in order.
     """
+    if task == 0:
+        return one_forward_one_backward(shape, task)
     order: list[Action] = []
     for action in one_forward_one_backward(shape, task):
         if action.kind == FORWARD:
@@ -234,13 +237,13 @@ def bubble(name: str, shape: Shape) -> float:
 
 
 def simulate(
-    orders: Sequence[Order], costs: Mapping[str, float] = COSTS
+    orders: Sequence[Order], cost: Callable[[Action], float] = lambda action: COSTS[action.kind]
 ) -> tuple[tuple[Span, ...], ...]:
     """When each action would run, if each task begins the next one as soon as it can.
 
     Args:
         orders: What each task computes.
-        costs: How long each kind of action takes.
+        cost: How long each action takes.
 
     Returns:
         The spans of each task.
@@ -249,6 +252,7 @@ def simulate(
         ValueError: The tasks wait for each other without end.
     """
     last = max(action.stage for order in orders for action in order)
+    halved = {action.stage for order in orders for action in order if action.kind == INPUTS}
     done: dict[Action, float] = {}
     spans: list[list[Span]] = [[] for _ in orders]
     moved = True
@@ -257,11 +261,11 @@ def simulate(
         for order, own in zip(orders, spans, strict=True):
             while len(own) < len(order):
                 action = order[len(own)]
-                needs = [done.get(need, -1.0) for need in needed(action, last, done)]
+                needs = [done.get(need, -1.0) for need in needed(action, last, halved)]
                 if -1.0 in needs:
                     break
                 start = max([own[-1].end if own else 0.0, *needs])
-                done[action] = start + costs[action.kind]
+                done[action] = start + cost(action)
                 own.append(Span(action, start, done[action]))
                 moved = True
     if any(len(own) < len(order) for order, own in zip(orders, spans, strict=True)):
@@ -272,13 +276,13 @@ def simulate(
     return tuple(map(tuple, spans))
 
 
-def needed(action: Action, last: int, known: Mapping[Action, object]) -> Iterator[Action]:
+def needed(action: Action, last: int, halved: Collection[int]) -> Iterator[Action]:
     """What must be done before ``action``.
 
     Args:
         action: An action.
         last: The last stage.
-        known: Tells whether backward passes are whole or in halves: what it has counts.
+        halved: The stages whose backward passes are in halves.
 
     Yields:
         The actions that it waits for.
@@ -292,7 +296,7 @@ def needed(action: Action, last: int, known: Mapping[Action, object]) -> Iterato
     else:
         yield Action(FORWARD, stage, microbatch)
         if stage < last:
-            yield Action(kind, stage + 1, microbatch)
+            yield Action(INPUTS if stage + 1 in halved else BACKWARD, stage + 1, microbatch)
 
 
 def idle(spans: Sequence[Sequence[Span]]) -> float:

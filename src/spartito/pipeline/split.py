@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from spartito.errors import UserError
 from spartito.names import nearest
+from spartito.pipeline.cut import Cut
 from spartito.pipeline.microbatches import each_tensor
-from spartito.pipeline.program import Cut, Entry, Program, untouched
+from spartito.pipeline.program import Entry, Program, changes_first, untouched
 from spartito.pipeline.stage import Call, run
 
 BYTES_PER_SECOND = 2e9
@@ -252,7 +253,10 @@ def _owned(cut: Cut) -> list[list[str]]:
 
 
 def _aliased(program: Program, index: int) -> str | None:
-    """Why values that cross here cannot be sent: they share memory, in which one is written."""
+    """Why no stage can begin here: what crosses shares memory, in which one is written."""
+    for name in program.changed:
+        if len({use < index for use in program.buffers.get(name, ())}) > 1:
+            return f"the buffer {name!r}, which the forward pass changes, is used before and after"
     memory: dict[int, int] = {}
     for value in program.crossing(index):
         key = value.here.untyped_storage()._cdata
@@ -260,8 +264,8 @@ def _aliased(program: Program, index: int) -> str | None:
     if all(count == 1 for count in memory.values()):
         return None
     for function in program.functions[index:]:
-        name = getattr(function, "__name__", "")
-        if name == "__setitem__" or (name.endswith("_") and not name.endswith("__")):
+        if changes_first(function):
+            name = function.__name__
             return f"views of one tensor cross there, and {name}() may write into it later"
     return None
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from spartito.mesh.sharded import TABLE, Sharded, all_whole, as_it_is, here_of
 from spartito.mesh.shown import inside
+from spartito.pipeline.cut import Cut
 from spartito.pipeline.microbatches import each_tensor
-from spartito.pipeline.program import Cut
 from spartito.pipeline.replay import Reached, Replay
 
 Call = Callable[[], Any]
@@ -137,7 +137,7 @@ def run(
     wanted = [id(value.tensor) for value in leaves]
     passed = Passed([], None, entrance)
     instead = _putting_off(passed.todo) if later else None
-    replay = Replay(program, begin, end, known, wanted, skip, instead)
+    replay = Replay(program, begin, end, known, wanted, cut.swaps(stage), skip, instead)
     try:
         with inside(), replay:
             output = call()

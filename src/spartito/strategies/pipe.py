@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -37,6 +38,7 @@ from spartito.pipeline.model import PipedModel
 from spartito.pipeline.program import record
 from spartito.pipeline.runtime import Microbatch, Root, pass_through
 from spartito.pipeline.schedules import Order, Shape, Span
+from spartito.strategies.ending import told as cause
 from spartito.strategies.pair import Pair
 
 CPU = torch.device("cpu")
@@ -79,6 +81,18 @@ class Pipe:
                 return forward(pair.model, part.data, has_loss)
 
         return call
+
+    def planned(self, batch: Batch, has_loss: bool, split: str | Sequence[str]) -> bytes:
+        """Where stages begin and who keeps what, or why that cannot be, as JSON."""
+        try:
+            with outside():
+                part = self.cut_up(batch)[0]
+                starts, owners = self.piped.plan(self.call(part, has_loss), split)
+        except UserError as error:
+            what, _, do = str(error).partition("\n  ")
+            return json.dumps({"error": [what, do]}).encode()
+        found = [(start.path, start.call) for start in starts]
+        return json.dumps({"starts": found, "owners": owners}).encode()
 
     def train(
         self, batch: Batch, loss: LossFunction | None, divisor: float, messages: Messages
@@ -223,6 +237,17 @@ def told_bytes(group: Collective, parts: list[bytes], source: int) -> list[bytes
         found.append(whole[at + 8 : at + 8 + size])
         at += 8 + size
     return found
+
+
+@contextmanager
+def telling(messages: Messages, task: object) -> Iterator[None]:
+    """A block of ``task`` whose error is told to those who wait for its messages."""
+    try:
+        yield
+    except Exception as error:
+        if what := cause(error):
+            messages.leave(str(task), what)
+        raise
 
 
 def check_options(stages: object, microbatches: object, per_task: object, split: object) -> None:

@@ -21,6 +21,7 @@ from spartito.data.collate import rows
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.gradients import Gradients, LocalGradients
 from spartito.engine.loss import LossFunction
+from spartito.engine.memory import give_back_memory
 from spartito.engine.optimizers import OptimizerLike, unwrap
 from spartito.engine.unmade import is_unmade, make_buffers, make_parameters
 from spartito.errors import UserError
@@ -37,7 +38,15 @@ from spartito.strategies.distributed import StepResult
 from spartito.strategies.links import Links, axes_of
 from spartito.strategies.mesh import AXIS, LAYERS, MeshStrategy
 from spartito.strategies.pair import Pair
-from spartito.strategies.pipe import Pipe, check_options, draws, nothing, outside, told, told_bytes
+from spartito.strategies.pipe import (
+    Pipe,
+    check_options,
+    draws,
+    nothing,
+    telling,
+    told,
+    told_bytes,
+)
 from spartito.strategies.piping import CollectedByPipeline, PipelineCoordination
 from spartito.strategies.replica import _of_spare_rows, _tensors
 from spartito.strategies.sharing import Placed
@@ -215,36 +224,39 @@ class PipelineStrategy(MeshStrategy):
     def _ready(self, pair: Pair, batch: Batch, has_loss: bool) -> Pipe:
         """Divide the model when the first batch comes: the chief decides, all tasks call it."""
         pipe = self._pipes[id(pair.optimizer)]
-        piped, model = pipe.piped, pair.model
-        if piped.starts is not None:
-            return pipe
-        text = b""
-        with self.coordination.during("prepare"):
-            if self.is_chief or 0 in self.groups[LAYERS].ranks:
-                text = self._planned(pipe, batch, has_loss)
-            plan = json.loads(self.groups.world.all_gather_bytes(text)[0])
-            if "error" in plan:
-                raise UserError(*plan["error"])
-            starts = [Start(path, call) for path, call in plan["starts"]]
-            parameters = dict(pair.model.named_parameters())
-            waiting = {name: parameter.grad for name, parameter in parameters.items()}
-            piped.divide(starts, plan["owners"], pair.optimizer)
-            make_parameters(model, parameters.items(), self.groups.world, piped.keeps)
-            pair.shared = _tensors(piped.model)  # those of others are let go of
-            before, made = pair.gradients, super()._gradients(model, pair.optimizer)
-            pair.gradients = made[1]
-            pair.gradients.go_on(before)
-            for name, grad in waiting.items():  # of a checkpoint between the batches of an update
-                first = piped.stages_of(name)[0] in self._own  # what is tied counts once
-                parameters[name].grad = grad if first else None
-        if pipe.unread is not None:
-            saved, pipe.unread = pipe.unread, None
-            with self._pairs.using(pair.optimizer):
-                super()._load(saved)
+        if pipe.piped.starts is None:
+            with self.coordination.during("prepare"):
+                self._divide(pipe, batch, has_loss)
+            give_back_memory()  # there was all of the model, and gradients of all of it
+            if pipe.unread is not None:
+                saved, pipe.unread = pipe.unread, None
+                with self._pairs.using(pair.optimizer):
+                    super()._load(saved)
+        return pipe
+
+    def _divide(self, pipe: Pipe, batch: Batch, has_loss: bool) -> None:
+        """Keep what is this task's."""
+        text, piped, pair = b"", pipe.piped, pipe.pair
+        if self.is_chief or 0 in self.groups[LAYERS].ranks:
+            text = pipe.planned(_of_spare_rows(batch), has_loss, self._split)
+        plan = json.loads(self.groups.world.all_gather_bytes(text)[0])
+        if "error" in plan:
+            raise UserError(*plan["error"])
+        starts = [Start(path, call) for path, call in plan["starts"]]
+        parameters = dict(pair.model.named_parameters())
+        waiting = {name: parameter.grad for name, parameter in parameters.items()}
+        piped.divide(starts, plan["owners"], pair.optimizer)
+        make_parameters(pair.model, parameters.items(), self.groups.world, piped.keeps)
+        pair.shared = _tensors(piped.model)  # those of others are let go of
+        before, made = pair.gradients, super()._gradients(pair.model, pair.optimizer)
+        pair.gradients = made[1]
+        pair.gradients.go_on(before)
+        for name, grad in waiting.items():  # of a checkpoint between the batches of an update
+            first = piped.stages_of(name)[0] in self._own  # what is tied counts once
+            parameters[name].grad = grad if first else None
         if self.is_chief and starts:
             begins = ", ".join(start.path for start in starts)
             note("%d stages, which begin with the input, %s", piped.stages, begins)
-        return pipe
 
     def _make_all(self, pair: Pair) -> None:
         """What is asked for before the first batch, all tasks have."""
@@ -255,18 +267,6 @@ class PipelineStrategy(MeshStrategy):
             if pipe.unread is not None:
                 saved, pipe.unread = pipe.unread, None
                 super()._load(saved)
-
-    def _planned(self, pipe: Pipe, batch: Batch, has_loss: bool) -> bytes:
-        """What the chief decides, or why it cannot, as JSON."""
-        try:
-            with outside():
-                part = pipe.cut_up(_of_spare_rows(batch))[0]
-                starts, owners = pipe.piped.plan(pipe.call(part, has_loss), self._split)
-        except UserError as error:
-            what, _, do = str(error).partition("\n  ")
-            return json.dumps({"error": [what, do]}).encode()
-        found = [(start.path, start.call) for start in starts]
-        return json.dumps({"starts": found, "owners": owners}).encode()
 
     # A batch
 
@@ -291,7 +291,8 @@ class PipelineStrategy(MeshStrategy):
         divisor = pair.gradients.begin(self._loss_divisor(batch))
         output, total, weight = None, 0.0, 0.0
         if batch.size:
-            output, total, weight = pipe.train(batch, loss, divisor, self._mail)
+            with telling(self._mail, self.task):
+                output, total, weight = pipe.train(batch, loss, divisor, self._mail)
         elif pair.randomness is not None:
             pair.randomness.abstain()
         found = torch.tensor([total, weight], dtype=torch.float64)  # the last stage has them
@@ -313,7 +314,8 @@ class PipelineStrategy(MeshStrategy):
         pipe = self._ready(self._pairs.only, batch, loss is not None)
         if not batch.size:
             return 0.0, 0.0, None
-        output, sums, like = pipe.look(batch, loss, True, self._mail)
+        with telling(self._mail, self.task):
+            output, sums, like = pipe.look(batch, loss, True, self._mail)
         total, weight = self._line.all_reduce(sums).tolist()
         return total, weight, told(self._line, output, like, self._last)
 
@@ -321,7 +323,8 @@ class PipelineStrategy(MeshStrategy):
         shown = _of_spare_rows(batch)
         pipe = self._ready(self._pairs.only, shown, has_loss)
         loss = nothing if has_loss else None  # it tells how the model is called
-        output, _, like = pipe.look(shown, loss, False, self._mail)
+        with telling(self._mail, self.task):
+            output, _, like = pipe.look(shown, loss, False, self._mail)
         output = told(self._line, output, like, self._last)
         if not batch.size:
             output = rows(output, lambda tensor: tensor[:0] if tensor.dim() else tensor)
@@ -392,8 +395,7 @@ class PipelineStrategy(MeshStrategy):
 
     def _state(self, pair: Pair) -> dict[str, Any]:
         self._make_all(pair)
-        state = super()._state(pair)
-        pipe = self._pipes[id(pair.optimizer)]
+        state, pipe = super()._state(pair), self._pipes[id(pair.optimizer)]
         if "optimizer" in state and pipe.piped.starts:  # in the user's order, not the tasks'
             groups = zip(state["optimizer"]["groups"], pipe.piped.names, strict=True)
             for group, names in groups:
@@ -405,8 +407,8 @@ class PipelineStrategy(MeshStrategy):
 
     def _cuts(self, pair: Pair, section: str) -> dict[str, SpecCut]:
         piped = self._pipes[id(pair.optimizer)].piped
-        cuts = super()._cuts(pair, section)
-        return {name: cut for name, cut in cuts.items() if not piped.is_foreign(name)}
+        found = super()._cuts(pair, section).items()
+        return {name: cut for name, cut in found if not piped.is_foreign(name)}
 
     def _load_training(self, pair: Pair, saved: Saved, all_: set[str]) -> None:
         super()._load_training(pair, saved, all_)
