@@ -121,6 +121,7 @@ class Crosses(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
         self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+        self.past, self.more = (nn.GRU(width, width, batch_first=True) for _ in range(2))
         self.relu = nn.ReLU(inplace=True)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,7 +131,8 @@ class Crosses(nn.Module):
         y = self.b(torch.tanh(hidden)).masked_fill(mask, 0.3) + wide
         y = self.relu(y + F.one_hot(most, x.shape[1]) * mean) * 1.5
         y[:, :2] *= 2
-        out: Tensor = self.c(y) + x
+        seen = self.more(self.past(y[:, None])[0])[0][:, 0]
+        out: Tensor = self.c(seen) + x
         return out
 
 

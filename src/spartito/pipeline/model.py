@@ -101,8 +101,7 @@ class PipedModel:
                     empty[id(own)] = nn.Parameter(made, own.requires_grad)
                 module._parameters[key] = empty[id(own)]
             if isinstance(module, nn.RNNBase):  # it has a list of them too
-                names_here = module._flat_weights_names
-                module._flat_weights = [getattr(module, name, None) for name in names_here]
+                module._init_flat_weights()
         self._buffers = {name for name, _ in self.model.named_buffers(remove_duplicate=False)}
         self.model._register_state_dict_hook(self._leave_out)
         self._here = dict(self.model.named_parameters())
