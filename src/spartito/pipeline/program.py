@@ -55,6 +55,11 @@ def changes_first(func: Any) -> bool:
     return name.endswith("_")
 
 
+def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """What this task has of each, also where a forward pass runs and shows them whole."""
+    return {name: here_of(buffer) for name, buffer in model.named_buffers()}
+
+
 def _memory_of(tensor: Tensor) -> int:
     memory: int = tensor.untyped_storage()._cdata
     return memory
@@ -169,12 +174,12 @@ def record(model: nn.Module, call: Callable[[], Any]) -> Program:
 def _recorded(model: nn.Module, call: Callable[[], Any], changing: Collection[str]) -> _Recorder:
     """One pass, in which what uses the buffers ``changing`` belongs to a stage."""
     mode = _Recorder(model, changing)
-    before = dict(model.named_buffers())
-    empty = {name for name, buffer in model.named_buffers() if buffer.is_meta}
+    before = _buffers_of(model)
+    empty = {name for name, buffer in before.items() if buffer.is_meta}
     with untouched(model):
         with mode.watching(), Recording() as mode.recording, inside(), mode:
             output = call()
-        for name, buffer in model.named_buffers():
+        for name, buffer in _buffers_of(model).items():
             if buffer.is_meta and name not in empty:
                 raise UserError(
                     f"a pipeline cannot train the model: its forward pass sets the buffer {name!r} "
@@ -196,9 +201,10 @@ class _Recorder(TorchFunctionMode):
     def __init__(self, model: nn.Module, changing: Collection[str]) -> None:
         super().__init__()
         self.program, self._changing = Program(), changing
-        self._names = {id(tensor): name for name, tensor in model.named_parameters()}
-        self._buffers = {id(tensor): name for name, tensor in model.named_buffers()}
-        self._memory = {_memory_of(tensor): name for name, tensor in model.named_buffers()}
+        buffers = _buffers_of(model)
+        self._names = {id(here_of(tensor)): name for name, tensor in model.named_parameters()}
+        self._buffers = {id(tensor): name for name, tensor in buffers.items()}
+        self._memory = {_memory_of(tensor): name for name, tensor in buffers.items()}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
         self._calls: dict[str, int] = {}
