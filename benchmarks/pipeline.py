@@ -1,7 +1,7 @@
 """A pipeline of two stages against its schedule's own bound, and torch's own pipelining.
 
 The bound is that of the textbook, of one process's time. Beside it stands that of the step's own
-pieces, each as long as it took: what is missing there is waits and messages, and what is between
+actions, each as long as it took: what is missing there is waits and messages, and what is between
 the two is stages that differ and backward passes in halves, which read activations twice.
 """
 
@@ -33,8 +33,8 @@ def main() -> None:
                 ],
                 workers=STAGES,
             )
-            kept = found.setdefault(name, {"bound": [told.pop("bound")], "pieces": [], "busy": []})
-            kept["pieces"].append(told.pop("pieces"))
+            kept = found.setdefault(name, {"bound": [told.pop("bound")], "actions": [], "busy": []})
+            kept["actions"].append(told.pop("actions"))
             kept["busy"].append(told.pop("busy"))
             for side, seconds in told.items():
                 kept.setdefault(side, []).extend(seconds)
@@ -44,14 +44,15 @@ def main() -> None:
     figures = []
     for name, sides in found.items():
         for side in sides:
-            if side not in ("bound", "pieces", "busy"):
+            if side not in ("bound", "actions", "busy"):
                 milliseconds = statistics.median(sides[side]) * 1e3
                 figures.append(Figure(f"{name}: {side}", milliseconds, measure="ms"))
         figures.append(Figure(f"{name}: efficiency against its bound", _efficiency(sides), 0.9))
-        ours, alone, pieces, busy = (
-            statistics.median(sides[side]) for side in ("pipeline", "one process", "pieces", "busy")
+        ours, alone, actions, busy = (
+            statistics.median(sides[side])
+            for side in ("pipeline", "one process", "actions", "busy")
         )
-        figures.append(Figure(f"{name}: against the bound of its pieces", pieces / ours, 0.9))
+        figures.append(Figure(f"{name}: against the bound of its actions", actions / ours, 0.9))
         figures.append(Figure(f"{name}: computing / half of one process", busy * STAGES / alone))
         if "torch" in sides:
             times = statistics.median(sides["torch"]) / statistics.median(sides["pipeline"])

@@ -59,7 +59,7 @@ def main() -> None:
         sides["torch"] = torchs(rank, size, tokens, target, given.microbatches)
     found: dict[str, list[float]] = {name: [] for name in sides}
     losses: dict[str, list[float | None]] = {name: [] for name in sides}
-    pieces: list[list[Span]] = []
+    actions: list[list[Span]] = []
     for window in range(given.windows + 1):
         for name in sides if window % 2 == 0 else reversed(list(sides)):
             dist.barrier()
@@ -69,15 +69,15 @@ def main() -> None:
             if window:
                 found[name].append(time.perf_counter() - began)
             if window and name == "pipeline":
-                pieces.append([span for pipe in strategy._pipes.values() for span in pipe.spans])
+                actions.append([span for pipe in strategy._pipes.values() for span in pipe.spans])
     compare(losses)
     every: list[Any] = [None] * size
-    dist.all_gather_object(every, pieces)
+    dist.all_gather_object(every, actions)
     if rank == 0:
         shape = Shape(size, 1, given.microbatches)
         told = {
             "bound": bubble(given.schedule, shape),
-            "pieces": measured(orders(given.schedule, shape), [*chain(*every)]),
+            "actions": measured(orders(given.schedule, shape), [*chain(*every)]),
             "busy": sum(span.end - span.start for spans in every for own in spans for span in own),
         }
         told["busy"] /= size * given.windows
