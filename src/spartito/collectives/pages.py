@@ -50,6 +50,10 @@ class PrivatePages:
             torch.equal(self._seen[part], self._shared[part]) for part in self.find().split(256)
         )
 
+    def forget_shared(self) -> None:
+        """Let go of the shared mapping's pages, which stay in memory: they count twice here."""
+        self._segment.map.madvise(mmap.MADV_DONTNEED, self._offset, self._size)
+
     def drop(self) -> None:
         """See the shared pages everywhere."""
         self._segment.view.madvise(mmap.MADV_DONTNEED, self._offset, self._size)

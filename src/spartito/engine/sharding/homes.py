@@ -189,6 +189,7 @@ class SharedHome(Home):
         for view, value in zip(self.views(self._flat), values, strict=True):
             if self.stage.group.rank == 0:
                 view.copy_(value)
+        self._private.forget_shared()
         self._show(self.views(self._seen))
 
     @property
