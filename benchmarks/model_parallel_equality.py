@@ -183,7 +183,8 @@ def accumulated(name: str, optimizer: str, steps: int, shards: int) -> list[floa
         update.zero_grad()
         for part in torch.arange(subject.rows).tensor_split(shards * MICROBATCHES):
             if subject.draws:
-                enter(StepContext(alone, 0, step, subject.rows, part))
+                epoch, number = divmod(step, len(x) // subject.rows)
+                enter(StepContext(alone, 0, epoch << 32 | number, subject.rows, part))
             loss = subject.loss(net(x[first + part]), y[first + part]) * len(part) / subject.rows
             loss.backward()
             total += loss.item()
