@@ -125,7 +125,14 @@ def test_the_python_blocks_of_a_page_run(page: str, commands: Commands) -> None:
     assert done.code == 0, done.text
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/tutorials/")])
+TUTORIALS = [
+    pytest.param(page, marks=pytest.mark.slow if "choose" in page else ())
+    for page in PAGES
+    if page.startswith("docs/tutorials/")
+]
+
+
+@pytest.mark.parametrize("page", TUTORIALS)
 def test_a_tutorial_works_as_it_is_written(page: str, commands: Commands) -> None:
     """Its files are written, then its ``sh`` lines are run in order, as a reader would."""
     for block in blocks(page):

@@ -31,6 +31,7 @@ def test_a_check_finds_what_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
         checks.numbers("cpu")
 
 
+@pytest.mark.slow
 def test_replicas_agree_with_one_device() -> None:
     outcome = gpu.run("replicas", "cpu", limit=200)
     assert outcome.status == "ok", outcome.reason

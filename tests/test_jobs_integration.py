@@ -196,6 +196,7 @@ def test_the_trained_run_names_digits(
     assert sum(right) >= 3
 
 
+@pytest.mark.slow
 def test_a_small_gpt_writes_on(commands: Commands, capsys: pytest.CaptureFixture[str]) -> None:
     text = commands.write("text.txt", "abcdefghij\n" * 400)
     words: list[str | Path] = ["train", "gpt", "--strategy", "mirrored", "--workers", "2"]

@@ -26,7 +26,7 @@ for turn in range(3):
         os.kill(os.getpid(), signal.SIGKILL)
     dist.all_reduce(values)
     dist.destroy_process_group()
-print("found all after", restarts)
+os.write(1, f"found all after {restarts}\\n".encode())  # both ranks write there
 """
 
 

@@ -90,6 +90,7 @@ def test_a_launcher_that_cannot_be_loaded_leaves_the_others_be(
     assert "Traceback" not in refused.stderr
 
 
+@pytest.mark.slow
 def test_the_packages_of_the_page(commands: Commands) -> None:
     _strategy(commands)
     _launcher(commands)

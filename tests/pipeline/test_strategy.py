@@ -27,7 +27,7 @@ CASES: list[Any] = [
     ("mlp", "Adam", 4, {"stages": 2, "schedule": "zero_bubble"}),
     ("cats", "SGD", 2, {"microbatches": 2}),
     ("cats", "Adam", 4, {"microbatches": 3, "schedule": "zero_bubble"}),
-    ("cats", "Adam", 4, {"microbatches": 2, "stages": 2}),
+    pytest.param("cats", "Adam", 4, {"microbatches": 2, "stages": 2}, marks=pytest.mark.slow),
     ("gpt", "Adam", 2, {"schedule": "zero_bubble"}),  # tied weights, in both stages
     ("gpt", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
     ("gpt", "Adam", 4, {"stages": 2}),

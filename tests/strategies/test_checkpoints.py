@@ -46,7 +46,15 @@ def written(replicas: Replicas, tmp_path_factory: pytest.TempPathFactory) -> dic
     return folders
 
 
-@pytest.mark.parametrize("case", SAVING, ids=named)
+FIRST = {case[0]: case for case in reversed(SAVING)}
+"""A reader of each strategy for the quick tests; its other forms are among the slow ones."""
+READING = [
+    pytest.param(case, marks=() if case is FIRST[case[0]] else pytest.mark.slow, id=named(case))
+    for case in SAVING
+]
+
+
+@pytest.mark.parametrize("case", READING)
 def test_a_checkpoint_of_any_strategy_loads(
     replicas: Replicas, case: Case, written: dict[str, Case], whole: Outcome, tmp_path: Path
 ) -> None:

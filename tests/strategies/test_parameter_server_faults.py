@@ -558,6 +558,7 @@ class Final(sp.Callback):
 """
 
 
+@pytest.mark.slow
 def test_a_server_that_dies_after_the_last_epoch_has_lost_nothing(tmp_path: Path) -> None:
     """Nobody would compute it again: the workers ask for no work any more."""
     with commands_in(tmp_path) as commands:
