@@ -137,6 +137,23 @@ def test_the_launcher_does_without_torch(tmp_path: Path) -> None:
     assert got.stdout.splitlines()[-1] == "[]"
 
 
+@pytest.mark.parametrize("module", ["spartito", "spartito.errors", "spartito.cli.app"])
+def test_ctrl_c_while_the_command_is_imported_leaves_no_traceback(module: str) -> None:
+    code = (
+        "import os, signal, sys\n"
+        "class CtrlC:\n"
+        "    def find_spec(self, name, *_):\n"
+        f"        if name == {module!r}: os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.meta_path.insert(0, CtrlC())\n"
+        "from spartito_command import main\n"
+        "sys.exit(main())"
+    )
+    got = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=LIMIT
+    )
+    assert (got.returncode, got.stdout, got.stderr) == (130, "", "")
+
+
 def test_another_system_is_refused_in_one_sentence() -> None:
     other = "import sys; sys.platform = 'darwin'; import spartito"
     got = subprocess.run(

@@ -48,7 +48,6 @@ NEIGHBOURS = {
     ("collectives", "cluster"),
     ("data", "cluster"),
     ("recipes", "models"),
-    ("__main__", "cli"),
     ("ps.server", "engine"),
 }
 """Packages of one layer that may import each other, one way; so may those of the lowest."""
