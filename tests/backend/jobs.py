@@ -113,6 +113,14 @@ def sums(backend: str, floats: int) -> list[str]:
     return [digest(total), digest(reduced), digest(joined)]
 
 
+def reshaped(backend: str) -> list[list[float]]:
+    """The sum of six numbers that each rank has in another shape."""
+    with group_of(backend) as rank:
+        own = torch.arange(6.0).reshape([(2, 3), (3, 2)][rank])
+        dist.all_reduce(own)
+        return own.tolist()  # type: ignore[no-any-return]
+
+
 def left_messages(backend: str) -> list[float]:
     """Large messages both ways that nobody reads yet, a call of another group; then they are."""
     with group_of(backend) as rank:

@@ -63,6 +63,13 @@ def test_a_mean_of_whole_numbers_is_cut_off() -> None:
     assert values.tolist() == [-3, -3, 3, 3]
 
 
+@pytest.mark.parametrize("backend", ["gloo", "spartito", "spartito on ab"])
+def test_shapes_may_differ_between_ranks(replicas: Replicas, backend: str) -> None:
+    one, other = replicas(jobs.reshaped, 2, backend)
+    assert one == [[0.0, 2.0, 4.0], [6.0, 8.0, 10.0]]
+    assert other == [[0.0, 2.0], [4.0, 6.0], [8.0, 10.0]]
+
+
 @TRANSPORTS
 def test_moves_of_every_type(replicas: Replicas, size: int, backend: str) -> None:
     program = [
