@@ -118,7 +118,7 @@ def reshaped(backend: str) -> list[list[float]]:
     with group_of(backend) as rank:
         own = torch.arange(6.0).reshape([(2, 3), (3, 2)][rank])
         dist.all_reduce(own)
-        return own.tolist()  # type: ignore[no-any-return]
+        return own.tolist()
 
 
 def left_messages(backend: str) -> list[float]:

@@ -57,6 +57,8 @@ class Gradients(ABC):
         self.backward_calls = 0
         """Backward passes of a loop of the user's own since the last update, on all replicas."""
         self.normalized = False
+        self.summed = False
+        """Whether ``.grad`` is what the update uses: summed over all replicas, and weighted."""
         self.whole = False
         """Whether the next update needs all of the reduced gradients on every replica."""
         self._take(optimizer_parameters(optimizer))
@@ -163,7 +165,7 @@ class Gradients(ABC):
 
     def clear(self) -> None:
         """Forget it all, after the update."""
-        self.backward_calls, self.normalized = 0, False
+        self.backward_calls, self.normalized, self.summed = 0, False, False
         self.loss_divisor = self.weight = self.loss = 0.0
         for parameter in self.parameters:
             parameter.grad = None

@@ -262,6 +262,11 @@ class ParameterServerStrategy(ReplicaStrategy):
     def _loss_divisor(self, batch: Batch) -> float:
         return float(batch.size or 1)  # a push is the mean over its own examples
 
+    @property
+    def _are_summed_later(self) -> bool:
+        rules = self._rules  # a push on its own is a whole update
+        return rules.workers > 1 and (rules.together or rules.aggregate > 1)
+
     def _is_due(self, pair: Pair) -> bool:
         current = self.coordination.computing.current
         return super()._is_due(pair) or (current is not None and current.is_last)

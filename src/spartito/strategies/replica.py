@@ -125,7 +125,7 @@ class ReplicaStrategy(SavingStrategy):
         tensors = _tensors(model)
         self._group, self._parts = self.groups.data, self.groups.model
         self._share(model, list(tensors.values()))
-        clipping.mark(model.parameters(), self._holds_parts)
+        clipping.watch(self._pairs, self._holds_parts, self._are_summed_later)
         whole, gradients = self._gradients(model, made)
         dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
         dtype = dtypes.pop() if len(dtypes) == 1 else None
@@ -242,6 +242,11 @@ class ReplicaStrategy(SavingStrategy):
     def _holds_parts(self) -> bool:
         """Whether other tasks have other parts of an update's gradients."""
         return self._parts.world_size > 1
+
+    @property
+    def _are_summed_later(self) -> bool:
+        """Whether an update needs the gradients of other replicas too."""
+        return self._group.world_size > 1
 
     @property
     def _state_fraction(self) -> float:

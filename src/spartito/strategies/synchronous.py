@@ -164,6 +164,7 @@ class SynchronousStrategy(ReplicaStrategy):
             weight, loss, (stops, *drawn_by_all) = pair.gradients.reduce((float(stop), *drawn))
             if self._parts.world_size > 1:  # of one model: they end together too
                 stops = self._end_together(stops, loss)
+        pair.gradients.summed = True
         if randomness is not None:
             randomness.check(drawn_by_all)
         with skipping(pair.optimizer, float(weight) if scaled else weight) as is_due:

@@ -90,6 +90,9 @@ class Callback:
     epoch are equal on all of them. The ``logs`` of a batch are read lazily: what is not looked
     at costs nothing, and a hook that is not overridden is never called. In training ``loss``
     there is exact over all replicas; metrics are those of this replica's rows until the end.
+
+    Parameters have no ``.grad`` in a hook: an update has used them up. Where several batches make
+    an update, it has those of this replica's rows until that is due, not yet summed.
     """
 
     trainer: Training
