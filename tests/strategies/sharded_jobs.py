@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
+from spartito.collectives import pages
 from spartito.models.cats_vs_dogs import SeparableConv2d
 from tests.strategies.jobs import blobs, make_strategy
 
@@ -19,6 +21,15 @@ STEPS, BATCH = 10, 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9),
     "Adam": lambda ps: torch.optim.Adam(ps, 1e-3),
+    "NAdam": lambda ps: torch.optim.NAdam(ps, 1e-2, decoupled_weight_decay=True, weight_decay=0.1),
+    "RMSprop": lambda ps: torch.optim.RMSprop(ps, 1e-3, centered=True, momentum=0.5),
+    "Adagrad": lambda ps: torch.optim.Adagrad(ps, 1e-2, initial_accumulator_value=0.1),
+    "ASGD": lambda ps: torch.optim.ASGD(ps, 1e-2, t0=4),
+    "amsgrad": lambda ps: torch.optim.Adam(ps, 1e-2, amsgrad=True),
+    "maximize": lambda ps: torch.optim.SGD(ps, 1e-3, maximize=True, nesterov=True, momentum=0.5),
+    "groups": lambda ps: torch.optim.AdamW(
+        [{"params": [p], "lr": 0.01 / n, "weight_decay": 0.1 * n} for n, p in enumerate(ps, 1)]
+    ),
 }
 
 
@@ -71,6 +82,54 @@ class Inner(nn.Module):
         return Found(self.second(hidden))
 
 
+class Transposed(torch.autograd.Function):
+    """A product that keeps a view of its weight by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.x, ctx.weight = x, weight.t()
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        return grad @ ctx.weight.t(), grad.t() @ ctx.x
+
+
+class Token(nn.Module):
+    """A block that gives views of its parameter away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(12, 6))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.weight[:6].t(), self.weight.detach().expand(len(x), -1, -1)
+
+
+class Views(nn.Module):
+    """Computes with views of blocks that are not at work any more."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.own, self.head = Token(), Own(), nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight, fixed = self.token(x)
+        out: Tensor = self.head(torch.tanh(self.own(x) @ weight + fixed.mean(1)))
+        return out
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(6, 6))
+        self.nothing = nn.Parameter(torch.zeros(0, 2), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = Transposed.apply(x, self.weight)  # type: ignore[no-untyped-call]
+        return out
+
+
 def of_found(output: Found, target: Tensor) -> Tensor:
     return nn.functional.cross_entropy(output.scores, target, reduction="none")
 
@@ -97,6 +156,7 @@ KINDS: dict[str, Kind] = {
         lambda: blobs(16),
         nn.CrossEntropyLoss(),
     ),
+    "views": (Views, lambda: blobs(16), nn.CrossEntropyLoss()),
     "astray": (Astray, lambda: blobs(16), of_found),
     "frozen": (Frozen, lambda: blobs(16), nn.CrossEntropyLoss()),
     "gpt": (lambda: sp.models.GPT(11, 8, 2, 2, 16, 0.0), tokens, of_tokens),
@@ -286,6 +346,66 @@ def reloaded(name: str, options: dict[str, Any]) -> list[list[list[float]]]:
         strategy.load({"model": other.state_dict()})
         with torch.no_grad():
             return [values, net(x).tolist(), other(x).tolist()]
+
+
+def untold(name: str, options: dict[str, Any]) -> list[list[float]]:
+    """As `by_strategy`, where no kernel tells what was written, and what is there is written."""
+    before, pages.PAGEMAP = pages.PAGEMAP, "/proc/self/nothing"
+    try:
+        return by_strategy(name, options, [("mlp", "Adam", None)], write_the_same)
+    finally:
+        pages.PAGEMAP = before
+
+
+def write_the_same(net: nn.Module, step: int) -> None:
+    for parameter in net.parameters():
+        parameter.data.mul_(1.0)
+    if step % 4 == 0:
+        next(net.parameters()).data.mul_(0.5)
+
+
+def change(net: nn.Module, step: int) -> None:
+    """What a script does between steps, without a write."""
+    net.eval()
+    with torch.no_grad():
+        net(blobs(3)[0])
+    net.train()
+    next(net.children()).requires_grad_(step % 5 not in (2, 3))
+    if step == 1:  # behind those of the strategy
+        for parameter in net.parameters():
+            parameter.register_post_accumulate_grad_hook(halve)
+
+
+def halve(parameter: Tensor) -> None:
+    if parameter.grad is not None:
+        parameter.grad.mul_(0.5)
+
+
+kept: list[Tensor] = []
+
+
+def keep(net: nn.Module, step: int) -> None:
+    kept[:] = kept or [next(net.parameters()).detach()]
+
+
+def broken(name: str, options: dict[str, Any]) -> list[float]:
+    """Losses before and after an update whose backward pass did not come to its end."""
+    fails, (x, y), net = [False], blobs(12), build("mlp")
+
+    def fail(grad: Tensor) -> None:
+        if fails[0]:
+            raise ValueError("no gradient")
+
+    next(net.parameters()).register_hook(fail)
+    with make_strategy(name, **options) as strategy:
+        optimizer, loss = torch.optim.SGD(net.parameters(), 0.1), nn.CrossEntropyLoss()
+        trainer = sp.Trainer(net, optimizer=optimizer, loss=loss, strategy=strategy)
+        trainer.fit((x, y), batch_size=12, epochs=2, verbose=0)
+        fails[0] = True
+        with suppress(ValueError):
+            trainer.fit((x, y), batch_size=12, epochs=3, verbose=0)
+        fails[0] = False
+        return trainer.fit((x, y), batch_size=12, epochs=4, verbose=0).history["loss"]
 
 
 def written(name: str, options: dict[str, Any], how: Between) -> str:

@@ -33,6 +33,7 @@ CASES: list[tuple[str, str, float | None]] = [
     ("mlp", "Adam", None),
     ("frozen", "Adam", 0.1),
     ("astray", "SGD", None),
+    ("views", "SGD", 0.1),
     ("gpt", "SGD", None),
     ("gpt", "Adam", 0.05),
     ("cnn", "Adam", None),
@@ -48,6 +49,44 @@ def test_losses_are_those_of_plain_torch(
         for case, losses in zip(CASES, found, strict=True):
             plain = jobs.by_torch(*case)
             assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 1e-12, case
+
+
+@pytest.mark.parametrize("stage", STAGES[:4], ids=str)
+def test_optimizers_and_what_scripts_do_between_steps(
+    replicas: Replicas, stage: tuple[int, dict[str, Any]]
+) -> None:
+    names = ["NAdam", "RMSprop", "Adagrad", "ASGD", "amsgrad", "maximize", "groups"]
+    cases: list[tuple[str, str, float | None]] = [("mlp", name, None) for name in names]
+    count, options = stage
+    for found in replicas(jobs.by_strategy, count, "sharded", options, cases, jobs.change):
+        for case, losses in zip(cases, found, strict=True):
+            plain = jobs.by_torch(*case, jobs.change)
+            assert max(abs(a - b) for a, b in zip(losses, plain, strict=True)) <= 1e-12, case
+
+
+def test_a_system_that_does_not_tell_what_was_written(replicas: Replicas) -> None:
+    plain = jobs.by_torch("mlp", "Adam", None, jobs.write_the_same)
+    for (losses,) in replicas(jobs.untold, 2, "sharded", {}):
+        assert losses == pytest.approx(plain, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"block_bytes": 100}, {"communication": "sockets"}], ids=str)
+def test_half_a_backward_pass_does_not_count(replicas: Replicas, options: dict[str, Any]) -> None:
+    net, (x, y), losses = jobs.build("mlp"), blobs(12), []
+    made = torch.optim.SGD(net.parameters(), 0.1)
+    for _ in range(6):
+        loss = nn.CrossEntropyLoss()(net(x), y)
+        made.zero_grad()
+        loss.backward()
+        made.step()
+        losses.append(loss.item())
+    for found in replicas(jobs.broken, 2, "sharded", options):
+        assert found == pytest.approx(losses[2:], rel=0, abs=1e-12)
+
+
+def test_a_view_that_is_kept_over_updates_is_refused_between_machines(replicas: Replicas) -> None:
+    for text in replicas(jobs.written, 2, "sharded", {"communication": "sockets"}, jobs.keep):
+        assert text.startswith("a view of parameters of a ")
 
 
 def test_the_optimizers_state_is_held_once(replicas: Replicas) -> None:

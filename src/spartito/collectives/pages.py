@@ -11,6 +11,7 @@ from torch import Tensor
 from spartito.collectives.segment import Segment
 
 PAGE = mmap.PAGESIZE
+PAGEMAP = "/proc/self/pagemap"
 
 
 class PrivatePages:
@@ -21,6 +22,8 @@ class PrivatePages:
 
     def __init__(self, segment: Segment, offset: int, size: int) -> None:
         self._segment, self._offset, self._size = segment, offset, size
+        self.are_told = True
+        """Whether the kernel tells; else pages with the values of the shared ones are not found."""
         rows = size // PAGE, PAGE
         self._seen = segment.tensor(offset, size, torch.uint8, segment.view).view(rows)
         self._shared = segment.tensor(offset, size, torch.uint8).view(rows)
@@ -30,13 +33,14 @@ class PrivatePages:
         first, count = self._seen.data_ptr() // PAGE, len(self._seen)
         found = bytearray(count * 8)
         try:
-            file = os.open("/proc/self/pagemap", os.O_RDONLY)
+            file = os.open(PAGEMAP, os.O_RDONLY)
             try:
                 is_told = os.preadv(file, [found], first * 8) == len(found)
             finally:
                 os.close(file)
         except OSError:
             is_told = False
+        self.are_told = is_told
         if not is_told:  # a system that hides it
             return (self._seen != self._shared).any(1).nonzero()[:, 0]
         kinds = torch.frombuffer(found, dtype=torch.int64) >> 61 & 7

@@ -360,15 +360,21 @@ class ReplicaStrategy(SavingStrategy):
         scale = found.scale / loss_divisor if counts else 0.0
         gradient = pairs[0].loss_scale.scale(first_gradient(found.value, scale))
         draws = [pair for pair in pairs if pair.randomness is not None]
-        if counts and not draws:
-            self._run_backward(found.value, gradient)
-        else:
-            with ExitStack() as stack:
-                for pair in () if counts else pairs:
-                    stack.enter_context(pair.gradients.discarding())
-                if draws:
-                    stack.enter_context(replaying())
+        try:
+            if counts and not draws:
                 self._run_backward(found.value, gradient)
+            else:
+                with ExitStack() as stack:
+                    for pair in () if counts else pairs:
+                        stack.enter_context(pair.gradients.discarding())
+                    if draws:
+                        stack.enter_context(replaying())
+                    self._run_backward(found.value, gradient)
+        except BaseException:  # some parameters have a gradient of this pass, and some have not
+            for pair in pairs:
+                pair.gradients.clear()
+                pair.passes = 0
+            raise
         loss = found.total
         for pair in pairs:
             pair.gradients.add(loss, found.weight)

@@ -35,7 +35,7 @@ class Layout:
     @property
     def length(self) -> int:
         """Elements of a shard: the last ones may have some that are nobody's."""
-        grains = -(-sum(self.sizes) // (self.shards * GRAIN))
+        grains = max(1, -(-sum(self.sizes) // (self.shards * GRAIN)))
         return grains * GRAIN
 
     def sections(self, first: int, last: int) -> list[Section]:

@@ -99,14 +99,13 @@ def _saving() -> saved_tensors_hooks:
         if tensor.layout is torch.strided:
             home = whole_homes.get(tensor.untyped_storage().data_ptr())
             if home is not None:
-                return home, tensor
+                return home.saved(tensor), None
         return None, tensor if outer is None else outer[0](tensor)
 
     def unpack(packed: tuple[Any, Any]) -> Any:
-        home, saved = packed
-        if home is not None:
-            home.gather()
-            return saved
+        again, saved = packed
+        if again is not None:
+            return again()
         return saved if outer is None else outer[1](saved)
 
     return saved_tensors_hooks(pack, unpack)

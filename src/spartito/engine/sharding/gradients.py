@@ -104,6 +104,7 @@ class ShardedGradients(DividedUpdates):
         super().update(step)
         for block in self._blocks:
             block.home.publish()
+            block.home.updated()
         if any(block.home.is_shared for block in self._blocks):
             self._owners.barrier()
 
@@ -223,9 +224,10 @@ class ShardedGradients(DividedUpdates):
             self._next += 1
 
 
-def _tell(gradients: Callable[[], ShardedGradients | None], number: int, _: Tensor) -> None:
-    found = gradients()
-    if found is not None:
+def _tell(gradients: Callable[[], ShardedGradients | None], number: int, given: Tensor) -> None:
+    found, hooks = gradients(), given._post_accumulate_grad_hooks
+    last = next(reversed(hooks.values())) if hooks else None
+    if found is not None and getattr(last, "func", None) is _tell:  # else a hook comes behind
         found._tell(number)
 
 
@@ -293,6 +295,7 @@ class _Block:
         """
         home, stage = self.home, self.home.stage
         learn = self._learn if counts else ()
+        refuse_sparse([p for p in home.parameters if id(p) in learn])
         grads = [p.grad if id(p) in learn else None for p in home.parameters]
         flat = [None if grad is None else grad.detach().reshape(-1) for grad in grads]
         is_new, sums = self.sums is None, self.sum

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NoReturn, SupportsIndex
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from spartito.collectives.collective import Collective
 from spartito.collectives.pages import PAGE, PrivatePages
@@ -71,6 +72,9 @@ class Home(ABC):
 
     def publish(self) -> None:  # noqa: B027 - some have no need
         """Each replica's own shard has new values; all call it."""
+
+    def updated(self) -> None:  # noqa: B027 - most have no need
+        """An update is over."""
 
     def loaded(self) -> None:
         """All shards have loaded values: whatever was done to the parameters does not count."""
@@ -206,6 +210,10 @@ class SharedHome(Home):
     def show_new(self) -> None:
         self._private.drop()
 
+    def publish(self) -> None:
+        if not self._private.are_told:  # one that was written with the same values is of before
+            self._private.drop()
+
     def loaded(self) -> None:
         self._show(self.views(self._seen))
         self.show_new()
@@ -222,9 +230,9 @@ class GatheredHome(Home):
     def __init__(self, members: Members, stage: Stage) -> None:
         super().__init__(members, stage)
         self.own = torch.zeros(self.layout.length, dtype=self.dtype)
-        self._flat = torch.zeros(0, dtype=self.dtype)
-        self._flat.resize_(self.size)
-        self._views = self.views(self._flat)
+        self._make_memory()
+        self._left: list[tuple[StorageWeakRef, int]] = []  # with the updates before it
+        self._updates = 0
         nothing = torch.tensor(float("nan") if self.dtype.is_floating_point else 0)
         self._nothing = [nothing.to(self.dtype).expand(p.shape) for p in self.parameters]
         self.is_whole, self._is_kept = True, False
@@ -266,9 +274,42 @@ class GatheredHome(Home):
         if self.is_whole:
             self._show(self._nothing)
             cover(self.parameters, self)
-            whole_homes.pop(self._flat.untyped_storage().data_ptr(), None)
+            storage = self._flat.untyped_storage()
+            whole_homes.pop(storage.data_ptr(), None)
+            ours = 2 + len(self._views)
+            if torch._C._storage_Use_Count(storage._cdata) > ours or not storage.resizable():
+                self._left.append((StorageWeakRef(storage), self._updates))  # others have views
+                self._make_memory()
             self._flat.untyped_storage().resize_(0)
             self.is_whole = self._is_kept = False
+
+    def _make_memory(self) -> None:
+        self._flat = torch.empty(0, dtype=self.dtype)
+        self._flat.resize_(self.size)
+        self._views = self.views(self._flat)
+
+    def updated(self) -> None:
+        self._updates += 1
+        self._left = [(left, since) for left, since in self._left if not left.expired()]
+        if any(self._updates - since > 2 for _, since in self._left):
+            raise UserError(
+                f"a view of parameters of a {type(self.members.module).__name__} (p.data, "
+                "p.detach(), p[0], ...) is kept, and has the values of three updates ago",
+                "With shards between machines keep the parameter itself, or a copy: p.clone().",
+            )
+
+    def saved(self, like: Tensor) -> Callable[[], Tensor]:
+        """What gives a tensor that lies in the memory that is gathered now, then too."""
+        form = like.storage_offset(), like.size(), like.stride()
+        dtype, conjugate, negative = like.dtype, like.is_conj(), like.is_neg()
+
+        def again() -> Tensor:
+            self.gather()
+            found = torch.empty(0, dtype=dtype).set_(self._flat.untyped_storage(), *form)
+            found = torch._neg_view(found) if negative else found
+            return found.conj() if conjugate else found
+
+        return again
 
 
 whole_homes: WeakValueDictionary[int, GatheredHome] = WeakValueDictionary()
