@@ -140,6 +140,7 @@ SUBJECTS: dict[str, Subject] = {
         lambda: _hugging("resnet"),
         lambda: (numbers(40, 3, 32, 32), torch.arange(40) % 4),
         nn.functional.cross_entropy,
+        rows=8,  # a microbatch has 2 for BatchNorm
     ),
 }
 
@@ -181,7 +182,8 @@ def accumulated(name: str, optimizer: str, steps: int, shards: int) -> list[floa
     for step in range(steps):
         first, total = step * subject.rows % len(x), 0.0
         update.zero_grad()
-        for part in torch.arange(subject.rows).tensor_split(shards * MICROBATCHES):
+        parts = torch.arange(subject.rows).tensor_split(shards)
+        for part in [each for own in parts for each in own.tensor_split(MICROBATCHES)]:
             if subject.draws:
                 epoch, number = divmod(step, len(x) // subject.rows)
                 enter(StepContext(alone, 0, epoch << 32 | number, subject.rows, part))
