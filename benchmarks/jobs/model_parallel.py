@@ -13,7 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import threading
+import tempfile
 from collections.abc import Callable
 from itertools import cycle
 from pathlib import Path
@@ -32,13 +32,16 @@ from torch.distributed.tensor.parallel import (
 
 import spartito as sp
 from benchmarks.common import flush_denormals
+from benchmarks.jobs.peaks import PeakMemory
 from benchmarks.jobs.plain import Work
-from benchmarks.jobs.steps import EpochClock, Plan, adam, time_windows
+from benchmarks.jobs.steps import EpochClock, Plan, time_windows
 from spartito.recipes.gpt import next_character
 
 VOCABULARY = 72
 BATCHES = 8
 """Global batches in memory."""
+OPTIMIZERS: list[torch.optim.Optimizer] = []
+"""Those that train here."""
 
 
 def gpt(make: Callable[..., sp.models.GPT], batch: int) -> Work:
@@ -60,9 +63,16 @@ def cnn(side: int, batch: int) -> Work:
     )
 
 
+def unmade(*args: Any, **options: Any) -> sp.models.GPT:
+    """The GPT of 25 million parameters without values, until a strategy prepares it."""
+    with sp.meta():
+        return sp.models.GPT.medium(*args, **options)
+
+
 WORKS: dict[str, Callable[[], Work]] = {
     "gpt": lambda: gpt(sp.models.GPT.small, 32),
     "gpt-25m": lambda: gpt(sp.models.GPT.medium, 8),
+    "gpt-25m-meta": lambda: gpt(unmade, 8),
     "cnn": lambda: cnn(96, 16),
 }
 
@@ -81,7 +91,7 @@ def main() -> None:
     torch.manual_seed(0)
     # What imports and pools of threads need is there before anything counts.
     nn.Linear(8, 8)(torch.zeros(2, 8)).sum().backward()
-    watch = PeakMemory() if given.memory else None
+    watch = PeakMemory(known) if given.memory else None
     windows = SIDES[given.side](WORKS[given.model](), Plan(given.windows, given.steps, "fp32"))
     found: Any = windows
     if watch is not None:
@@ -99,10 +109,11 @@ def ours(strategy: str) -> Callable[[Work, Plan], list[float]]:
         chosen = sp.strategy(strategy)
         trainer = sp.Trainer(
             work.model,
-            optimizer=adam(work.model),
+            optimizer=lambda parameters: torch.optim.Adam(parameters, lr=1e-3, fused=True),
             loss=work.loss,
             strategy=chosen,
         )
+        OPTIMIZERS.append(trainer.optimizer)
         clock = EpochClock(plan.steps)
         trainer.fit(
             sp.data.arrays(work.x, work.y).batch(work.local_batch),
@@ -175,51 +186,25 @@ def _plain(work: Work, plan: Plan, rank: int, ranks: int) -> list[float]:
     return time_windows(step, plan, meet=dist.barrier)
 
 
-class PeakMemory:
-    """The most memory that this process has from now on: resident, and with shared pages divided.
-
-    The kernel keeps the highest resident size; the divided one is looked at every 5 ms.
-    """
-
-    def __init__(self) -> None:
-        Path("/proc/self/clear_refs").write_text("5")
-        self._before = _status("VmRSS"), _divided()
-        self._highest = 0
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._look)
-        self._thread.start()
-
-    def end(self) -> dict[str, float]:
-        """MiB beyond the beginning."""
-        self._ended.set()
-        self._thread.join()
-        resident, divided = self._before
-        return {
-            "resident": (_status("VmHWM") - resident) / 1024,
-            "divided": (self._highest - divided) / 1024,
-        }
-
-    def _look(self) -> None:
-        while not self._ended.wait(0.005):
-            self._highest = max(self._highest, _divided())
-
-
-def _status(name: str) -> int:
-    """A line of /proc/self/status, in KiB."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
-
-
-def _divided() -> int:
-    """The proportional size, in KiB: a page of two processes counts half in each."""
-    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+def known() -> dict[str, int]:
+    """Bytes of what the optimizers have and wait for, in this process and shared."""
+    found = {"gradients": 0, "optimizer state": 0}
+    for optimizer in OPTIMIZERS:
+        for group in optimizer.param_groups:
+            grads = [parameter.grad for parameter in group["params"]]
+            found["gradients"] += sum(grad.nbytes for grad in grads if grad is not None)
+        for values in list(optimizer.state.values()):
+            kept = [value for value in list(values.values()) if isinstance(value, torch.Tensor)]
+            found["optimizer state"] += sum(value.nbytes for value in kept)
+    return found
 
 
 def everyone(own: dict[str, float]) -> list[dict[str, float]]:
-    """What all ranks found."""
+    """What all ranks found; by a file, as the job's port may still be the strategy's."""
     if not dist.is_initialized():
-        dist.init_process_group("gloo")
+        rank, ranks, port = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+        path = Path(tempfile.gettempdir(), f"benchmark-peaks-{os.getppid()}-{port}")
+        dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=ranks)
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, own)
     return found
