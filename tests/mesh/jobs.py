@@ -17,6 +17,20 @@ from tests.mesh.cases import axes_of_this_process, failures, fixed, packed
 Cases = dict[str, tuple[Callable[..., Any], list[Any]]]
 
 
+class Squared(torch.autograd.Function):
+    """A function with a backward pass of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * x * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return 2 * x * weight * grad, (grad * x * x).flatten(0, -2).sum(0)
+
+
 def r(*shape: int) -> Tensor:
     return torch.randn(shape, dtype=torch.float64)
 
@@ -355,6 +369,10 @@ def others() -> Cases:
         "a gradient stopped": (lambda x, w: F.linear(x, w.detach()), [r(2, 4), r(6, 4)]),
         "a norm of a sum": (
             lambda x, w: F.layer_norm(F.linear(x, w).relu(), (6,)) * w.sum(), [r(2, 4), r(6, 4)],
+        ),
+        "where, of one": (lambda x: x + x[torch.where(x > 0)].sum(), [r(2, 4)]),
+        "where, named": (
+            lambda x, y: torch.where(condition=x > y, input=x, other=y), [r(2, 4), r(4)],
         ),
         "mlp": (
             lambda x, a, b, c, d: F.linear(F.gelu(F.linear(x, a, b)), c, d) + x,

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import spartito as sp
+from spartito.backend.errors import LostRankError
 from spartito.engine.context import StepContext, enter
 from spartito.engine.randomness import globalize
 from spartito.errors import UserError
 from spartito.models.cats_vs_dogs import CatsVsDogs
 from spartito.models.gpt import GPT
+from tests.mesh.jobs import Squared
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[[Any, Any], Any]]
 
@@ -136,6 +138,46 @@ class Crosses(nn.Module):
         return out
 
 
+class Itself(torch.autograd.Function):
+    """It returns what it takes, with twice the gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+class Functions(nn.Module):
+    """Functions with a backward pass of their own take what crosses, and give what crosses."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(width, width) for _ in range(3))
+        self.scale = nn.Parameter(torch.linspace(0.5, 1.5, width))
+
+        def thrice(module: nn.Module, found: Any, _: Any) -> Any:
+            return (found[0] * 3,)
+
+        self.b.register_full_backward_hook(thrice)
+
+    def forward(self, x: Tensor) -> Tensor:
+        itself: Any = Itself.apply
+        squared: Any = Squared.apply
+        hidden: Tensor = self.a(itself(x))
+        passed: Tensor = itself(hidden)
+        own = torch.tanh(self.b(passed)) + squared(hidden, self.scale)
+        out: Tensor = self.c(own + passed)
+        return out
+
+
+def functions() -> Made:
+    _, x, y, loss = keeps()
+    return Functions(6).double(), x, y, loss
+
+
 def keeps() -> Made:
     torch.manual_seed(0)
     x, y = torch.randn(19, 6).double(), torch.arange(19) % 3
@@ -158,6 +200,7 @@ MODELS = {
     "keeps": keeps,
     "crosses": crosses,
     "idles": idles,
+    "functions": functions,
     "mlp": mlp,
     "gpt": gpt,
     "cats": cats,
@@ -251,6 +294,26 @@ class Branches(nn.Module):
         return out
 
 
+class Strays(nn.Module):
+    """It does what each pass of a stage would do again, or what depends on values."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.first, self.second, self.what = nn.Linear(3, 3), nn.Linear(3, 3), what
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.what == "writes":
+            x[:, 0] -= 0.5
+        elif self.what == "counts":
+            self.calls += 1
+        hidden: Tensor = self.first(x)
+        if self.what == "trims":
+            hidden = hidden[:, : 1 + int(x[0].argmax())]
+        out: Tensor = self.second(hidden.sum(1, keepdim=True).expand(-1, 3))
+        return out / (hidden.shape[1] + self.calls)
+
+
 def refused(model: str, options: dict[str, Any]) -> str:
     """The error of a first step."""
     torch.manual_seed(0)
@@ -258,6 +321,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
         "small": nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),
         "branches": Branches(),
         "keeps": Keeps(3),
+        **{what: Strays(what) for what in ("writes", "counts", "trims")},
     }
     strategy = sp.strategy("pipeline", **options)
     try:
@@ -265,7 +329,7 @@ def refused(model: str, options: dict[str, Any]) -> str:
         strategy.prepare(net, lambda parameters: torch.optim.SGD(parameters, 0.1))
         for batch in strategy.distribute(sp.data.arrays(torch.randn(4, 3), torch.randn(4, 3))):
             strategy.step(batch, nn.MSELoss())
-    except UserError as error:
+    except (UserError, LostRankError) as error:
         return str(error)
     finally:
         strategy.close()

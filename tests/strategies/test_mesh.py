@@ -505,6 +505,10 @@ class Slips(nn.Module):
             h[:, :4].mul_(2.0)
         elif self.what == "diagonal":
             h.diagonal().fill_(0.5)
+        elif self.what == "no view of ours":
+            torch.broadcast_to(h, h.shape).mul_(2.0)
+        elif self.what == "shape":
+            h.unsqueeze_(0)
         elif self.what == "base":
             part = h[:, :4]
             h.relu_()
@@ -534,6 +538,8 @@ def slipping(what: str) -> str:
         ("slice", "changed in place"),
         ("diagonal", "changed in place"),
         ("base", "changed in place"),
+        ("no view of ours", "changed in place"),
+        ("shape", "unsqueeze_() changes the shape"),
         ("max_norm", "max_norm=0.5 of an embedding that is cut"),
         ("tensor", "meta"),
     ],

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
 from spartito.mesh import layout
+from tests.mesh.jobs import Squared
 from tests.replicas import Replicas
 from tests.strategies.jobs import blobs
 from tests.strategies.test_contracts import close
@@ -19,6 +20,8 @@ from tests.strategies.test_contracts import close
 
 class Residual(nn.Module):
     """A residual stream with norms, dropout and weights that are read by hand in a checkpoint."""
+
+    seen: Tensor
 
     def __init__(self) -> None:
         super().__init__()
@@ -29,6 +32,7 @@ class Residual(nn.Module):
         self.drop = nn.Dropout(0.3)
         self.head = nn.Linear(8, 3)
         self.head.weight.requires_grad_(False)
+        self.register_buffer("seen", torch.zeros(16))
         self.double()
 
     def by_hand(self, x: Tensor) -> Tensor:
@@ -37,7 +41,9 @@ class Residual(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.norm(self.into(x))
+        self.seen = 0.9 * self.seen + self.up(x).detach().mean(0)
         x = x + self.drop(self.down(F.gelu(self.up(x))))
+        x = x + Squared.apply(x, self.down.bias)  # type: ignore[no-untyped-call]
         again = checkpoint(self.by_hand, self.norm(x), use_reentrant=False)
         out: Tensor = self.head(
             self.norm(x + again) + checkpoint(self.up, x, use_reentrant=False)[..., :8]

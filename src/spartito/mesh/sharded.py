@@ -118,7 +118,7 @@ class Sharded(Tensor):
             return fallback(func, args, {}) if rule is None else rule(func, *args)
         if rule is None or kwargs.get("out") is not None:
             return fallback(func, args, kwargs)
-        if "input" in kwargs:
+        if "input" in kwargs and func is not torch.where:  # of which it is the second
             return rule(func, kwargs.pop("input"), *args, **kwargs)
         return rule(func, *args, **kwargs)
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from spartito.engine.batchnorm import SynchronizedForward
 from spartito.errors import UserError
+from spartito.mesh.functions import watch
 from spartito.mesh.sharded import Axes, Sharded, all_whole, local_of, map_tensors, whole, wrap
 from spartito.mesh.spec import Spec, replicated
 
@@ -78,6 +79,7 @@ def saving() -> Iterator[None]:
 @cache
 def shown(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
     """``kind`` whose tensors of these names are `Sharded` inside of forward passes."""
+    watch()
     plain: Any = kind.forward
     run: Any = plain
     if issubclass(kind, SynchronizedForward):
@@ -117,8 +119,14 @@ def shown(kind: type[nn.Module], names: tuple[str, ...]) -> type[nn.Module]:
         for name, tensor in kind._named_members(self, get, *args, **kwargs):
             yield name, views.get(id(tensor), tensor)
 
+    def put(self: Any, name: str, value: Any) -> None:
+        if type(value) is Sharded and name in self._buffers and name not in names:
+            value = whole(value)  # each task has all of the buffers that no rule cuts
+        kind.__setattr__(self, name, value)
+
     body |= {
         "forward": forward,
+        "__setattr__": put,
         "_call_impl": call,
         "_named_members": members,
         PLAIN: kind,
@@ -213,7 +221,7 @@ def _views(model: nn.Module) -> dict[int, Any]:
 def _view(name: str) -> Any:
     def view(self: Any) -> Any:
         tensor = self._parameters[name] if name in self._parameters else self._buffers[name]
-        if not (_inside or _shows) or tensor is None:
+        if not (_inside or _shows) or tensor is None or isinstance(tensor, Sharded):
             return tensor
         here = self.__dict__[HERE]
         return wrap(tensor, here.specs[name], here.axes)

@@ -29,8 +29,10 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.engine.drawing import Draws, Recording
 from spartito.errors import UserError
+from spartito.mesh.functions import taking
 from spartito.mesh.sharded import Sharded, as_it_is, here_of
 from spartito.mesh.shown import inside
+from spartito.pipeline.kept import differing, held_by, untouched
 from spartito.pipeline.microbatches import each_tensor
 
 META, CPU = torch.device("meta"), torch.device("cpu")
@@ -58,6 +60,17 @@ def changes_first(func: Any) -> bool:
 def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
     """What this task has of each, also where a forward pass runs and shows them whole."""
     return {name: here_of(buffer) for name, buffer in model.named_buffers()}
+
+
+def _as_it_is(value: Any) -> Any:
+    return value
+
+
+def _has_tensor(value: Any) -> bool:
+    """Whether it is a slice up to a value."""
+    return isinstance(value, slice) and any(
+        isinstance(each, Tensor) for each in (value.start, value.stop, value.step)
+    )
 
 
 def _memory_of(tensor: Tensor) -> int:
@@ -116,6 +129,7 @@ class Program:
         buffers: The same of buffers, where it belongs to a stage.
         changed: The buffers that are changed in place, once for each microbatch.
         set: The buffers that are replaced by others, of which each task makes its own.
+        looks: Whether shapes may depend on the values of the input.
         output: What the model returns.
         drawn: What all of it draws at random.
     """
@@ -131,6 +145,7 @@ class Program:
     buffers: dict[str, list[int]] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     set: list[str] = field(default_factory=list)
+    looks: bool = False
     output: Any = None
     drawn: Draws = field(default_factory=list)
 
@@ -165,9 +180,20 @@ def record(model: nn.Module, call: Callable[[], Any]) -> Program:
         UserError: Names the module whose forward pass looks at values, so that its operations
             cannot be known before.
     """
+    before = held_by(model)
     mode = _recorded(model, call, ())
-    if mode.program.changed:
+    if mode.program.changed or differing(before, held_by(model)):
+        before = held_by(model)
         mode = _recorded(model, call, mode.program.changed)
+        for path, key in differing(before, held_by(model)):
+            old = before.get((path, key))
+            if isinstance(old, Tensor) and id(old) not in mode.given:
+                continue  # it is left there for others
+            raise UserError(
+                f"a pipeline cannot train the model: each forward pass changes {key!r} of "
+                f"{path or 'the model'}, and tasks make other numbers of passes, and parts of them",
+                "Make it a buffer (register_buffer), and change its elements in place.",
+            )
     return mode.program
 
 
@@ -177,7 +203,7 @@ def _recorded(model: nn.Module, call: Callable[[], Any], changing: Collection[st
     before = _buffers_of(model)
     empty = {name for name, buffer in before.items() if buffer.is_meta}
     with untouched(model):
-        with mode.watching(), Recording() as mode.recording, inside(), mode:
+        with mode.watching(), Recording() as mode.recording, inside(), taking(_as_it_is), mode:
             output = call()
         for name, buffer in _buffers_of(model).items():
             if buffer.is_meta and name not in empty:
@@ -207,6 +233,9 @@ class _Recorder(TorchFunctionMode):
         self._memory = {_memory_of(tensor): name for name, tensor in buffers.items()}
         self._paths = {id(module): path for path, module in model.named_modules()}
         self._twins: dict[int, tuple[Tensor, Tensor]] = {}
+        self._fresh: set[int] = set()  # the memory of what is made on every task in this pass
+        self.given: set[int] = set()
+        """The ids of all that operations took."""
         self._calls: dict[str, int] = {}
         self._inside: list[str] = []
 
@@ -243,6 +272,7 @@ class _Recorder(TorchFunctionMode):
         index, drawn = len(program.functions), len(self.recording.made)
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         own = [here_of(leaf) for leaf in given]
+        self.given.update(map(id, given))
         buffer = self._note_changes(func, args, kwargs)
         staged = any(
             leaf.is_meta
@@ -259,11 +289,16 @@ class _Recorder(TorchFunctionMode):
                 raise self._refusal(func, str(error).partition("\n")[0]) from error
             made = made if buffer is None or made is None else buffer
         else:
+            before = set(map(_memory_of, own))
             made = func(*args, **kwargs)
+            found = (leaf for leaf in tree_leaves(made) if isinstance(leaf, Tensor))
+            self._fresh |= {memory for leaf in found if (memory := _memory_of(leaf)) not in before}
         draws = len(self.recording.made) - drawn
         if draws and not staged:  # each task would draw its own
             staged, made = True, tree_map(self._twin, made)
         plain = isinstance(made, _PLAIN)
+        if getattr(func, "__name__", "") in _LOOKS or any(map(_has_tensor, tree_leaves(args))):
+            program.looks = True
         program.functions.append(func)
         program.results.append(made)
         program.shared.append(not staged)
@@ -287,10 +322,24 @@ class _Recorder(TorchFunctionMode):
         if func in _NORMS and (args[5] if len(args) > 5 else kwargs.get("training")):
             changed = [*args[1:3], kwargs.get("running_mean"), kwargs.get("running_var")]
         for each in changed:
-            if isinstance(each, Tensor) and (name := self._memory.get(_memory_of(here_of(each)))):
+            if not isinstance(each, Tensor):
+                continue
+            memory = _memory_of(here_of(each))
+            if name := self._memory.get(memory):
                 self.program.changed.add(name)
+            elif not self._may_change(here_of(each), memory):
+                raise UserError(
+                    f"a pipeline cannot split the model: {getattr(func, '__name__', func)}() "
+                    "changes its input in place, or a tensor that no buffer is",
+                    "Each stage makes a pass of its own, and would change it again: take "
+                    "x = x - 1 instead of x -= 1, and register_buffer for what is kept.",
+                )
         first = changed[0] if len(changed) == 1 and isinstance(changed[0], Tensor) else None
         return first if first is not None and id(here_of(first)) in self._buffers else None
+
+    def _may_change(self, tensor: Tensor, memory: int) -> bool:
+        """Whether no other pass sees it, as it would a batch's data that are changed in place."""
+        return tensor.is_meta or id(tensor) in self._names or memory in self._fresh
 
     def _note_uses(self, given: Sequence[Tensor], index: int, staged: bool) -> None:
         for leaf in given:
@@ -353,26 +402,3 @@ class _Recorder(TorchFunctionMode):
             "A stage runs without the values of the others: its shapes and branches may depend on "
             "the shapes of the input alone. Move such a call behind the model, into the loss.",
         )
-
-
-@contextmanager
-def untouched(model: nn.Module) -> Iterator[None]:
-    """A block that leaves buffers and the generator as they were.
-
-    Args:
-        model: It has the buffers.
-    """
-    state = torch.default_generator.get_state()
-    buffers = [
-        (module, name, buffer, buffer.clone())
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    try:
-        yield
-    finally:
-        torch.default_generator.set_state(state)
-        for module, name, buffer, before in buffers:
-            buffer.data.copy_(before)  # a graph that wants it finds what it saw
-            module._buffers[name] = buffer

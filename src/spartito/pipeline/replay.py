@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from spartito.errors import UserError
+from spartito.mesh.sharded import here_of
 from spartito.pipeline.program import UNCOUNTED, Program, tell
 
 
@@ -79,7 +81,14 @@ class Replay(TorchFunctionMode):
         if self._instead is not None:
             out = self._instead(func, args, kwargs)
         if out is NotImplemented:
-            out = func(*args, **kwargs)
+            try:
+                out = func(*args, **kwargs)
+            except (RuntimeError, NotImplementedError) as error:
+                if any(isinstance(x, Tensor) and x.is_meta for x in tree_leaves((args, kwargs))):
+                    raise _unseen(func) from error
+                raise
+        if program.looks and _shape(out) != _shape(program.results[index]):
+            raise _another_shape(func)
         if index in self._wanted:
             self._keep(program.results[index], out)
         return out
@@ -92,6 +101,28 @@ class Replay(TorchFunctionMode):
         for without, tensor in zip(tree_leaves(noted), tree_leaves(made), strict=True):
             if id(without) in self._keys:
                 self._known[id(without)] = tensor
+
+
+def _another_shape(func: Any) -> UserError:
+    name = getattr(func, "__name__", str(func))
+    return UserError(
+        f"{name}() makes another shape than it did of equal shapes: the model looks at its input",
+        "In a pipeline shapes may depend on the shapes of the input alone: cut a batch to its "
+        "longest row before, as in the loader.",
+    )
+
+
+def _unseen(func: Any) -> UserError:
+    name = getattr(func, "__name__", str(func))
+    return UserError(
+        f"{name}() takes a tensor of an earlier stage that torch did not show, as what a full "
+        "backward hook of a module or C++ code returns",
+        "Begin stages elsewhere by split=[...], or hook the tensor: output.register_hook.",
+    )
+
+
+def _shape(value: Any) -> torch.Size | None:
+    return here_of(value).shape if isinstance(value, Tensor) else None
 
 
 def _another_way(func: Any) -> UserError:

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from spartito.errors import UserError
 from spartito.names import nearest
 from spartito.pipeline.cut import Cut
+from spartito.pipeline.kept import untouched
 from spartito.pipeline.microbatches import each_tensor
-from spartito.pipeline.program import Entry, Program, changes_first, untouched
+from spartito.pipeline.program import Entry, Program, changes_first
 from spartito.pipeline.stage import Call, run
 
 BYTES_PER_SECOND = 2e9

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from spartito.errors import UserError
+from spartito.mesh.functions import taking
 from spartito.mesh.sharded import TABLE, Sharded, all_whole, as_it_is, here_of
 from spartito.mesh.shown import inside
 from spartito.pipeline.cut import Cut
@@ -48,7 +50,16 @@ class Passed:
             The gradients of what came and learns.
         """
         if roots:
-            torch.autograd.backward(roots, gradients)
+            try:
+                torch.autograd.backward(roots, gradients)
+            except RuntimeError as error:
+                if "meta" not in str(error):
+                    raise
+                raise UserError(
+                    "the backward pass of a stage came to a tensor of an earlier stage",
+                    "Where a stage begins in torch.utils.checkpoint, begin it elsewhere by "
+                    "split=[...], or leave checkpointing out: few microbatches wait at once.",
+                ) from error
         return self.entrance.gradients()
 
     def weights(self) -> None:
@@ -139,7 +150,7 @@ def run(
     instead = _putting_off(passed.todo) if later else None
     replay = Replay(program, begin, end, known, wanted, cut.swaps(stage), skip, instead)
     try:
-        with inside(), replay:
+        with inside(), taking(replay.swap), replay:
             output = call()
     except Reached:
         output = None

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from spartito.mesh.plan import NOTHING, Plan, axes_of, finished, moved, order, plan, spec_of
+from spartito.mesh.rules.whole import compute_whole
 from spartito.mesh.sharded import Sharded, made, rule
 from spartito.mesh.spec import Spec
 
@@ -106,9 +107,17 @@ def broadcast(own: torch.Size, shape: torch.Size, out: str) -> str:
     )
 
 
+def _where(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Elements of two tensors; of a condition alone where it holds."""
+    names = ("condition", "input", "other")[len(args) :]
+    given = (*args, *(kwargs[name] for name in names if name in kwargs))
+    return elementwise(func, *given) if len(given) > 1 else compute_whole(func, given, {})
+
+
 _DOWN = torch.floor.__name__
 
 rule(*_functions(f"{_NAMES} {_DOWN}", torch, Tensor, F, torch._C._nn, torch.special))(elementwise)
 rule(*_functions(_OPERATORS, Tensor, form="__{}__"))(elementwise)
 rule(*_functions(f"{_IN_PLACE} {_DOWN}_", torch, Tensor, F))(in_place)
+rule(torch.where)(_where)
 rule(*_functions(_IN_PLACE_OPERATORS, Tensor, form="__{}__"))(in_place)

@@ -75,8 +75,8 @@ def _random_like(func: Any, x: Sharded, *args: Any, **named: Any) -> Any:
 
 
 @rule(torch.bernoulli)
-def _bernoulli(func: Any, x: Sharded, **named: Any) -> Any:
-    return like(local_of(func(x.whole().detach(), **named), x.spec, x.axes), x)
+def _bernoulli(func: Any, x: Sharded, *args: Any, **named: Any) -> Any:
+    return like(local_of(func(x.whole().detach(), *args, **named), x.spec, x.axes), x)
 
 
 @rule(Tensor.bernoulli_, Tensor.uniform_, Tensor.normal_, Tensor.random_, Tensor.exponential_)

@@ -72,9 +72,9 @@ def along(func: Any, x: Tensor, dims: Sequence[int], *args: Any, **named: Any) -
 @rule(torch.softmax, Tensor.softmax, F.softmax, F.log_softmax, torch.log_softmax,
       Tensor.log_softmax, F.softmin, torch.cumsum, Tensor.cumsum, torch.cumprod, Tensor.cumprod,
       torch.sort, Tensor.sort, torch.argsort, Tensor.argsort, torch.cummax, torch.cummin,
-      torch.logcumsumexp, F.gumbel_softmax)  # fmt: skip
+      torch.logcumsumexp)  # fmt: skip
 def _along_dim(func: Any, x: Tensor, dim: int | None = None, *args: Any, **named: Any) -> Any:
-    if not isinstance(dim, int) or func is F.gumbel_softmax:
+    if not isinstance(dim, int):
         given = (x, *args) if dim is None else (x, dim, *args)
         return compute_whole(func, given, named)
     return along(func, x, [dim], dim, *args, **named)

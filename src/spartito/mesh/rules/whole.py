@@ -8,6 +8,7 @@ from torch import Tensor
 
 from spartito.errors import UserError
 from spartito.log import warn
+from spartito.mesh.copies import as_copies
 from spartito.mesh.sharded import Sharded, at, local_of, map_tensors
 
 _said: set[tuple[str, str]] = set()
@@ -30,11 +31,23 @@ def compute_whole(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     _say(name, args, kwargs)
     copies = {id(value): value.whole().clone() for value in changed}
 
+    wholes: list[tuple[Sharded, Tensor]] = []
+
     def plain(value: Sharded) -> Tensor:
-        return copies[id(value)] if id(value) in copies else value.whole()
+        if id(value) in copies:
+            return copies[id(value)]
+        wholes.append((value, value.whole()))
+        return wholes[-1][1]
 
     result = func(*map_tensors(args, plain), **map_tensors(kwargs, plain))
+    for value, tensor in wholes:
+        result = as_copies(result, value, tensor)
     for value in changed:
+        if copies[id(value)].shape != value.shape:
+            raise UserError(
+                f"{name}() changes the shape of a sharded tensor in place",
+                f"Make a new one: x = x.{name.rstrip('_')}(...).",
+            )
         value.local.copy_(local_of(copies[id(value)], value.spec, value.axes))
         if result is copies[id(value)]:
             return value
@@ -57,7 +70,10 @@ def _changed(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[S
 def _property(func: Any, value: Sharded) -> Any:
     """A property of a tensor: that of the shard, unless it is a tensor itself."""
     found = func(value.local)
-    return func(value.whole()) if isinstance(found, Tensor) else found
+    if not isinstance(found, Tensor):
+        return found
+    whole = value.whole()
+    return as_copies(func(whole), value, whole)
 
 
 def _say(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
