@@ -172,6 +172,8 @@ def _putting_off(todo: Todo) -> Callable[..., Any]:
             weight = args[1]
             if not (torch.is_grad_enabled() and weight.is_leaf and weight.requires_grad):
                 return func(*args)
+            if any(isinstance(each, Tensor) and each._backward_hooks for each in args[1:3]):
+                return func(*args)  # torch calls hooks of parameters that it reaches itself
             return _Later.apply(todo, func, gradient, *args)  # type: ignore[no-untyped-call]
 
         cut = any(isinstance(each, Sharded) for each in args)
