@@ -40,8 +40,15 @@ class Odd(nn.Module):
         self.normed = nn.utils.parametrizations.weight_norm(nn.Conv2d(3, 4, 3))
         self.double_ = nn.Linear(3, 3).double()
         self.order = nn.Parameter(torch.randperm(6).float())
+        self.spectral = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 5))
+        self.filled = nn.Parameter(torch.rand(3, 2, out=torch.empty(3, 2)))
+        one = torch.randn(3)
+        self.same = nn.Parameter(one.to("cpu"))
+        self.register_buffer("chosen_by", torch.zeros(4, 4))
+        self.chosen_by[torch.rand(4, 4) > 0.5] = 3.0
         with torch.no_grad():
             self.first.weight[0] *= 2
+            one.mul_(2)
             self.first.bias.copy_(self.first.weight.sum(1))
         if float(self.own.detach().mean()) > 9:
             self.last = nn.Linear(1, 1)
@@ -85,3 +92,10 @@ def test_values_come_as_they_would_have(build: Callable[[], nn.Module], precisio
         assert type(found[name]) is type(tensor), name
     if isinstance(plain, Odd) and isinstance(net, Odd):
         assert (net.rates, net.list) == (plain.rates, plain.list)
+
+
+def test_what_would_be_lost_is_refused() -> None:
+    with sp.meta(), pytest.raises(sp.UserError, match="a lazy LazyLinear"):
+        nn.LazyLinear(3)
+    with sp.meta(), pytest.raises(ValueError, match="read-only"):
+        torch.zeros(3).numpy()[:] = 1

@@ -133,15 +133,20 @@ def saved_before_the_first_batch(name: str, options: dict[str, Any], *, folder: 
 
 def peak(name: str, options: dict[str, Any], *, inside: str = "noted") -> float:
     """MiB that building, preparing and one prediction take beside what was there."""
+    _predict(name, options, 16, inside)  # what is imported late
     give_back_memory()
-    torch.manual_seed(1)
     Path("/proc/self/clear_refs").write_text("5")
     before = _mib("VmRSS")
+    return _predict(name, options, 1024, inside) - before
+
+
+def _predict(name: str, options: dict[str, Any], width: int, inside: str) -> float:
+    torch.manual_seed(1)
     with INSIDE[inside]():
-        net = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS)))
+        net = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(LAYERS)))
     with strategy_of(name, **options) as strategy:
-        sp.Trainer(net, strategy=strategy).predict(torch.rand(4, 1024), batch_size=4)
-        return _mib("VmHWM") - before
+        sp.Trainer(net, strategy=strategy).predict(torch.rand(4, width), batch_size=4)
+        return _mib("VmHWM")
 
 
 LAYERS = 16  # of 4 MiB

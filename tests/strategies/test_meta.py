@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -117,6 +118,28 @@ def test_what_nobody_knows_is_refused(caplog: pytest.LogCaptureFixture) -> None:
         (lists, r"0 of 1, a ParameterList, has no values"),
     ]:
         with pytest.raises(sp.UserError, match=text):
+            sp.Trainer(net, loss=nn.MSELoss(), strategy=sp.OneDeviceStrategy())
+
+
+@pytest.mark.filterwarnings("ignore:.*which is a no-op")
+def test_what_is_written_outside_of_the_block_is_refused() -> None:
+    state = nn.Linear(2, 2).state_dict()
+    written: list[Callable[[nn.Module], object]] = [
+        lambda net: nn.init.ones_(net[0].weight),  # type: ignore[index]
+        lambda net: net[0].load_state_dict(state),  # type: ignore[index]
+        lambda net: net[1].running_mean.fill_(3),  # type: ignore[index]
+    ]
+    for write in written:
+        with sp.meta():
+            net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+        with sp.meta(), sp.meta():
+            write(net)
+            net.append(nn.Linear(2, 2))
+        sp.Trainer(net, loss=nn.MSELoss(), strategy=sp.OneDeviceStrategy())
+        with sp.meta():
+            net = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).double()
+        write(net)
+        with pytest.raises(sp.UserError, match="was written into outside of"):
             sp.Trainer(net, loss=nn.MSELoss(), strategy=sp.OneDeviceStrategy())
 
 

@@ -7,6 +7,7 @@ is let go of at once, so that torch's generator goes on as if all were made.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,14 +15,30 @@ from itertools import count
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any
 
+import numpy
 import torch
-from torch import Tensor, UntypedStorage
+from torch import Tensor, UntypedStorage, nn
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_parameter_registration_hook,
+)
+from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map_only, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_map_only,
+    tree_unflatten,
+)
+
+from spartito.errors import UserError
 
 LARGE = 1 << 18
 """Bytes from which on a tensor has pages of its own while it is made."""
+_VERSION = "_spartito_version"
 CPU, META = torch.device("cpu"), torch.device("meta")
 _OVERWRITES = frozenset(
     f"{name}_"
@@ -49,8 +66,43 @@ def meta() -> Iterator[None]:
     Returns:
         A context manager.
     """
-    with _Disguise(), _Noting():  # type: ignore[no-untyped-call]
+    if _NOTES.is_noting:
         yield
+        return
+    hooks = [
+        register_module_parameter_registration_hook(_registered),
+        register_module_buffer_registration_hook(_registered),
+    ]
+    _NOTES.is_noting = True
+    try:
+        with _Disguise(), _Noting():  # type: ignore[no-untyped-call]
+            yield
+    finally:
+        _NOTES.is_noting = False
+        for hook in hooks:
+            hook.remove()
+        for tensor in _NOTES.seen:
+            setattr(tensor, _VERSION, tensor._version)
+        _NOTES.seen.clear()
+
+
+def is_written_outside(tensor: Tensor) -> bool:
+    """Whether a tensor without values was written into after the block, which nobody noted.
+
+    Args:
+        tensor: One on the meta device; what was written into its ``.data`` is not known.
+    """
+    return bool(tensor._version != getattr(tensor, _VERSION, tensor._version))
+
+
+def _registered(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    if tensor is not None and is_lazy(tensor):
+        raise UserError(
+            f"a lazy {type(module).__name__} in sp.meta()",
+            "Give its sizes, or build the model without sp.meta().",
+        )
+    if tensor is not None:
+        _NOTES.seen.append(tensor)
 
 
 def is_noted(tensor: Tensor) -> bool:
@@ -171,6 +223,27 @@ class _Step:
             and not any(isinstance(leaf, _Slot) and leaf.key == key for leaf in rest)
         )
 
+    @property
+    def slots(self) -> list[_Slot]:
+        """Its arguments that are tensors without data."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, _Slot)]
+
+    @property
+    def touches(self) -> set[int]:
+        """The memory that it reads or writes."""
+        return {slot.key for slot in self.slots} | self.fresh.keys()
+
+    def again(self, given: Mapping[int, UntypedStorage]) -> Any:
+        """Compute it with the numbers that it drew; the generator goes on as if it had not."""
+        if self.state is None:
+            return self.run(given)
+        now = self.generator.get_state()
+        self.generator.set_state(self.state)
+        try:
+            return self.run(given)
+        finally:
+            self.generator.set_state(now)
+
     def run(self, given: Mapping[int, UntypedStorage]) -> Any:
         """Compute it, with the memory that its arguments lie in."""
         leaves = [
@@ -193,6 +266,8 @@ class _Notes:
     def __init__(self) -> None:
         self.steps: dict[int, list[_Step]] = {}
         self.alive: dict[int, UntypedStorage] = {}  # so that no key comes twice
+        self.is_noting = False
+        self.seen: list[Tensor] = []  # in this block, by modules or by writes
         self._numbers = count()
 
     def add(self, func: Any, leaves: Any, form: TreeSpec, outputs: Any, writes: Any) -> None:
@@ -204,8 +279,10 @@ class _Notes:
                 storage = output.untyped_storage()
                 if storage._cdata not in known:
                     fresh[storage._cdata] = number
+                    self.seen.append(output)
                     self.alive[storage._cdata] = storage
                     self.steps[storage._cdata] = []
+        self.seen += writes
         written = [tensor.untyped_storage() for tensor in writes]
         if not fresh and not written:
             return
@@ -232,41 +309,45 @@ class _Notes:
         """What a tensor has now."""
         return slot.within(self._storage(slot.key))
 
-    def _storage(self, key: int, before: int | None = None) -> UntypedStorage:
-        """All of some memory, as it was before a step."""
-        steps = [s for s in self.steps.get(key, ()) if before is None or s.number < before]
-        starts = [number for number, step in enumerate(steps) if step.begins(key)]
-        storage = memory(self.alive[key].nbytes())
-        for step in steps[starts[-1] if starts else 0 :]:
-            storage = self._after(step, key, storage)
-        return storage
+    def _storage(self, key: int, before: float = math.inf) -> UntypedStorage:
+        """All of some memory, as it was before a step: each operation it came of, once."""
+        needed = self._needed(key, before)
+        last = {touched: step.number for step in needed for touched in step.touches}
+        held: dict[int, UntypedStorage] = {}
+        for step in needed:
+            for slot in step.slots:
+                if slot.key not in held:  # it is overwritten
+                    held[slot.key] = memory(slot.nbytes)
+            made = tree_leaves(step.again(held))
+            held |= {fresh: made[number].untyped_storage() for fresh, number in step.fresh.items()}
+            for touched in step.touches:
+                if touched != key and last[touched] == step.number:
+                    del held[touched]
+        return held[key] if key in held else memory(self.alive[key].nbytes())
 
-    def _after(self, step: _Step, key: int, storage: UntypedStorage) -> UntypedStorage:
-        given = self._given(step, {} if key in step.fresh else {key: storage})
-        if step.state is None:
-            made = step.run(given)
-        else:
-            now = step.generator.get_state()
-            step.generator.set_state(step.state)
-            made = step.run(given)
-            step.generator.set_state(now)
-        if key in step.fresh:
-            found: Tensor = tree_leaves(made)[step.fresh[key]]
-            return found.untyped_storage()
-        return storage
+    def _needed(self, key: int, before: float) -> list[_Step]:
+        """The operations that some memory came of, in their order."""
+        found: dict[int, _Step] = {}
+        todo = [(key, before)]
+        while todo:
+            key, before = todo.pop()
+            steps = [step for step in self.steps.get(key, ()) if step.number < before]
+            starts = [number for number, step in enumerate(steps) if step.begins(key)]
+            for step in steps[starts[-1] if starts else 0 :]:
+                if step.number not in found:
+                    found[step.number] = step
+                    kept = [slot.key for slot in step.slots if not step.begins(slot.key)]
+                    todo += [(each, step.number) for each in kept]
+        return [found[number] for number in sorted(found)]
 
-    def _given(
-        self, step: _Step, known: Mapping[int, UntypedStorage] = {}
-    ) -> dict[int, UntypedStorage]:
+    def _given(self, step: _Step) -> dict[int, UntypedStorage]:
         """The memory of a step's arguments, as it was then."""
-        given = dict(known)
-        for leaf in step.leaves:
-            if isinstance(leaf, _Slot) and leaf.key not in given:
-                is_lost = step.begins(leaf.key)
-                given[leaf.key] = (
-                    memory(leaf.nbytes) if is_lost else self._storage(leaf.key, step.number)
-                )
-        return given
+        return {
+            slot.key: memory(slot.nbytes)
+            if step.begins(slot.key)
+            else self._storage(slot.key, step.number)
+            for slot in step.slots
+        }
 
 
 _NOTES = _Notes()
@@ -302,7 +383,7 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if not all(tensor.is_meta for tensor in writes):
         return _really(func, args, kwargs)
     if writes and torch.Tag.nondeterministic_seeded in func.tags:
-        made = args[0]
+        made = writes[0]
     else:
         empty = [_empty(leaf) for leaf in leaves]
         if not given:
@@ -312,7 +393,10 @@ def _compute(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         try:
             made = func(*tree_unflatten(empty, form)[0], **kwargs_here)
         except (RuntimeError, NotImplementedError):  # the result depends on values, or is one
-            return _really(func, args, kwargs)
+            found = _really(func, args, kwargs)  # an error of the caller's is raised here
+            if not writes:
+                return found
+            made = writes[0]
     _NOTES.add(func, leaves, form, tree_leaves(made), writes)
     return made
 
@@ -342,6 +426,12 @@ def _empty(leaf: Any) -> Any:
     return leaf
 
 
+def _here(leaf: Any) -> Any:
+    """A device as it is for tensors without data."""
+    is_cpu = isinstance(leaf, str | torch.device) and torch.device(leaf) == CPU
+    return META if is_cpu else leaf
+
+
 _IS_META, _DEVICE = Tensor.is_meta.__get__, Tensor.device.__get__  # type: ignore[attr-defined]
 _LOOKS = (Tensor.numpy, Tensor.tolist, Tensor.__array__)
 
@@ -360,7 +450,14 @@ class _Disguise(TorchFunctionMode):
             return CPU if device == META else device
         if func in _LOOKS and args[0].is_meta:
             with _disable_current_modes():
-                return func(value_of(args[0]), *args[1:], **kwargs)
+                found = func(value_of(args[0]), *args[1:], **kwargs)
+            if isinstance(found, numpy.ndarray):
+                found.setflags(write=False)  # what is written there would be lost
+            return found
+        if func is Tensor.cpu and args[0].is_meta:
+            return args[0]
+        if func is Tensor.to and args[0].is_meta:  # no copy where it is said to be already
+            args, kwargs = tree_map(_here, (args, kwargs))
         if func is Tensor.__deepcopy__ and args[0].is_meta:
             return args[1].setdefault(id(args[0]), args[0].detach().clone())
         return func(*args, **kwargs)

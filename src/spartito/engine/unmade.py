@@ -11,7 +11,15 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from spartito.collectives.collective import Collective
-from spartito.engine.notes import forget, is_noted, key_of, memory, meta, value_of
+from spartito.engine.notes import (
+    forget,
+    is_noted,
+    is_written_outside,
+    key_of,
+    memory,
+    meta,
+    value_of,
+)
 from spartito.engine.precision import convert
 from spartito.errors import UserError
 from spartito.log import warn
@@ -38,8 +46,16 @@ def plan_values(model: nn.Module, precision: str) -> None:
         precision: As of `spartito.engine.precision.convert`.
 
     Raises:
-        UserError: If nobody knows the values of a tensor, or two parameters share memory.
+        UserError: If nobody knows the values of a tensor, one was written into outside of
+            `spartito.meta`, or two parameters share memory.
     """
+    for known, tensor in _named(model):
+        if tensor.is_meta and is_written_outside(tensor):
+            raise UserError(
+                f"{known} was written into outside of sp.meta(), and had no values yet",
+                "Put what writes into the block too: with sp.meta(): net.apply(init). A state "
+                "is loaded there, by load_state_dict(state, assign=True), or by trainer.load().",
+            )
     if any(_lacking(model)):
         resets = [_reset(each) for each in _children_first(model) if any(_lacking(each))]
         with meta():
