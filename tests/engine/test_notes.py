@@ -44,8 +44,9 @@ class Odd(nn.Module):
         self.filled = nn.Parameter(torch.rand(3, 2, out=torch.empty(3, 2)))
         one = torch.randn(3)
         self.same = nn.Parameter(one.to("cpu"))
-        self.register_buffer("chosen_by", torch.zeros(4, 4))
-        self.chosen_by[torch.rand(4, 4) > 0.5] = 3.0
+        marks = torch.zeros(4, 4)
+        marks[torch.rand(4, 4) > 0.5] = 3.0
+        self.register_buffer("marks", marks)
         with torch.no_grad():
             self.first.weight[0] *= 2
             one.mul_(2)
