@@ -16,11 +16,11 @@ from spartito.engine.notes import (
     is_noted,
     is_written_outside,
     key_of,
-    memory,
     meta,
     value_of,
 )
 from spartito.engine.precision import convert
+from spartito.engine.replay import memory
 from spartito.errors import UserError
 from spartito.log import warn
 
