@@ -245,6 +245,7 @@ def test_a_run_goes_on(trained: dict[str, Any], commands: Commands) -> None:
     assert found["loss"] < trained["loss"]
 
 
+@pytest.mark.slow
 def test_photos_of_cats_and_dogs(commands: Commands) -> None:
     photos = commands.directory / "photos"
     for number, kind in enumerate(("cat", "dog")):
@@ -394,6 +395,7 @@ def test_the_first_example(commands: Commands) -> None:
     assert float(found[1]) > 95
 
 
+@pytest.mark.slow
 def test_the_example_with_two_optimizers(commands: Commands) -> None:
     ended = commands.spartito(
         "run", "--strategy", "mirrored", "--workers", "2", EXAMPLES / "gan.py"
@@ -441,6 +443,7 @@ def test_a_worker_that_is_killed(commands: Commands, task: str) -> None:
 
 
 @pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.slow
 def test_a_worker_that_freezes_is_named_and_ended(commands: Commands) -> None:
     job, pids = begin(commands, SPARTITO_TIMEOUT="15")  # the start of both falls under it too
     os.kill(pids["worker 1"], signal.SIGSTOP)

@@ -113,6 +113,7 @@ def programs(draw: st.DrawFn, size: int) -> list[Step]:
 
 @settings(max_examples=25)
 @given(data=st.data())
+@pytest.mark.slow
 def test_any_program(replicas: Replicas, data: st.DataObject) -> None:
     size, backend = data.draw(st.sampled_from([*BACKENDS, (3, "spartito on aba")]))
     right(replicas, size, data.draw(programs(size)), backend)

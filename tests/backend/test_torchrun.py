@@ -31,6 +31,7 @@ os.write(1, f"found all after {restarts}\\n".encode())  # both ranks write there
 
 
 @pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.slow
 def test_a_process_makes_its_group_anew_and_is_started_again(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
         commands.write("train.py", SCRIPT)

@@ -46,6 +46,7 @@ def test_run(commands: Commands) -> None:
     assert ended.out.count("cold True True []") == 2, ended.text
 
 
+@pytest.mark.slow
 def test_train_with_servers(commands: Commands) -> None:
     words = ("train", "mnist", "--ps", "1", "--workers", "2", "--epochs", "1", "--out", "out")
     ended = commands.spartito(*words, env=as_a_user())

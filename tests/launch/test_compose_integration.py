@@ -51,13 +51,10 @@ def train(commands: Commands, run: Path, *options: str) -> dict[str, Ended]:
     ("options", "tasks"),
     [
         (["--strategy=mirrored", "--workers=2"], ["worker-0", "worker-1"]),
-        pytest.param(
-            ["--workers=1", "--ps=1", "--evaluator"],
-            ["worker-0", "ps-0", "evaluator"],
-            marks=pytest.mark.slow,
-        ),
+        (["--workers=1", "--ps=1", "--evaluator"], ["worker-0", "ps-0", "evaluator"]),
     ],
 )
+@pytest.mark.slow
 def test_what_the_file_says_trains(
     commands: Commands, tmp_path: Path, options: list[str], tasks: list[str]
 ) -> None:

@@ -136,6 +136,7 @@ def test_sockets_at_a_closed_port(commands: Commands, hosts: list[Machine]) -> N
     assert f"did not reach {where} within 3 s" in ended[1][1]
 
 
+@pytest.mark.slow
 def test_only_the_leaders_of_machines_need_a_way(commands: Commands, hosts: list[Machine]) -> None:
     ports = [FIRST, LAST + 1, FIRST, LAST + 1]
     four = [host for host in hosts for _ in range(2)]
@@ -174,6 +175,7 @@ def test_a_program_at_the_declared_port(commands: Commands, hosts: list[Machine]
     held.kill()
 
 
+@pytest.mark.slow
 def test_process_groups_need_what_the_system_draws(
     commands: Commands, hosts: list[Machine]
 ) -> None:

@@ -68,6 +68,7 @@ def test_a_sample_is_the_same_for_a_seed_and_stays_when_others_come(found: list[
     assert len({*without} & {*sample(found, 4, seed=1)}) >= 3
 
 
+@pytest.mark.slow
 def test_equal_changes_of_one_function_have_names_of_their_own() -> None:
     keys = [one.key for one in mutants(ROOT / "src" / "spartito", ["engine"])]
     assert len(keys) > 100
