@@ -24,9 +24,10 @@ def test_the_numbers_of_gloo(tmp_path: Path, library: str) -> None:
     for backend in ("gloo", "spartito"):
         with commands_in(tmp_path) as commands:
             run = (*TORCHRUN, "--standalone", "--nproc-per-node", "2", script, backend)
-            ended = commands.start(*run).end()
-        found[backend] = [line for line in ended.out.splitlines() if line.startswith("loss")]
-        assert f"backend {backend}" in ended.out, ended.text
-        assert ended.code == 0 or backend == "gloo", ended.text  # whose end aborts now and then
+            program = commands.start(*run)
+            found[backend] = [program.wait_for("loss .*")[0] for _ in range(3)]
+            program.wait_for(f"backend {backend}")
+            if backend == "spartito":  # a program on gloo aborts or hangs at its end now and then
+                ended = program.end()
+                assert ended.code == 0, ended.text
     assert found["spartito"] == found["gloo"]
-    assert len(found["gloo"]) == 3
