@@ -13,14 +13,16 @@ MOST_SECONDS = 2_000_000
 """Three weeks: a socket's own limit is 2**31 milliseconds."""
 
 
-def time_limit(given: float | None = None, env: Mapping[str, str] = os.environ) -> float:
+def time_limit(
+    given: float | None = None, env: Mapping[str, str] = os.environ, what: str = "timeout"
+) -> float:
     """Seconds that a wait for another task may take: ``given``, ``SPARTITO_TIMEOUT``, or 300.
 
-    Raises `UserError` where that is no such number: options come from JSON, where anything may
-    stand.
+    Raises `UserError`, which names it as ``what``, where that is no such number: options come from
+    JSON, where anything may stand.
     """
     if given is not None:
-        return _checked(given, f"timeout={given!r}")
+        return _checked(given, f"{what}={given!r}")
     text = env.get(ENV_TIMEOUT, "300")
     try:
         seconds = float(text)
