@@ -23,6 +23,8 @@ ENV_PORTS = "SPARTITO_PORTS"
 """The ports that Spartito may choose from, as ``29500-29510``."""
 ENV_INTERFACE = "SPARTITO_INTERFACE"
 """The network interface at which tasks listen, by its name or address."""
+ENV_HEARTBEAT = "SPARTITO_HEARTBEAT"
+"""The file where a task says where it is; launchers make it."""
 ENV_EPOCHS = "SPARTITO_EPOCHS"
 """The number of epochs that `fit` trains, whatever the script says."""
 

@@ -15,6 +15,7 @@ from spartito.collectives.calls import CurrentCall, encode
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
 from spartito.errors import UserError
+from spartito.heartbeat import resume, waits
 
 Work = Callable[[], None]
 Summing = Callable[[Collective, Tensor], Work]
@@ -127,12 +128,13 @@ class Lane:
 
     def wait(self) -> None:
         """Return when all is done, and raise what was raised there."""
-        began = time.perf_counter()
+        began, before = time.perf_counter(), waits()
         failed: BaseException | None = None
         while self._pending:
             failed = self._done.get() or failed
             self._pending -= 1
         self._waited += time.perf_counter() - began
+        resume(before)
         if failed is not None:
             raise failed
 

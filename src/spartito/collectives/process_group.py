@@ -30,6 +30,7 @@ from spartito.collectives.liveness import GRACE, LivenessCheck
 from spartito.collectives.store import Membership
 from spartito.collectives.tcp import HALF
 from spartito.errors import SpartitoError, install_excepthook
+from spartito.heartbeat import resume, waits
 
 GLOO_AT_ADDRESS = "gloo_at_address"
 """gloo as a backend that takes options: torch drops those that are given to its own "gloo", which
@@ -285,12 +286,13 @@ class _Named:
         self._traffic = traffic
 
     def __enter__(self) -> None:
-        self._began = time.perf_counter()
+        self._began, self._before = time.perf_counter(), waits()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._traffic.waited += time.perf_counter() - self._began
         if isinstance(error, RuntimeError):
             raise self._liveness.lost(error) from error
+        resume(self._before)
 
 
 class ProcessGroupReducer:

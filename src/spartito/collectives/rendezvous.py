@@ -37,6 +37,7 @@ from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
 from spartito.errors import TaskLostError, UserError
+from spartito.heartbeat import CONNECT, during
 from spartito.names import nearest
 
 COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
@@ -167,7 +168,8 @@ class Rendezvous:
     def _store(self) -> dist.Store:
         """The job's store, once every task is there."""
         quiet_torch()
-        return _meet(self._cluster, self._names, self._timeout)
+        with during(CONNECT):
+            return _meet(self._cluster, self._names, self._timeout)
 
     @cached_property
     def _tasks(self) -> list[TaskInfo]:

@@ -41,6 +41,7 @@ from spartito.collectives.store import Membership
 from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, own_cgroup
 from spartito.errors import TaskLostError, UserError
+from spartito.heartbeat import resume, waits
 
 SCALARS = [struct.Struct(f"={count}d") for count in range(MAX_PIGGYBACKED + 1)]
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
@@ -231,8 +232,9 @@ class SharedMemoryCollective(Collective):
         return rank * 2 * LINE // 8
 
     def _wait(self, rank: int, cell: int, sequence: int) -> None:
-        began = time.perf_counter()
+        began, before = time.perf_counter(), waits()
         self._look_for(rank, cell, sequence)
+        resume(before)
         self.traffic.waited += time.perf_counter() - began
 
     def _look_for(self, rank: int, cell: int, sequence: int) -> None:

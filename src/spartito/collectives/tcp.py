@@ -27,6 +27,7 @@ from spartito.collectives.peers import close_all, connect_all
 from spartito.collectives.store import Membership
 from spartito.collectives.waiting import Waiting
 from spartito.errors import SpartitoError, UserError
+from spartito.heartbeat import resume, waits
 
 SMALL = 64 << 10  # bytes that a rank may send to have a tensor added up as a whole by all
 MAX_BUFFERS = 512  # of one system call; the system takes 1024
@@ -199,7 +200,7 @@ class SocketCollective(Collective):
         """
         if swaps and not self._connections:
             raise left()
-        began = time.perf_counter()
+        began, before = time.perf_counter(), waits()
         head = self.current_call.tag.to_bytes(HEAD, "little")
         flows = {
             self._connections[swap.peer].fileno(): Flow(swap, self._connections[swap.peer], head)
@@ -239,6 +240,7 @@ class SocketCollective(Collective):
         for swap in swaps:
             self.traffic.sent += sum(map(len, swap.out))
             self.traffic.received += sum(map(len, swap.into))
+        resume(before)
         self.traffic.waited += time.perf_counter() - began
 
     def scratch(self, sizes: Sequence[int]) -> list[Tensor]:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito import heartbeat
 from spartito.checkpoint.saving import Unwritten
 from spartito.cluster.resolver import resolve
 from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task
@@ -57,6 +58,7 @@ class Strategy(ABC):
         else:
             self.cluster = self.job
             self.check(self.cluster)
+        heartbeat.begin()
         self._pairs = Pairs()
         self.groups = Groups.alone()
         self.coordination = SynchronousCoordination(

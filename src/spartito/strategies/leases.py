@@ -23,6 +23,7 @@ from spartito.data.prefetch import read_ahead, read_ahead_in
 from spartito.data.source import PerWorker, Source
 from spartito.engine.denormals import Denormals
 from spartito.errors import SpartitoError, UserError
+from spartito.heartbeat import resume, waits
 from spartito.ps.chief import Chief
 from spartito.ps.protocol.work import Complete, Lease, Pause, Report, WorkSource
 from spartito.ps.scheduler.plan import Plan
@@ -217,13 +218,14 @@ class Leased(Distributed):
         report: Report | None = None
         before = figures.sums()
         while True:
-            began = time.perf_counter()
+            began, phase = time.perf_counter(), waits()
             found = work.take(stream, epoch, report, wait=False)
             if isinstance(found, Pause):
                 pusher.servers.release()
                 found = work.take(stream, epoch, None)
             pusher.servers.waited += time.perf_counter() - began
             self.waited += time.perf_counter() - began
+            resume(phase)
             self._coordination.take_options(work.timetable)
             if isinstance(found, Complete):
                 pusher.servers.release()  # who has not done its own yet need not wait for us

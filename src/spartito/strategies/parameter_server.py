@@ -24,6 +24,7 @@ from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, named_state, unwrap
 from spartito.errors import UserError
+from spartito.heartbeat import CONNECT, during
 from spartito.names import PRECISIONS
 from spartito.ps.job import Job, Options, workers_of
 from spartito.ps.protocol.codec import check_wire_dtype
@@ -298,9 +299,10 @@ class ParameterServerStrategy(ReplicaStrategy):
         coordination = self.coordination
         if self.task.type == "ps":
             serve_and_end(job, coordination.record_to)
-        chief = job.begin() if self.is_chief else None
-        work, name = job.work(chief)
-        pusher = Pusher(pair, job.connect(name, work), self._rules, self._again)
-        coordination.join(job, chief, work, pusher)
-        if chief is not None:
-            chief.gather(min(START_SECONDS, self._options.timeout))
+        with during(CONNECT):
+            chief = job.begin() if self.is_chief else None
+            work, name = job.work(chief)
+            pusher = Pusher(pair, job.connect(name, work), self._rules, self._again)
+            coordination.join(job, chief, work, pusher)
+            if chief is not None:
+                chief.gather(min(START_SECONDS, self._options.timeout))

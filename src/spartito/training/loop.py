@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain as flatten
 from itertools import islice
@@ -16,64 +16,16 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
+from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
 from spartito.log import warn
 from spartito.strategies import StepResult, Strategy
 from spartito.training.callback import Callback, Training, hooks
+from spartito.training.clock import Clock
 from spartito.training.history import History
 from spartito.training.metrics import Metric
 from spartito.training.metrics.base import State, Value
 from spartito.training.metrics.gathering import MetricSet, computed
 from spartito.training.resume import check_position, meaning, next_epoch
-
-
-class Clock:
-    """Where the time of an epoch goes, and how many examples it saw.
-
-    ``others`` returns the seconds so far in which other tasks kept this one from its next batch.
-    With ``overlaps`` they train while this one evaluates, so that this time counts for the rate.
-    """
-
-    def __init__(self, others: Callable[[], float] = float, overlaps: bool = False) -> None:
-        self.total_seconds = self.total_waited = 0.0
-        self._others = others
-        self._overlaps = overlaps
-        self._ended: float | None = None
-        self.start()
-
-    def start(self, examples: int = 0) -> None:
-        """Begin an epoch of which ``examples`` were trained on before."""
-        self.began = time.perf_counter()
-        self._working = self._ended if self._overlaps and self._ended else self.began
-        self.waited = 0.0
-        self.examples = examples
-        self._before = examples
-        self._others_before = self._others()
-
-    def stop(self) -> None:
-        """The epoch ends: add its time to that of all."""
-        self._ended = time.perf_counter()
-        self.total_seconds += self.seconds
-        self.total_waited += self.waited_for_data
-
-    @property
-    def seconds(self) -> float:
-        """Since the epoch began."""
-        return time.perf_counter() - self.began
-
-    @property
-    def rate(self) -> float:
-        """Examples per second over all replicas."""
-        return (self.examples - self._before) / max(time.perf_counter() - self._working, 1e-9)
-
-    @property
-    def waited_for_data(self) -> float:
-        """Seconds of the epoch in which this replica waited for data."""
-        return max(0.0, self.waited - (self._others() - self._others_before))
-
-    @property
-    def wait_fraction(self) -> float:
-        """The same as a fraction of the time."""
-        return self.waited_for_data / max(self.seconds, 1e-9)
 
 
 class StepLogs(Mapping[str, Value]):
@@ -240,7 +192,9 @@ class TrainingLoop:
         now, measures = time.perf_counter, bool(metrics)
         while True:
             before = now()
+            beat(trainer.step, DATA)
             batch = next(batches, None)
+            beat(trainer.step, STEP)
             clock.waited += now() - before
             if batch is None:
                 break
@@ -258,6 +212,7 @@ class TrainingLoop:
                 trainer.stop_training = True
                 break
         for result in self._batches.watch():
+            beat(trainer.step, SERVE)
             self._came(result)
             for hook in end:
                 hook(self._done - 1, logs)
@@ -361,11 +316,11 @@ class Evaluation:
         examples = 0
         self._strategy.coordination.synchronize()
         with evaluating(self._model):
-            self._batches.load_state_dict(
-                {"pass": 0, "step": 0}
-            )  # kept: a corrupt one is named once
+            # It is kept, so that a corrupt example is named once.
+            self._batches.load_state_dict({"pass": 0, "step": 0})
             with closing(self._once()) as batches:
                 for number, batch in enumerate(batches):
+                    beat(number, EVALUATE)
                     for hook in begin:
                         hook(number)
                     loss, weight, output = self._strategy.evaluate(batch, self._loss)

@@ -15,6 +15,7 @@ from spartito.data.collate import rows
 from spartito.data.dataset import Dataset
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
+from spartito.heartbeat import EVALUATE, beat
 from spartito.strategies import Strategy
 from spartito.training.callback import Callback, hooks
 
@@ -34,6 +35,7 @@ def predicted(
     batches = strategy.distribute(dataset, training=False)
     with closing(iter(batches)) as stream:
         for number, batch in enumerate(islice(stream, steps)):
+            beat(number, EVALUATE)
             for hook in begin:
                 hook(number)
             output = strategy.predict(batch, loss is not None)

@@ -16,6 +16,7 @@ from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike, unwrap
 from spartito.engine.recompute import Recompute, recompute
 from spartito.errors import UserError
+from spartito.heartbeat import SAVE, during
 from spartito.log import note
 from spartito.names import ENV_RUN_DIR
 from spartito.strategies import Strategy
@@ -335,7 +336,8 @@ class Trainer:
             UserError: On all replicas, when it cannot be written; for an asynchronous one it comes
                 from the call that waits.
         """
-        self._saves.save(Path(path), about, then, asynchronous)
+        with during(SAVE):
+            self._saves.save(Path(path), about, then, asynchronous)
         return Path(path)
 
     @with_its_pair("save")

@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from spartito.collectives.collective import Traffic
+from spartito.heartbeat import resume, waits
 from spartito.ps.client.link import Link, Restarted
 from spartito.ps.client.vector import Vector
 from spartito.ps.protocol.layout import unused
@@ -100,7 +101,7 @@ class Servers:
             raise Restarted
         if not awaiting:
             return []
-        began = time.perf_counter()
+        began, before = time.perf_counter(), waits()
         try:
             if self._ordered:
                 first, *rest = self.links[0].receive(self._sent[0]), *self._look(self.links[1:])
@@ -110,6 +111,7 @@ class Servers:
                 found = self._receive(self.links, self._sent)
         finally:
             self.waited += time.perf_counter() - began
+        resume(before)
         self._take(found)
         self._admitted = True
         return found
@@ -131,13 +133,14 @@ class Servers:
         """Have values to compute with; waits where a push might get too stale."""
         if self._admitted:
             return
-        began = time.perf_counter()
+        began, before = time.perf_counter(), waits()
         try:
             while not self._admitted:
                 with suppress(Restarted):  # it knows nothing of this task yet: ask again
                     self.pull(admit=True)
         finally:
             self.waited += time.perf_counter() - began
+            resume(before)
 
     def look(self) -> None:
         """Have the newest values, to evaluate or to save."""

@@ -10,6 +10,7 @@ from spartito.collectives.acceptor import Acceptor
 from spartito.collectives.handshake import GREETING_SECONDS
 from spartito.collectives.shared_memory import supported
 from spartito.errors import TaskLostError, UserError
+from spartito.heartbeat import SERVE, beat
 from spartito.log import RareWarnings, note, warn
 from spartito.ps.protocol.messages import PURPOSE, Hello, Refused, Request
 from spartito.ps.protocol.runtime import Channel
@@ -90,6 +91,7 @@ class Server:
     def _wait(self) -> None:
         """A while; a Ctrl-C that reaches all tasks lets the chief fetch the values first."""
         try:
+            beat(self.store.version, SERVE)
             if not self._ended.wait(LOOK_SECONDS):
                 self._look_for_chief()
         except KeyboardInterrupt as stop:

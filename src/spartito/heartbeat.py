@@ -1,0 +1,274 @@
+"""Each task says where it is in a small file, which its launcher and its neighbours read.
+
+The launcher makes the file, and tells the task by ``SPARTITO_HEARTBEAT``; without it nothing is
+said. A beat is a few numbers written into mapped memory, which takes less than a microsecond.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from threading import get_ident
+from time import monotonic_ns
+from typing import Self
+
+from spartito.names import ENV_HEARTBEAT
+
+PHASES = (
+    "",
+    "start",
+    "connect",
+    "data",
+    "step",
+    "exchange",
+    "evaluate",
+    "save",
+    "recover",
+    "serve",
+    "end",
+)
+"""What a task may be at; "exchange" is a wait for other tasks."""
+NONE, START, CONNECT, DATA, STEP, EXCHANGE, EVALUATE, SAVE, RECOVER, SERVE, END = range(len(PHASES))
+
+SIZE = 128
+"""Bytes of a file."""
+_BEAT = struct.Struct("@7Q")  # step, steps, phase, generation, time, waited, read
+_WHO = struct.Struct("@2Q")  # process id, the signal upon which it writes its stacks
+_WHO_AT = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Beat:
+    """What a task said last.
+
+    Attributes:
+        step: The global step.
+        steps: How many steps this task has begun itself.
+        phase: One of `PHASES`, "" before the first word.
+        generation: Which members the job has, counted over recoveries.
+        time: When it was said, in seconds of the machine's monotonic clock.
+        waited: Seconds in which it waited for other tasks so far.
+        read: Seconds in which it waited for data so far.
+        pid: Its process id.
+        stacks_signal: The signal upon which it writes its stacks, 0 for none.
+    """
+
+    step: int
+    steps: int
+    phase: str
+    generation: int
+    time: float
+    waited: float
+    read: float
+    pid: int
+    stacks_signal: int
+
+    @classmethod
+    def read_from(cls, memory: mmap.mmap | bytes) -> Self:
+        """What the bytes of a file say.
+
+        Args:
+            memory: `SIZE` bytes.
+        """
+        step, steps, phase, generation, at, waited, read = _BEAT.unpack_from(memory)
+        name = PHASES[phase] if phase < len(PHASES) else ""
+        pid, stacks_signal = _WHO.unpack_from(memory, _WHO_AT)
+        return cls(
+            step, steps, name, generation, at / 1e9, waited / 1e9, read / 1e9, pid, stacks_signal
+        )
+
+    def __str__(self) -> str:
+        return f"at step {self.step}, in {self.phase!r}"
+
+
+class _Heart:
+    """Ours: the mapped file, and what was written there last."""
+
+    def __init__(self, memory: mmap.mmap, lock: int) -> None:
+        self.memory, self.lock = memory, lock
+        self.step = self.steps = self.generation = 0
+        self.phase, self.at, self.thread = START, monotonic_ns(), get_ident()
+        self.spent = [0] * len(PHASES)
+        self.beat(0, START)
+        _WHO.pack_into(memory, _WHO_AT, os.getpid(), 0)
+
+    def beat(self, step: int, phase: int) -> None:
+        now, spent = monotonic_ns(), self.spent
+        spent[self.phase] += now - self.at
+        self.step, self.phase, self.at = step, phase, now
+        _BEAT.pack_into(
+            self.memory, 0, step, self.steps, phase, self.generation, now,
+            spent[EXCHANGE], spent[DATA],
+        )  # fmt: skip
+
+
+_heart: _Heart | None = None
+
+
+def begin() -> None:
+    """Take the file that ``SPARTITO_HEARTBEAT`` names, if it is there and nobody has it.
+
+    A task's own children inherit the variable, and leave the file to the task. May be called
+    again.
+    """
+    global _heart
+    path = os.environ.get(ENV_HEARTBEAT)
+    if _heart is not None or not path:
+        return
+    with suppress(OSError, ValueError):  # the launcher is gone, or on another machine
+        file = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _heart = _Heart(mmap.mmap(file, SIZE), file)
+        except BaseException:
+            os.close(file)
+            raise
+
+
+def beat(step: int, phase: int) -> None:
+    """Say where this task is.
+
+    Args:
+        step: The global step.
+        phase: What begins: one of the numbers `DATA`, `STEP`, ... of this module.
+    """
+    heart = _heart
+    if heart is not None:
+        if phase == STEP:
+            heart.steps += 1
+        heart.beat(step, phase)
+
+
+def waits() -> int:
+    """Say that a wait for other tasks begins.
+
+    Returns:
+        What `resume` takes when it is over; 0 where nothing has to be said.
+    """
+    heart = _heart
+    if heart is None or heart.thread != get_ident() or heart.phase in (CONNECT, EXCHANGE):
+        return NONE
+    before = heart.phase
+    heart.beat(heart.step, EXCHANGE)
+    return before
+
+
+def resume(phase: int) -> None:
+    """Say that a wait is over.
+
+    Args:
+        phase: What `waits` returned.
+    """
+    if phase and _heart is not None:
+        _heart.beat(_heart.step, phase)
+
+
+@contextmanager
+def during(phase: int) -> Iterator[None]:
+    """A block in which this task is at something else. After an error it stays there.
+
+    Args:
+        phase: One of the numbers of this module.
+    """
+    heart = _heart
+    before = NONE if heart is None else heart.phase
+    if heart is not None:
+        heart.beat(heart.step, phase)
+    yield
+    if heart is not None:
+        heart.beat(heart.step, before)
+
+
+def in_generation(number: int) -> None:
+    """Say which members the job has from now on.
+
+    Args:
+        number: The generation.
+    """
+    if _heart is not None:
+        _heart.generation = number
+        _heart.beat(_heart.step, _heart.phase)
+
+
+def stacks_upon(number: int) -> None:
+    """Say which signal makes this task write its stacks.
+
+    Args:
+        number: The signal.
+    """
+    if _heart is not None:
+        _WHO.pack_into(_heart.memory, _WHO_AT, os.getpid(), number)
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """What the kernel says of a process.
+
+    Attributes:
+        state: A letter as in ``/proc``: T is stopped by a signal, t by a debugger.
+        cpu: Seconds that it has computed.
+    """
+
+    state: str
+    cpu: float
+
+    @property
+    def stands(self) -> str:
+        """Why it stands still: by a signal, a debugger; "" if it does not."""
+        return {"T": "is stopped by a signal", "t": "is held by a debugger"}.get(self.state, "")
+
+
+def life_of(pid: int) -> Life | None:
+    """What the kernel says of a process of this machine.
+
+    Args:
+        pid: Its process id.
+
+    Returns:
+        None where there is no such process.
+    """
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return Life(fields[0], (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK"))
+
+
+def file_of(folder: Path, name: str) -> Path:
+    """Where the task ``name`` writes: ``worker 1`` into ``worker-1``.
+
+    Args:
+        folder: The job's folder on this machine.
+        name: The task, with or without its address behind it.
+    """
+    return folder / name.partition(" (")[0].replace(" ", "-")
+
+
+def last_words(name: str) -> str:
+    """What is known here of another task, for the end of a sentence about it.
+
+    Args:
+        name: The task, as messages name it.
+
+    Returns:
+        As `` (last seen at step 41, in 'data', 12 s ago; it is stopped by a signal)``; "" for a
+        task of another machine, or of no launcher.
+    """
+    own = os.environ.get(ENV_HEARTBEAT)
+    if not own:
+        return ""
+    try:
+        beat = Beat.read_from(file_of(Path(own).parent, name).read_bytes())
+    except (OSError, struct.error):
+        return ""
+    if not beat.phase:
+        return " (it has not come to a strategy yet)"
+    life = life_of(beat.pid)
+    state = f"; it {life.stands}" if life and life.stands else ""
+    return f" (last seen {beat}, {monotonic_ns() / 1e9 - beat.time:.0f} s ago{state})"
