@@ -35,6 +35,7 @@ class StrategyInfo:
         shares_memory: whether they need one /dev/shm too.
         needs_servers: whether it works with parameter servers; others refuse a cluster with them.
         asynchronous: whether replicas update without waiting for each other.
+        recovers: whether a training goes on with the others when a replica is lost.
         most_replicas: the largest number of replicas; None for any number.
     """
 
@@ -44,6 +45,7 @@ class StrategyInfo:
     shares_memory: bool = False
     needs_servers: bool = False
     asynchronous: bool = False
+    recovers: bool = False
     most_replicas: int | None = None
 
     def check(self, replicas: int, here: int, servers: int) -> None:
@@ -97,10 +99,16 @@ BUILT_IN = {
             one_machine=True,
             most_replicas=1,
         ),
-        StrategyInfo("mirrored", "spartito.strategies.mirrored:MirroredStrategy", one_machine=True),
+        StrategyInfo(
+            "mirrored",
+            "spartito.strategies.mirrored:MirroredStrategy",
+            one_machine=True,
+            recovers=True,
+        ),
         StrategyInfo(
             "multi_worker_mirrored",
             "spartito.strategies.multi_worker_mirrored:MultiWorkerMirroredStrategy",
+            recovers=True,
         ),
         StrategyInfo(
             "central_storage",

@@ -13,7 +13,10 @@ from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Program
 
-NOT_EXAMINED = ("evaluator", "chief", "name", "out", "data", "env", "log_dir", "yes")
+NOT_EXAMINED = (
+    "evaluator", "chief", "name", "out", "data", "env", "log_dir", "yes",
+    "recover", "min_workers", "wait", "restarts",
+)  # fmt: skip
 
 
 @with_options(JobSpec, Hosts, without=NOT_EXAMINED)

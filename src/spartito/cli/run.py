@@ -15,7 +15,8 @@ from spartito.cli.options import Json, job_of, number, taken_from, typed, with_o
 from spartito.errors import UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Launcher, Program
-from spartito.launch.local import Local, Processes
+from spartito.launch.local import Local
+from spartito.launch.processes import Processes
 from spartito.names import PRECISIONS, RECIPES, nearest, new_run_folder
 
 OF_FILES = ("name", "out", "data")

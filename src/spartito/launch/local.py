@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from spartito.cluster import Task, tf_config
 from spartito.cluster.endpoints import port_range
@@ -22,13 +20,12 @@ from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
 from spartito.launch.job import JobSpec, option
 from spartito.launch.process import Process, process_of, with_logs
+from spartito.launch.processes import Processes
 from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
 from spartito.launch.supervisor import Patience, supervise
 from spartito.launch.throttle import fractions_of, slow_tasks
 from spartito.log import TORCH_LEVEL
-from spartito.names import (
-    ENV_SNAPSHOT_DIR,
-)
+from spartito.names import ENV_SNAPSHOT_DIR
 
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": str(1 << 30), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
 """glibc's settings: keep what tensors free, so that the next step finds its pages in place.
@@ -52,29 +49,6 @@ LAST_REPORT = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Processes:
-    """What the launchers that start processes themselves have in common."""
-
-    log_dir: Path | None = option(
-        "A folder for what each task prints: worker-0.log and so on, written anew.", metavar="DIR"
-    )
-    yes: bool = option("Start far more processes than cores without a question.", False)
-    result: bool = False
-    environment: Mapping[str, str] | None = None
-
-    def variables(self, job: JobSpec) -> dict[str, str]:
-        """The environment that the tasks get from here.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            What they inherit, and what the job says to them.
-        """
-        return job.environment(os.environ if self.environment is None else self.environment)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Local(Processes):
     """Start the processes of a job on this machine, and watch over them.
 
@@ -91,6 +65,11 @@ class Local(Processes):
         slow: tasks that run only a fraction of the time, as ``worker:1=0.25``.
         log_dir: a folder where what each task prints goes into a file as well.
         yes: whether to start far more processes than cores; without it a terminal is asked.
+        recover: whether a worker that is killed is started again, and gets its state from the
+            others, which go on (`Recovery`).
+        min_workers: how many go on at least where no replacement comes; None: all.
+        wait: seconds for a replacement; 30 by default.
+        restarts: how often each worker is started again; 3 by default.
         result: whether the last line that the first process prints to stdout is the result of the
             job: it is printed last, without the task's name.
         environment: what the tasks inherit; this process's own environment by default.
@@ -144,7 +123,7 @@ class Local(Processes):
                 )
             servers = len(joins.spec.addresses.get("ps", ())) if joins and joins.spec else None
             count, here = position.nodes * roles.workers, position.locals * roles.workers
-            job.choose(roles, count, here, servers=servers, env=variables, source=source)
+            strategy = job.choose(roles, count, here, servers=servers, env=variables, source=source)
             for note in _notes(position, roles.workers):
                 print(f"spartito: note: {note}", file=sys.stderr, flush=True)
             if position.task is None and position.nodes == 1:
@@ -152,6 +131,7 @@ class Local(Processes):
             command = [sys.executable, *job.argv()]
             with snapshots(roles, variables) as (folder, variables):
                 started = _processes(command, variables, position, roles, slow, held)
+                started = self.recovering(started, strategy, roles)
                 # Elsewhere nobody sees what fails here unless one of our tasks says it.
                 others = position.nodes > position.locals
                 return supervise(

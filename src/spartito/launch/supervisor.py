@@ -15,7 +15,7 @@ from types import FrameType
 from typing import BinaryIO
 
 from spartito.device import MemoryKills, memory_kills
-from spartito.errors import UserError
+from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.failpoints import failpoint
 from spartito.launch.logs import TaskLog
 from spartito.launch.output import Channel, ErrorChannel, Sink, binary
@@ -296,7 +296,6 @@ class _Supervisor:
 
     def _recover(self) -> None:
         """Start again, or do without, those that ended and may; the job then goes on."""
-        done = self._done_at() is not None
         for task in [task for task in self.tasks if task.code and not task.let_go]:
             if self.cause is not None or self.interrupted is not None:
                 return
@@ -312,7 +311,7 @@ class _Supervisor:
             elif task.was_lost and not process.vital:
                 self._say(f"{task.name} {task.how_it_failed}; the others go on without it")
                 self._let_go(task)
-            elif task.lost_a_peer and not process.vital and done:
+            elif task.lost_a_peer and self._done_beside(task):
                 self._say(f"{task.name} found the others done; the job ends without it")
                 self._let_go(task)
 
@@ -322,6 +321,13 @@ class _Supervisor:
         if not vital or any(task.code != 0 for task in vital):
             return None
         return max(task.ended_at for task in vital)
+
+    def _done_beside(self, task: Running) -> bool:
+        """Whether the others had done their work when ``task`` was lost, or started again."""
+        if not task.process.vital and self._done_at() is not None:
+            return True
+        others = [other for other in self.tasks if other is not task and not other.let_go]
+        return task.starts > 1 and bool(others) and all(other.code == 0 for other in others)
 
     def _end_late(self) -> None:
         """End those that were started again and wait for a job that has ended."""
@@ -387,7 +393,7 @@ class _Supervisor:
             self._say(f"stopped by {self.interrupted.name}")
             return 128 + self.interrupted
         if self.cause is None:
-            return 0
+            return 0 if any(task.code == 0 for task in self.tasks) else EXIT_TASK_LOST
         self._report_failure(self.cause)
         return exit_code(self.cause.outcome)
 

@@ -17,8 +17,9 @@ from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.plan import MEMBERSHIP, PORT, Plan, check_passed
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
 from spartito.launch.job import JobSpec, option
-from spartito.launch.local import Processes, check_number, snapshots
+from spartito.launch.local import check_number, snapshots
 from spartito.launch.process import with_logs
+from spartito.launch.processes import Processes
 from spartito.launch.supervisor import supervise
 from spartito.names import ENV_PORTS, ENV_SNAPSHOT_DIR
 
@@ -38,6 +39,10 @@ class Hosts(Processes):
         env: names of variables that the tasks there get as well.
         log_dir: as `Local` has it.
         yes: as `Local` has it.
+        recover: as `Local` has it, like the next three.
+        min_workers: how many go on at least.
+        wait: seconds for a replacement.
+        restarts: of each worker.
         result: as `Local` has it.
         environment: as `Local` has it.
     """
@@ -90,7 +95,8 @@ class Hosts(Processes):
                 plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
                 for task in roles.tasks
             ]
-            processes = with_logs(processes, self.log_dir)
+            strategy = job.choose(roles, env=variables)
+            processes = self.recovering(with_logs(processes, self.log_dir), strategy, roles)
             code = supervise(processes, result_of=0 if self.result else None, private=folder)
         if code == 0 and not hosts[0].here:
             _say(f"what {roles.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
