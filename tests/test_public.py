@@ -33,7 +33,7 @@ LAYERS = [
     {"report"},
     {"training"},
     {"launch", "models", "recipes"},
-    {"comparison", "doctor"},
+    {"comparison", "doctor", "chaos"},
     {"cli", "__main__"},
     {"extend"},
 ]
@@ -60,7 +60,17 @@ ONLY = {
 }
 """What a package may import at all, where that is less than what is below it."""
 
-LIGHT = {"launch", "comparison", "doctor", "cli", "__main__", "cluster", "registry", *LAYERS[0]}
+LIGHT = {
+    "launch",
+    "chaos",
+    "comparison",
+    "doctor",
+    "cli",
+    "__main__",
+    "cluster",
+    "registry",
+    *LAYERS[0],
+}
 """Packages that import none of `HEAVY`, nor a module of ours that does: they start at once."""
 
 HEAVY = {"torch", "numpy", "PIL", "matplotlib", "tensorboard"}

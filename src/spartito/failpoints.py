@@ -11,10 +11,15 @@ import errno
 import os
 import signal
 from collections import Counter
+from importlib import import_module
+from typing import Any
 
 from spartito.errors import UserError
 
 ENV = "SPARTITO_FAILPOINT"
+
+ENV_STEP_HOOK = "SPARTITO_STEP_HOOK"
+"""A function ``module:name`` that gets the trainer before its first step; see `watched`."""
 
 FAILPOINTS = {
     "storage.directory.before_manifest": "a directory is filled and has no manifest yet",
@@ -55,3 +60,10 @@ def failpoint(name: str) -> None:
     if action == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)} (failpoint {name})")
+
+
+def watched(trainer: Any) -> None:
+    """Show ``trainer`` to the function that the environment names; unset, do nothing."""
+    if wanted := os.environ.get(ENV_STEP_HOOK):
+        module, _, name = wanted.partition(":")
+        getattr(import_module(module), name)(trainer)

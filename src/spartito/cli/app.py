@@ -23,6 +23,7 @@ COMMANDS = {
     "run": "spartito.cli.run:run",
     "train": "spartito.cli.run:train",
     "compare": "spartito.cli.compare:compare",
+    "chaos": "spartito.cli.chaos:chaos",
     "doctor": "spartito.cli.doctor:doctor",
     "predict": "spartito.cli.data:predict",
     "data": "spartito.cli.data:data_app",

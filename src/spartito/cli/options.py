@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import MISSING, Field, fields
 from types import NoneType, UnionType
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
@@ -86,6 +86,19 @@ def typed(kind: type, given: Mapping[str, Any], beside: type | None = None) -> l
         for one in _options(kind)
         if one.name not in shared and given.get(one.name) not in (one.default, [], None)
     ]
+
+
+def words_of(kinds: Iterable[type], given: Mapping[str, Any]) -> list[str]:
+    """The words by which ``given`` would be typed again, as far as it belongs to ``kinds``."""
+    words: list[str] = []
+    for one in (one for kind in kinds for one in _options(kind)):
+        value = given.get(one.name)
+        if value in (one.default, [], None):
+            continue
+        flag = flag_of(one)
+        values = value if isinstance(value, list | tuple) else [value]
+        words += [flag] if value is True else [f"{flag}={each}" for each in values]
+    return words
 
 
 def job_of(program: Any, given: Mapping[str, Any]) -> JobSpec:

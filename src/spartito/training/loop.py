@@ -16,6 +16,7 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.engine.loss import LossFunction
 from spartito.errors import UserError
+from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
 from spartito.log import warn
 from spartito.strategies import StepResult, Strategy
@@ -77,6 +78,7 @@ class TrainingLoop:
         self._steps: int | None = None
         self._own_examples = self._own_batches = 0
         self._waited = 0.0  # for other tasks, inside of epochs
+        watched(trainer)
         self._forget()
 
     def run(

@@ -1,0 +1,82 @@
+"""The processes of a job, as anybody can see them: in ``/proc``."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One process that carries the mark of a job.
+
+    Args:
+        pid: its id.
+        parent: that of the process which started it.
+        task: ``worker:1`` where its environment makes it one, else empty.
+        state: one letter of the kernel: R, S, D, T, Z.
+    """
+
+    pid: int
+    parent: int
+    task: str
+    state: str
+
+
+def marked(name: str, value: str) -> list[Seen]:
+    """The processes in whose environment the variable has this value; no zombies.
+
+    Args:
+        name: the variable.
+        value: what it is.
+
+    Returns:
+        Those that could be looked at.
+    """
+    wanted = f"{name}={value}".encode()
+    found = []
+    for folder in PROC.iterdir():
+        if folder.name.isdigit():
+            with suppress(OSError, IndexError, ValueError):
+                variables = (folder / "environ").read_bytes().split(b"\0")
+                state, parent = (folder / "stat").read_text().rpartition(")")[2].split()[:2]
+                if wanted in variables and state != "Z":
+                    task = _task_of(dict(_pairs(variables)))
+                    found.append(Seen(int(folder.name), int(parent), task, state))
+    return found
+
+
+def tasks_of(seen: list[Seen]) -> dict[str, int]:
+    """The process of each task: of several in its environment, the one that started the others."""
+    pids = {one.pid: one for one in seen if one.task}
+    return {
+        one.task: one.pid
+        for one in pids.values()
+        if one.parent not in pids or pids[one.parent].task != one.task
+    }
+
+
+def end_all(name: str, value: str) -> None:
+    """End every process that carries the mark, as `marked` finds it."""
+    for one in marked(name, value):
+        with suppress(ProcessLookupError):
+            os.kill(one.pid, signal.SIGKILL)
+
+
+def _pairs(variables: list[bytes]) -> list[tuple[str, str]]:
+    texts = [one.decode(errors="replace").partition("=") for one in variables]
+    return [(key, value) for key, _, value in texts]
+
+
+def _task_of(env: dict[str, str]) -> str:
+    """Who a process is, by the variables that launchers set."""
+    if "TF_CONFIG" in env:
+        task = json.loads(env["TF_CONFIG"])["task"]
+        return f"{task['type']}:{task['index']}"
+    return f"worker:{env['RANK']}" if "RANK" in env else ""

@@ -1,0 +1,63 @@
+"""A room of its own for a job: shared memory and a folder for temporary files that no other has."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+HOLD = "mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
+ENTER = 'exec nsenter --target {} --mount env --chdir="$PWD" "$@"'
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a job runs.
+
+    Args:
+        enters: what stands before a command so that it runs there.
+        memory: its /dev/shm, as it is seen from here.
+        temporary: its folder for temporary files.
+        shared: whether others have the same /dev/shm.
+    """
+
+    enters: tuple[str, ...]
+    memory: Path
+    temporary: Path
+    shared: bool
+
+    def left(self, before: frozenset[str] = frozenset()) -> list[str]:
+        """The files of ours that are there, but for those ``before``."""
+        ours = [f"/dev/shm/{path.name}" for path in self.memory.glob("spartito-*")]
+        found = ours + [f"$TMPDIR/{path.name}" for path in self.temporary.iterdir()]
+        return sorted(set(found) - before)
+
+
+@contextmanager
+def room(folder: Path) -> Iterator[Room]:
+    """A room, gone after the block; without root's rights it shares /dev/shm with all others.
+
+    Args:
+        folder: where its temporary files are.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    plain = Room((), Path("/dev/shm"), folder, shared=True)
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        yield plain
+        return
+    words = ["unshare", "--mount", "--propagation", "private", "sh", "-c", HOLD]
+    # It ends when its input does, so not even our own violent end leaves it.
+    holder = subprocess.Popen(
+        words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+    )
+    with holder:
+        assert holder.stdout is not None
+        if holder.stdout.readline() != b"ready\n":  # a container that may not mount
+            yield plain
+            return
+        enters = ("sh", "-c", ENTER.format(holder.pid), "sh")
+        yield Room(enters, Path(f"/proc/{holder.pid}/root/dev/shm"), folder, shared=False)

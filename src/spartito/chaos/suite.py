@@ -1,0 +1,316 @@
+"""Runs of one job under several strategies with one fault each, and what came of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from spartito.chaos.judge import Record, Setup, Verdict, judge
+from spartito.chaos.room import Room, room
+from spartito.chaos.schedule import KINDS, Fault, Schedule, drawn, matched, written
+from spartito.chaos.traces import read_traces
+from spartito.chaos.trial import LOG, Outcome, Run, run
+from spartito.errors import UserError
+from spartito.launch.job import Program
+from spartito.launch.reaper import Reaper
+from spartito.names import (
+    ENV_RUN_DIR,
+    ENV_STRATEGY,
+    ENV_STRATEGY_OPTIONS,
+    ENV_TIMEOUT,
+    nearest,
+)
+from spartito.registry import StrategyInfo, strategy_info, strategy_names
+
+NOT_INHERITED = ("TF_CONFIG", "RANK", "WORLD_SIZE", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR)
+RESULTS, ENDED, OUT = "results.jsonl", "ended.json", "run"
+GOES_ON_AT_MOST = 3
+"""Runs that may go on from one that a fault ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    """What is run.
+
+    Args:
+        program: the job's.
+        strategies: under which.
+        workers: the tasks that compute.
+        ps: the parameter servers, where a strategy has them.
+        chief: whether a task of its own is the chief there.
+        evaluator: whether there is an evaluator.
+        words: more options of ``spartito run``.
+        kinds: the kinds of faults.
+        roles: whom they happen to.
+        schedules: the faults themselves; empty: each kind once for each role, or by ``rounds``.
+        seed: of what is drawn.
+        rounds: how many are drawn for each strategy; None: every one of them.
+        steps: when; None: in the middle of what the job does without faults.
+        limit: seconds in which a task that stands still has to be named.
+        longest: seconds of one run.
+        sample: a file of the data, for ``corrupt``.
+        data: the folder with a recipe's data.
+        out: the folder to write.
+    """
+
+    program: Program
+    strategies: Sequence[str]
+    workers: int = 2
+    ps: int = 2
+    chief: bool = False
+    evaluator: bool = False
+    words: Sequence[str] = ()
+    kinds: Sequence[str] = tuple(KINDS)
+    roles: Sequence[str] = ("worker", "chief", "ps", "evaluator", "launcher")
+    schedules: Sequence[Schedule] = ()
+    seed: int = 0
+    rounds: int | None = None
+    steps: range | None = None
+    limit: float = 10.0
+    longest: float = 120.0
+    sample: Path | None = None
+    data: Path | None = None
+    out: Path = Path("runs/chaos")
+
+    def __post_init__(self) -> None:
+        for name in self.strategies:
+            strategy_info(name)
+        matched(self.kinds, ())
+        for role in self.roles:
+            if role not in Suite.roles_known():
+                raise UserError(f"{role!r} is not a role", nearest(role, Suite.roles_known()))
+        if self.sample is not None and not self.sample.is_file():
+            raise UserError(f"--sample {self.sample} is no file")
+
+    @staticmethod
+    def roles_known() -> tuple[str, ...]:
+        """The roles, as people write them."""
+        return ("worker", "chief", "ps", "evaluator", "launcher")
+
+    def tasks(self, info: StrategyInfo) -> dict[str, str]:
+        """The task of each role to which faults happen, under one strategy."""
+        workers = min(self.workers, info.most_replicas or self.workers)
+        apart = info.needs_servers and self.chief
+        found = {"chief": "chief:0" if apart else "worker:0", "launcher": "launcher"}
+        if workers > 1 or apart:
+            found["worker"] = f"worker:{workers - 1}"
+        if info.needs_servers:
+            found["ps"] = "ps:0"
+        if self.evaluator:
+            found["evaluator"] = "evaluator:0"
+        return {role: found[role] for role in self.roles if role in found}
+
+
+def survive(suite: Suite) -> int:
+    """Run all of it; cells that the folder has results of are not run again.
+
+    Args:
+        suite: what.
+
+    Returns:
+        0 when all promises were kept, else 1.
+
+    Raises:
+        UserError: the job does not run without faults either.
+    """
+    suite.out.mkdir(parents=True, exist_ok=True)
+    reaper = Reaper()
+    before = signal.signal(signal.SIGTERM, _stop)
+    try:
+        with room(suite.out / "temporary") as where:
+            for name in suite.strategies:
+                _Under(suite, strategy_info(name), where, reaper).all_cells()
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        reaper.close()
+    results = read_results(suite.out)
+    broken = [result for result in results if result["broken"]]
+    _say(f"{len(results) - len(broken)} of {len(results)} cells end as promised")
+    return int(bool(broken))
+
+
+def read_results(out: Path) -> list[dict[str, Any]]:
+    """The cells that a folder has results of, each with its verdict.
+
+    Args:
+        out: the folder of a suite.
+
+    Returns:
+        One for each cell, in the order in which they ran.
+    """
+    path = out / RESULTS
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.strip()]
+
+
+@dataclass(frozen=True, slots=True)
+class _Under:
+    """The cells of one strategy."""
+
+    suite: Suite
+    info: StrategyInfo
+    room: Room
+    reaper: Reaper
+
+    @property
+    def folder(self) -> Path:
+        return self.suite.out / self.info.name
+
+    @property
+    def setup(self) -> Setup:
+        words = " ".join(self.suite.words)
+        return Setup(
+            self.info.name,
+            self.info.asynchronous,
+            self.info.needs_servers,
+            "--recover" in words,
+            self.suite.limit,
+        )
+
+    def all_cells(self) -> None:
+        """Run those that have no result yet."""
+        done = {(one["strategy"], one["schedule"]) for one in read_results(self.suite.out)}
+        reference = self._reference()
+        for schedule in self._schedules(reference):
+            text = written(schedule)
+            if (self.info.name, text) not in done:
+                verdict = self._cell(schedule, reference)
+                self._keep(text, verdict)
+
+    def _keep(self, text: str, verdict: Verdict) -> None:
+        known = {"strategy": self.info.name, "schedule": text, "seed": self.suite.seed}
+        with (self.suite.out / RESULTS).open("a") as file:
+            file.write(json.dumps({**known, **asdict(verdict)}) + "\n")
+        ended = f"ended with {verdict.code}, {verdict.seconds:.1f} s"
+        again = f", started again {verdict.restarts} times" if verdict.restarts else ""
+        broken = "".join(f"\n    {why}" for why in verdict.broken)
+        word = "BROKEN" if verdict.broken else "as promised"
+        _say(f"{self.info.name} {text}: {word}: {ended}{again}{broken}")
+
+    def _reference(self) -> Record:
+        """The run without faults, which the folder may have already."""
+        folder = self.folder / "reference"
+        if (folder / ENDED).exists():
+            facts = json.loads((folder / ENDED).read_text())
+            text = (folder / LOG).read_text(errors="replace")
+            old = Outcome(**facts, fired=(), text=text, traces=read_traces(folder), left=())
+            return Record((old,), read_history(folder / OUT))
+        _say(f"{self.info.name} without faults")
+        outcome = self._run(folder, ())
+        if outcome.code != 0:
+            raise UserError(
+                f"under {self.info.name} the job ends with {outcome.code} without any fault:\n"
+                + "\n".join(outcome.text.splitlines()[-5:]),
+                f"All that it printed is in {folder / LOG}.",
+            )
+        if not outcome.traces:
+            raise UserError(
+                "the job made no step of a Trainer's fit", "Only fit tells which step it is in."
+            )
+        facts = {"code": 0, "seconds": outcome.seconds, "ended": outcome.ended}
+        (folder / ENDED).write_text(json.dumps(facts))
+        return Record((outcome,), read_history(folder / OUT))
+
+    def _schedules(self, reference: Record) -> list[Schedule]:
+        suite, tasks = self.suite, self.suite.tasks(self.info)
+        if suite.schedules:
+            return list(suite.schedules)
+        last = max(step.number for step in reference.steps())
+        steps = suite.steps or range(last * 2 // 5, last * 3 // 5 + 1)
+        kinds = [
+            kind
+            for kind in suite.kinds
+            if not KINDS[kind].network and (kind != "corrupt" or suite.sample)
+        ]
+        if suite.rounds is not None:
+            return drawn(suite.seed, suite.rounds, kinds, list(tasks.values()), steps)
+        found: list[Schedule] = []
+        for kind, task in dict.fromkeys(matched(kinds, tasks.values())):
+            if task == "chief:0" and KINDS[kind].inside:
+                continue  # a chief apart makes no steps
+            draw = random.Random(f"{suite.seed}/{self.info.name}/{kind}/{task}")
+            found.append((Fault(kind, task, draw.choice(steps)),))
+        return found
+
+    def _cell(self, schedule: Schedule, reference: Record) -> Verdict:
+        folder = self.folder / written(schedule).replace("#", "-").replace(":", "-")
+        outcomes = [self._run(folder, schedule)]
+        while outcomes[-1].code != 0 and len(outcomes) <= GOES_ON_AT_MOST:
+            again = self._run(folder, (), len(outcomes))
+            outcomes.append(again)
+            if again.code not in (0, 69, 75):
+                break
+        record = Record(tuple(outcomes), read_history(folder / OUT))
+        return judge(schedule, self.setup, reference, record)
+
+    def _run(self, folder: Path, schedule: Schedule, times: int = 0) -> Outcome:
+        suite = self.suite
+        out = (folder / OUT).resolve()
+        program = suite.program
+        if program.kind == "recipe" and next(out.glob("checkpoints/*/manifest.json"), None):
+            program = replace(program, arguments=(*program.arguments, "--resume"))
+        inherited = {name: v for name, v in os.environ.items() if name not in NOT_INHERITED}
+        env = {ENV_TIMEOUT: f"{suite.limit:g}", **inherited, ENV_RUN_DIR: str(out)}
+        asked = Run(
+            self._command(program, out),
+            env,
+            folder / f"again-{times}" if times else folder,
+            out,
+            schedule,
+            self.room,
+            suite.longest,
+            suite.sample,
+        )
+        return run(asked, self.reaper)
+
+    def _command(self, program: Program, out: Path) -> list[str]:
+        suite, info = self.suite, self.info
+        words = [sys.executable, "-m", "spartito", "run", f"--strategy={info.name}", "--yes"]
+        words += [f"--workers={min(suite.workers, info.most_replicas or suite.workers)}"]
+        if info.needs_servers:
+            words += [f"--ps={suite.ps}", *(["--chief"] if suite.chief else [])]
+        words += ["--evaluator"] if suite.evaluator else []
+        data = None if suite.data is None else str(suite.data)
+        return [*words, *suite.words, *program.argv(out=str(out), data=data)]
+
+
+def read_history(out: Path) -> list[Mapping[str, Any]]:
+    """The lines of a run folder's history.
+
+    Args:
+        out: the run folder.
+
+    Returns:
+        One for each epoch; what cannot be read is left out.
+    """
+    path = out / "history.jsonl"
+    return list(_readable(path.read_text(errors="replace"))) if path.exists() else []
+
+
+def _readable(text: str) -> Iterator[Mapping[str, Any]]:
+    for line in text.splitlines():
+        try:
+            yield json.loads(line)
+        except ValueError:
+            continue
+
+
+def chosen_strategies(text: str) -> list[str]:
+    """The strategies that ``--strategy`` names: some with commas, or all."""
+    return list(strategy_names()) if text == "all" else [one for one in text.split(",") if one]
+
+
+def _stop(number: int, frame: object) -> None:
+    raise KeyboardInterrupt
+
+
+def _say(text: str) -> None:
+    print(f"spartito: {time.strftime('%H:%M:%S')} {text}", flush=True)

@@ -1,0 +1,63 @@
+"""The command `spartito chaos`, on real jobs."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.commands import SPARTITO, Commands, commands_in, nothing_left
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with commands_in(tmp_path) as programs:
+        yield programs
+
+
+def test_a_worker_that_is_killed(commands: Commands) -> None:
+    words = ["chaos", "mnist", "--strategy", "mirrored", "--schedule", "kill@worker:1#40"]
+    with nothing_left():
+        ended = commands.spartito(*words, "--out", "out", "--", "--epochs=1")
+    assert ended.code == 0, ended.text
+    (result,) = map(json.loads, (commands.directory / "out/results.jsonl").read_text().splitlines())
+    assert (result["code"], result["broken"], result["lost"]) == (69, [], 0)
+    assert (result["restarts"], result["difference"]) == (1, 0.0)
+    assert "| kill | worker 1 | 40 | 69 |" in (commands.directory / "out/survival.md").read_text()
+    again = commands.spartito(*words, "--out", "out", "--", "--epochs=1")
+    assert (again.code, again.out.count("\n")) == (0, 1)  # it has that result already
+    assert not list((commands.directory / "out/temporary").iterdir())
+
+
+def test_ctrl_c_leaves_nothing(commands: Commands) -> None:
+    words = ["chaos", "mnist", "--faults", "stop", "--out", "out", "--", "--epochs=100"]
+    with nothing_left():
+        job = commands.start(*SPARTITO, *words)
+        job.wait_for("mirrored without faults")
+        job.send(signal.SIGINT)
+        ended = job.end()  # fails where a process is left
+    assert ended.code == 130
+    assert "Traceback" not in ended.text
+
+
+@pytest.mark.parametrize(
+    ("words", "why"),
+    [
+        (["mnits"], "'mnits' is neither a script nor a recipe"),
+        (["mnist", "--faults", "kil"], "'kil' is not a fault"),
+        (["mnist", "--strategy", "mirored"], "'mirored' is not a strategy"),
+        (["mnist", "--schedule", "kill@worker"], "'kill@worker' is not a fault"),
+        (["mnist", "--roles", "wrker"], "'wrker' is not a role"),
+        (["mnist", "--steps", "9-3"], "--steps 9-3 has no steps"),
+        (["mnist", "--sample", "nowhere"], "--sample nowhere is no file"),
+    ],
+)
+def test_mistakes_are_told_before_anything_starts(
+    commands: Commands, words: list[str], why: str
+) -> None:
+    ended = commands.spartito("chaos", *words)
+    assert (ended.code, ended.out) == (2, "")
+    assert why in ended.err
