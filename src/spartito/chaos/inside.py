@@ -116,7 +116,7 @@ def fired(folder: Path, number: int) -> Path:
 
     Args:
         folder: of the run.
-        number: its place in the schedule.
+        number: its index in the schedule.
 
     Returns:
         Its path; it holds seconds of the machine's monotonic clock.

@@ -255,7 +255,9 @@ def _history(
             values = json.dumps([was.get(wrong[0]), should[wrong[0]]])
             said.append(f"epoch {should['epoch']} of the history: {wrong[0]} is {values}")
     off = _difference(reference, found)
-    if figures and not exact and reference and abs(off) > CLOSE * abs(reference[-1]["loss"]):
+    if reference and found[-1]["loss"] is None:
+        said.append("the last loss is not a number")
+    elif figures and not exact and reference and abs(off) > CLOSE * abs(reference[-1]["loss"]):
         said.append(f"the last loss is off by {off:+.4f}")
     return said
 
@@ -265,4 +267,5 @@ def _difference(
 ) -> float:
     if not reference or not found:
         return math.nan
-    return float(found[-1]["loss"]) - float(reference[-1]["loss"])
+    was, should = found[-1]["loss"], reference[-1]["loss"]  # NaN is written as null
+    return math.nan if was is None or should is None else float(was) - float(should)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.chaos.judge import Record, Setup, Verdict, judge
-from spartito.chaos.room import Room, room
+from spartito.chaos.sandbox import Sandbox, sandbox
 from spartito.chaos.schedule import KINDS, Fault, Schedule, drawn, matched, written
 from spartito.chaos.traces import read_traces
 from spartito.chaos.trial import LOG, Outcome, Run, run
@@ -125,7 +125,7 @@ def survive(suite: Suite) -> int:
     reaper = Reaper()
     before = signal.signal(signal.SIGTERM, _stop)
     try:
-        with room(suite.out / "temporary") as where:
+        with sandbox(suite.out / "temporary") as where:
             for name in suite.strategies:
                 _Under(suite, strategy_info(name), where, reaper).all_cells()
     finally:
@@ -157,7 +157,7 @@ class _Under:
 
     suite: Suite
     info: StrategyInfo
-    room: Room
+    sandbox: Sandbox
     reaper: Reaper
 
     @property
@@ -265,7 +265,7 @@ class _Under:
             folder / f"again-{times}" if times else folder,
             out,
             schedule,
-            self.room,
+            self.sandbox,
             suite.longest,
             suite.sample,
         )

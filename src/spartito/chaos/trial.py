@@ -14,7 +14,7 @@ from pathlib import Path
 from spartito.chaos.inject import Injected, Target, inject
 from spartito.chaos.inside import ENV, FAULTS, fired
 from spartito.chaos.processes import end_all, marked, tasks_of
-from spartito.chaos.room import Room
+from spartito.chaos.sandbox import Sandbox
 from spartito.chaos.schedule import KINDS, LAUNCHER, Fault, Schedule, written
 from spartito.chaos.traces import Traces, reached, read_traces
 from spartito.failpoints import ENV_STEP_HOOK
@@ -60,7 +60,7 @@ class Run:
         folder: of this run, for its log and its traces.
         out: the run folder of the job.
         schedule: the faults.
-        room: where it runs.
+        sandbox: where it runs.
         limit: seconds until it is ended.
         sample: a file of the data, for ``corrupt``.
     """
@@ -70,7 +70,7 @@ class Run:
     folder: Path
     out: Path
     schedule: Schedule
-    room: Room
+    sandbox: Sandbox
     limit: float
     sample: Path | None = None
 
@@ -88,17 +88,17 @@ def run(asked: Run, reaper: Reaper) -> Outcome:
     folder = asked.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FAULTS).write_text(written(asked.schedule))
-    before = frozenset(asked.room.left())
+    before = frozenset(asked.sandbox.left())
     env = {
         **asked.environment,
         ENV: str(folder),
         ENV_STEP_HOOK: HOOK,
-        "TMPDIR": str(asked.room.temporary.resolve()),
+        "TMPDIR": str(asked.sandbox.temporary.resolve()),
     }
     with (folder / LOG).open("wb") as log:
         began = time.monotonic()
         popen = subprocess.Popen(
-            [*asked.room.enters, *asked.command],
+            [*asked.sandbox.enters, *asked.command],
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=log,
@@ -113,7 +113,7 @@ def run(asked: Run, reaper: Reaper) -> Outcome:
                 time.sleep(POLL)
         ended = time.monotonic()
         code = popen.poll()
-        left = [] if code is None else _left(folder, asked.room, before)
+        left = [] if code is None else _left(folder, asked.sandbox, before)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)
@@ -179,7 +179,7 @@ def _times(folder: Path, faults: int) -> list[float]:
     return [float(path.read_text()) for path in paths if path.exists()]
 
 
-def _left(folder: Path, room: Room, before: frozenset[str]) -> list[str]:
+def _left(folder: Path, sandbox: Sandbox, before: frozenset[str]) -> list[str]:
     """What is there when the job has had time to clean up."""
     end = time.monotonic() + LAST
     while True:
@@ -187,7 +187,7 @@ def _left(folder: Path, room: Room, before: frozenset[str]) -> list[str]:
             f"process {one.pid} ({one.task or '?'}, {one.state})"
             for one in marked(ENV, str(folder))
         ]
-        files = room.left(before)
+        files = sandbox.left(before)
         if not processes + files or time.monotonic() > end:
             return processes + files
         time.sleep(0.05)

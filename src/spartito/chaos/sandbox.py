@@ -1,4 +1,4 @@
-"""A room of its own for a job: shared memory and a folder for temporary files that no other has."""
+"""A sandbox for a job: shared memory and a folder for temporary files that no other has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ENTER = 'exec nsenter --target {} --mount env --chdir="$PWD" "$@"'
 
 
 @dataclass(frozen=True, slots=True)
-class Room:
+class Sandbox:
     """Where a job runs.
 
     Args:
@@ -38,14 +38,14 @@ class Room:
 
 
 @contextmanager
-def room(folder: Path) -> Iterator[Room]:
-    """A room, gone after the block; without root's rights it shares /dev/shm with all others.
+def sandbox(folder: Path) -> Iterator[Sandbox]:
+    """A sandbox, gone after the block; without root's rights it shares /dev/shm with all others.
 
     Args:
         folder: where its temporary files are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    plain = Room((), Path("/dev/shm"), folder, shared=True)
+    plain = Sandbox((), Path("/dev/shm"), folder, shared=True)
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         yield plain
         return
@@ -60,4 +60,4 @@ def room(folder: Path) -> Iterator[Room]:
             yield plain
             return
         enters = ("sh", "-c", ENTER.format(holder.pid), "sh")
-        yield Room(enters, Path(f"/proc/{holder.pid}/root/dev/shm"), folder, shared=False)
+        yield Sandbox(enters, Path(f"/proc/{holder.pid}/root/dev/shm"), folder, shared=False)
