@@ -5,31 +5,31 @@ from __future__ import annotations
 import socket
 import time
 
-from spartito.collectives.handshake import challenge, prove
+from spartito.cluster.connection import Connection
+from spartito.cluster.handshake import challenge, prove
+from spartito.cluster.secret import NO_SECRET, Key
 
 LIMIT = 30.0
 
 
-def call(port: int, purpose: str, key: bytes = b"", host: str = "127.0.0.1") -> socket.socket:
+def call(port: int, purpose: str, key: Key = NO_SECRET, host: str = "127.0.0.1") -> Connection:
     """A connection to the task at ``port`` that knows its secret, and proved it."""
-    connection = socket.create_connection((host, port), LIMIT)
+    below = socket.create_connection((host, port), LIMIT)
     try:
-        prove(connection, "the task", key, purpose, time.monotonic() + LIMIT)
+        connection = prove(below, "the task", key, purpose, time.monotonic() + LIMIT)
     except BaseException:
-        connection.close()
+        below.close()
         raise
     connection.settimeout(LIMIT)
     return connection
 
 
-def accept(listener: socket.socket, purpose: str, key: bytes = b"") -> socket.socket:
+def accept(listener: socket.socket, purpose: str, key: Key = NO_SECRET) -> Connection:
     """The next connection at ``listener``, whose caller proved that it knows the secret."""
-    connection = listener.accept()[0]
-    challenge(connection, key, purpose, time.monotonic() + LIMIT)
-    return connection
+    return challenge(listener.accept()[0], key, purpose, time.monotonic() + LIMIT)
 
 
-def read_to_end(connection: socket.socket) -> bytes:
+def read_to_end(connection: Connection) -> bytes:
     """What the other end says until it closes the connection; it must within the limit."""
     heard = b""
     connection.settimeout(LIMIT)

@@ -15,13 +15,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributed import HashStore
 
+from spartito.cluster.connection import rest
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.cluster.ports import free_port
+from spartito.cluster.secret import Key
 from spartito.collectives.calls import encode
 from spartito.collectives.peers import RANK, connect_all
 from spartito.collectives.rendezvous import connect
 from spartito.collectives.store import Membership
-from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, rest, slices
+from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, slices
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from tests.callers import call, read_to_end
 from tests.collectives.group import join, running, spec
@@ -94,7 +96,7 @@ def half_a_transfer(pipe: Connection, rank: int, port: int, victim: int) -> Any:
     word = encode("all_reduce", 1 << 20, torch.float32)
     if rank == victim:
         for connection in group._connections.values():
-            connection.send(word.to_bytes(HEAD, "little") + b"\x00" * 1000)
+            connection.sendall(word.to_bytes(HEAD, "little") + b"\x00" * 1000)
         os._exit(1)
     try:
         group.all_reduce(torch.ones(1 << 20))
@@ -124,8 +126,8 @@ def test_a_peer_that_left_because_of_another_call_is_no_loss(unread: bytes) -> N
     store = HashStore()
     with ThreadPoolExecutor() as pool:
         peer, late = pool.map(lambda rank: SocketCollective(_member(rank, store), HERE), range(2))
-    late._connections[0].send(unread)
-    peer._connections[1].send(encode("barrier", 0, None).to_bytes(HEAD, "little"))
+    late._connections[0].sendall(unread)
+    peer._connections[1].sendall(encode("barrier", 0, None).to_bytes(HEAD, "little"))
     peer.close()
     with pytest.raises(MismatchedCallsError, match="worker 0 is at barrier, worker 1 at all_red"):
         late.all_reduce(torch.ones(3))
@@ -138,7 +140,7 @@ def _member(rank: int, store: HashStore) -> Membership:
 def test_unknown_peers_at_the_port_are_disconnected() -> None:
     """We are worker 0; before our hello come those who say something else, or nothing."""
     store = HashStore()
-    key = b"the secret of this job"
+    key = Key(b"the secret of this job")
     with ThreadPoolExecutor() as pool:
         meeting = pool.submit(connect_all, Membership(1, NAMES, store, LONG), HERE, key)
         store.set("0", "nowhere")  # nobody calls the first rank

@@ -223,13 +223,14 @@ def test_one_that_falls_silent_after_it_came(commands: Commands) -> None:
 JOIN_AND_SAY_NOTHING = """
 import os, sys, time
 from spartito.cluster import resolve
+from spartito.cluster.secret import NO_SECRET
 from spartito.cluster.spec import split_address
 from spartito.doctor.facts.machine import collect
 from spartito.doctor.findings import Target
 from spartito.doctor.transport.messages import Join
 from spartito.doctor.transport.connection import connect
 end = time.monotonic() + 300
-connection = connect(Target("worker 0", *split_address(sys.argv[1])), end, b"")
+connection = connect(Target("worker 0", *split_address(sys.argv[1])), end, NO_SECRET)
 connection.send(Join(collect(resolve(), os.environ, 1.0), 1), end)
 time.sleep(300)
 """

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.cluster.interfaces import interface_of
+from spartito.cluster.secret import NO_SECRET, Key
 from spartito.doctor.facts.machine import gpu_names, memory
 from spartito.doctor.facts.network import holder_of, resolve_names, routes, source_address
 from spartito.doctor.findings import Memory, Outcome, Target
@@ -174,14 +175,14 @@ def test_a_way_to_nobody_has_no_figures(server: DoctorServer) -> None:
 
 
 def test_more_bytes_than_a_doctor_sends_are_refused(server: DoctorServer) -> None:
-    with connect(Target("worker 1", LOOPBACK, server.port), soon(), b"") as connection:
+    with connect(Target("worker 1", LOOPBACK, server.port), soon(), NO_SECRET) as connection:
         connection.send(Data(1 << 40), soon())
         with pytest.raises(PeerError):
             connection.receive(Pong, soon())
 
 
 def test_who_does_not_know_the_secret_is_told_nothing() -> None:
-    endpoint, key = Endpoint("worker 1", LOOPBACK, (DRAWN,)), b"known to the tasks alone"
+    endpoint, key = Endpoint("worker 1", LOOPBACK, (DRAWN,)), Key(b"known to the tasks alone")
     server, _ = open_server(endpoint, soon(), key=key)
     target = Target("worker 1", LOOPBACK, server.port)
     try:

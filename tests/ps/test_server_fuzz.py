@@ -25,7 +25,8 @@ from msgspec.structs import replace
 from torch import nn
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.collectives.handshake import prove
+from spartito.cluster.handshake import prove
+from spartito.cluster.secret import NO_SECRET
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.sockets import listen
 from spartito.collectives.versions import Versions
@@ -128,8 +129,8 @@ class Live:
         raw = socket.socket()
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 12)
         raw.connect((HOST, self.port))
-        prove(raw, "ps 0", b"", PURPOSE, time.monotonic() + LIMIT)
-        wire = Wire(raw, Reply, timeout=LIMIT)
+        known = prove(raw, "ps 0", NO_SECRET, PURPOSE, time.monotonic() + LIMIT)
+        wire = Wire(known, Reply, timeout=LIMIT)
         wire.send(hello)
         assert isinstance(wire.receive(), Welcome)
         wire.send(message)

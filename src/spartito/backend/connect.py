@@ -16,7 +16,7 @@ from spartito.backend.operations import Alone, Operations
 from spartito.backend.wire import Wire
 from spartito.cluster.endpoints import DRAWN, Endpoint, chosen_interface, port_range
 from spartito.cluster.interfaces import ELSEWHERE, own_address
-from spartito.cluster.secret import check_secrets, fingerprint, read_secret
+from spartito.cluster.secret import Key, check_secrets, fingerprint, read_secret
 from spartito.collectives.placement import Placement
 from spartito.collectives.rendezvous import FAREWELL, TaskInfo
 from spartito.collectives.shared_memory import Cores, host_key, supported
@@ -55,7 +55,7 @@ def operations_of(options: Any) -> Operations:
     if len(placement.machines) == 1:
         return OneMachine(group.under("memory"), spins)
     endpoint = _endpoint(group.names[group.rank], options.store)
-    wire = Wire(group.under("sockets"), endpoint, read_secret().encode())
+    wire = Wire(group.under("sockets"), endpoint, Key(read_secret().encode()))
     if not placement.is_layered:
         return SeveralMachines(wire)
     return TwoLayers(group, placement, wire, spins)

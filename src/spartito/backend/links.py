@@ -19,7 +19,8 @@ import numpy as np
 
 from spartito.backend.errors import MOST_TEXT
 from spartito.backend.memory import RESERVE, Bytes
-from spartito.collectives.tcp import MAX_BUFFERS, Views, rest
+from spartito.cluster.connection import Connection, rest
+from spartito.collectives.tcp import MAX_BUFFERS, Views
 
 HEAD = struct.Struct("<5q")
 PART, MESSAGE, FAREWELL = range(3)
@@ -61,7 +62,7 @@ class Want:
 class Link:
     """A connection to another rank; ``connection`` does not block."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: Connection) -> None:
         self.number = connection.fileno()
         self.moved = 0
         self.is_gone = False

@@ -20,7 +20,7 @@ from spartito.collectives.tcp import SMALL
 
 
 class SeveralMachines:
-    """Collective operations and messages, by TCP connections; nothing is encrypted.
+    """Collective operations and messages, by TCP connections.
 
     Args:
         wire: The connections.

@@ -40,6 +40,7 @@ from spartito.backend.memory import Bytes
 from spartito.backend.rows import row_to_read, written
 from spartito.backend.work import Done, Receive
 from spartito.cluster.endpoints import Endpoint
+from spartito.cluster.secret import Key
 from spartito.collectives.peers import connect_all
 from spartito.collectives.store import Membership
 from spartito.collectives.waiting import Waiting
@@ -68,7 +69,7 @@ class Wire:
         key: The secret that the ranks know; empty is none.
     """
 
-    def __init__(self, group: Membership, endpoint: Endpoint, key: bytes) -> None:
+    def __init__(self, group: Membership, endpoint: Endpoint, key: Key) -> None:
         self.rank, self.size, self.names = group.rank, group.size, group.names
         self.timeout, self.patience = group.timeout, 0.0
         self.address = endpoint.host

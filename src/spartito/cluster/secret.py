@@ -10,6 +10,7 @@ import hmac
 import os
 import secrets
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from spartito.cluster.spec import ClusterSpec, is_loopback, split_address
@@ -20,7 +21,19 @@ from spartito.names import ENV_SECRET, ENV_SECRET_FILE
 LEAST = 16
 """Characters that a secret has at least: a shorter one can be guessed."""
 
-NO_SECRET = b""
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """By what the tasks of a job know each other.
+
+    Attributes:
+        secret: The secret; b"" is none, and everybody has that.
+    """
+
+    secret: bytes = field(default=b"", repr=False)
+
+
+NO_SECRET = Key()
 """The key of a job without a secret: everybody has it."""
 
 ADVICE = f"Leave both {ENV_SECRET} and {ENV_SECRET_FILE} out, or make one: openssl rand -hex 32"
@@ -81,14 +94,14 @@ def check_secrets(fingerprints: Mapping[str, str]) -> None:
         )
 
 
-def job_key(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> bytes:
+def job_key(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> Key:
     """The key by which the tasks of ``cluster`` know each other.
 
     It is `NO_SECRET` where the environment names none; the chief then warns if others than
     this machine could come.
     """
-    key = read_secret(env).encode()
-    if not key and cluster.is_chief and (hosts := _open_hosts(cluster)):
+    key = Key(read_secret(env).encode())
+    if not key.secret and cluster.is_chief and (hosts := _open_hosts(cluster)):
         warn(
             "this job has no secret: whoever reaches %s can take part in it. Set %s or %s on all "
             "tasks (openssl rand -hex 32 makes one)", hosts[0], ENV_SECRET, ENV_SECRET_FILE,

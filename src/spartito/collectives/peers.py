@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import queue
 import secrets
-import socket
 import struct
 import time
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
 
+from spartito.cluster.acceptor import Acceptor
+from spartito.cluster.connection import Connection
 from spartito.cluster.endpoints import Endpoint
+from spartito.cluster.handshake import GREETING_SECONDS, read
 from spartito.cluster.listed import address
-from spartito.collectives.acceptor import Acceptor
+from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.forks import keep_from_forks
-from spartito.collectives.handshake import GREETING_SECONDS, reach, read
-from spartito.collectives.sockets import listen
+from spartito.collectives.sockets import listen, reach
 from spartito.collectives.store import Membership
 from spartito.errors import TaskLostError
 
@@ -25,8 +26,8 @@ RANK = struct.Struct("<I")
 
 
 def connect_all(
-    group: Membership, endpoint: Endpoint, key: bytes = b""
-) -> dict[int, socket.socket]:
+    group: Membership, endpoint: Endpoint, key: Key = NO_SECRET
+) -> dict[int, Connection]:
     """A non-blocking connection to every other rank; all call this together.
 
     Each calls those after it, so all but the first listen, at their ``endpoint``, and say at the
@@ -37,8 +38,8 @@ def connect_all(
         TaskLostError: Names those who do not come within the time limit, and where they were
             called.
     """
-    connections: dict[int, socket.socket] = {}
-    came: queue.Queue[tuple[int, socket.socket]] = queue.Queue()
+    connections: dict[int, Connection] = {}
+    came: queue.Queue[tuple[int, Connection]] = queue.Queue()
     token, where, card = secrets.token_hex(16), "", "nowhere"
     with ExitStack() as stack:
         if group.rank:
@@ -70,7 +71,7 @@ def connect_all(
     return connections
 
 
-def check_connections(group: Membership, endpoint: Endpoint, key: bytes = b"") -> None:
+def check_connections(group: Membership, endpoint: Endpoint, key: Key = NO_SECRET) -> None:
     """Connect every rank to every other one at an `Endpoint` like ``endpoint``, and close.
 
     For who leaves the connections to a library that names neither the task nor the address that
@@ -81,13 +82,13 @@ def check_connections(group: Membership, endpoint: Endpoint, key: bytes = b"") -
     close_all(connect_all(back.under("down"), endpoint, key))
 
 
-def close_all(connections: dict[int, socket.socket]) -> None:
+def close_all(connections: dict[int, Connection]) -> None:
     """Close the connections and forget them."""
     while connections:
         connections.popitem()[1].close()
 
 
-def _drain(came: queue.Queue[tuple[int, socket.socket]]) -> None:
+def _drain(came: queue.Queue[tuple[int, Connection]]) -> None:
     while not came.empty():
         came.get()[1].close()
 
@@ -96,7 +97,7 @@ def _purpose(token: str) -> str:
     return f"sockets {token}"
 
 
-def _call(card: str, group: Membership, other: int, key: bytes) -> socket.socket:
+def _call(card: str, group: Membership, other: int, key: Key) -> Connection:
     """A connection to the rank ``other``, which knows our rank from then on."""
     host, port, token = card.split()
     name, purpose = group.names[other], _purpose(token)
@@ -109,7 +110,7 @@ def _call(card: str, group: Membership, other: int, key: bytes) -> socket.socket
     return connection
 
 
-def _read_rank(caller: socket.socket, came: queue.Queue[tuple[int, socket.socket]]) -> None:
+def _read_rank(caller: Connection, came: queue.Queue[tuple[int, Connection]]) -> None:
     """Read which rank a caller has that knows the job's key."""
     try:
         data = read(caller, RANK.size, time.monotonic() + GREETING_SECONDS)
@@ -120,9 +121,9 @@ def _read_rank(caller: socket.socket, came: queue.Queue[tuple[int, socket.socket
 
 
 def _accept_earlier(
-    came: queue.Queue[tuple[int, socket.socket]],
+    came: queue.Queue[tuple[int, Connection]],
     where: str,
-    connections: dict[int, socket.socket],
+    connections: dict[int, Connection],
     group: Membership,
 ) -> None:
     """Put into ``connections`` those of all ranks before ours, who call us at ``where``."""

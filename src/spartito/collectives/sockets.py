@@ -9,9 +9,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from spartito.cluster.connection import Connection
 from spartito.cluster.endpoints import DRAWN, Endpoint
+from spartito.cluster.handshake import prove
 from spartito.cluster.listed import address
 from spartito.cluster.ports import is_own
+from spartito.cluster.secret import Key
 from spartito.cluster.spec import is_loopback
 from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError, UserError
@@ -115,6 +118,33 @@ def dial(host: str, port: int, name: str, limit: float, end: float | None = None
                     "pass this port; SPARTITO_TIMEOUT sets the limit in seconds.",
                 ) from error
         waiting.look(time.monotonic() - start, [0], limit)
+        time.sleep(RETRY_SECONDS)
+
+
+def reach(host: str, port: int, name: str, limit: float, *, key: Key, purpose: str) -> Connection:
+    """A connection to task ``name``, once it listens at ``host:port`` and both know the secret.
+
+    Raises `TaskLostError` if that takes more than ``limit`` seconds, and `UserError` if another
+    program listens there or the secrets differ.
+    """
+    end = time.monotonic() + limit
+    where = f"{host}:{port}"
+    called = name if where in name else f"{name} at {where}"
+    while True:
+        connection = dial(host, port, name, limit, end)
+        try:
+            return prove(connection, called, key, purpose, end)
+        except OSError as error:  # it died, or had too many callers: it may be there again
+            connection.close()
+            if time.monotonic() + RETRY_SECONDS >= end:
+                raise TaskLostError(
+                    f"{called} did not reply within {limit:g} s",
+                    "It may be stopped: look at its last lines. "
+                    "SPARTITO_TIMEOUT sets the limit in seconds.",
+                ) from error
+        except BaseException:
+            connection.close()
+            raise
         time.sleep(RETRY_SECONDS)
 
 

@@ -2,8 +2,8 @@
 
 A sum has two parts: every rank owns a slice, gets that slice of all others and adds it up in rank
 order; then it sends the result to all. A small tensor goes to all as a whole, and everyone adds it
-up in the same order. Either way all have the same bits. The bytes go straight from tensor to
-tensor, in both directions at once, and nothing is encrypted.
+up in the same order. Either way all have the same bits. Bytes move in both
+directions at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from spartito.cluster.connection import Connection, rest
 from spartito.cluster.endpoints import Endpoint
+from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.collective import Collective, Piggybacked, Reducer, left
 from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.peers import close_all, connect_all
@@ -45,15 +47,6 @@ def slices(numel: int, world_size: int) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(bounds)]
 
 
-def rest(views: Views, count: int) -> Views:
-    """What is left of ``views`` once their first ``count`` bytes are done."""
-    for number, view in enumerate(views):
-        if count < len(view):
-            return [view[count:], *views[number + 1 :]]
-        count -= len(view)
-    return []
-
-
 @dataclass(frozen=True, slots=True)
 class Swap:
     """What goes to a peer, and where that which it sends is to lie."""
@@ -68,7 +61,7 @@ class Flow:
 
     __slots__ = ("_connection", "_head", "_into", "_left", "_out", "peer")
 
-    def __init__(self, swap: Swap, connection: socket.socket, head: bytes) -> None:
+    def __init__(self, swap: Swap, connection: Connection, head: bytes) -> None:
         self.peer = swap.peer
         self._connection = connection
         self._head = bytearray(HEAD)
@@ -97,7 +90,7 @@ class Flow:
     def _receive(self) -> None:
         with suppress(BlockingIOError):
             while self._into:
-                count = self._connection.recvmsg_into(self._into[:MAX_BUFFERS])[0]
+                count = self._connection.recv_into(self._into[0])
                 if not count:
                     raise ConnectionResetError(errno.ECONNRESET, "it closed the connection")
                 self._into = rest(self._into, count)
@@ -116,7 +109,7 @@ class SocketCollective(Collective):
         key: The job's secret.
     """
 
-    def __init__(self, group: Membership, endpoint: Endpoint, key: bytes = b"") -> None:
+    def __init__(self, group: Membership, endpoint: Endpoint, key: Key = NO_SECRET) -> None:
         super().__init__()
         self.rank = rank = group.rank
         self.world_size = group.size

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from spartito.cluster.secret import Key
 from spartito.cluster.spec import EVALUATOR, canonical, split_address
 from spartito.doctor.findings import (
     Facts,
@@ -274,7 +275,7 @@ def rounds(tasks: Sequence[str]) -> Iterator[list[Pair]]:
         players = [players[0], players[-1], *players[1:-1]]
 
 
-def _invited(target: Target, end: float, key: bytes) -> tuple[Join, Connection]:
+def _invited(target: Target, end: float, key: Key) -> tuple[Join, Connection]:
     """The task at ``target`` comes in by the connection that we made to it."""
     connection = connect(target, end, key)
     try:

@@ -6,6 +6,7 @@ import queue
 import time
 from collections.abc import Sequence
 
+from spartito.cluster.secret import Key
 from spartito.cluster.spec import split_address
 from spartito.doctor.findings import Facts, Findings, Outcome, Probe, Target, addresses_of
 from spartito.doctor.probe.probes import carry_out, probe, probe_all
@@ -86,7 +87,7 @@ def _joined(
     return None, probes[0]
 
 
-def _join(join: Join, target: Target, end: float, key: bytes) -> Connection | None:
+def _join(join: Join, target: Target, end: float, key: Key) -> Connection | None:
     try:
         connection = connect(target, end, key)
     except PeerError:
@@ -109,7 +110,7 @@ def _invited(join: Join, server: DoctorServer, end: float) -> Connection | None:
     return connection
 
 
-def _obey(task: str, key: bytes, connection: Connection, end: float) -> End | Refused:
+def _obey(task: str, key: Key, connection: Connection, end: float) -> End | Refused:
     while True:
         message = connection.receive(FromCoordinator, end)
         if isinstance(message, End | Refused):
@@ -120,7 +121,7 @@ def _obey(task: str, key: bytes, connection: Connection, end: float) -> End | Re
             connection.send(carry_out(message, task, key), end)
 
 
-def _alone(facts: Facts, key: bytes, coordinator: Probe, *, came: bool = False) -> Findings:
+def _alone(facts: Facts, key: Key, coordinator: Probe, *, came: bool = False) -> Findings:
     """What this task can say without the coordinator: itself, and which others respond."""
     addresses = addresses_of(facts.cluster)
     others = [

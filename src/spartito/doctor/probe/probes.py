@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 
-from spartito.cluster.secret import NO_SECRET
+from spartito.cluster.secret import NO_SECRET, Key
 from spartito.doctor.findings import Outcome, Probe, Speed, Target
 from spartito.doctor.parallel import at_once
 from spartito.doctor.transport.connection import Connection, PeerError, connect
@@ -31,7 +31,7 @@ DATA_SECONDS = 0.05
 ZEROS = memoryview(bytes(MOST_BYTES))
 
 
-def carry_out(order: Order, task: str, key: bytes) -> Probed | Measured:
+def carry_out(order: Order, task: str, key: Key) -> Probed | Measured:
     """Do as task ``task`` what the coordinator orders."""
     if isinstance(order, ProbeOrder):
         return Probed(probe_all(task, order.targets, order.seconds, key))
@@ -39,7 +39,7 @@ def carry_out(order: Order, task: str, key: bytes) -> Probed | Measured:
 
 
 def probe_all(
-    source: str, targets: Sequence[Target], seconds: float, key: bytes = NO_SECRET
+    source: str, targets: Sequence[Target], seconds: float, key: Key = NO_SECRET
 ) -> list[Probe]:
     """Connect to all ``targets``, which know ``key``, at the same time."""
     end = time.monotonic() + seconds
@@ -51,7 +51,7 @@ def probe_all(
     ]
 
 
-def probe(source: str, target: Target, end: float, key: bytes = NO_SECRET) -> Probe:
+def probe(source: str, target: Target, end: float, key: Key = NO_SECRET) -> Probe:
     """Ask the doctor of ``target`` who it is."""
     try:
         with connect(target, end, key) as connection:
@@ -64,7 +64,7 @@ def probe(source: str, target: Target, end: float, key: bytes = NO_SECRET) -> Pr
     return Probe(source, target.task, target.address, outcome, detail)
 
 
-def measure(source: str, target: Target, seconds: float, key: bytes = NO_SECRET) -> Speed | None:
+def measure(source: str, target: Target, seconds: float, key: Key = NO_SECRET) -> Speed | None:
     """Latency, bandwidth and clock of the connection to ``target``; None without a response."""
     end = time.monotonic() + seconds
     try:

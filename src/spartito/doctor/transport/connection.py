@@ -12,7 +12,9 @@ from typing import Any
 
 import msgspec
 
-from spartito.collectives.handshake import OtherProgramError, SecretError, prove
+from spartito.cluster.connection import Connection as Secured
+from spartito.cluster.handshake import OtherProgramError, SecretError, prove
+from spartito.cluster.secret import Key
 from spartito.doctor.findings import Outcome, Target
 
 LONGEST_LINE = 1 << 20
@@ -39,7 +41,7 @@ class Connection(AbstractContextManager["Connection"]):
     Everything raises `PeerError` when the other side is gone, silent until ``end``, or no doctor.
     """
 
-    socket: socket.socket
+    socket: Secured
     _received: bytearray = field(default_factory=bytearray)
 
     def __exit__(self, *_: object) -> None:
@@ -92,7 +94,7 @@ class Connection(AbstractContextManager["Connection"]):
         self.socket.settimeout(left)
 
 
-def connect(target: Target, end: float, key: bytes) -> Connection:
+def connect(target: Target, end: float, key: Key) -> Connection:
     """A connection to the doctor of ``target``; both have proved that they know ``key``.
 
     Raises:
@@ -104,11 +106,11 @@ def connect(target: Target, end: float, key: bytes) -> Connection:
         raise PeerError(_why_not_connected(error), str(error)) from error
     try:
         with _peer_errors():
-            prove(connected, "it", key, PURPOSE, end)
+            secured = prove(connected, "it", key, PURPOSE, end)
     except BaseException:
         connected.close()
         raise
-    return Connection(connected)
+    return Connection(secured)
 
 
 @contextmanager

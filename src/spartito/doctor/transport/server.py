@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 
+from spartito.cluster.acceptor import Acceptor
+from spartito.cluster.connection import Connection as Secured
 from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.secret import NO_SECRET
-from spartito.collectives.acceptor import Acceptor
-from spartito.collectives.handshake import OtherSecretError, UnknownPeerError
+from spartito.cluster.handshake import OtherSecretError, UnknownPeerError
+from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.sockets import Opened, TakenError, UnresolvedError, open_listener
 from spartito.doctor.facts.network import holder_of
 from spartito.doctor.findings import Port
@@ -42,7 +43,7 @@ class DoctorServer:
     know ``key``, each with the times of its first and its newest call.
     """
 
-    def __init__(self, name: str, listener: socket.socket, key: bytes = NO_SECRET) -> None:
+    def __init__(self, name: str, listener: socket.socket, key: Key = NO_SECRET) -> None:
         self.name, self.key = name, key
         self.port: int = listener.getsockname()[1]
         self.joins: queue.Queue[tuple[Join, Connection]] = queue.Queue()
@@ -73,7 +74,7 @@ class DoctorServer:
         else:
             self.unknown_peers.append(address)
 
-    def _respond(self, caller: socket.socket) -> None:
+    def _respond(self, caller: Secured) -> None:
         connection = Connection(caller)
         try:
             while True:
@@ -101,7 +102,7 @@ def open_server(
     spare: Sequence[int] = (),
     *,
     agent: bool = False,
-    key: bytes = NO_SECRET,
+    key: Key = NO_SECRET,
 ) -> tuple[DoctorServer, Port]:
     """Listen at ``endpoint`` as training would, and say how that went.
 

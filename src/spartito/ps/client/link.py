@@ -13,8 +13,9 @@ import torch
 from msgspec.structs import replace
 from torch import Tensor
 
+from spartito.cluster.handshake import prove
+from spartito.cluster.secret import NO_SECRET, Key
 from spartito.cluster.spec import split_address
-from spartito.collectives.handshake import prove
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
 from spartito.ps.client.vector import Copies, Vector
@@ -79,7 +80,7 @@ class Link:
 
     def __init__(
         self, address: Address, hello: Hello, span: Span, vector: Vector, wire_dtype: str | None,
-        timeout: float, key: bytes = b"", runtime: Runtime = SYSTEM,
+        timeout: float, key: Key = NO_SECRET, runtime: Runtime = SYSTEM,
     ) -> None:  # fmt: skip
         self.address, self.span, self._key = address, span, key
         self._hello, self._timeout, self._runtime = hello, timeout, runtime
@@ -297,8 +298,8 @@ class Link:
         where, left = self.address, max(RETRY_SECONDS, end - self._runtime.now())
         sock = dial(where.host, where.port, where.name, self._timeout, end)
         try:
-            prove(sock, where.name, self._key, PURPOSE, self._runtime.now() + left)
-            return Wire(sock, Reply, timeout=left)
+            known = prove(sock, where.name, self._key, PURPOSE, self._runtime.now() + left)
+            return Wire(known, Reply, timeout=left)
         except BaseException:
             sock.close()
             raise

@@ -7,7 +7,8 @@ from typing import TypeVar
 
 import msgspec
 
-from spartito.collectives.handshake import reach
+from spartito.cluster.secret import NO_SECRET, Key
+from spartito.collectives.sockets import reach
 from spartito.collectives.versions import Versions
 from spartito.errors import TaskLostError, UserError
 from spartito.failpoints import failpoint
@@ -65,7 +66,7 @@ class WorkerLink(WorkSource):
 
     @classmethod
     def connect(
-        cls, host: str, port: int, chief: str, worker: int, *, timeout: float, key: bytes = b""
+        cls, host: str, port: int, chief: str, worker: int, *, timeout: float, key: Key = NO_SECRET
     ) -> WorkerLink:
         """Connect to the coordinator at ``host:port``, which is ``chief``'s."""
         sock = reach(host, port, chief, timeout, key=key, purpose=PURPOSE)

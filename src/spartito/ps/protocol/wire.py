@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
+from spartito.cluster.connection import Connection
 from spartito.collectives.forks import keep_from_forks
 from spartito.errors import SpartitoError
 
@@ -88,7 +89,7 @@ class Wire:
     """
 
     def __init__(
-        self, sock: socket.socket, accepts: Any, *, limit: int = 0, timeout: float | None = None
+        self, sock: Connection, accepts: Any, *, limit: int = 0, timeout: float | None = None
     ) -> None:
         """Take over ``sock``, which becomes a blocking one.
 
@@ -294,7 +295,7 @@ class Wire:
         return count
 
 
-def _is_local(sock: socket.socket) -> bool:
+def _is_local(sock: Connection) -> bool:
     """Whether both ends are on one machine: they have the same address there, or none at all."""
     if sock.family == getattr(socket, "AF_UNIX", None):
         return True

@@ -7,7 +7,9 @@ import socket
 
 import msgspec
 
-from spartito.collectives.acceptor import Acceptor
+from spartito.cluster.acceptor import Acceptor
+from spartito.cluster.connection import Connection
+from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
 from spartito.log import RareWarnings, shown
@@ -48,7 +50,7 @@ class WorkerListener:
         self._acceptor: Acceptor | None = None
         coordinator.on_close(self.close)
 
-    def listen(self, listener: socket.socket, key: bytes = b"") -> None:
+    def listen(self, listener: socket.socket, key: Key = NO_SECRET) -> None:
         """Let workers in at ``listener`` that know the job's ``key``."""
         self._acceptor = Acceptor(listener, self._begin, key=key, purpose=PURPOSE, name="the chief")
 
@@ -62,7 +64,7 @@ class WorkerListener:
             wire.close()
             thread.join()
 
-    def _begin(self, sock: socket.socket) -> None:
+    def _begin(self, sock: Connection) -> None:
         try:
             wire = Wire(sock, ToCoordinator, timeout=HELLO_SECONDS)
         except OSError:

@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from spartito.collectives.handshake import GREETING_SECONDS, UnknownPeerError, challenge
+from spartito.cluster.handshake import GREETING_SECONDS, UnknownPeerError, challenge
 from spartito.collectives.segment import Segment
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions, check_versions

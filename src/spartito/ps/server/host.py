@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from spartito.cluster.secret import Key
 from spartito.log import RareWarnings
 from spartito.ps.protocol.messages import Hello, Refused
 from spartito.ps.server.store import Store
@@ -32,7 +33,7 @@ class Host(Protocol):
     store: Store
     name: str
     wire_dtype: str | None
-    key: bytes
+    key: Key
     shares: bool
     timeout: float
     incarnation: str

@@ -6,8 +6,10 @@ import secrets
 import socket
 from typing import Any
 
-from spartito.collectives.acceptor import Acceptor
-from spartito.collectives.handshake import GREETING_SECONDS
+from spartito.cluster.acceptor import Acceptor
+from spartito.cluster.connection import Connection as Secured
+from spartito.cluster.handshake import GREETING_SECONDS
+from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.shared_memory import supported
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import SERVE, beat
@@ -45,7 +47,7 @@ class Server:
         snapshot: Snapshot,
         seconds: float,
         shares: bool = True,
-        key: bytes = b"",
+        key: Key = NO_SECRET,
     ) -> None:
         self.store, self.name, self.wire_dtype, self.key = store, name, wire_dtype, key
         self.seldom = RareWarnings()
@@ -229,7 +231,7 @@ class Server:
             return None
         return Acceptor(self._listener, self._enter, key=self.key, purpose=PURPOSE, name=self.name)
 
-    def _enter(self, sock: socket.socket) -> None:
+    def _enter(self, sock: Secured) -> None:
         try:
             wire: list[Channel] = [Wire(sock, Request, timeout=GREETING_SECONDS)]
         except OSError:

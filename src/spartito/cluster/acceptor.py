@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from spartito.collectives.handshake import GREETING_SECONDS, UnknownPeerError, challenge
+from spartito.cluster.connection import Connection
+from spartito.cluster.handshake import GREETING_SECONDS, UnknownPeerError, challenge
+from spartito.cluster.secret import Key
 from spartito.log import RareWarnings, shown
 
 MOST_UNKNOWN = 64
@@ -32,8 +34,8 @@ class Acceptor:
 
     Args:
         listener: The socket.
-        accepted: Gets the connected, blocking socket of each caller that knows ``key``, in its
-            thread; owns the socket from then on.
+        accepted: Gets the blocking connection of each caller that knows ``key``, in its thread;
+            owns it from then on.
         key: The job's secret.
         purpose: What the connections are for, part of the handshake.
         name: What this task is called in warnings.
@@ -43,9 +45,9 @@ class Acceptor:
     def __init__(
         self,
         listener: socket.socket,
-        accepted: Callable[[socket.socket], None],
+        accepted: Callable[[Connection], None],
         *,
-        key: bytes,
+        key: Key,
         purpose: str,
         name: str,
         refused: Callable[[str, UnknownPeerError], None] | None = None,
@@ -111,14 +113,14 @@ class Acceptor:
             if caller.family != getattr(socket, "AF_UNIX", None):
                 caller.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             end = time.monotonic() + GREETING_SECONDS
-            challenge(caller, self._key, self._purpose, end)
+            connection = challenge(caller, self._key, self._purpose, end)
         except UnknownPeerError as error:
             self._refused(shown(address), error)
         except OSError:
             pass  # it left, or said nothing: a port scan, a health check
         else:
             if self._forget(caller):
-                self._accepted(caller)
+                self._accepted(connection)
                 return
         self._forget(caller)
         caller.close()

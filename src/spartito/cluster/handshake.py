@@ -7,7 +7,8 @@
 
 A proof is an HMAC-SHA256 over both nonces, what the connection is for, and which end speaks: it
 is good for this connection alone. Who does not know the secret learns that a task of Spartito
-listens, and nothing else. It proves who came; what follows is not encrypted.
+listens, and nothing else. All that follows is authenticated by keys of this connection, which come
+from the secret and both nonces.
 """
 
 from __future__ import annotations
@@ -18,13 +19,14 @@ import secrets
 import socket
 import time
 
-from spartito.collectives.sockets import RETRY_SECONDS, dial
-from spartito.errors import SpartitoError, TaskLostError, UserError
+from spartito.cluster.connection import Connection, Sealed
+from spartito.cluster.secret import Key
+from spartito.errors import SpartitoError, UserError
 
 MAGIC = b"SPTO"
 NONCE = 32
 PROOF = hashlib.sha256().digest_size
-LABEL = "spartito 1"
+LABEL = "spartito 2"
 """Another one wherever this handshake or what follows it changes its meaning."""
 
 GREETING_SECONDS = 5.0
@@ -47,43 +49,12 @@ class SecretError(UserError):
     """The task that listens there does not know our secret."""
 
 
-def reach(
-    host: str, port: int, name: str, limit: float, *, key: bytes, purpose: str
-) -> socket.socket:
-    """A connection to task ``name``, once it listens at ``host:port`` and both know the secret.
-
-    Raises `TaskLostError` if that takes more than ``limit`` seconds, and `UserError` if another
-    program listens there or the secrets differ.
-    """
-    end = time.monotonic() + limit
-    where = f"{host}:{port}"
-    called = name if where in name else f"{name} at {where}"
-    while True:
-        connection = dial(host, port, name, limit, end)
-        try:
-            prove(connection, called, key, purpose, end)
-        except OSError as error:  # it died, or had too many callers: it may be there again
-            connection.close()
-            if time.monotonic() + RETRY_SECONDS >= end:
-                raise TaskLostError(
-                    f"{called} did not reply within {limit:g} s",
-                    "It may be stopped: look at its last lines. "
-                    "SPARTITO_TIMEOUT sets the limit in seconds.",
-                ) from error
-        except BaseException:
-            connection.close()
-            raise
-        else:
-            return connection
-        time.sleep(RETRY_SECONDS)
-
-
-def prove(connection: socket.socket, name: str, key: bytes, purpose: str, end: float) -> None:
+def prove(connection: socket.socket, name: str, key: Key, purpose: str, end: float) -> Connection:
     """As the caller: the handshake with ``name``, until ``end`` of `time.monotonic`.
 
-    The socket is a blocking one afterwards. Raises `OSError` if the other end closes it or is
-    silent, `OtherProgramError` if it is no task of Spartito, and `SecretError` if it does not know
-    the secret.
+    Returns what is used instead of the socket from then on, a blocking one. Raises `OSError` if
+    the other end closes it or is silent, `OtherProgramError` if it is no task of Spartito, and
+    `SecretError` if it does not know the secret.
     """
     own = secrets.token_bytes(NONCE)
     _send(connection, MAGIC + own, end)
@@ -103,14 +74,14 @@ def prove(connection: socket.socket, name: str, key: bytes, purpose: str, end: f
             "Give all tasks the same SPARTITO_SECRET or SPARTITO_SECRET_FILE, or none; two jobs "
             "need different ports.",
         )
-    connection.settimeout(None)
+    return _sealed(connection, key, purpose, nonces, "caller", "listener")
 
 
-def challenge(connection: socket.socket, key: bytes, purpose: str, end: float) -> None:
+def challenge(connection: socket.socket, key: Key, purpose: str, end: float) -> Connection:
     """As the listener: the handshake with a caller, until ``end`` of `time.monotonic`.
 
-    The socket is a blocking one afterwards. Raises `OSError` if the caller closes it or is
-    silent, and `UnknownPeerError` for one that must be refused.
+    Returns what is used instead of the socket from then on, a blocking one. Raises `OSError` if
+    the caller closes it or is silent, and `UnknownPeerError` for one that must be refused.
     """
     if read(connection, len(MAGIC), end) != MAGIC:
         raise UnknownPeerError("it is no task of Spartito")
@@ -122,12 +93,26 @@ def challenge(connection: socket.socket, key: bytes, purpose: str, end: float) -
         _send(connection, bytes(PROOF), end)
         raise OtherSecretError("it does not know the job's secret")
     _send(connection, _proof(key, "listener", purpose, nonces), end)
-    connection.settimeout(None)
+    return _sealed(connection, key, purpose, nonces, "listener", "caller")
 
 
-def _proof(key: bytes, end: str, purpose: str, nonces: bytes) -> bytes:
+def _proof(key: Key, end: str, purpose: str, nonces: bytes) -> bytes:
     message = f"{LABEL}\n{purpose}\n{end}\n".encode() + nonces
-    return hmac.digest(key, message, "sha256")
+    return hmac.digest(key.secret, message, "sha256")
+
+
+def _sealed(
+    connection: socket.socket, key: Key, purpose: str, nonces: bytes, own: str, theirs: str
+) -> Connection:
+    """What is used instead of ``connection``, both ends of which proved that they know ``key``."""
+    connection.settimeout(None)
+    if connection.family == getattr(socket, "AF_UNIX", None):  # nobody can come between
+        return connection
+    return Sealed(
+        connection,
+        _proof(key, f"{own} sends", purpose, nonces),
+        _proof(key, f"{theirs} sends", purpose, nonces),
+    )
 
 
 def _send(connection: socket.socket, data: bytes, end: float) -> None:
@@ -135,7 +120,7 @@ def _send(connection: socket.socket, data: bytes, end: float) -> None:
     connection.sendall(data)
 
 
-def read(connection: socket.socket, size: int, end: float) -> bytes:
+def read(connection: Connection, size: int, end: float) -> bytes:
     """The next ``size`` bytes; `OSError` if they do not come until ``end``."""
     data = b""
     while len(data) < size:

@@ -12,22 +12,24 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from spartito.cluster.acceptor import MOST_UNKNOWN, Acceptor
+from spartito.cluster.connection import Connection
 from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.collectives.acceptor import MOST_UNKNOWN, Acceptor
-from spartito.collectives.handshake import MAGIC, NONCE, PROOF, reach
-from spartito.collectives.sockets import listen
+from spartito.cluster.handshake import MAGIC, NONCE, PROOF
+from spartito.cluster.secret import NO_SECRET, Key
+from spartito.collectives.sockets import listen, reach
 from spartito.errors import TaskLostError, UserError
 from spartito.log import shown
 from tests.callers import LIMIT, call, read_to_end
 
-HOST, KEY, PURPOSE = "127.0.0.1", b"what the tasks of this job know", "test"
+HOST, KEY, PURPOSE = "127.0.0.1", Key(b"what the tasks of this job know"), "test"
 
 
 @contextmanager
-def echo(key: bytes = KEY) -> Iterator[int]:
+def echo(key: Key = KEY) -> Iterator[int]:
     """An acceptor that sends back what it receives; its port."""
 
-    def enter(caller: socket.socket) -> None:
+    def enter(caller: Connection) -> None:
         with caller:
             while said := caller.recv(64):
                 caller.sendall(said)
@@ -41,22 +43,25 @@ def echo(key: bytes = KEY) -> Iterator[int]:
         door.close()
 
 
-def is_let_in(port: int, key: bytes = KEY) -> bool:
+def is_let_in(port: int, key: Key = KEY) -> bool:
     with reach(HOST, port, "ps 0", LIMIT, key=key, purpose=PURPOSE) as caller:
         caller.settimeout(LIMIT)
         caller.sendall(b"hello")
-        return caller.recv(5, socket.MSG_WAITALL) == b"hello"
+        heard: bytes = caller.recv(5, socket.MSG_WAITALL)
+        return heard == b"hello"
 
 
-@pytest.mark.parametrize("key", [KEY, b""])
-def test_who_knows_the_secret_is_let_in(key: bytes) -> None:
+@pytest.mark.parametrize("key", [KEY, NO_SECRET])
+def test_who_knows_the_secret_is_let_in(key: Key) -> None:
     with echo(key) as port:
         assert is_let_in(port, key)
 
 
-@pytest.mark.parametrize(("key", "purpose"), [(b"", PURPOSE), (b"other", PURPOSE), (KEY, "ps")])
+@pytest.mark.parametrize(
+    ("key", "purpose"), [(NO_SECRET, PURPOSE), (Key(b"other"), PURPOSE), (KEY, "ps")]
+)
 def test_who_does_not_is_told_nothing(
-    key: bytes, purpose: str, caplog: pytest.LogCaptureFixture
+    key: Key, purpose: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING), echo() as port:
         with pytest.raises(UserError, match=r"ps 0 .* does not know the secret of this task"):
@@ -107,8 +112,9 @@ def test_more_unknown_peers_than_are_accepted() -> None:
 
 FEW = """
 import resource, socket, sys
+from spartito.cluster.acceptor import Acceptor
 from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.collectives.acceptor import Acceptor
+from spartito.cluster.secret import Key
 from spartito.collectives.sockets import listen
 
 def enter(caller):
@@ -118,7 +124,7 @@ def enter(caller):
 kept = []
 listener = listen(Endpoint("ps 0", "127.0.0.1", (DRAWN,)), 30.0)
 resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
-door = Acceptor(listener, enter, key=b"k", purpose="test", name="ps 0")
+door = Acceptor(listener, enter, key=Key(b"k"), purpose="test", name="ps 0")
 print(listener.getsockname()[1], flush=True)
 sys.stdin.readline()
 for caller in kept:
@@ -146,12 +152,12 @@ def test_more_connections_than_descriptors() -> None:
         assert program.stdout is not None
         port = int(program.stdout.readline())
         for _ in range(15):
-            ends.enter_context(call(port, PURPOSE, b"k"))
+            ends.enter_context(call(port, PURPOSE, Key(b"k")))
         for _ in range(40):
             ends.enter_context(socket.create_connection((HOST, port), LIMIT))
         print("go", file=program.stdin, flush=True)
         assert program.stdout.readline() == "some are free\n"
-        ends.enter_context(reach(HOST, port, "ps 0", LIMIT, key=b"k", purpose=PURPOSE))
+        ends.enter_context(reach(HOST, port, "ps 0", LIMIT, key=Key(b"k"), purpose=PURPOSE))
 
 
 def test_what_an_unknown_peer_is_called_is_one_line_of_plain_text() -> None:
