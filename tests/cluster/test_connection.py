@@ -78,8 +78,8 @@ def test_what_was_sent_once_comes_once() -> None:
             end.recv(10)
 
 
-def test_bytes_cross_in_both_directions_whatever_their_pieces() -> None:
-    """Without blocking, in pieces from 1 byte to many records, that end anywhere."""
+def test_bytes_cross_in_both_directions_however_they_are_cut() -> None:
+    """Without blocking, in parts from 1 byte to many records, that end anywhere."""
     draw = random.Random(3)
     said = [draw.randbytes(3 * RECORD + 1234) for _ in range(2)]
     with sealed() as (first, second, _):
