@@ -6,10 +6,13 @@ said. A beat is a few numbers written into mapped memory, which takes less than 
 
 from __future__ import annotations
 
+import faulthandler
 import fcntl
 import mmap
 import os
+import signal
 import struct
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Self
 
-from spartito.names import ENV_HEARTBEAT
+from spartito.names import ENV_HEARTBEAT, ENV_STACKS
 
 PHASES = (
     "",
@@ -38,7 +41,7 @@ NONE, START, CONNECT, DATA, STEP, EXCHANGE, EVALUATE, SAVE, RECOVER, SERVE, END 
 
 SIZE = 128
 """Bytes of a file."""
-_BEAT = struct.Struct("@7Q")  # step, steps, phase, generation, time, waited, read
+_BEAT = struct.Struct("@7Q")  # step, steps, phase, generation, time, computed, read
 _WHO = struct.Struct("@2Q")  # process id, the signal upon which it writes its stacks
 _WHO_AT = 64
 
@@ -53,7 +56,7 @@ class Beat:
         phase: One of `PHASES`, "" before the first word.
         generation: Which members the job has, counted over recoveries.
         time: When it was said, in seconds of the machine's monotonic clock.
-        waited: Seconds in which it waited for other tasks so far.
+        computed: Seconds in its steps so far, without waits for other tasks.
         read: Seconds in which it waited for data so far.
         pid: Its process id.
         stacks_signal: The signal upon which it writes its stacks, 0 for none.
@@ -64,7 +67,7 @@ class Beat:
     phase: str
     generation: int
     time: float
-    waited: float
+    computed: float
     read: float
     pid: int
     stacks_signal: int
@@ -76,12 +79,10 @@ class Beat:
         Args:
             memory: `SIZE` bytes.
         """
-        step, steps, phase, generation, at, waited, read = _BEAT.unpack_from(memory)
+        step, steps, phase, generation, at, computed, read = _BEAT.unpack_from(memory)
         name = PHASES[phase] if phase < len(PHASES) else ""
-        pid, stacks_signal = _WHO.unpack_from(memory, _WHO_AT)
-        return cls(
-            step, steps, name, generation, at / 1e9, waited / 1e9, read / 1e9, pid, stacks_signal
-        )
+        pid, number = _WHO.unpack_from(memory, _WHO_AT)
+        return cls(step, steps, name, generation, at / 1e9, computed / 1e9, read / 1e9, pid, number)
 
     def __str__(self) -> str:
         return f"at step {self.step}, in {self.phase!r}"
@@ -104,11 +105,13 @@ class _Heart:
         self.step, self.phase, self.at = step, phase, now
         _BEAT.pack_into(
             self.memory, 0, step, self.steps, phase, self.generation, now,
-            spent[EXCHANGE], spent[DATA],
+            spent[STEP], spent[DATA],
         )  # fmt: skip
 
 
 _heart: _Heart | None = None
+STACKS_SIGNAL = signal.SIGRTMIN + 3
+"""Upon it a task writes its stacks, whoever holds the interpreter's lock."""
 
 
 def begin() -> None:
@@ -126,9 +129,18 @@ def begin() -> None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             _heart = _Heart(mmap.mmap(file, SIZE), file)
+            _write_stacks_when_asked(stacks_file(Path(path)))
         except BaseException:
             os.close(file)
             raise
+
+
+def _write_stacks_when_asked(path: Path) -> None:
+    """Have the signal handled, and the file know it."""
+    assert _heart is not None
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    faulthandler.register(STACKS_SIGNAL, os.open(path, flags, 0o600), all_threads=True)
+    _WHO.pack_into(_heart.memory, _WHO_AT, os.getpid(), STACKS_SIGNAL)
 
 
 def beat(step: int, phase: int) -> None:
@@ -196,16 +208,6 @@ def in_generation(number: int) -> None:
         _heart.beat(_heart.step, _heart.phase)
 
 
-def stacks_upon(number: int) -> None:
-    """Say which signal makes this task write its stacks.
-
-    Args:
-        number: The signal.
-    """
-    if _heart is not None:
-        _WHO.pack_into(_heart.memory, _WHO_AT, os.getpid(), number)
-
-
 @dataclass(frozen=True, slots=True)
 class Life:
     """What the kernel says of a process.
@@ -248,6 +250,40 @@ def file_of(folder: Path, name: str) -> Path:
         name: The task, with or without its address behind it.
     """
     return folder / name.partition(" (")[0].replace(" ", "-")
+
+
+def stacks_file(path: Path) -> Path:
+    """Where a task writes its stacks.
+
+    Args:
+        path: Where it says where it is.
+    """
+    return path.with_name(f"{path.name}.stacks")
+
+
+def dump_stacks(why: str) -> str:
+    """Write the stacks of all threads of this process into the folder for them, if there is one.
+
+    Args:
+        why: A line above them.
+
+    Returns:
+        A sentence that says where, to end an error with; "" where nothing was written.
+    """
+    folder = os.environ.get(ENV_STACKS)
+    if not folder:
+        return ""
+    own = os.environ.get(ENV_HEARTBEAT, f"process-{os.getpid()}")
+    path = Path(folder) / f"{Path(own).name}.txt"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a") as file:
+            print(f"{time.strftime('%H:%M:%S')} {why}", file=file, flush=True)
+            faulthandler.dump_traceback(file, all_threads=True)
+            print(file=file)
+    except OSError:
+        return ""
+    return f" The stacks of this task are in {path}."
 
 
 def last_words(name: str) -> str:

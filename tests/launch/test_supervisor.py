@@ -12,9 +12,10 @@ from textwrap import indent
 import pytest
 
 from spartito.errors import PREFIX
+from spartito.launch.heartbeats import Heartbeats
 from spartito.launch.output import Sink
-from spartito.launch.process import Process, exit_code
-from spartito.launch.supervisor import DOUBLE_CLICK, Patience, _Supervisor
+from spartito.launch.process import Patience, Process, exit_code
+from spartito.launch.supervisor import DOUBLE_CLICK, _Supervisor
 from tests.launch.supervised import GRANDCHILD, LEAVES, LIMIT, SLEEPS, WAITS, Start, vanished
 
 
@@ -201,7 +202,8 @@ def test_a_traceback_that_nobody_has_read_yet_counts_too(tmp_path: Path) -> None
         for index, script in enumerate((first, second))
     ]
     shown = Sink(io.BytesIO(), False)
-    job = _Supervisor(tasks, Patience(cause=LIMIT), shown, shown, None, before_exec=None)
+    beats = Heartbeats(shown.say)
+    job = _Supervisor(tasks, Patience(cause=LIMIT), shown, shown, beats, None, before_exec=None)
     try:
         for index in range(2):
             job._start(index)
@@ -214,6 +216,7 @@ def test_a_traceback_that_nobody_has_read_yet_counts_too(tmp_path: Path) -> None
         for task in job.tasks:
             task.popen.wait(LIMIT)
             task.close()
+        beats.close()
         job.selector.close()
 
 

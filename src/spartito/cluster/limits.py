@@ -23,12 +23,24 @@ def time_limit(
     """
     if given is not None:
         return _checked(given, f"{what}={given!r}")
-    text = env.get(ENV_TIMEOUT, "300")
+    return seconds_of(env.get(ENV_TIMEOUT, "300"), ENV_TIMEOUT)
+
+
+def seconds_of(given: float | str, name: str) -> float:
+    """The seconds that a variable or an option says.
+
+    Args:
+        given: A number, or its text.
+        name: Of the variable.
+
+    Raises:
+        UserError: It is no such number.
+    """
     try:
-        seconds = float(text)
+        seconds = float(given)
     except ValueError:
         seconds = 0.0
-    return _checked(seconds, f"{ENV_TIMEOUT}={text!r}")
+    return _checked(seconds, f"{name}={given!r}")
 
 
 def _checked(seconds: Any, source: str) -> float:

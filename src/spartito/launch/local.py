@@ -19,10 +19,10 @@ from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
 from spartito.launch.job import JobSpec, option
-from spartito.launch.process import Process, process_of, with_logs
+from spartito.launch.process import Patience, Process, process_of, with_logs
 from spartito.launch.processes import Processes
 from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
-from spartito.launch.supervisor import Patience, supervise
+from spartito.launch.supervisor import supervise
 from spartito.launch.throttle import fractions_of, slow_tasks
 from spartito.log import TORCH_LEVEL
 from spartito.names import ENV_SNAPSHOT_DIR
@@ -64,6 +64,7 @@ class Local(Processes):
         master_addr: where they meet, as ``host:port``.
         slow: tasks that run only a fraction of the time, as ``worker:1=0.25``.
         log_dir: a folder where what each task prints goes into a file as well.
+        notice: seconds until a task that stands still is named; None: ``SPARTITO_NOTICE``, or 5.
         yes: whether to start far more processes than cores; without it a terminal is asked.
         recover: whether a worker that is killed is started again, and gets its state from the
             others, which go on (`Recovery`).
@@ -139,6 +140,8 @@ class Local(Processes):
                     patience=Patience(report=LAST_REPORT) if others else Patience(),
                     result_of=0 if self.result else None,
                     private=folder,
+                    stacks=self.stacks(job, variables),
+                    notice=self.notice,
                 )
 
 

@@ -140,6 +140,10 @@ class Sink:
             begin, self.line.bar_of = (self._back if over else b"\n"), None
         self._put(begin + b"".join(prefixed(prefix, line) for line in lines))
 
+    def say(self, text: str) -> None:
+        """Print a line of ours."""
+        self.write([f"spartito: {text}\n".encode()])
+
     def write_bar(self, bar: bytes, prefix: bytes) -> None:
         """Show a progress bar in the line where we are, over any other."""
         self._put(self._back + prefix + bar)

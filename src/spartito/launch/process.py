@@ -13,6 +13,7 @@ from pathlib import Path
 from spartito.cluster import Task
 from spartito.device import MemoryKills
 from spartito.errors import EXIT_TASK_LOST
+from spartito.heartbeat import Beat
 from spartito.launch.logs import TaskLog, refused
 from spartito.launch.output import Channel, ErrorChannel
 from spartito.launch.roles import Roles
@@ -20,6 +21,27 @@ from spartito.launch.throttle import FULL
 
 FROM_OUTSIDE = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGHUP})
 """Signals by which a task is lost; by others, as SIGSEGV, it fails on its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Patience:
+    """How long the supervisor waits, in seconds."""
+
+    stop: float = 5.0
+    """From SIGTERM to SIGKILL for the others, once a task failed."""
+    interrupt: float = 30.0
+    """From Ctrl-C or SIGTERM to SIGKILL: a script may write a last checkpoint."""
+    cause: float = 2.0
+    """For the task that failed first, once another reports that it lost a peer."""
+    report: float = 0.0
+    """From a failure to SIGTERM for the others, while they may report it to other machines."""
+    hold: float = 5.0
+    """Until a traceback whose task lives on counts as ordinary output."""
+    own_error: float = 30.0
+    """The same for a message of ours, after which a task has only to end."""
+
+
+USUAL = Patience()
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +97,8 @@ class Running:
     """One started process, the ``starts``-th start of the task with this ``index``.
 
     ``throttle`` is the process that slows it down, until it is ``released``. Once it is
-    ``let_go``, how it ended does not matter to the job. ``memory`` says whether it had run out.
+    ``let_go``, how it ended does not matter to the job. ``memory`` says whether it had run out,
+    ``missed`` that it ended well, but others wait for it; ``last_beat`` where it was then.
     """
 
     process: Process
@@ -92,11 +115,23 @@ class Running:
     failed_at: float = 0.0
     ended_at: float = 0.0
     forwarded: bool = False
+    missed: str = ""
+    last_beat: Beat | None = None
 
     @property
     def name(self) -> str:
         """What the task is called."""
         return self.process.name
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.popen.pid
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the others cannot do without it."""
+        return self.process.vital and not self.process.outlives and not self.let_go
 
     def send(self, number: int) -> None:
         """Signal the process itself, if it runs; nothing slows it down any more."""
@@ -156,17 +191,25 @@ class Running:
         """
         errors = self.errors
         raised = errors is not None and bool(errors.held) and not errors.is_own_error
+        if self.missed:
+            return EXIT_TASK_LOST
         return 1 if self.code == -signal.SIGABRT and raised else self.code or 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether it ended as it should not have."""
+        return bool(self.code or self.missed)
 
     @property
     def how_it_failed(self) -> str:
         """As an error says it: ``failed with exit code 1``."""
         code = self.outcome
-        return (
-            f"was killed by {_signal_name(-code)}{self.memory}"
-            if code < 0
-            else f"failed with exit code {code}"
-        )
+        if self.missed:
+            return self.missed
+        where = f" ({self.last_beat})" if self.last_beat else ""
+        if code < 0:
+            return f"was killed by {_signal_name(-code)}{self.memory}{where}"
+        return f"failed with exit code {code}{where}"
 
     @property
     def errors(self) -> ErrorChannel | None:

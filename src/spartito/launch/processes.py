@@ -12,7 +12,7 @@ from spartito.errors import UserError
 from spartito.launch.job import JobSpec, option
 from spartito.launch.process import Process
 from spartito.launch.roles import RESTARTS, Roles
-from spartito.names import ENV_RECOVERY
+from spartito.names import ENV_RECOVERY, ENV_RUN_DIR
 from spartito.registry import strategy_info, strategy_names
 
 
@@ -24,6 +24,9 @@ class Processes:
         "A folder for what each task prints: worker-0.log and so on, written anew.", metavar="DIR"
     )
     yes: bool = option("Start far more processes than cores without a question.", False)
+    notice: float | None = option(
+        "Seconds until a task that stands still is named; 5 by default.", metavar="SECONDS"
+    )
     recover: bool = option(
         "Go on when a worker is killed: it is started again, and gets its state from the others.",
         False,
@@ -57,6 +60,19 @@ class Processes:
         env = job.environment(os.environ if self.environment is None else self.environment)
         recovery = self.recovery
         return env if recovery is None else env | {ENV_RECOVERY: recovery.text}
+
+    def stacks(self, job: JobSpec, env: Mapping[str, str]) -> Path | None:
+        """Where the stacks of tasks are kept that do not move or lose others.
+
+        Args:
+            job: what is to run.
+            env: what its tasks get.
+
+        Returns:
+            A folder beside their logs, or in the run folder; None where there is neither.
+        """
+        where = self.log_dir or job.out or env.get(ENV_RUN_DIR)
+        return Path(where).resolve() / "stacks" if where else None
 
     @property
     def recovery(self) -> Recovery | None:

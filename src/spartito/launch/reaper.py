@@ -21,11 +21,12 @@ WATCH = rf"""
 while read -r line; do groups=$line; done
 for g in $groups; do kill -s KILL -- "-$g"; done
 for again in 1 2 3 4 5; do
-    found=$(grep -lsz "^{MARK}=$2\$" /proc/[0-9]*/environ)
+    found=$(grep -lsz "^{MARK}=$1\$" /proc/[0-9]*/environ)
     [ -n "$found" ] || break
     for path in $found; do path=${{path#/proc/}}; kill -s KILL "${{path%/environ}}"; done
 done
-[ -z "$1" ] || rm -rf -- "$1"
+shift
+[ $# = 0 ] || rm -rf -- "$@"
 """
 
 
@@ -34,14 +35,14 @@ class Reaper:
 
     The kernel's death signal (see `die_with_parent`) reaches only a child itself; this reaches
     its children too. Where ``mark`` is in their environment, it reaches those that have left
-    the group as well, as daemons do. ``private`` is a folder that it removes then.
+    the group as well, as daemons do. ``private`` are folders that it removes then.
     """
 
-    def __init__(self, private: str | None = None) -> None:
+    def __init__(self, *private: str | None) -> None:
         token = secrets.token_hex(8)
         self.mark = {MARK: token}
         self._shell = subprocess.Popen(
-            ["/bin/sh", "-c", WATCH, "reaper", private or "", token],
+            ["/bin/sh", "-c", WATCH, "reaper", token, *filter(None, private)],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

@@ -11,16 +11,18 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import FrameType
 from typing import BinaryIO
 
 from spartito.device import MemoryKills, memory_kills
 from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.failpoints import failpoint
+from spartito.launch.heartbeats import Heartbeats
 from spartito.launch.logs import TaskLog
 from spartito.launch.output import Channel, ErrorChannel, Sink, binary
 from spartito.launch.pause import pausing
-from spartito.launch.process import Process, Running, exit_code, out_of_memory
+from spartito.launch.process import USUAL, Patience, Process, Running, exit_code, out_of_memory
 from spartito.launch.reaper import Reaper, die_with_parent
 from spartito.launch.throttle import FULL, start_throttle
 
@@ -31,30 +33,14 @@ TICK = 1.0
 """Seconds after which we look again even if nothing woke us."""
 
 
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How long the supervisor waits, in seconds."""
-
-    stop: float = 5.0
-    """From SIGTERM to SIGKILL for the others, once a task failed."""
-    interrupt: float = 30.0
-    """From Ctrl-C or SIGTERM to SIGKILL: a script may write a last checkpoint."""
-    cause: float = 2.0
-    """For the task that failed first, once another reports that it lost a peer."""
-    report: float = 0.0
-    """From a failure to SIGTERM for the others, while they may report it to other machines."""
-    hold: float = 5.0
-    """Until a traceback whose task lives on counts as ordinary output."""
-    own_error: float = 30.0
-    """The same for a message of ours, after which a task has only to end."""
-
-
 def supervise(
     processes: Sequence[Process],
     *,
-    patience: Patience = Patience(),
+    patience: Patience = USUAL,
     result_of: int | None = None,
     private: str | None = None,
+    stacks: Path | None = None,
+    notice: float | None = None,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
 ) -> int:
@@ -73,15 +59,17 @@ def supervise(
 
     ``result_of`` is the index of a process whose last line on stdout is the result of the job:
     it is printed last and as it is. ``private`` is a folder of the job that is removed at its
-    end, even when we are killed. ``out`` and ``err`` default to our own streams, which may be
-    a notebook's. What a task started ends with the job, in a session of its own too. Must be
-    called from the main thread, as it takes over signals. Raises `UserError` when a process
-    cannot be started.
+    end, even when we are killed. ``stacks`` is a folder for the stacks of tasks that do not move,
+    ``notice`` the seconds until one that stands still is named. ``out`` and ``err`` default to our
+    own streams, which may be a notebook's. What a task started ends with the job, in a session of
+    its own too. Must be called from the main thread, as it takes over signals. Raises `UserError`
+    when a process cannot be started.
     """
     has_terminal = out is None and err is None and hasattr(sys.stdout, "buffer")
     sinks = Sink.pair(out or binary(sys.stdout), err or binary(sys.stderr))
     keeps_terminal = len(processes) == 1 and has_terminal
-    return _Supervisor(processes, patience, *sinks, result_of, keeps_terminal).run(private)
+    beats = Heartbeats(sinks[1].say, stacks, notice)
+    return _Supervisor(processes, patience, *sinks, beats, result_of, keeps_terminal).run(private)
 
 
 @dataclass
@@ -90,6 +78,7 @@ class _Supervisor:
     patience: Patience
     out: Sink
     err: Sink
+    beats: Heartbeats
     result_of: int | None
     keeps_terminal: bool = False
     tasks: list[Running] = field(default_factory=list)
@@ -110,7 +99,7 @@ class _Supervisor:
 
     def run(self, private: str | None) -> int:
         with self._signals(), pausing(self._pause, self._resume):
-            reaper = Reaper(private)
+            reaper = Reaper(private, str(self.beats.folder))
             self.mark = reaper.mark
             try:
                 for index in range(len(self.processes)):
@@ -131,6 +120,7 @@ class _Supervisor:
                 for task in self.tasks:
                     task.popen.wait()
                     task.close()
+                self.beats.close()
                 reaper.close()
 
     @contextmanager
@@ -184,12 +174,12 @@ class _Supervisor:
     def _start(self, index: int, starts: int = 1) -> None:
         """Start the task with this index, or start it again."""
         process = self.processes[index]
-        log = TaskLog(process.log, starts > 1, self._say) if process.log else None
+        log = TaskLog(process.log, starts > 1, self.err.say) if process.log else None
         pipe = None if self.keeps_terminal and log is None else subprocess.PIPE
         try:
             popen = subprocess.Popen(
                 list(process.argv),
-                env={**process.env, **self.mark},
+                env={**process.env, **self.mark, **self.beats.begin(process.name, process.remote)},
                 stdin=None if self.keeps_terminal else subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
@@ -248,7 +238,7 @@ class _Supervisor:
                 self.selector.unregister(key.fd)
 
     def _deadline(self) -> float:
-        times = [time.monotonic() + TICK, self.kill_at]
+        times = [time.monotonic() + min(TICK, self.beats.every), self.kill_at]
         limits = self.patience.cause, self.patience.report
         times += [task.ended_at + limit for task in self.tasks if task.code for limit in limits]
         times += [since + self._holds(errors) for since, errors in self._held()]
@@ -271,6 +261,7 @@ class _Supervisor:
         for task in ended:
             task.signal_group(signal.SIGKILL)
             task.code = task.popen.returncode
+            task.last_beat = self.beats.beat_of(task.name)
             if task.code == -signal.SIGKILL:
                 task.memory = self._ran_out()
             for channel in task.channels:
@@ -284,7 +275,7 @@ class _Supervisor:
             if task.code == 0 and errors:
                 errors.release()
         for task in filter(Running.lost_its_throttle, self.tasks):
-            self._say(f"what slows {task.name} down is gone; it runs at full speed")
+            self.err.say(f"what slows {task.name} down is gone; it runs at full speed")
             task.release()
             task.signal_group(signal.SIGCONT)
         return bool(ended)
@@ -301,7 +292,7 @@ class _Supervisor:
                 return
             process = task.process
             if task.was_lost and task.starts <= process.restarts:
-                self._say(
+                self.err.say(
                     f"{task.name} {task.how_it_failed}; "
                     f"it is started again ({task.starts} of {process.restarts})"
                 )
@@ -309,10 +300,10 @@ class _Supervisor:
                 self._start(task.index, task.starts + 1)
                 self._forward()  # a signal may have come while it was just starting
             elif task.was_lost and not process.vital:
-                self._say(f"{task.name} {task.how_it_failed}; the others go on without it")
+                self.err.say(f"{task.name} {task.how_it_failed}; the others go on without it")
                 self._let_go(task)
             elif task.lost_a_peer and self._done_beside(task):
-                self._say(f"{task.name} found the others done; the job ends without it")
+                self.err.say(f"{task.name} found the others done; the job ends without it")
                 self._let_go(task)
 
     def _done_at(self) -> float | None:
@@ -337,7 +328,7 @@ class _Supervisor:
         for task in self.tasks:
             late = task.starts > 1 and task.code is None and not task.process.outlives
             if late and not task.let_go and time.monotonic() > since + self.patience.stop:
-                self._say(f"{task.name} came too late; the job has ended")
+                self.err.say(f"{task.name} came too late; the job has ended")
                 task.let_go = True
                 task.signal_group(signal.SIGKILL)
 
@@ -356,10 +347,11 @@ class _Supervisor:
             self._kill()
         if self.cause is not None or self.interrupted is not None:
             return
+        self.beats.look(self.tasks)
         for since, errors in self._held():
             if now - since >= self._holds(errors):
                 errors.release()
-        failed = [task for task in self.tasks if task.code and not task.let_go]
+        failed = [task for task in self.tasks if task.failed and not task.let_go]
         if not failed:
             return
         first = min(failed, key=lambda task: (task.lost_a_peer, task.failed_at))
@@ -390,7 +382,7 @@ class _Supervisor:
             for task in self.tasks:
                 if task.errors is not None and not task.fell_by_interrupt:
                     task.errors.release()
-            self._say(f"stopped by {self.interrupted.name}")
+            self.err.say(f"stopped by {self.interrupted.name}")
             return 128 + self.interrupted
         if self.cause is None:
             return 0 if any(task.code == 0 for task in self.tasks) else EXIT_TASK_LOST
@@ -406,11 +398,8 @@ class _Supervisor:
         if others:
             verb = "was" if len(others) == 1 else "were"
             why = f"{cause.name} {cause.how_it_failed}"
-            self._say(f"{', '.join(others)} {verb} stopped because {why}")
-        elif errors is not None or (cause.code or 0) < 0:  # a single task's own words suffice
-            self._say(f"{cause.name} {cause.how_it_failed}")
+            self.err.say(f"{', '.join(others)} {verb} stopped because {why}")
+        elif errors is not None or cause.missed or (cause.code or 0) < 0:
+            self.err.say(f"{cause.name} {cause.how_it_failed}")  # else its own words suffice
         if errors is not None:
             self.err.write(errors.held)
-
-    def _say(self, text: str) -> None:
-        self.err.write([f"spartito: {text}\n".encode()])

@@ -21,8 +21,8 @@ from spartito.errors import EXIT_TASK_LOST, UserError
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Program
 from spartito.launch.local import Position, environments
-from spartito.launch.process import Process
-from spartito.launch.supervisor import Patience, supervise
+from spartito.launch.process import Patience, Process
+from spartito.launch.supervisor import supervise
 from spartito.names import ENV_SNAPSHOT_DIR
 
 LAUNCHED = ("TF_CONFIG", ENV_SNAPSHOT_DIR)

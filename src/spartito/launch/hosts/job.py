@@ -38,6 +38,7 @@ class Hosts(Processes):
         remote_python: the Python of the other machines; by default the same as here.
         env: names of variables that the tasks there get as well.
         log_dir: as `Local` has it.
+        notice: as `Local` has it.
         yes: as `Local` has it.
         recover: as `Local` has it, like the next three.
         min_workers: how many go on at least.
@@ -97,7 +98,13 @@ class Hosts(Processes):
             ]
             strategy = job.choose(roles, env=variables)
             processes = self.recovering(with_logs(processes, self.log_dir), strategy, roles)
-            code = supervise(processes, result_of=0 if self.result else None, private=folder)
+            code = supervise(
+                processes,
+                result_of=0 if self.result else None,
+                private=folder,
+                stacks=self.stacks(job, variables),
+                notice=self.notice,
+            )
         if code == 0 and not hosts[0].here:
             _say(f"what {roles.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
         return code

@@ -1,0 +1,194 @@
+"""The files in which the tasks of a launcher say where they are, and what it makes of them."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Protocol
+
+from spartito.cluster.limits import seconds_of
+from spartito.heartbeat import SIZE, Beat, file_of, life_of, stacks_file
+from spartito.launch.watch import NOTICE, Notice, Seen, Watch
+from spartito.names import ENV_HEARTBEAT, ENV_NOTICE, ENV_STACKS
+
+SHOWN = 4
+"""Frames of a stack in a message."""
+STACKS_SECONDS = 0.5
+"""For a task to write its stacks."""
+
+
+class Watched(Protocol):
+    """A task as it is watched.
+
+    ``missed`` is why the others cannot go on after it ended.
+    """
+
+    missed: str
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+        ...
+
+    @property
+    def starts(self) -> int:
+        """Which start of it this is."""
+        ...
+
+    @property
+    def code(self) -> int | None:
+        """Its exit code."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Its process."""
+        ...
+
+    @property
+    def awaited(self) -> bool:
+        """Whether the others cannot do without it."""
+        ...
+
+
+class Heartbeats:
+    """A folder of this machine's memory with a file for each task.
+
+    Args:
+        say: Gets a line for the user.
+        stacks: Where the stacks of tasks that do not move are kept; None: nowhere.
+        notice: Seconds within which a task that stands still is named; None: what
+            ``SPARTITO_NOTICE`` says, or 5.
+    """
+
+    def __init__(
+        self, say: Callable[[str], None], stacks: Path | None = None, notice: float | None = None
+    ) -> None:
+        self._say, self._stacks = say, stacks
+        given = os.environ.get(ENV_NOTICE) if notice is None else notice
+        self._watch = Watch(NOTICE if given is None else seconds_of(given, ENV_NOTICE))
+        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
+        self.folder = Path(tempfile.mkdtemp(prefix="spartito-", dir=memory))
+        self._files: dict[str, mmap.mmap] = {}
+        self._next = 0.0
+
+    @property
+    def every(self) -> float:
+        """Seconds between two looks."""
+        return self._watch.every
+
+    def begin(self, name: str, remote: bool) -> Mapping[str, str]:
+        """Make the file of a task that is about to start.
+
+        Args:
+            name: The task.
+            remote: Whether it runs on another machine, whose launcher makes it.
+
+        Returns:
+            What the task's environment says of it.
+        """
+        if remote:
+            return {}
+        path = file_of(self.folder, name)
+        for old in (path, stacks_file(path)):
+            old.unlink(missing_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.truncate(file, SIZE)
+            self._files[name] = mmap.mmap(file, SIZE)
+        finally:
+            os.close(file)
+        return {ENV_HEARTBEAT: str(path)} | (
+            {} if self._stacks is None else {ENV_STACKS: str(self._stacks)}
+        )
+
+    def look(self, tasks: Sequence[Watched]) -> None:
+        """Say what there is to say of the tasks; those that are missed are told so.
+
+        Args:
+            tasks: All of them.
+        """
+        now = time.monotonic()
+        if now < self._next:
+            return
+        self._next = now + self.every
+        seen = [
+            Seen(
+                task.name,
+                task.starts,
+                self.beat_of(task.name),
+                None if task.code is not None else life_of(task.pid),
+                task.code,
+                task.awaited,
+            )
+            for task in tasks
+        ]
+        named = {task.name: task for task in tasks}
+        for notice in self._watch.look(now, seen):
+            if notice.ends:
+                named[notice.name].missed = notice.text
+            else:
+                self._say(f"{notice.name} {notice.text}{self._stacks_of(notice)}")
+
+    def beat_of(self, name: str) -> Beat | None:
+        """What a task said last, None if nothing.
+
+        Args:
+            name: The task.
+        """
+        memory = self._files.get(name)
+        beat = None if memory is None else Beat.read_from(memory)
+        return beat if beat is not None and beat.phase else None
+
+    def close(self) -> None:
+        """Remove the folder."""
+        for memory in self._files.values():
+            memory.close()
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _stacks_of(self, notice: Notice) -> str:
+        """Where the main thread is, and where the stacks of all threads are kept."""
+        beat = self.beat_of(notice.name)
+        if not notice.stacks or beat is None or not beat.stacks_signal:
+            return ""
+        path = stacks_file(file_of(self.folder, notice.name))
+        before = path.stat().st_size if path.exists() else 0
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(beat.pid, beat.stacks_signal)
+        text = _grown(path, before)
+        frames = [line.strip() for line in text.rpartition("Thread ")[2].splitlines()]
+        shown = [line for line in frames if line.startswith("File ")][:SHOWN]
+        kept = self._keep(path.name, text) if text else ""
+        return "".join(f"\n  {line}" for line in shown) + kept
+
+    def _keep(self, name: str, text: str) -> str:
+        if self._stacks is None:
+            return ""
+        path = self._stacks / name.replace(".stacks", ".txt")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with path.open("a") as file:
+                file.write(f"{time.strftime('%H:%M:%S')} as the launcher asked\n{text}\n")
+        except OSError:
+            return ""
+        return f"\n  the stacks of all its threads are in {path}"
+
+
+def _grown(path: Path, before: int) -> str:
+    """What was written into the file since it had so many bytes, once that has come."""
+    end = time.monotonic() + STACKS_SECONDS
+    text = ""
+    while time.monotonic() < end:
+        time.sleep(0.02)
+        with suppress(OSError):
+            now = path.read_bytes()[before:].decode(errors="replace")
+            if now and now == text:  # it has ceased to grow
+                return now
+            text = now
+    return text
