@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launching import ROOT
-from tests.netns import Machine, NoNamespacesError, network
+from spartito.chaos.network import Machine, NoNamespacesError, network
 
 LIMIT = 300.0
 PORT = 29700

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from spartito.chaos.network import NoNamespacesError, network
 from tests.commands import commands_in
-from tests.netns import NoNamespacesError, network
 from tests.skips import skip
 
 SCRIPT = """

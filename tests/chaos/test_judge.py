@@ -88,6 +88,17 @@ def test_where_the_order_of_updates_differs_the_last_loss_is_close() -> None:
     assert judge(KILL, setup, REFERENCE, far).broken == ("the last loss is off by +0.2000",)
 
 
+@pytest.mark.parametrize(
+    ("more", "why"), [(-2, "2 updates were lost"), (3, "3 updates were applied twice")]
+)
+def test_updates_of_servers_are_counted(more: int, why: str) -> None:
+    setup = Setup("parameter_server", asynchronous=True, served=True)
+    went_on = replace(PLAIN, fired=(0.3,), text=FELL.text)
+    reference = replace(REFERENCE, applied={"ps-0": 6, "ps-1": 6})
+    found = Record((went_on,), lines(1, 2), {"ps-0": 6, "ps-1": 6 + more})
+    assert why in judge(KILL, setup, reference, found).broken
+
+
 def test_the_pause_is_that_of_the_last_task_to_step_again() -> None:
     traces = {"worker:0": steps(1, 6), "worker:1": [*steps(1, 2), *steps(3, 4, 5.0)]}
     assert pause_after(traces, 0.25) == pytest.approx(5.3 - 0.25)

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spartito.chaos.network import Machine
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
 from spartito.collectives.placement import Placement
@@ -34,7 +35,6 @@ from spartito.log import logger
 from spartito.ps.protocol.messages import Lost
 from spartito.ps.protocol.wire import Wire
 from tests.collectives.group import join, spec
-from tests.netns import Machine
 
 DTYPES = {
     "all": [torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.uint8],

@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from spartito.chaos.network import Machine, NoNamespacesError, network
 from spartito.cluster.endpoints import Endpoint
 from spartito.collectives.sockets import listen
 from spartito.log import logger
 from tests.collectives import jobs
 from tests.collectives.group import Group, running
 from tests.commands import SPARTITO, Commands, Program, commands_in, tf_config
-from tests.netns import Machine, NoNamespacesError, network
 from tests.skips import skip
 
 EXACT = 1e-12

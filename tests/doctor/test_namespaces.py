@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from spartito.chaos.network import Machine, NoNamespacesError, network
 from tests.commands import SPARTITO, Commands, Ended, Program, commands_in, tf_config
 from tests.doctor.test_examination import SHORT, kinds, report, what
-from tests.netns import Machine, NoNamespacesError, network
 from tests.skips import skip
 
 PORT = 21500

@@ -11,8 +11,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from spartito.chaos.network import Machine, network
 from tests.commands import LEAN, SPARTITO, Commands, Program, eventually
-from tests.netns import Machine, network
 
 SSHD = "/usr/sbin/sshd"
 SEPARATION = Path("/run/sshd")

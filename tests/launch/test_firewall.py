@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
+from spartito.chaos.network import Machine, NoNamespacesError, network
 from tests.collectives.group import running
 from tests.collectives.jobs import enter
 from tests.commands import SPARTITO, Commands, commands_in, tf_config
 from tests.doctor.test_examination import report, what
-from tests.netns import Machine, NoNamespacesError, network
 from tests.skips import skip
 
 FIRST, LAST = 29500, 29509

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from spartito.chaos.network import NoNamespacesError
 from tests.commands import (
     SPARTITO,
     Commands,
@@ -24,7 +25,6 @@ from tests.commands import (
 )
 from tests.launch.ssh_hosts import Site, machines, why_not
 from tests.launch.supervised import SLEEPS
-from tests.netns import NoNamespacesError
 from tests.skips import skip, skip_if
 
 pytestmark = skip_if(bool(why := why_not()), "ssh", why)

@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from spartito.chaos.network import Machine
+from spartito.chaos.schedule import KINDS
 from spartito.errors import UserError
 from spartito.launch.reaper import die_with_parent
 from spartito.launch.throttle import start_throttle
@@ -18,10 +20,13 @@ from spartito.launch.throttle import start_throttle
 PAUSED = 2.0
 """Seconds that ``pause`` lets a task stand still."""
 
+LOSSY = 5.0
+"""Seconds for which ``loss`` loses packets."""
+
 PARTED = 3.0
 """Seconds for which ``partition`` takes a task off the network."""
 
-TENTH = 0.1
+TENTH, FIFTH = 0.1, 0.2
 SIGNALS = {
     "kill": signal.SIGKILL,
     "torn": signal.SIGKILL,
@@ -40,11 +45,13 @@ class Target:
         pid: the process of the task.
         out: the run folder of the job, with its checkpoints.
         sample: a file of the data, for ``corrupt``.
+        machine: the machine of the task, for faults of the network.
     """
 
     pid: int
     out: Path
     sample: Path | None = None
+    machine: Machine | None = None
 
 
 @dataclass
@@ -68,7 +75,7 @@ def inject(kind: str, target: Target) -> Injected:
     """Do it now.
 
     Args:
-        kind: a fault that is neither inside a task nor of the network.
+        kind: a fault that is not inside a task.
         target: to what.
 
     Returns:
@@ -87,6 +94,9 @@ def inject(kind: str, target: Target) -> Injected:
         if target.sample is None:
             raise UserError("corrupt needs a file of the data", "Name one by --sample FILE.")
         _spoil(target.sample, done)
+    elif KINDS[kind].network:
+        assert target.machine is not None
+        _disturb(kind, target.machine, done)
     else:
         _signal(target.pid, SIGNALS[kind])
     if kind == "pause":
@@ -95,6 +105,20 @@ def inject(kind: str, target: Target) -> Injected:
     if kind == "torn":
         tear(target.out)
     return done
+
+
+def _disturb(kind: str, machine: Machine, done: Injected) -> None:
+    if kind == "loss":
+        machine.lose(FIFTH)
+        done.undo.append(machine.open_all)
+        done.heal_after = LOSSY
+    elif kind == "cut":
+        machine.silence()
+        done.undo.append(machine.open_all)
+    else:
+        machine.cut()
+        done.undo.append(machine.join)
+        done.heal_after = PARTED
 
 
 def tear(out: Path) -> Path | None:

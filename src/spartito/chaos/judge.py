@@ -96,10 +96,17 @@ def promise_of(fault: Fault, setup: Setup) -> Promise:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """What the runs of one cell left: their outcomes, and the lines of the run folder's history."""
+    """What the runs of one cell left.
+
+    Args:
+        outcomes: how they ended, the one with the faults first.
+        history: the lines of the run folder's history.
+        applied: how many pushes each server applied, by its own count.
+    """
 
     outcomes: Sequence[Outcome]
     history: Sequence[Mapping[str, Any]]
+    applied: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def code(self) -> int | None:
@@ -110,10 +117,8 @@ class Record:
         """The steps of the task that decides, over all runs in turn."""
         found: list[Step] = []
         for outcome in self.outcomes:
-            for task in ("chief:0", "worker:0"):
-                if task in outcome.traces:
-                    found += outcome.traces[task]
-                    break
+            told = (outcome.traces.get(task, []) for task in ("chief:0", "worker:0"))
+            found += next((steps for steps in told if steps), [])  # a chief may make no steps
         return found
 
 
@@ -127,7 +132,8 @@ class Verdict:
         seconds: from the fault until all stepped again, or until it had ended.
         restarts: how often it had to be started again by hand.
         repeated: steps that were done again.
-        lost: steps that nobody did.
+        lost: steps that nobody did; with servers, updates that one of them lacks in the end.
+        doubled: updates that a server has applied twice.
         difference: of the last loss to that of the run without the fault; NaN if unknown.
     """
 
@@ -137,6 +143,7 @@ class Verdict:
     restarts: int
     repeated: int
     lost: int
+    doubled: int
     difference: float
 
 
@@ -190,15 +197,19 @@ def judge(schedule: Schedule, setup: Setup, reference: Record, record: Record) -
     figures = all(promise.figures for promise in promises)
     found.broken += _curve(reference, record) if exact else []
     found.broken += _history(reference.history, record.history, exact, figures)
-    wanted_steps, steps = curve(reference.steps()), record.steps()
-    done = {step.number for step in steps}
+    steps = record.steps()
+    missing = set(curve(reference.steps())) - {step.number for step in steps}
+    lacks, doubled = _updates(reference, record)
+    found.must(not lacks, f"{lacks} updates were lost")
+    found.must(not doubled, f"{doubled} updates were applied twice")
     return Verdict(
         tuple(found.broken),
         first.code,
         seconds,
         len(record.outcomes) - 1,
         repeated(steps),
-        0 if setup.asynchronous else len(set(wanted_steps) - done),
+        lacks if setup.asynchronous else len(missing),
+        doubled,
         _difference(reference.history, record.history),
     )
 
@@ -235,6 +246,14 @@ def _curve(reference: Record, record: Record) -> list[str]:
     if missing:
         said.append(f"{len(missing)} steps were never done, first {missing[0]}")
     return said
+
+
+def _updates(reference: Record, record: Record) -> tuple[int, int]:
+    """How many updates the servers lack, and have twice; 0 where the job began anew by hand."""
+    if len(record.outcomes) > 1:
+        return 0, 0
+    more = [record.applied.get(name, 0) - wanted for name, wanted in reference.applied.items()]
+    return -min([0, *more]), max([0, *more])
 
 
 def _history(

@@ -12,8 +12,8 @@ from spartito.chaos.suite import read_results
 from spartito.storage.atomic import write_file_atomically
 
 PAGE = "survival.md"
-HEAD = "| fault | task | step | ended with | seconds | started again | repeated | lost | loss | |"
-RULE = "|---|---|---|---|---|---|---|---|---|---|"
+HEAD = "| fault | task | step | ended with | seconds | again | repeated | lost | doubled | loss | |"
+RULE = "|---|---|---|---|---|---|---|---|---|---|---|"
 
 
 def write_page(out: Path) -> Path | None:
@@ -82,6 +82,7 @@ def row(result: Mapping[str, Any]) -> str:
         str(result["restarts"]),
         str(result["repeated"]),
         str(result["lost"]),
+        str(result["doubled"]),
         difference,
         "; ".join(result["broken"]).replace("|", "/") or "as promised",
     ]

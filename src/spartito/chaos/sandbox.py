@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from spartito.chaos.network import Machine
+
 HOLD = "mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
 ENTER = 'exec nsenter --target {} --mount env --chdir="$PWD" "$@"'
 
@@ -22,19 +24,19 @@ class Sandbox:
         enters: what stands before a command so that it runs there.
         memory: its /dev/shm, as it is seen from here.
         temporary: its folder for temporary files.
-        shared: whether others have the same /dev/shm.
+        machine: the machine that it is, if it has a network of its own.
     """
 
     enters: tuple[str, ...]
     memory: Path
     temporary: Path
-    shared: bool
+    machine: Machine | None = None
 
-    def left(self, before: frozenset[str] = frozenset()) -> list[str]:
-        """The files of ours that are there, but for those ``before``."""
+    def left(self) -> list[str]:
+        """The files of ours that are there."""
         ours = [f"/dev/shm/{path.name}" for path in self.memory.glob("spartito-*")]
         found = ours + [f"$TMPDIR/{path.name}" for path in self.temporary.iterdir()]
-        return sorted(set(found) - before)
+        return sorted(found)
 
 
 @contextmanager
@@ -45,7 +47,7 @@ def sandbox(folder: Path) -> Iterator[Sandbox]:
         folder: where its temporary files are.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    plain = Sandbox((), Path("/dev/shm"), folder, shared=True)
+    plain = Sandbox((), Path("/dev/shm"), folder)
     if os.geteuid() != 0 or shutil.which("unshare") is None:
         yield plain
         return
@@ -60,4 +62,4 @@ def sandbox(folder: Path) -> Iterator[Sandbox]:
             yield plain
             return
         enters = ("sh", "-c", ENTER.format(holder.pid), "sh")
-        yield Sandbox(enters, Path(f"/proc/{holder.pid}/root/dev/shm"), folder, shared=False)
+        yield Sandbox(enters, Path(f"/proc/{holder.pid}/root/dev/shm"), folder)

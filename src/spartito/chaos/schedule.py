@@ -48,7 +48,9 @@ KINDS = {
     "memory": Kind("the task may take no more memory", ALL_TASKS),
     "torn": Kind("SIGKILL, and half of the newest checkpoint is gone", COMPUTING),
     "corrupt": Kind("a file of the data holds something else", COMPUTING),
-    "loss": Kind("a fifth of the task's packets is lost", ALL_TASKS, network=True),
+    "loss": Kind(
+        "a fifth of what the task sends is lost, for five seconds", ALL_TASKS, network=True
+    ),
     "cut": Kind("nothing that the task sends arrives", ALL_TASKS, network=True),
     "partition": Kind("the task is off the network for three seconds", ALL_TASKS, network=True),
 }
@@ -144,6 +146,11 @@ def parse_schedules(text: str) -> list[Schedule]:
 def written(schedule: Schedule) -> str:
     """The text form of one run's faults; `parse_schedules` reads it."""
     return "+".join(map(str, schedule))
+
+
+def needs_network(schedule: Schedule) -> bool:
+    """Whether its faults need a machine for each task."""
+    return any(KINDS[fault.kind].network for fault in schedule)
 
 
 def drawn(

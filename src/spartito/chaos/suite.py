@@ -5,22 +5,35 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from spartito.chaos.judge import Record, Setup, Verdict, judge
+from spartito.chaos.machines import machines_for, on_machines
+from spartito.chaos.network import NoNamespacesError
 from spartito.chaos.sandbox import Sandbox, sandbox
-from spartito.chaos.schedule import KINDS, Fault, Schedule, drawn, matched, written
+from spartito.chaos.schedule import (
+    KINDS,
+    LAUNCHER,
+    Fault,
+    Schedule,
+    drawn,
+    matched,
+    needs_network,
+    written,
+)
 from spartito.chaos.traces import read_traces
-from spartito.chaos.trial import LOG, Outcome, Run, run
+from spartito.chaos.trial import LOG, Outcome, Run, Start, run
 from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.launch.reaper import Reaper
+from spartito.launch.roles import Roles
 from spartito.names import (
     ENV_RUN_DIR,
     ENV_STRATEGY,
@@ -95,6 +108,24 @@ class Suite:
         """The roles, as people write them."""
         return ("worker", "chief", "ps", "evaluator", "launcher")
 
+    @property
+    def networks(self) -> set[bool]:
+        """Whether faults are asked for that need a network, and whether others are."""
+        if self.schedules:
+            return set(map(needs_network, self.schedules))
+        return {KINDS[kind].network for kind in self.kinds}
+
+    def all_tasks(self, info: StrategyInfo) -> list[str]:
+        """Every task of the job under one strategy."""
+        served = info.needs_servers
+        counts = {
+            "chief": int(self.chief and served),
+            "worker": min(self.workers, info.most_replicas or self.workers),
+            "ps": self.ps if served else 0,
+            "evaluator": int(self.evaluator),
+        }
+        return [f"{role}:{index}" for role, count in counts.items() for index in range(count)]
+
     def tasks(self, info: StrategyInfo) -> dict[str, str]:
         """The task of each role to which faults happen, under one strategy."""
         workers = min(self.workers, info.most_replicas or self.workers)
@@ -127,7 +158,9 @@ def survive(suite: Suite) -> int:
     try:
         with sandbox(suite.out / "temporary") as where:
             for name in suite.strategies:
-                _Under(suite, strategy_info(name), where, reaper).all_cells()
+                under = _Under(suite, strategy_info(name), where, reaper)
+                under.all_cells()
+                under.all_cells_of_network()
     finally:
         signal.signal(signal.SIGTERM, before)
         reaper.close()
@@ -159,10 +192,15 @@ class _Under:
     info: StrategyInfo
     sandbox: Sandbox
     reaper: Reaper
+    machines: Mapping[str, Sandbox] = field(default_factory=dict)
 
     @property
     def folder(self) -> Path:
-        return self.suite.out / self.info.name
+        return self.suite.out / (self.info.name + ("-machines" if self.machines else ""))
+
+    @property
+    def workers(self) -> int:
+        return min(self.suite.workers, self.info.most_replicas or self.suite.workers)
 
     @property
     def setup(self) -> Setup:
@@ -177,13 +215,28 @@ class _Under:
 
     def all_cells(self) -> None:
         """Run those that have no result yet."""
-        done = {(one["strategy"], one["schedule"]) for one in read_results(self.suite.out)}
+        suite, network = self.suite, bool(self.machines)
+        if network not in suite.networks:
+            return
+        done = {(one["strategy"], one["schedule"]) for one in read_results(suite.out)}
         reference = self._reference()
         for schedule in self._schedules(reference):
             text = written(schedule)
             if (self.info.name, text) not in done:
                 verdict = self._cell(schedule, reference)
                 self._keep(text, verdict)
+
+    def all_cells_of_network(self) -> None:
+        """The same for faults that need a machine for each task, where they can be made."""
+        suite, info = self.suite, self.info
+        if True not in suite.networks or info.one_machine or suite.rounds is not None:
+            return
+        tasks = [task for task in suite.all_tasks(info) if task != LAUNCHER]
+        try:
+            with machines_for(tasks, suite.out / "temporary") as machines:
+                replace(self, machines=machines).all_cells()
+        except NoNamespacesError as error:
+            _say(f"{info.name}: no faults of the network: {error}")
 
     def _keep(self, text: str, verdict: Verdict) -> None:
         known = {"strategy": self.info.name, "schedule": text, "seed": self.suite.seed}
@@ -202,7 +255,7 @@ class _Under:
             facts = json.loads((folder / ENDED).read_text())
             text = (folder / LOG).read_text(errors="replace")
             old = Outcome(**facts, fired=(), text=text, traces=read_traces(folder), left=())
-            return Record((old,), read_history(folder / OUT))
+            return Record((old,), read_history(folder / OUT), read_applied(folder / OUT))
         _say(f"{self.info.name} without faults")
         outcome = self._run(folder, ())
         if outcome.code != 0:
@@ -217,20 +270,20 @@ class _Under:
             )
         facts = {"code": 0, "seconds": outcome.seconds, "ended": outcome.ended}
         (folder / ENDED).write_text(json.dumps(facts))
-        return Record((outcome,), read_history(folder / OUT))
+        return Record((outcome,), read_history(folder / OUT), read_applied(folder / OUT))
 
     def _schedules(self, reference: Record) -> list[Schedule]:
         suite, tasks = self.suite, self.suite.tasks(self.info)
         if suite.schedules:
-            return list(suite.schedules)
+            return [one for one in suite.schedules if needs_network(one) == bool(self.machines)]
         last = max(step.number for step in reference.steps())
         steps = suite.steps or range(last * 2 // 5, last * 3 // 5 + 1)
         kinds = [
             kind
             for kind in suite.kinds
-            if not KINDS[kind].network and (kind != "corrupt" or suite.sample)
+            if KINDS[kind].network == bool(self.machines) and (kind != "corrupt" or suite.sample)
         ]
-        if suite.rounds is not None:
+        if suite.rounds is not None and kinds:
             return drawn(suite.seed, suite.rounds, kinds, list(tasks.values()), steps)
         found: list[Schedule] = []
         for kind, task in dict.fromkeys(matched(kinds, tasks.values())):
@@ -242,13 +295,15 @@ class _Under:
 
     def _cell(self, schedule: Schedule, reference: Record) -> Verdict:
         folder = self.folder / written(schedule).replace("#", "-").replace(":", "-")
+        shutil.rmtree(folder, ignore_errors=True)  # of a suite that was interrupted
         outcomes = [self._run(folder, schedule)]
         while outcomes[-1].code != 0 and len(outcomes) <= GOES_ON_AT_MOST:
             again = self._run(folder, (), len(outcomes))
             outcomes.append(again)
             if again.code not in (0, 69, 75):
                 break
-        record = Record(tuple(outcomes), read_history(folder / OUT))
+        out = folder / OUT
+        record = Record(tuple(outcomes), read_history(out), read_applied(out))
         return judge(schedule, self.setup, reference, record)
 
     def _run(self, folder: Path, schedule: Schedule, times: int = 0) -> Outcome:
@@ -259,27 +314,22 @@ class _Under:
             program = replace(program, arguments=(*program.arguments, "--resume"))
         inherited = {name: v for name, v in os.environ.items() if name not in NOT_INHERITED}
         env = {ENV_TIMEOUT: f"{suite.limit:g}", **inherited, ENV_RUN_DIR: str(out)}
-        asked = Run(
-            self._command(program, out),
-            env,
-            folder / f"again-{times}" if times else folder,
-            out,
-            schedule,
-            self.sandbox,
-            suite.longest,
-            suite.sample,
-        )
+        data = None if suite.data is None else str(suite.data)
+        words = program.argv(out=str(out), data=data)
+        where = folder / f"again-{times}" if times else folder
+        asked = Run(self._starts(words, env), where, out, schedule, suite.longest, suite.sample)
         return run(asked, self.reaper)
 
-    def _command(self, program: Program, out: Path) -> list[str]:
+    def _starts(self, words: Sequence[str], env: Mapping[str, str]) -> dict[str, Start]:
         suite, info = self.suite, self.info
-        words = [sys.executable, "-m", "spartito", "run", f"--strategy={info.name}", "--yes"]
-        words += [f"--workers={min(suite.workers, info.most_replicas or suite.workers)}"]
-        if info.needs_servers:
-            words += [f"--ps={suite.ps}", *(["--chief"] if suite.chief else [])]
-        words += ["--evaluator"] if suite.evaluator else []
-        data = None if suite.data is None else str(suite.data)
-        return [*words, *suite.words, *program.argv(out=str(out), data=data)]
+        roles = Roles(self.workers, suite.ps if info.needs_servers else 0, suite.evaluator,
+                      suite.chief and info.needs_servers)  # fmt: skip
+        own = [sys.executable, "-m", "spartito", "run", f"--strategy={info.name}", "--yes"]
+        own += suite.words
+        if self.machines:
+            return on_machines([*own, *words], env, roles, self.machines)
+        counts = [f"--workers={roles.workers}", *(roles.asked.split())]
+        return {LAUNCHER: Start([*own, *counts, *words], env, self.sandbox)}
 
 
 def read_history(out: Path) -> list[Mapping[str, Any]]:
@@ -293,6 +343,19 @@ def read_history(out: Path) -> list[Mapping[str, Any]]:
     """
     path = out / "history.jsonl"
     return list(_readable(path.read_text(errors="replace"))) if path.exists() else []
+
+
+def read_applied(out: Path) -> dict[str, int]:
+    """How many pushes each server of a run applied.
+
+    Args:
+        out: the run folder.
+
+    Returns:
+        The number by server; empty for a run without any.
+    """
+    found = {path.stem: json.loads(path.read_text()) for path in out.glob("tasks/ps-*.json")}
+    return {name: facts["work_items"] for name, facts in sorted(found.items())}
 
 
 def _readable(text: str) -> Iterator[Mapping[str, Any]]:

@@ -17,6 +17,7 @@ from spartito.chaos.processes import end_all, marked, tasks_of
 from spartito.chaos.sandbox import Sandbox
 from spartito.chaos.schedule import KINDS, LAUNCHER, Fault, Schedule, written
 from spartito.chaos.traces import Traces, reached, read_traces
+from spartito.errors import EXIT_TASK_LOST
 from spartito.failpoints import ENV_STEP_HOOK
 from spartito.launch.reaper import Reaper
 
@@ -51,28 +52,44 @@ class Outcome:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
-    """What is run, and what is done to it.
+class Start:
+    """One command of a job: all of it, or what runs on one of several machines.
 
     Args:
-        command: what starts the job.
+        command: what starts it.
         environment: of it.
-        folder: of this run, for its log and its traces.
-        out: the run folder of the job.
-        schedule: the faults.
         sandbox: where it runs.
-        limit: seconds until it is ended.
-        sample: a file of the data, for ``corrupt``.
     """
 
     command: Sequence[str]
     environment: Mapping[str, str]
+    sandbox: Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is run, and what is done to it.
+
+    Args:
+        starts: the commands of the job, by the task whose machine it is; `LAUNCHER`: all of it.
+        folder: of this run, for its log and its traces.
+        out: the run folder of the job.
+        schedule: the faults.
+        limit: seconds until it is ended.
+        sample: a file of the data, for ``corrupt``.
+    """
+
+    starts: Mapping[str, Start]
     folder: Path
     out: Path
     schedule: Schedule
-    sandbox: Sandbox
     limit: float
     sample: Path | None = None
+
+    @property
+    def sandboxes(self) -> list[Sandbox]:
+        """Where it runs, each once."""
+        return list({id(one.sandbox): one.sandbox for one in self.starts.values()}.values())
 
 
 def run(asked: Run, reaper: Reaper) -> Outcome:
@@ -88,37 +105,29 @@ def run(asked: Run, reaper: Reaper) -> Outcome:
     folder = asked.folder.resolve()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FAULTS).write_text(written(asked.schedule))
-    before = frozenset(asked.sandbox.left())
-    env = {
-        **asked.environment,
-        ENV: str(folder),
-        ENV_STEP_HOOK: HOOK,
-        "TMPDIR": str(asked.sandbox.temporary.resolve()),
-    }
-    with (folder / LOG).open("wb") as log:
-        began = time.monotonic()
-        popen = subprocess.Popen(
-            [*asked.sandbox.enters, *asked.command],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-    reaper.watch([popen.pid])
+    before = frozenset(_files(asked.sandboxes))
+    began = time.monotonic()
+    popens: dict[str, subprocess.Popen[bytes]] = {}
     try:
-        with _Injector(asked, folder, popen.pid) as injector:
-            while popen.poll() is None and time.monotonic() < began + asked.limit:
+        for name, start in asked.starts.items():
+            popens[name] = _begin(start, folder)
+            reaper.watch([popen.pid for popen in popens.values()])
+        with _Injector(asked, folder, popens) as injector:
+            while time.monotonic() < began + asked.limit:
+                if None not in [popen.poll() for popen in popens.values()]:
+                    break
                 injector.look()
                 time.sleep(POLL)
         ended = time.monotonic()
-        code = popen.poll()
-        left = [] if code is None else _left(folder, asked.sandbox, before)
+        code = _code([popen.poll() for popen in popens.values()])
+        left = [] if code is None else _left(folder, asked.sandboxes, before)
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(popen.pid, signal.SIGKILL)
+        for popen in popens.values():
+            with suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
         end_all(ENV, str(folder))
-        popen.wait()
+        for popen in popens.values():
+            popen.wait()
         reaper.watch([])
     return Outcome(
         code,
@@ -131,13 +140,39 @@ def run(asked: Run, reaper: Reaper) -> Outcome:
     )
 
 
+def _begin(start: Start, folder: Path) -> subprocess.Popen[bytes]:
+    env = {
+        **start.environment,
+        ENV: str(folder),
+        ENV_STEP_HOOK: HOOK,
+        "TMPDIR": str(start.sandbox.temporary.resolve()),
+    }
+    with (folder / LOG).open("ab") as log:
+        return subprocess.Popen(
+            [*start.sandbox.enters, *start.command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _code(codes: Sequence[int | None]) -> int | None:
+    """The exit code of a job of several commands: None while one runs, 69 before others."""
+    known = [code for code in codes if code is not None]
+    if len(known) < len(codes):
+        return None
+    return EXIT_TASK_LOST if EXIT_TASK_LOST in known else next(filter(None, known), 0)
+
+
 @dataclass
 class _Injector(ExitStack):
     """Does the faults of a schedule that come from outside, each once its step is reached."""
 
     asked: Run
     folder: Path
-    launcher: int
+    started: Mapping[str, subprocess.Popen[bytes]]
     done: int = 0
     healing: list[tuple[float, Injected]] = field(default_factory=list)
 
@@ -159,13 +194,15 @@ class _Injector(ExitStack):
             self._do(fault)
 
     def _do(self, fault: Fault) -> None:
-        pid = self.launcher
+        found = {name: popen.pid for name, popen in self.started.items()}
         if fault.task != LAUNCHER:
-            pids = tasks_of(marked(ENV, str(self.folder)))
-            if fault.task not in pids:
-                return  # it has not started yet, or ends
-            pid = pids[fault.task]
-        injected = inject(fault.kind, Target(pid, self.asked.out, self.asked.sample))
+            found |= tasks_of(marked(ENV, str(self.folder)))
+        if fault.task not in found:
+            return  # it has not started yet, or ends
+        start = self.asked.starts.get(fault.task)
+        machine = None if start is None else start.sandbox.machine
+        target = Target(found[fault.task], self.asked.out, self.asked.sample, machine)
+        injected = inject(fault.kind, target)
         now = time.monotonic()
         fired(self.folder, self.done).write_text(f"{now:.6f}\n")
         self.done += 1
@@ -179,7 +216,11 @@ def _times(folder: Path, faults: int) -> list[float]:
     return [float(path.read_text()) for path in paths if path.exists()]
 
 
-def _left(folder: Path, sandbox: Sandbox, before: frozenset[str]) -> list[str]:
+def _files(sandboxes: Sequence[Sandbox]) -> list[str]:
+    return [name for sandbox in sandboxes for name in sandbox.left()]
+
+
+def _left(folder: Path, sandboxes: Sequence[Sandbox], before: frozenset[str]) -> list[str]:
     """What is there when the job has had time to clean up."""
     end = time.monotonic() + LAST
     while True:
@@ -187,7 +228,7 @@ def _left(folder: Path, sandbox: Sandbox, before: frozenset[str]) -> list[str]:
             f"process {one.pid} ({one.task or '?'}, {one.state})"
             for one in marked(ENV, str(folder))
         ]
-        files = sandbox.left(before)
+        files = sorted(set(_files(sandboxes)) - before)
         if not processes + files or time.monotonic() > end:
             return processes + files
         time.sleep(0.05)

@@ -37,6 +37,11 @@ class Machine:
     holder: int
 
     @property
+    def memory(self) -> Path:
+        """Its /dev/shm, as it is seen from outside."""
+        return Path(f"/proc/{self.holder}/root/dev/shm")
+
+    @property
     def enters(self) -> tuple[str, ...]:
         """What to put before a command so that it runs on this machine."""
         return ("sh", "-c", ENTER.format(self.holder), "sh")
@@ -44,6 +49,15 @@ class Machine:
     def cut(self) -> None:
         """Take the machine off the network."""
         _ip("-n", self.namespace, "link", "set", "eth0", "down")
+
+    def silence(self) -> None:
+        """Let nothing that it sends to others arrive; what they send still comes in."""
+        _system(*self.enters, "iptables", "-A", "OUTPUT", "-o", "eth0", "-j", "DROP")
+
+    def lose(self, fraction: float) -> None:
+        """Let a fraction of the packets that it sends go lost, by chance."""
+        chance = ["-m", "statistic", "--mode", "random", "--probability", f"{fraction:g}"]
+        _system(*self.enters, "iptables", "-A", "OUTPUT", "-o", "eth0", *chance, "-j", "DROP")
 
     def join(self) -> None:
         """Bring it back."""
@@ -71,7 +85,8 @@ class Machine:
 
     def open_all(self) -> None:
         """Let everything through again."""
-        _system(*self.enters, "iptables", "-F", "INPUT")
+        for chain in ("INPUT", "OUTPUT"):
+            _system(*self.enters, "iptables", "-F", chain)
 
     def add_address(self, interface: str, address: str) -> None:
         """Give this machine one more interface on the same switch."""
@@ -172,5 +187,5 @@ def _ip(*words: str) -> None:
 
 
 def _system(*words: str) -> None:
-    """Have the system do it; what it says against it fails the test."""
+    """Have the system do it; a `CalledProcessError` has what it says against it."""
     subprocess.run(words, check=True, capture_output=True, text=True, timeout=LIMIT)
