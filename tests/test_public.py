@@ -20,7 +20,7 @@ ROOT = Path(sp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
-    {"errors", "device", "log", "names", "failpoints", "heartbeat", "_lazy"},
+    {"errors", "device", "log", "names", "failpoints", "forks", "heartbeat", "_lazy"},
     {"registry"},
     {"cluster", "collectives", "data", "storage"},
     {"backend"},

@@ -17,6 +17,7 @@ from spartito.collectives.collective import Collective
 from spartito.collectives.shared_memory import Cores, SharedMemoryCollective
 from spartito.collectives.store import Membership
 from spartito.collectives.tcp import SocketCollective
+from spartito.collectives.torch_store import OfTorch
 from spartito.device import cgroup_quota
 
 TIMEOUT = 60.0
@@ -45,7 +46,7 @@ def main() -> None:
         timeout=limit,
     )
     names = [f"worker {other}" for other in range(world_size)]
-    group = Membership(rank, names, store, TIMEOUT)
+    group = Membership(rank, names, OfTorch(store), TIMEOUT)
     spins = Cores.own().suffice([Cores.own()] * world_size, cgroup_quota())
     shared = SharedMemoryCollective(group.under("shared"), spins)
     endpoint = Endpoint(names[rank], os.environ["MASTER_ADDR"], (DRAWN,))

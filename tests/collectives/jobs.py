@@ -30,6 +30,7 @@ from spartito.collectives.rendezvous import connect
 from spartito.collectives.shared_memory import SLOT, SharedMemoryCollective
 from spartito.collectives.store import Membership
 from spartito.collectives.tcp import SocketCollective
+from spartito.collectives.torch_store import OfTorch
 from spartito.errors import TaskLostError, UserError
 from spartito.log import logger
 from spartito.ps.protocol.messages import Lost
@@ -473,10 +474,10 @@ def only_join(_: Connection, rank: int, world_size: int, port: int, limit: float
     return "joined"
 
 
-def join_with_a_secret(_: Connection, rank: int, port: int, way: str) -> Any:
+def join_with_a_secret(_: Connection, rank: int, port: int, limit: float) -> Any:
     """Come to the rendezvous with a secret that no other task has."""
     os.environ["SPARTITO_SECRET"] = f"the secret of rank {rank}"
-    join(rank, 2, port, LONG, way).close()
+    join(rank, 2, port, limit, "auto").close()
     return "joined"
 
 
@@ -495,7 +496,7 @@ def group_at(rank: int, world_size: int, port: int) -> Membership:
         wait_for_workers=False,
         timeout=timedelta(seconds=20),
     )
-    return Membership(rank, [f"worker {r}" for r in range(world_size)], store, 20)
+    return Membership(rank, [f"worker {r}" for r in range(world_size)], OfTorch(store), 20)
 
 
 def join_in(

@@ -130,20 +130,18 @@ def test_who_never_comes_is_named_by_all() -> None:
             assert f"worker 2 and worker 3 did not come to 127.0.0.1:{port} within 4 s" in text
 
 
-@pytest.mark.parametrize("way", ["sockets", "process_group", "auto"])
-def test_tasks_with_different_secrets_all_end_at_once(way: str) -> None:
-    """Shared memory needs none: files of one user are what these tasks have in common."""
+def test_a_task_with_another_secret_is_refused_at_the_store() -> None:
+    """The one that keeps it goes on waiting: a stranger cannot end a job."""
     port = free_port()
     with running() as group:
         for rank in (0, 1):
-            group.start(rank, jobs.join_with_a_secret, port, way)
-        for rank in (0, 1):
-            if way == "auto":
-                assert group.result(rank) == "joined"
-                continue
-            kind, text = group.result(rank, LONG / 2)
-            assert kind == "UserError"
-            assert "the tasks do not have the same secret: worker 0 one, worker 1 one" in text
+            group.start(rank, jobs.join_with_a_secret, port, 2.0)
+        kind, text = group.result(1)
+        assert kind == "StoreSecretError"
+        assert f"worker 0 at 127.0.0.1:{port} does not know the secret of this task" in text
+        kind, text = group.result(0)
+        assert kind == "TaskLostError"
+        assert f"worker 1 did not come to 127.0.0.1:{port} within 2 s" in text
 
 
 def test_a_second_process_of_one_rank_is_refused() -> None:

@@ -6,42 +6,45 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from torch.distributed import HashStore, PrefixStore, Store
+from torch.distributed import HashStore
 
 from spartito.collectives import liveness
 from spartito.collectives.liveness import LivenessCheck
-from spartito.collectives.store import Membership
+from spartito.collectives.store import KeyValues, Membership
+from spartito.collectives.torch_store import OfTorch
 from spartito.errors import TaskLostError
 
 LONG = 60.0
 NAMES = ["worker 0", "worker 1", "worker 2"]
 
 
-def check(store: Store, rank: int, size: int = 3, timeout: float = LONG) -> LivenessCheck:
+def check(store: KeyValues, rank: int, size: int = 3, timeout: float = LONG) -> LivenessCheck:
     return LivenessCheck(Membership(rank, NAMES[:size], store, timeout))
 
 
 def test_a_suspect_is_named_and_not_who_is_busy() -> None:
     """Neither worker 1 nor worker 2 signs in; the connection to worker 1 is closed."""
-    lost = check(HashStore(), 0, timeout=7).lost(OSError("cut"), ["worker 1"], "is gone: cut")
+    lost = check(OfTorch(HashStore()), 0, timeout=7).lost(
+        OSError("cut"), ["worker 1"], "is gone: cut"
+    )
     assert str(lost).startswith("worker 1 is gone: cut\n")
 
 
 def test_a_suspect_that_lives_is_not_named() -> None:
     """It left because worker 2 is lost."""
-    store = HashStore()
-    PrefixStore("alive", store).set("1", "")
+    store = OfTorch(HashStore())
+    store.under("alive").set("1", b"")
     lost = check(store, 0, timeout=7).lost(OSError("cut"), ["worker 1"], "is gone: cut")
     assert str(lost).startswith("worker 2 is gone or did not come within 7 s\n")
 
 
 def test_the_keeper_of_the_store_stays_until_its_reason_is_read() -> None:
-    store, closed = HashStore(), threading.Event()
+    store, closed = OfTorch(HashStore()), threading.Event()
     reason = TaskLostError("worker 7 is gone", "Look.")
     with ThreadPoolExecutor() as pool:
         leaving = pool.submit(check(store, 0, size=2).leave, reason, closed.set)
         assert closed.wait(LONG)
-        PrefixStore("alive", store).set("1", "")  # worker 1 signs in, and has not looked yet
+        store.under("alive").set("1", b"")  # worker 1 signs in, and has not looked yet
         with pytest.raises(TimeoutError):
             leaving.result(0.5)
         assert str(check(store, 1, size=2).lost(OSError("cut"))) == str(reason)
@@ -53,10 +56,10 @@ def test_the_keeper_of_the_store_stays_until_a_reason_of_another_is_heard(
 ) -> None:
     """Worker 1 leaves with its reason; worker 2 has signed in, and is slow to look."""
     monkeypatch.setattr(liveness, "GRACE", LONG)
-    store, reason = HashStore(), TaskLostError("worker 7 is gone", "Look.")
+    store, reason = OfTorch(HashStore()), TaskLostError("worker 7 is gone", "Look.")
     with ThreadPoolExecutor() as pool:
         check(store, 1).leave(reason, lambda: None)
-        PrefixStore("alive", store).set("2", "")
+        store.under("alive").set("2", b"")
         keeping = pool.submit(check(store, 0).lost, OSError("cut"))
         with pytest.raises(TimeoutError):
             keeping.result(0.5)
@@ -65,6 +68,6 @@ def test_the_keeper_of_the_store_stays_until_a_reason_of_another_is_heard(
 
 
 def test_who_leaves_is_not_waited_for() -> None:
-    store = HashStore()
+    store = OfTorch(HashStore())
     check(store, 1).leave(TaskLostError("worker 7 is gone"), lambda: None)
-    assert PrefixStore("informed", store).check(["1"])
+    assert store.under("informed").gather(["1"])

@@ -22,8 +22,9 @@ from spartito.cluster.secret import Key
 from spartito.collectives.calls import encode
 from spartito.collectives.peers import RANK, connect_all
 from spartito.collectives.rendezvous import connect
-from spartito.collectives.store import Membership
+from spartito.collectives.store import KeyValues, Membership
 from spartito.collectives.tcp import HEAD, SMALL, SocketCollective, slices
+from spartito.collectives.torch_store import OfTorch
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from tests.callers import call, read_to_end
 from tests.collectives.group import join, running, spec
@@ -123,7 +124,7 @@ def test_who_ends_in_the_middle_of_a_transfer_is_named(victim: int) -> None:
 @pytest.mark.parametrize("unread", [b"", b"some"])
 def test_a_peer_that_left_because_of_another_call_is_no_loss(unread: bytes) -> None:
     """``unread`` is what the peer did not read, for which the system resets its connection."""
-    store = HashStore()
+    store = OfTorch(HashStore())
     with ThreadPoolExecutor() as pool:
         peer, late = pool.map(lambda rank: SocketCollective(_member(rank, store), HERE), range(2))
     late._connections[0].sendall(unread)
@@ -133,17 +134,17 @@ def test_a_peer_that_left_because_of_another_call_is_no_loss(unread: bytes) -> N
         late.all_reduce(torch.ones(3))
 
 
-def _member(rank: int, store: HashStore) -> Membership:
+def _member(rank: int, store: KeyValues) -> Membership:
     return Membership(rank, NAMES, store, LONG)
 
 
 def test_unknown_peers_at_the_port_are_disconnected() -> None:
     """We are worker 0; before our hello come those who say something else, or nothing."""
-    store = HashStore()
+    store = OfTorch(HashStore())
     key = Key(b"the secret of this job")
     with ThreadPoolExecutor() as pool:
         meeting = pool.submit(connect_all, Membership(1, NAMES, store, LONG), HERE, key)
-        store.set("0", "nowhere")  # nobody calls the first rank
+        store.set("0", b"nowhere")  # nobody calls the first rank
         _, text, word = store.get("1").decode().split()
         port, purpose = int(text), f"sockets {word}"
         silent = socket.create_connection(("127.0.0.1", port), LONG)
@@ -170,18 +171,18 @@ def test_unknown_peers_at_the_port_are_disconnected() -> None:
 
 
 def test_who_does_not_call_is_named() -> None:
-    store = HashStore()
+    store = OfTorch(HashStore())
     with pytest.raises(TaskLostError, match=r"worker 0 did not come within 0\.1 s"):
         connect_all(Membership(1, NAMES, store, 0.1), HERE)
-    store.set("0", "nowhere")  # it has come to the store, and goes no further
+    store.set("0", b"nowhere")  # it has come to the store, and goes no further
     missing = r"worker 0 did not reach 127\.0\.0\.1:\d+ within 0\.1 s"
     with pytest.raises(TaskLostError, match=missing):
         connect_all(Membership(1, NAMES, store, 0.1), HERE)
 
 
 def test_a_task_that_is_gone_when_it_is_called_is_named() -> None:
-    store, port = HashStore(), free_port()
-    store.set("1", f"127.0.0.1 {port} {bytes(16).hex()}")
+    store, port = OfTorch(HashStore()), free_port()
+    store.set("1", f"127.0.0.1 {port} {bytes(16).hex()}".encode())
     with pytest.raises(TaskLostError, match=rf"worker 1 did not come to 127\.0\.0\.1:{port}"):
         connect_all(Membership(0, NAMES, store, 0.1), HERE)
 

@@ -21,6 +21,7 @@ from spartito.collectives.placement import Placement
 from spartito.collectives.rendezvous import FAREWELL, TaskInfo
 from spartito.collectives.shared_memory import Cores, host_key, supported
 from spartito.collectives.store import Membership
+from spartito.collectives.torch_store import OfTorch
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
 from spartito.errors import UserError
@@ -36,7 +37,7 @@ def operations_of(options: Any) -> Operations:
     group = Membership(
         options.group_rank,
         [f"rank {rank}" for rank in ranks],
-        options.store,
+        OfTorch(options.store),
         options.timeout.total_seconds(),
         "rank 0",
     )

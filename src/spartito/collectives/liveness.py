@@ -52,8 +52,8 @@ class LivenessCheck:
         alive, informed = group.under("alive"), group.under("informed")
 
         def write() -> None:
-            alive.store.set(str(group.rank), error_to_text(error))
-            informed.store.set(str(group.rank), "")  # the keeper need not wait for us
+            alive.store.set(str(group.rank), error_to_text(error).encode())
+            informed.store.set(str(group.rank), b"")  # the keeper need not wait for us
 
         # Where the store is gone the others name its keeper.
         with suppress(TaskLostError):

@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-from spartito.collectives.forks import keep_from_forks
+from spartito.forks import keep_from_forks
 
 
 class Lives:

@@ -16,10 +16,10 @@ from spartito.cluster.endpoints import Endpoint
 from spartito.cluster.handshake import GREETING_SECONDS, read
 from spartito.cluster.listed import address
 from spartito.cluster.secret import NO_SECRET, Key
-from spartito.collectives.forks import keep_from_forks
 from spartito.collectives.sockets import listen, reach
 from spartito.collectives.store import Membership
 from spartito.errors import TaskLostError
+from spartito.forks import keep_from_forks
 
 RANK = struct.Struct("<I")
 """What a caller says first: its rank."""

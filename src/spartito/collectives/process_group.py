@@ -29,6 +29,7 @@ from spartito.collectives.collective import (
 from spartito.collectives.liveness import GRACE, LivenessCheck
 from spartito.collectives.store import Membership
 from spartito.collectives.tcp import HALF
+from spartito.collectives.torch_store import for_torch
 from spartito.errors import SpartitoError, install_excepthook
 from spartito.heartbeat import resume, waits
 
@@ -105,7 +106,7 @@ class ProcessGroupCollective(Collective):
                     return
                 dist.init_process_group(
                     backend,
-                    store=group.under("group").store,
+                    store=for_torch(group.under("group").store, group.timeout),
                     rank=self.rank,
                     world_size=self.world_size,
                     timeout=limit,

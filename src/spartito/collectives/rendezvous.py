@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import cached_property
 from typing import Self
 
 import msgspec
 import torch
-import torch.distributed as dist
 
 from spartito.cluster.endpoints import (
     check_drawn,
     chosen_interface,
     group_endpoint,
     peer_endpoint,
-    rendezvous_endpoint,
 )
 from spartito.cluster.interfaces import interface_of
 from spartito.cluster.limits import time_limit
 from spartito.cluster.secret import check_secrets, fingerprint, job_key, read_secret
-from spartito.cluster.spec import ClusterSpec, split_address
+from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.hierarchical import HierarchicalCollective, Inside
+from spartito.collectives.meeting import meet
 from spartito.collectives.peers import check_connections
 from spartito.collectives.placement import PROCESS_GROUP, Placement
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.shared_memory import Cores, SharedMemoryCollective, host_key, supported
-from spartito.collectives.sockets import RETRY_SECONDS, dial, listen
-from spartito.collectives.store import Membership, ask, quiet_torch
+from spartito.collectives.store import KeyValues, Membership, quiet_torch
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
-from spartito.errors import TaskLostError, UserError
+from spartito.errors import UserError
 from spartito.heartbeat import CONNECT, during
 from spartito.names import nearest
 
@@ -44,7 +40,6 @@ COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
 WORLD = "world"
 """The group of all tasks that train."""
 FAREWELL = 10.0  # seconds that the keeper of the store stays for those who are refused with it
-_visits = 0  # of this process to a store so far
 
 
 class TaskInfo(msgspec.Struct, frozen=True):
@@ -165,11 +160,11 @@ class Rendezvous:
         self.close()
 
     @cached_property
-    def _store(self) -> dist.Store:
+    def _store(self) -> KeyValues:
         """The job's store, once every task is there."""
         quiet_torch()
         with during(CONNECT):
-            return _meet(self._cluster, self._names, self._timeout)
+            return meet(self._cluster, self._names, self._timeout)
 
     @cached_property
     def _tasks(self) -> list[TaskInfo]:
@@ -180,7 +175,7 @@ class Rendezvous:
         own = TaskInfo(here, Versions.own(), Cores.own(), fingerprint(read_secret()))
 
         def exchange() -> list[TaskInfo]:
-            world.store.set(f"came as/{rank}", msgspec.json.encode(own).decode())
+            world.store.set(f"came as/{rank}", msgspec.json.encode(own))
             texts = [world.store.get(f"came as/{other}") for other in range(world.size)]
             return [msgspec.json.decode(text, type=TaskInfo) for text in texts]
 
@@ -196,7 +191,7 @@ class Rendezvous:
             raise
         return tasks
 
-    def _member(self, store: dist.Store, ranks: Sequence[int]) -> Membership:
+    def _member(self, store: KeyValues, ranks: Sequence[int]) -> Membership:
         names = [self._names[rank] for rank in ranks]
         rank = ranks.index(self._cluster.rank)
         return Membership(rank, names, store, self._timeout, self._names[0])
@@ -272,68 +267,3 @@ def connect(
 ) -> Collective:
     """The group of all tasks of a `Rendezvous` with these arguments."""
     return Rendezvous(cluster, device, timeout, communication, host).group()
-
-
-def _meet(cluster: ClusterSpec, names: list[str], limit: float) -> dist.Store:
-    """The job's store, once every replica is there."""
-    host, port = split_address(cluster.rendezvous or "")
-    # torchrun's agent keeps a store at this address already, over restarts of the workers too.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = cluster.rank == 0 and not agent
-    end = time.monotonic() + limit
-    global _visits
-    _visits += 1
-    # The agent's store keeps the keys of earlier visits of the same processes.
-    prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_visits * agent}"
-    if serves:
-        listener = listen(rendezvous_endpoint(cluster), limit).detach()
-    else:
-        listener = None
-    while True:
-        if not serves:
-            dial(host, port, names[0], limit).close()  # torch's store would wait, but noisily
-        try:
-            job = ask(
-                lambda: _entered(host, port, limit, listener, prefix, cluster.rank),
-                limit,
-                names[0],
-            )
-        except TaskLostError:
-            if serves or _visits == 1 or time.monotonic() > end:
-                raise
-            job = None
-        if job is not None:
-            break
-        if serves or time.monotonic() > end:
-            raise TaskLostError(
-                f"another process has come to {host}:{port} as {names[cluster.rank]}",
-                "Each task is one process: give this one a rank or an address of its own.",
-            )
-        time.sleep(RETRY_SECONDS)
-    left = max(0.0, end - time.monotonic())
-    if missing := Membership(cluster.rank, names, job, limit).under("came").missing(left):
-        raise TaskLostError(
-            f"{' and '.join(missing)} did not come to {host}:{port} within {limit:g} s",
-            "Start it, or correct the address; SPARTITO_TIMEOUT sets the limit in seconds.",
-        )
-    return job
-
-
-def _entered(
-    host: str, port: int, limit: float, listener: int | None, prefix: str, rank: int
-) -> dist.Store | None:
-    """The job's store, which is kept here if ``listener`` is its socket.
-
-    None where a process came as ``rank`` before. That may have been this one: the store of an
-    earlier job goes a moment later.
-    """
-    store = dist.TCPStore(
-        host,
-        port,
-        is_master=listener is not None,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=limit),
-        master_listen_fd=listener,
-    )
-    job = dist.PrefixStore(prefix, store)
-    return job if job.add(f"rank/{rank}", 1) == 1 else None

@@ -307,7 +307,7 @@ class SharedMemoryCollective(Collective):
     def _teller(self, group: Membership) -> Callable[[str], str]:
         def tell(text: str) -> str:
             if self.rank == 0:
-                group.store.set("segment", text)
+                group.store.set("segment", text.encode())
                 return text
             return group.ask(lambda: group.store.get("segment").decode())
 

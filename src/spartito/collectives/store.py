@@ -6,15 +6,15 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self, TypeVar
+from typing import Protocol, Self, TypeVar
 
 import torch
-from torch.distributed import PrefixStore, Store
 
+from spartito.cluster.store.client import FencedError, StoreError
 from spartito.collectives.waiting import Waiting
 from spartito.errors import (
     EXIT_TASK_LOST,
@@ -27,7 +27,27 @@ from spartito.log import TORCH_LEVEL
 T = TypeVar("T")
 
 ERROR = 2  # the number of that level in torch
+LOOK = 0.5  # seconds between two looks who is missing
 MARGIN = 3.0  # seconds beyond a limit in which a call that keeps one itself may still return
+
+
+class KeyValues(Protocol):
+    """What tasks need of a store: ours is one (`spartito.cluster.store.client`)."""
+
+    def set(self, key: str, value: bytes) -> None:
+        """Give ``key`` a value."""
+
+    def get(self, key: str) -> bytes:
+        """The value of ``key``, which is waited for."""
+
+    def gather(self, keys: Iterable[str], seconds: float = 0.0) -> dict[str, bytes]:
+        """The values of ``keys``, once all have one, or of those that do after ``seconds``."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to the number at ``key``; returns what it is then."""
+
+    def under(self, prefix: str) -> KeyValues:
+        """The keys below ``prefix`` of these."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +64,7 @@ class Membership:
 
     rank: int
     names: Sequence[str]
-    store: Store
+    store: KeyValues
     timeout: float
     keeper: str = ""
 
@@ -63,7 +83,7 @@ class Membership:
 
     def under(self, prefix: str) -> Self:
         """The same group with the keys below ``prefix``."""
-        return replace(self, store=PrefixStore(prefix, self.store))
+        return replace(self, store=self.store.under(prefix))
 
     def ask(self, call: Callable[[], T], limit: float | None = None) -> T:
         """As `ask`; None is the time limit of the group."""
@@ -86,18 +106,19 @@ class Membership:
         start = time.monotonic()
 
         def look() -> None:
-            self.store.set(str(self.rank), text)
+            self.store.set(str(self.rank), text.encode())
+            seconds = 0.0
             while True:
-                for other in sorted(missing):
-                    if self.store.check([str(other)]):
-                        texts[other] = self.store.get(str(other)).decode()
-                        missing.discard(other)
+                found = self.store.gather([str(other) for other in missing], seconds)
+                for other, value in found.items():
+                    texts[int(other)] = value.decode()
+                    missing.discard(int(other))
                 waited = time.monotonic() - start
-                if not missing or waited > limit:
+                if not missing or waited >= limit:
                     return
                 if waiting is not None:
                     waiting.look(waited, missing, limit)
-                time.sleep(0.005)
+                seconds = min(LOOK, limit - waited)
 
         try:
             self.ask(look, limit)
@@ -135,7 +156,9 @@ def ask(call: Callable[[], T], limit: float, keeper: str) -> T:
     if results:
         return results[0]
     error = errors[0] if errors else None
-    if error is not None and not isinstance(error, RuntimeError):
+    if isinstance(error, FencedError):
+        raise TaskLostError(str(error)) from error
+    if error is not None and not isinstance(error, RuntimeError | StoreError):
         raise error
     what = "is gone" if error is not None else f"did not reply within {limit:g} s"
     raise TaskLostError(

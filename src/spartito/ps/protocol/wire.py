@@ -23,8 +23,8 @@ import msgspec
 import numpy as np
 
 from spartito.cluster.connection import Connection
-from spartito.collectives.forks import keep_from_forks
 from spartito.errors import SpartitoError
+from spartito.forks import keep_from_forks
 
 if TYPE_CHECKING:
     from typing import TypeAlias

@@ -1,0 +1,1 @@
+"""The job's key-value store, in memory: where its tasks find each other and agree."""
