@@ -106,7 +106,7 @@ class ProcessGroupCollective(Collective):
                     return
                 dist.init_process_group(
                     backend,
-                    store=for_torch(group.under("group").store, group.timeout),
+                    store=self._store,
                     rank=self.rank,
                     world_size=self.world_size,
                     timeout=limit,
@@ -114,6 +114,8 @@ class ProcessGroupCollective(Collective):
                 )
                 self.process_group = dist.distributed_c10d._get_default_group()
 
+        # torch calls the object of Python for as long as the group lives, and does not keep it.
+        self._store: dist.Store | None = for_torch(group.under("group").store, group.timeout)
         self._joined = True
         self._unverified: Scalars | None = None
         group.ask(join, group.timeout + 2 * GRACE)  # the error itself takes a while to name a task
@@ -225,7 +227,7 @@ class ProcessGroupCollective(Collective):
         if self._joined and dist.is_initialized():  # it may be another's by now
             dist.destroy_process_group(self.process_group)
             del self.process_group  # its store goes with it
-        self._joined = False
+        self._joined, self._store = False, None
         self.__dict__.pop("process_group", None)  # it holds the store, and so the job's address
         self._liveness.close()
 
