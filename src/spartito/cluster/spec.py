@@ -54,6 +54,7 @@ class ClusterSpec:
         local_size: How many train on this machine.
         rendezvous: The ``host:port`` where the tasks meet, None when alone.
         source: Where all this was read, for messages.
+        absent: Tasks that train no more: they were lost, and the others go on without them.
 
     Raises:
         UserError: For values that cannot be one cluster.
@@ -67,6 +68,7 @@ class ClusterSpec:
     local_size: int
     rendezvous: str | None
     source: str
+    absent: tuple[Task, ...] = ()
 
     def __post_init__(self) -> None:
         own = {role: tuple(tasks) for role, tasks in self.addresses.items()}
@@ -111,6 +113,7 @@ class ClusterSpec:
             Task(role, index)
             for role in (REPLICA_ROLES if trains else (EVALUATOR,))
             for index in range(len(self.addresses.get(role, ())))
+            if not self.absent or Task(role, index) not in self.absent
         )
 
     @property

@@ -1,0 +1,132 @@
+"""How the tasks of a job agree at its store on who is of the next generation."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import msgspec
+
+from spartito.cluster.recovery import Recovery
+from spartito.cluster.store.client import Store
+from spartito.collectives.generations import Card, Generation, Seen, Vote, next_generation
+from spartito.errors import TaskLostError
+
+LOOK = 0.03  # seconds between two looks who has come
+REPLY = 3.0  # seconds in which the store has to reply
+
+_CURRENT = "generation"
+_generation = msgspec.msgpack.Decoder(Generation)
+_vote = msgspec.msgpack.Decoder(Vote)
+_card = msgspec.msgpack.Decoder(Card)
+_encode = msgspec.msgpack.encode
+
+
+def keys_of(number: int) -> str:
+    """Below which key a generation has all of its own."""
+    return f"g/{number}"
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """A process that takes part in the generations of a job.
+
+    ``names`` are all tasks of the job, by rank; ``own`` is this process.
+    """
+
+    store: Store
+    own: Card
+    names: tuple[str, ...]
+    recovery: Recovery
+
+    def begin(self, cards: tuple[Card, ...]) -> Generation:
+        """The generation of the job now; the first one is of ``cards``."""
+        first = _encode(Generation(0, cards))
+        found = self.store.swap(_CURRENT, None, first)
+        return _generation.decode(found or first)
+
+    def current(self) -> Generation | None:
+        """The generation of the job now; None before the first."""
+        found = self.store.gather([_CURRENT]).get(_CURRENT)
+        return None if found is None else _generation.decode(found)
+
+    def open_training(self) -> None:
+        """From now on newcomers may come."""
+        self.store.set("begun", b"")
+
+    def comes(self) -> bool:
+        """Whether a newcomer that may live waits at the store."""
+        return any(not card.life.is_over for card in self._comers().values())
+
+    def regroup(self, last: Generation | None, lost: bool) -> Generation:
+        """The next generation that this process is of, after ``last``; None for a newcomer.
+
+        Raises:
+            TaskLostError: There is none.
+        """
+        start = came = time.monotonic()
+        people: tuple[Card, ...] = ()
+        while True:
+            now = self.current()
+            if now is None:
+                raise TaskLostError("the job's store has no generation", "Start the job again.")
+            if now.has(self.own) and (last is None or now.number > last.number):
+                self._enter(now)
+                return now
+            seen = self._sign(now, lost)
+            if seen.people != people:
+                people, came = seen.people, time.monotonic()
+            waited = time.monotonic() - came
+            made = next_generation(seen, len(self.names), self.recovery, waited)
+            if made is not None and made.has(self.own):
+                self.store.swap(_CURRENT, _encode(now), _encode(made))
+            elif waited > self._patience(seen, now):
+                raise self._too_few(seen, time.monotonic() - start)
+            else:
+                time.sleep(LOOK)
+
+    def _sign(self, now: Generation, lost: bool) -> Seen:
+        """Say that we are here, and look who else is."""
+        dead = frozenset(card.rank for card in now.members if card.life.is_over)
+        key = f"vote/{now.number + 1}/"
+        if now.has(self.own):
+            vote = Vote(self.own, tuple(sorted(dead)), lost)
+            self.store.set(f"{key}{self.own.rank}", _encode(vote))
+        else:
+            self.store.set(f"comes/{self.own.rank}", _encode(self.own))
+        votes = {int(k[len(key) :]): _vote.decode(v) for k, v in self.store.keys(key).items()}
+        comes = {rank: card for rank, card in self._comers().items() if not card.life.is_over}
+        return Seen(now, votes, comes, dead)
+
+    def _comers(self) -> dict[int, Card]:
+        found = self.store.keys("comes/")
+        return {int(key.removeprefix("comes/")): _card.decode(card) for key, card in found.items()}
+
+    def _enter(self, now: Generation) -> None:
+        """Leave what is over behind, for everybody."""
+        for number in range(max(0, now.number - 2), now.number):
+            self.store.retire(keys_of(number))
+            self.store.retire(f"vote/{number + 1}")
+        self.store.delete(f"comes/{self.own.rank}")
+
+    def _patience(self, seen: Seen, now: Generation) -> float:
+        """Seconds to wait for somebody more; a newcomer waits until the members regroup."""
+        if now.has(self.own) or seen.all_dead == seen.ranks:
+            return self.recovery.wait + 1.0
+        return float("inf")
+
+    def _too_few(self, seen: Seen, waited: float) -> TaskLostError:
+        here = {card.rank for card in seen.people}
+        missing = [name for rank, name in enumerate(self.names) if rank not in here]
+        least = self.recovery.min_workers
+        enough = "all have to be there" if least is None else f"at least {least} have to be there"
+        if least is not None and len(here) >= least:
+            enough = (
+                f"{len(seen.side)} of {len(seen.ranks)} cannot go on alone, as the others may "
+                "live where they are not seen"
+            )
+        return TaskLostError(
+            f"{' and '.join(missing)} did not come back within {waited:.0f} s: {enough}",
+            "Look at the last lines of that task. --wait and --min-workers, or "
+            "Recovery(min_workers, wait), say how long to wait, and with how many to go on.",
+        )
