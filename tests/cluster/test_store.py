@@ -341,7 +341,7 @@ def test_no_body_but_a_request_is_obeyed(body: bytes) -> None:
         values.apply(request_of(body), "who")
 
 
-def test_who_says_nothing_makes_room_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "MOST_UNKNOWN", 4)
     with served() as server:
         silent = [socket.create_connection(server.address, LIMIT) for _ in range(5)]

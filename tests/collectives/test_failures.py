@@ -131,7 +131,7 @@ def test_who_never_comes_is_named_by_all() -> None:
 
 
 def test_a_task_with_another_secret_is_refused_at_the_store() -> None:
-    """The one that keeps it goes on waiting: a stranger cannot end a job."""
+    """The one that keeps it goes on waiting: an unknown peer cannot end a job."""
     port = free_port()
     with running() as group:
         for rank in (0, 1):

@@ -43,7 +43,7 @@ class Vote(msgspec.Struct, frozen=True):
     card: Card
     dead: tuple[int, ...]
     lost: bool
-    """Whether it lost somebody; else it makes room for those who wait."""
+    """Whether it lost somebody; else it lets those who wait come in."""
 
 
 class Generation(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ class Seen:
 
     @property
     def people(self) -> tuple[Card, ...]:
-        """All who are here, by rank; a newcomer takes the place of who is not."""
+        """All who are here, by rank; a newcomer stands for who is not."""
         side = self.side
         here = dict(self.comes)
         here |= {rank: self.votes[rank].card for rank in side}
@@ -130,7 +130,7 @@ def next_generation(seen: Seen, size: int, recovery: Recovery, waited: float) ->
     if len(people) == size:
         return made
     if seen.side == seen.ranks and not any(vote.lost for vote in seen.votes.values()):
-        return made  # nobody was lost: it makes room for those who came
+        return made  # nobody was lost: it lets those who came in
     least = recovery.min_workers
     is_enough = least is not None and len(people) >= least and bool(seen.side)
     return made if is_enough and waited >= recovery.wait else None

@@ -117,7 +117,7 @@ class Server:
                         self._accept()
                     elif key.data in self._callers:
                         self._look(key.data, events)
-                    self._answer_waits()
+                    self._end_ready()
                 self._end_late(time.monotonic())
         finally:
             for caller in list(self._callers):
@@ -214,7 +214,7 @@ class Server:
             caller.waits_until = time.monotonic() + min(request.seconds, MOST_SECONDS)
             self._waiting.add(caller)
 
-    def _answer_waits(self) -> None:
+    def _end_ready(self) -> None:
         while ready := self._values.ready():
             for caller, reply in ready:
                 self._end_wait(caller, reply)
@@ -224,7 +224,7 @@ class Server:
             self._end_wait(caller, self._values.give_up(caller))
         while self._unknown and next(iter(self._unknown)).since + GREETING_SECONDS <= now:
             self._evict()
-        self._answer_waits()
+        self._end_ready()
 
     def _end_wait(self, caller: Caller, reply: Reply) -> None:
         self._waiting.discard(caller)
