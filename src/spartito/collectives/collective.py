@@ -15,7 +15,7 @@ from spartito.collectives.waiting import Waiting
 from spartito.errors import SpartitoError, UserError
 
 Piggybacked = tuple[float, ...]
-MAX_PIGGYBACKED = 8
+MAX_PIGGYBACKED = 24
 """How many may ride along."""
 MAX_DIMS = 64  # of torch's own
 

@@ -19,6 +19,7 @@ from spartito.cluster.endpoints import (
 )
 from spartito.cluster.interfaces import interface_of
 from spartito.cluster.limits import time_limit
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.secret import check_secrets, fingerprint, job_key, read_secret
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
@@ -32,7 +33,7 @@ from spartito.collectives.store import KeyValues, Membership, quiet_torch
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
-from spartito.errors import UserError
+from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import CONNECT, during
 from spartito.names import nearest
 
@@ -68,6 +69,7 @@ class Rendezvous:
             machines sockets, and shared memory inside a machine with several tasks; on GPUs NCCL.
             "sockets" leaves shared memory out. "process_group" and "ddp" are gloo on CPUs.
         host: Processes with equal texts share memory; None finds out.
+        recovery: Who is waited for in `regroup`; None where a loss ends the job.
 
     Raises:
         UserError: An unknown ``communication``, or one that the device cannot have.
@@ -80,6 +82,7 @@ class Rendezvous:
         timeout: float | None = None,
         communication: str = "auto",
         host: str | None = None,
+        recovery: Recovery | None = None,
     ) -> None:
         check_communication(communication, device)
         self._cluster, self._device = cluster, device
@@ -88,7 +91,7 @@ class Rendezvous:
         if self._uses_process_group and cluster.world_size > 1:
             check_drawn()
         self._shares_memory = communication == "auto" and device.type == "cpu"
-        self._host = host
+        self._host, self._recovery = host, recovery
         self._names = [cluster.name_of(rank) for rank in range(cluster.world_size)]
         self._groups: dict[str, Collective] = {}
 
@@ -146,6 +149,32 @@ class Rendezvous:
         hosts = {tasks[rank].host for rank in ranks}
         group = self._member(self._store, ranks).under(f"{name}/{ranks[0]}")
         return group, self._shares_memory and len(hosts) == 1, self._spins
+
+    @property
+    def joins(self) -> bool:
+        """Whether the job trains already: this process meets the others in `regroup` first."""
+        return False
+
+    def somebody_waits(self) -> bool:
+        """Whether a process waits for the others to `regroup`, as far as this one knows."""
+        return False
+
+    def training_begins(self) -> None:
+        """From now on a process that comes as one of the tasks replaces it."""
+
+    def regroup(self, cause: TaskLostError | None) -> ClusterSpec:
+        """Leave all groups, and agree with the others on who goes on.
+
+        Args:
+            cause: The loss; None where nobody was lost.
+
+        Returns:
+            The tasks that go on, with new ranks.
+
+        Raises:
+            TaskLostError: Nobody can.
+        """
+        raise cause or TaskLostError("the tasks of this job cannot meet again")
 
     def close(self) -> None:
         """Leave all groups. May be called again."""

@@ -1,7 +1,7 @@
 """Replicas of one machine share a mapped file: each reduces its slice, and all read the result.
 
 The mapping holds, per rank, a line with the number of times that it synchronized and the tags
-of the last two calls, a line of piggybacked scalars, and two slots of scratch (one is read while
+of the last two calls, lines of piggybacked scalars, and two slots of scratch (one is read while
 the other is written, so one synchronization per call is enough):
 
     | came 0 | scalars 0 | came 1 | scalars 1 | slot A: rank 0, rank 1 | slot B: rank 0, rank 1 |
@@ -43,8 +43,9 @@ from spartito.device import affinity, own_cgroup
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import resume, waits
 
-SCALARS = [struct.Struct(f"={count}d") for count in range(MAX_PIGGYBACKED + 1)]
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
+CELL = LINE + -(-MAX_PIGGYBACKED * 8 // LINE) * LINE  # of each rank: its flags, its scalars
+SCALARS = [struct.Struct(f"={count}d") for count in range(MAX_PIGGYBACKED + 1)]
 SLOT = 1 << 20  # bytes of scratch per rank
 SPINS = 1000  # about 60 us of looking before the core is offered to others
 CHECK_SECONDS = 0.05  # how often a waiter asks whether the others are alive
@@ -112,7 +113,7 @@ class SharedMemoryCollective(Collective):
         self._spins = SPINS if spins else 0
         self._sequence = 0
         self._parity = 0
-        head = 2 * LINE * self.world_size
+        head = CELL * self.world_size
         size = head + 2 * SLOT * self.world_size
 
         self._segment = segment = self._segment_for_all(size, self._teller(group))
@@ -221,7 +222,7 @@ class SharedMemoryCollective(Collective):
         """Synchronize, and return the sum of each scalar over the replicas."""
         count = len(piggybacked)
         if count > MAX_PIGGYBACKED:  # one more would lie on the next rank's flag
-            raise ValueError(f"{count} piggybacked scalars, and a line holds {MAX_PIGGYBACKED}")
+            raise ValueError(f"{count} piggybacked scalars, of {MAX_PIGGYBACKED} at most")
         memory, packing = self._segment.map, SCALARS[count]
         packing.pack_into(memory, self._scalars[self.rank], *piggybacked)
         self.synchronize()
@@ -229,7 +230,7 @@ class SharedMemoryCollective(Collective):
         return add_piggybacked(parts)
 
     def _cell(self, rank: int) -> int:
-        return rank * 2 * LINE // 8
+        return rank * CELL // 8
 
     def _wait(self, rank: int, cell: int, sequence: int) -> None:
         began, before = time.perf_counter(), waits()

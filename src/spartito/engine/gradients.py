@@ -174,6 +174,9 @@ class Gradients(ABC):
         """Make the update of the reduced gradients; ``step`` is the optimizer's."""
         step()
 
+    def leave(self) -> None:  # noqa: B027 - few have something to do
+        """Let go of the parameters: other gradients replace these."""
+
     def compared(self) -> None:  # noqa: B027 - few have something to do
         """The parameters are equal on all replicas now: compared, or just loaded."""
 

@@ -152,10 +152,14 @@ class StreamedGradients(PackedGradients):
         self._scalars = collective.reducer(0, torch.float64, torch.device("cpu"))
         super().__init__(optimizer, collective)
 
-    def _plan(self) -> None:
-        self._settle()
+    def leave(self) -> None:
+        """As `Gradients.leave`; backward tells nothing any more."""
         for hook in self._hooks:
             hook.remove()
+
+    def _plan(self) -> None:
+        self._settle()
+        self.leave()
         here, count = ref(self), len(self.parameters)
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(partial(_tell, here, number))

@@ -151,6 +151,10 @@ class GlobalRandomness:
         _active.made += count
         self.made += count
 
+    def forget(self) -> None:
+        """The forward passes since the last `check` count for nothing."""
+        self.made, self._idle = 0, False
+
     def abstain(self) -> None:
         """There were no rows to draw for."""
         self._idle = True

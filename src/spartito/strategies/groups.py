@@ -13,6 +13,7 @@ from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.lane import Lane
 from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.errors import TaskLostError
 
 DATA = "data"
 """One task for each data shard: their gradients, metrics and statistics are summed."""
@@ -40,6 +41,7 @@ class Groups(Mapping[str, Collective]):
     ) -> None:
         self._rendezvous, self._cluster, self.connect = rendezvous, cluster, connect
         self._found: Mapping[str, Collective] = {}
+        self._alone = dict.fromkeys((WORLD, DATA, MODEL), IdentityCollective())
 
     @classmethod
     def alone(cls) -> Groups:
@@ -63,10 +65,43 @@ class Groups(Mapping[str, Collective]):
         return self[MODEL]
 
     def meet(self) -> Mapping[str, Collective]:
-        """Connect the groups, unless they are."""
+        """Connect the groups, unless they are; who joins later is alone until `regroup`."""
         if not self._found:
+            if self.joins:
+                return self._alone
             self._found = self.connect(self._rendezvous, self._cluster)
         return self._found
+
+    @property
+    def joins(self) -> bool:
+        """Whether the others train already: this task meets them in `regroup`, and not before."""
+        return self._rendezvous.joins
+
+    @property
+    def somebody_waits(self) -> bool:
+        """Whether a task waits for the others to `regroup`, as far as this one knows."""
+        return self._rendezvous.somebody_waits()
+
+    def training_begins(self) -> None:
+        """From now on a process that comes as one of the tasks replaces it."""
+        self._rendezvous.training_begins()
+
+    def regroup(self, cause: TaskLostError | None) -> ClusterSpec:
+        """Leave all groups, and find out who is there; who lives calls it, and who is new.
+
+        Args:
+            cause: The loss; None where nobody was lost.
+
+        Returns:
+            The tasks that go on. Their groups connect when one is needed.
+
+        Raises:
+            TaskLostError: Too few are left, or this one is no longer counted among them.
+        """
+        self._leave_lane()
+        self._found = {}
+        self._cluster = self._rendezvous.regroup(cause)
+        return self._cluster
 
     @cached_property
     def lane(self) -> Lane:
@@ -78,9 +113,12 @@ class Groups(Mapping[str, Collective]):
 
     def close(self) -> None:
         """Leave all groups; who never met has nothing to leave."""
+        self._leave_lane()
+        self._rendezvous.close()
+
+    def _leave_lane(self) -> None:
         if (lane := self.__dict__.pop("lane", None)) is not None:
             lane.close()
-        self._rendezvous.close()
 
     def __getitem__(self, name: str) -> Collective:
         return self.meet()[name]
@@ -96,12 +134,13 @@ BUNDLE = 4 << 20
 """Bytes of small tensors that travel as one message."""
 
 
-def send(group: Collective, tensors: Sequence[Tensor]) -> None:
-    """The values of a group's first task to all, into the same tensors; none is on meta.
+def send(group: Collective, tensors: Sequence[Tensor], source: int = 0) -> None:
+    """The values of one of a group's tasks to all, into the same tensors; none is on meta.
 
     Args:
         group: The tasks; all call it.
         tensors: Of equal shapes on all of them.
+        source: The rank whose values they get.
     """
     if group.world_size == 1:
         return
@@ -111,6 +150,6 @@ def send(group: Collective, tensors: Sequence[Tensor]) -> None:
             ends = accumulate(tensor.nbytes for tensor in alike)
             count = max(1, sum(end <= BUNDLE for end in ends))
             bundle, alike = alike[:count], alike[count:]
-            flat = group.broadcast(torch.cat([tensor.reshape(-1) for tensor in bundle]))
+            flat = group.broadcast(torch.cat([tensor.reshape(-1) for tensor in bundle]), source)
             for tensor, part in zip(bundle, flat.split([t.numel() for t in bundle]), strict=True):
                 tensor.copy_(part.view(tensor.shape))

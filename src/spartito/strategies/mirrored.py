@@ -9,3 +9,4 @@ class MirroredStrategy(SynchronousStrategy):
     """One replica per process, all on this machine: shared memory on CPUs, NCCL on GPUs."""
 
     name = "mirrored"
+    _recovers = True

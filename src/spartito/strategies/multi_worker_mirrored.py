@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from spartito.checkpoint.saved import Saved
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
@@ -33,6 +34,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
     """
 
     name = "multi_worker_mirrored"
+    _recovers = True
 
     def __init__(
         self,
@@ -45,6 +47,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
         find_unused_parameters: bool | None = None,
         compress: Compress = None,
         bucket_bytes: int = BUCKET,
+        recovery: Recovery | None = None,
     ) -> None:
         """Connects to nobody: that is done in `prepare`.
 
@@ -61,6 +64,7 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
                 "ddp", as on GPUs, each replica's gradients go so.
             bucket_bytes: Gradients leave in parts of at least so many bytes, as backward has them;
                 three such parts are worth it, fewer leave at its end.
+            recovery: How a training goes on when a task is lost, as under `SynchronousStrategy`.
 
         Raises:
             UserError: For a value that this strategy cannot have.
@@ -72,7 +76,14 @@ class MultiWorkerMirroredStrategy(SynchronousStrategy):
             timeout=timeout,
             communication=communication,
             find_unused_parameters=find_unused_parameters,
+            recovery=recovery,
         )
+        if compress is not None and self.recovery is not None:
+            raise UserError(
+                f"compress={compress!r} with recovery: what was left out of a lost task's "
+                "gradients would be lost",
+                "Leave one of them out.",
+            )
         self._compress = choose(compress)
         if bucket_bytes < 1:
             raise UserError(f"bucket_bytes={bucket_bytes}", "At least 1; 1 MB hides most.")

@@ -100,6 +100,16 @@ class Placed(Distributed):
     def collect(self, own: bytes) -> list[bytes]:
         return self._group.all_gather_bytes(own)
 
+    @property
+    def seen(self) -> tuple[Any, ...]:
+        """What `order` knows of the batches so far; may be set, as the position may."""
+        return self._order, self._alike, self._like
+
+    @seen.setter
+    def seen(self, known: tuple[Any, ...]) -> None:
+        self._order, self._alike, like = known
+        self._like = tuple(like)
+
     def order(self) -> int:
         self._note((0, 0))
         return self._order

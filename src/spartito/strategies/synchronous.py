@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.process_group import ProcessGroupCollective
@@ -19,6 +20,7 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.data.source import PerWorker
+from spartito.engine import clipping
 from spartito.engine.compression import Compression, Whole
 from spartito.engine.context import enter
 from spartito.engine.ddp import Overlapped, OverlappedGradients
@@ -26,10 +28,18 @@ from spartito.engine.gradients import Gradients, LocalGradients, Number, PackedG
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import skipping
 from spartito.engine.sliced import SlicedGradients
+from spartito.errors import TaskLostError, UserError
 from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.groups import Groups, one_shard_each, send
 from spartito.strategies.pair import Pair
+from spartito.strategies.recovering import (
+    Aboard,
+    Repeating,
+    Standing,
+    chosen_recovery,
+    share_state,
+)
 from spartito.strategies.replica import ReplicaStrategy
 from spartito.strategies.sharing import Placed, Together
 
@@ -38,6 +48,7 @@ class SynchronousStrategy(ReplicaStrategy):
     """Every replica computes its part of the global batch; gradients are averaged exactly."""
 
     _divides_updates = True  # where replicas share memory
+    _recovers = False  # from the loss of a task: each has all of the state
 
     def __init__(
         self,
@@ -49,6 +60,7 @@ class SynchronousStrategy(ReplicaStrategy):
         communication: str = "auto",
         find_unused_parameters: bool | None = None,
         flush_denormals: bool = True,
+        recovery: Recovery | None = None,
     ) -> None:
         """Connects to nobody: that is done in `prepare`.
 
@@ -65,12 +77,27 @@ class SynchronousStrategy(ReplicaStrategy):
             find_unused_parameters: With "ddp": True searches in every step for parameters that
                 get no gradient, False refuses them, None does what the first update needs.
             flush_denormals: Whether denormal numbers are 0 where replicas compute, which is faster.
+            recovery: How `Trainer.fit` goes on when a task is lost, under mirrored and
+                multi_worker_mirrored on CPUs; None asks ``SPARTITO_RECOVERY``, without which a
+                loss ends the training. Each replica then makes the whole update.
 
         Raises:
             UserError: For a cluster, device or communication that this strategy cannot have.
         """
         super().__init__(cluster, device, sync_batchnorm, flush_denormals)
-        rendezvous = Rendezvous(self.cluster, self.device, timeout, communication)
+        if recovery is not None and not self._recovers:
+            raise UserError(
+                f"recovery under {self.name}", "Choose mirrored or multi_worker_mirrored."
+            )
+        self.recovery: Recovery | None = None
+        if self._recovers:
+            self.recovery = chosen_recovery(recovery, self.cluster, communication, self.device)
+        self._repeating = None if self.recovery is None else Repeating()
+        self.aboard: Aboard | None = None
+        """What rides along with each update, while a training that recovers runs."""
+        rendezvous = Rendezvous(
+            self.cluster, self.device, timeout, communication, recovery=self.recovery
+        )
         self.groups = Groups(rendezvous, self.cluster, self.connect)
         self.coordination = SynchronousCoordination(
             self.name, self.job, self.cluster, self._pairs, self.groups
@@ -98,6 +125,48 @@ class SynchronousStrategy(ReplicaStrategy):
         """
         return one_shard_each(rendezvous, cluster)
 
+    def regroup(self, cause: TaskLostError | None) -> None:
+        """Leave all groups, and meet those who live, and those who are new; all of them call it.
+
+        The batches since the last update are forgotten.
+
+        Args:
+            cause: The loss; None where nobody was lost.
+
+        Raises:
+            TaskLostError: Too few are left, or none of them is this one.
+        """
+        enter(None)
+        for pair in self._pairs.all:
+            if self._repeating is not None:
+                self._repeating.undo(pair)
+            pair.gradients.leave()
+        self.cluster = self.coordination.cluster = self.groups.regroup(cause)
+
+    def meet_again(
+        self, own: Standing, training: Callable[[], dict[str, Any]]
+    ) -> tuple[Standing, dict[str, Any] | None]:
+        """After `regroup`: connect the groups, and have all go on from one state.
+
+        Args:
+            own: How far this task is.
+            training: What it has beside models and optimizers.
+
+        Returns:
+            How far all are now, and where this task took over a state what ``training`` returned
+            elsewhere.
+
+        Raises:
+            TaskLostError: Another one is lost; then all `regroup` once more.
+        """
+        self._group, self._parts = self.groups.data, self.groups.model
+        with self.coordination.during("prepare"):
+            found = share_state(self._group, self._pairs.all, own, training)
+            for pair in self._pairs.all:
+                pair.gradients = self._gradients(pair.model, pair.optimizer)[1]
+        clipping.watch(self._pairs, self._holds_parts, self._are_summed_later)
+        return found
+
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         with self._group.current_call.during("step"):
             return super().step(batch, loss, stop=stop)
@@ -116,6 +185,15 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def _placed(self, *args: Any) -> Placed:
         return Placed(*args)
+
+    def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
+        if self._repeating is None:
+            return super()._compute(pair, batch, loss)
+        self._repeating.begin(pair, batch, self.data_shard[0])
+        output = super()._compute(pair, batch, loss)
+        if self.aboard is not None and output is not None:
+            self.aboard.saw(output, batch)
+        return output
 
     def close(self) -> None:
         enter(None)
@@ -147,7 +225,11 @@ class SynchronousStrategy(ReplicaStrategy):
             return whole, OverlappedGradients(
                 optimizer, group, whole, self._finds_unused, compression
             )
-        if self._divides_updates and isinstance(group, SharedMemoryCollective):
+        if (
+            self._divides_updates
+            and self.recovery is None
+            and isinstance(group, SharedMemoryCollective)
+        ):
             return model, SlicedGradients(optimizer, group)
         return model, PackedGradients(optimizer, group)
 
@@ -160,13 +242,17 @@ class SynchronousStrategy(ReplicaStrategy):
         drawn = () if randomness is None else randomness.piggybacked()
         scaled = pair.precision == "fp16"  # torch's scaler is what skips steps then
         pair.gradients.whole = scaled or self._parts.world_size > 1
+        aboard = self.aboard
         with self._group.current_call.during("update"):
-            weight, loss, (stops, *drawn_by_all) = pair.gradients.reduce((float(stop), *drawn))
+            brought = (float(stop), *drawn, *(aboard.brings() if aboard is not None else ()))
+            weight, loss, (stops, *rest) = pair.gradients.reduce(brought)
             if self._parts.world_size > 1:  # of one model: they end together too
                 stops = self._end_together(stops, loss)
         pair.gradients.summed = True
         if randomness is not None:
-            randomness.check(drawn_by_all)
+            randomness.check(rest[:2])
+        if aboard is not None:
+            aboard.brought(rest[len(drawn) :])
         with skipping(pair.optimizer, float(weight) if scaled else weight) as is_due:
             if is_due:
                 pair.loss_scale.unscale(pair.optimizer, self._parts)
@@ -175,6 +261,8 @@ class SynchronousStrategy(ReplicaStrategy):
                 self._optimize(pair)
         pair.gradients.clear()
         pair.passes = 0
+        if self._repeating is not None:
+            self._repeating.end(pair)
         return StepResult(output, examples, updates=1, loss=loss, weight=weight, stop=stops > 0)
 
     def _end_together(self, stops: float, loss: Number) -> float:

@@ -28,7 +28,8 @@ class Training(Protocol):
 
     ``step`` counts global steps since the first `fit`, ``epoch`` finished epochs; ``epochs`` is
     where the running `fit` ends, ``steps_per_epoch`` None where nobody knows. Any replica may
-    set ``stop_training``: all stop together, after the next step at the latest.
+    set ``stop_training``: all stop together, after the next step at the latest. ``went_on`` says
+    that the running `fit` lost a task: files of it may be another process's.
     ``left_to_evaluator`` says that a task of its own validates: epochs report no ``val_``.
     """
 
@@ -50,6 +51,7 @@ class Training(Protocol):
     batch_size: int | None
     examples: int | None
     stop_training: bool
+    went_on: bool
     left_to_evaluator: bool
     precision: str
     deterministic: bool

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain as flatten
 from itertools import islice
@@ -183,15 +183,14 @@ class TrainingLoop:
         return {**figures, **timing}
 
     def _train_epoch(self, batches: Iterator[Batch]) -> None:
-        trainer, strategy, clock = self._trainer, self._strategy, self.clock
-        loss, metrics, logs = trainer.loss, self._metrics, self._logs
+        trainer, strategy, clock, logs = self._trainer, self._strategy, self.clock, self._logs
         begin = hooks(trainer.callbacks, "on_train_batch_begin")
-        end = hooks(trainer.callbacks, "on_train_batch_end")
+        end = self._after_steps()
         trainer.model.train()
         trainer.schedule.begin_epoch()
         clock.start(self._examples)
         waited = self._coordination.traffic.waited
-        now, measures = time.perf_counter, bool(metrics)
+        now, step = time.perf_counter, self._step
         while True:
             before = now()
             beat(trainer.step, DATA)
@@ -202,11 +201,9 @@ class TrainingLoop:
                 break
             for hook in begin:
                 hook(self._done)
-            result = strategy.step(batch, loss, stop=trainer.stop_training)
+            result = step(batch)
             self._own_examples += batch.size
             self._own_batches += 1
-            if measures and result.output is not None:
-                metrics.update(result.output, batch)
             self._came(result)
             for hook in end:
                 hook(self._done - 1, logs)
@@ -225,6 +222,18 @@ class TrainingLoop:
             self._came(rest)
         clock.stop()
         self._waited += self._coordination.traffic.waited - waited
+
+    def _step(self, batch: Batch) -> StepResult:
+        """Train on a batch, and look at what the model made of its rows."""
+        trainer = self._trainer
+        result = self._strategy.step(batch, trainer.loss, stop=trainer.stop_training)
+        if result.output is not None:
+            self._metrics.update(result.output, batch)
+        return result
+
+    def _after_steps(self) -> list[Callable[..., None]]:
+        """What is called after each step."""
+        return hooks(self._trainer.callbacks, "on_train_batch_end")
 
     def _came(self, result: StepResult) -> None:
         """Count what was done, here and by others."""
@@ -304,8 +313,12 @@ class Evaluation:
     ) -> None:
         self._strategy, self._model, self._loss = strategy, model, loss
         self._metrics = MetricSet(metrics)
-        self._batches, self._chain = strategy.distribute(chain, training=False), chain
-        self._steps = steps
+        self._chain, self._steps = chain, steps
+        self.distribute()
+
+    def distribute(self) -> None:
+        """Take this task's part of the data, anew where others are there than before."""
+        self._batches = self._strategy.distribute(self._chain, training=False)
 
     def run(self, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
         """The figures, equal on all replicas: ``{"loss": ..., "accuracy": ...}``."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from threading import Event, Thread, main_thread
@@ -15,6 +15,7 @@ from spartito.checkpoint.saving import Unwritten
 from spartito.errors import TaskLostError, UserError
 from spartito.storage.atomic import write_directory
 from spartito.storage.tensors import copied
+from spartito.training.callback import Callback
 from spartito.training.schedule import scheduler_state
 
 if TYPE_CHECKING:
@@ -191,5 +192,10 @@ def _state(trainer: Trainer) -> dict[str, Any]:
         "seed": trainer.seed,
         "scheduler": scheduler_state(trainer.scheduler),
         "loop": trainer._loop.state_dict() if trainer._loop else None,
-        "callbacks": [[type(given).__name__, given.state_dict()] for given in trainer._given],
+        "callbacks": callback_states(trainer._given),
     }
+
+
+def callback_states(callbacks: Sequence[Callback]) -> list[list[Any]]:
+    """The state of each callback, which `spartito.training.resume.restore` gives back."""
+    return [[type(callback).__name__, callback.state_dict()] for callback in callbacks]

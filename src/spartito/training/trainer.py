@@ -36,6 +36,7 @@ from spartito.training.metrics.names import MetricLike, make_metrics
 from spartito.training.own_callbacks import with_own
 from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
+from spartito.training.recovering import make_loop
 from spartito.training.resume import find_together, restore
 from spartito.training.run_folder import RunFolder
 from spartito.training.saving import Saves
@@ -136,7 +137,8 @@ class Trainer:
         self.left_to_evaluator = False
         self.history = History()
         self.callbacks: list[Callback] = []
-        self._fits = 0
+        self.went_on = False
+        self._fits, self._verbose = 0, True
         self._given: list[Callback] = []
         self._saves = Saves(self)
         self._loop: TrainingLoop | None = None
@@ -223,14 +225,10 @@ class Trainer:
         first = first if initial_epoch is None else initial_epoch
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch or chain.steps_per_epoch
         self.batch_size, self.examples = chain.batch_size, chain.examples
-        self.stop_training = False
-        self.callbacks = (
-            with_own(self, self._given, self._folder, self._fits, bool(verbose))
-            if self.coordination.decides
-            else []
-        )
+        self.stop_training, self.went_on, self._verbose = False, False, bool(verbose)
+        self.callbacks = self._all_callbacks() if self.coordination.decides else []
         if self._loop is None or self._loop.chain is not chain:
-            self._loop = TrainingLoop(self, chain, self._loop)
+            self._loop = make_loop(self, chain, self._loop)
         history = self.history = History()
         loop = self._loop
         for callback in self.callbacks:
@@ -383,6 +381,9 @@ class Trainer:
     def examples_per_second(self) -> float:
         """Examples that all replicas trained on per second of this epoch so far."""
         return self._loop.clock.rate if self._loop else 0.0
+
+    def _all_callbacks(self) -> list[Callback]:
+        return with_own(self, self._given, self._folder, self._fits, self._verbose)
 
     def _asked(self, callbacks: Callback | Sequence[Callback]) -> list[Callback]:
         """The callbacks of an `evaluate` or `predict`, on tasks that have callbacks."""

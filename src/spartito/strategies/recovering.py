@@ -1,0 +1,217 @@
+"""What a training that outlives the loss of a task needs of its strategy, beside the steps."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+from spartito.cluster.recovery import Recovery
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective, Piggybacked
+from spartito.data.batch import Batch
+from spartito.engine.optimizers import load_named_state, named_state, unwrap
+from spartito.engine.undo import Undo
+from spartito.errors import TaskLostError, UserError
+from spartito.storage.tensors import pack_state, unpack_state
+from spartito.strategies.groups import send
+from spartito.strategies.pair import Pair
+
+
+class Aboard(Protocol):
+    """What rides along with the updates of a training, so that no task is the only one to know."""
+
+    def saw(self, output: Any, batch: Batch) -> None:
+        """After the forward pass of a batch that this task has rows of."""
+        ...
+
+    def brings(self) -> Piggybacked:
+        """Before an update: what is summed over the tasks; all call it."""
+        ...
+
+    def brought(self, total: Sequence[float]) -> None:
+        """The sums; the update is certain now."""
+        ...
+
+
+class Standing(msgspec.Struct, frozen=True):
+    """How far a task is, and whether it has the state of the training at all."""
+
+    progress: tuple[int, ...]
+    is_new: bool
+    fit: int
+    pairs: int
+
+
+def chosen_recovery(
+    given: Recovery | None, cluster: ClusterSpec, communication: str, device: torch.device
+) -> Recovery | None:
+    """What a strategy does when a task is lost: as ``given``, else as the environment says.
+
+    Raises `UserError` where no group can be left and made anew.
+    """
+    recovery = Recovery.from_environment() if given is None else given
+    if recovery is None or cluster.world_size == 1:
+        return None
+    if device.type != "cpu" or communication not in ("auto", "sockets"):
+        raise UserError(
+            f"recovery with communication={communication!r} on {device}",
+            "It is for CPUs, and communication='auto' or 'sockets'.",
+        )
+    if recovery.min_workers is not None and recovery.min_workers > cluster.world_size:
+        raise UserError(f"min_workers={recovery.min_workers} of {cluster.world_size} tasks")
+    return recovery
+
+
+class Repeating:
+    """Steps that can be made again, with the same numbers, by whoever has the data shard.
+
+    What a forward pass draws depends on the seed, the batch and the data shard alone, and not on
+    what this process drew before. What it changes in buffers can be put back.
+    """
+
+    def __init__(self) -> None:
+        self._undo: dict[int, Undo] = {}
+
+    def begin(self, pair: Pair, batch: Batch, shard: int) -> None:
+        """Before a forward pass."""
+        undo = self._undo.get(id(pair))
+        if undo is None:
+            undo = self._undo[id(pair)] = Undo(unwrap(pair.model))
+        undo.begin(looks=batch.step == 0)
+        if pair.randomness is None:
+            text = b"%d %d %d %d" % (pair.seed, batch.epoch, batch.step, shard)
+            number = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
+            torch.default_generator.manual_seed(number)
+
+    def end(self, pair: Pair) -> None:
+        """After an update."""
+        self._undo[id(pair)].end()
+
+    def undo(self, pair: Pair) -> None:
+        """Forget the batches since the last update."""
+        if (undo := self._undo.get(id(pair))) is not None:
+            undo.undo()
+        pair.gradients.clear()
+        pair.passes, pair.saved = 0, None
+        if pair.randomness is not None:
+            pair.randomness.forget()
+
+
+def share_state(
+    group: Collective,
+    pairs: Sequence[Pair],
+    own: Standing,
+    training: Callable[[], dict[str, Any]],
+) -> tuple[Standing, dict[str, Any] | None]:
+    """Give those who are new, or behind, the state of the first of those who are furthest.
+
+    Args:
+        group: All tasks, which call this together.
+        pairs: The prepared models and optimizers.
+        own: How far this task is.
+        training: The state of everything else, of this task.
+
+    Returns:
+        How far all are now, and the state of everything else where this task took it over.
+
+    Raises:
+        TaskLostError: Another one is lost, or a new one cannot take part.
+    """
+    texts = group.all_gather_bytes(msgspec.json.encode(own))
+    all_ = [msgspec.json.decode(text, type=Standing) for text in texts]
+    able = [rank for rank, each in enumerate(all_) if not each.is_new] or [0]
+    source = max(able, key=lambda rank: (all_[rank].progress, -rank))
+    best = all_[source]
+    behind = [r for r, each in enumerate(all_) if each.is_new or each.progress < best.progress]
+    _check(group, all_, best)
+    if not behind:
+        return best, None
+    tree: Any = None
+    tensors: dict[str, Tensor] = {}
+    if group.rank == source or group.rank not in behind:
+        tree, tensors = pack_state({"pairs": [_state(pair) for pair in pairs], **training()})
+    kinds = {name: (list(t.shape), _name(t.dtype)) for name, t in tensors.items()}
+    said = json.dumps([tree, kinds]).encode() if group.rank == source else b""
+    tree, kinds = json.loads(group.all_gather_bytes(said)[source])
+    into = [
+        tensors[name]
+        if group.rank == source or _is_equal(name, tensors, shape, dtype)
+        else torch.empty(shape, dtype=getattr(torch, dtype))
+        for name, (shape, dtype) in kinds.items()
+    ]
+    send(group, into, source)
+    if group.rank not in behind:
+        return best, None
+    state = unpack_state(tree, dict(zip(kinds, into, strict=True)))
+    for pair, saved in zip(pairs, state.pop("pairs"), strict=True):
+        _load(pair, saved)
+    return best, state
+
+
+def _check(group: Collective, all_: Sequence[Standing], best: Standing) -> None:
+    """Raise `TaskLostError` for tasks that are elsewhere in their script."""
+    for name, each in zip(group.names, all_, strict=False):
+        if (each.fit, each.pairs) != (best.fit, best.pairs):
+            raise TaskLostError(
+                f"{name} came back in its fit number {each.fit} with {each.pairs} prepared models, "
+                f"and the others are in number {best.fit} with {best.pairs}",
+                "A task that is started again takes part where the first fit() runs.",
+            )
+
+
+def _state(pair: Pair) -> dict[str, Any]:
+    """All that a task needs to go on with a pair."""
+    model = unwrap(pair.model)
+    saved = dict(model.state_dict())
+    return {
+        "model": saved,
+        "buffers": {name: each for name, each in model.named_buffers() if name not in saved},
+        "learns": [name for name, each in model.named_parameters() if each.requires_grad],
+        "optimizer": named_state(model, pair.optimizer),
+        "loss_scale": pair.loss_scale.state_dict(),
+    }
+
+
+def _is_equal(name: str, own: Mapping[str, Tensor], shape: list[int], dtype: str) -> bool:
+    """Whether our own tensor has the values that come, by which it then may be overwritten."""
+    found = own.get(name)
+    part = name.split(".")[2] if name.startswith("pairs.") else ""
+    is_alike = found is not None and list(found.shape) == shape and _name(found.dtype) == dtype
+    return is_alike and part == "optimizer"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _load(pair: Pair, saved: Mapping[str, Any]) -> None:
+    model, learns = unwrap(pair.model), set(saved["learns"])
+    model.load_state_dict(saved["model"])
+    buffers = dict(model.named_buffers())
+    with torch.no_grad():
+        for name, value in saved["buffers"].items():
+            buffers[name].copy_(value)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad != (name in learns):
+            parameter.requires_grad_(name in learns)
+    load_named_state(model, pair.optimizer, saved["optimizer"])
+    if scale := saved["loss_scale"]:
+        pair.loss_scale.load_state_dict(scale)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of Python's and torch's generators."""
+    return {"python": random.getstate(), "torch": torch.get_rng_state()}
+
+
+def load_random_state(state: Mapping[str, Any]) -> None:
+    """Take back what `random_state` returned."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])

@@ -1,0 +1,92 @@
+"""Metrics of which every task knows the whole after every update, so that none is lost with one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spartito.collectives.collective import Collective, Piggybacked
+from spartito.training.metrics.base import Metric, decode, encode
+from spartito.training.metrics.gathering import MetricSet
+from spartito.training.metrics.mean import MeanMetric
+
+MOST_RIDE = 8
+"""Means that ride along with the piggybacked scalars; more metrics are gathered in each step."""
+
+COMPACT = 64
+"""So many parts of metrics are kept before they become one."""
+
+
+class CarriedMetrics(MetricSet):
+    """Metrics of the rows of all tasks, which every task knows after every update.
+
+    Means ride along with the scalars of the update. The states of others are gathered before it:
+    that is one meeting more in each step.
+    """
+
+    def __init__(self, metrics: Sequence[Metric]) -> None:
+        super().__init__(metrics)
+        self._ride = len(metrics) <= MOST_RIDE and all(
+            isinstance(metric, MeanMetric) for metric in metrics
+        )
+        self._sums = [0.0] * (2 * len(metrics) if self._ride else 0)
+        self._parts: list[bytes] = []
+        self._gathered: list[bytes] = []
+
+    def brings(self, group: Collective) -> Piggybacked:
+        """What came on this task since the last update, to be summed."""
+        if not self._ride:
+            self._gathered = group.all_gather_bytes(self.state())
+            return ()
+        return tuple(
+            number
+            for metric in self._metrics
+            if isinstance(metric, MeanMetric)
+            for number in metric.sums
+        )
+
+    def brought(self, total: Sequence[float]) -> None:
+        """Take what came on all tasks."""
+        for metric in self._metrics:
+            metric.reset()
+        self._sums = [before + more for before, more in zip(self._sums, total, strict=True)]
+        self._parts += self._gathered
+        self._gathered = []
+        if len(self._parts) > COMPACT:
+            self.compact()
+
+    def forget_step(self) -> None:
+        """The batches since the last update come again."""
+        self._gathered = []
+        for metric in self._metrics:
+            metric.reset()
+
+    def compact(self) -> None:
+        """Make one of all parts; all tasks do so after the same update, and have the same bits."""
+        if self._parts:
+            found = super().merged(self._parts, {})
+            self._parts = [encode([metric.state_dict() for metric in found])]
+
+    def reset(self) -> None:
+        super().reset()
+        self._sums, self._parts, self._gathered = [0.0] * len(self._sums), [], []
+
+    def carried(self) -> list[bytes]:
+        """All of the epoch so far, as `merged` takes it."""
+        if not self._ride:
+            return self._parts
+        pairs = zip(self._sums[::2], self._sums[1::2], strict=True)
+        return [encode([{"sums": torch.tensor(pair, dtype=torch.float64)} for pair in pairs])]
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a task needs to go on with them."""
+        return {"sums": self._sums, "parts": [decode(part) for part in self._parts]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take back what `state_dict` returned."""
+        self._sums, self._parts = state["sums"], [encode(part) for part in state["parts"]]
+
+    def _own(self) -> list[Metric]:
+        return self.merged(self.carried(), {})

@@ -1,0 +1,408 @@
+"""The loop of a training that goes on when a task is lost: at most the step in flight is repeated.
+
+Each task remembers where the last update left it. When it hears of a loss it goes back there,
+leaves the groups, meets those who live and those who are new, and all go on from the state of one
+that was furthest. What every task needs to know of the others' rows, the sums of the metrics,
+rides along with the updates.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from spartito.collectives.collective import Piggybacked
+from spartito.data.batch import Batch
+from spartito.data.dataset import Dataset
+from spartito.data.loader import used_up
+from spartito.errors import TaskLostError
+from spartito.log import note
+from spartito.strategies import StepResult
+from spartito.strategies.groups import Groups
+from spartito.strategies.recovering import Standing, load_random_state, random_state
+from spartito.strategies.sharing import Placed
+from spartito.training.callback import hooks
+from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
+from spartito.training.history import History
+from spartito.training.loop import Evaluation, StepLogs, TrainingLoop
+from spartito.training.metrics import Metric
+from spartito.training.metrics.carried import CarriedMetrics
+from spartito.training.resume import check_position, meaning, restore
+from spartito.training.run_folder import RunFolder
+from spartito.training.saving import callback_states
+from spartito.training.schedule import scheduler_state
+
+if TYPE_CHECKING:
+    from spartito.strategies.synchronous import SynchronousStrategy
+    from spartito.training.trainer import Trainer
+
+TRAIN, CONCLUDE, CALLBACKS, AGREE, END = range(5)
+"""The stages of an epoch: its steps, its figures, its callbacks, whether another one comes."""
+
+ALL = 1 << 30
+"""Every callback was called."""
+
+
+class _SomebodyWaits(Exception):
+    """A task that was started anew wants to take part."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Mark:
+    """Where the last update left a task."""
+
+    data: dict[str, Any]
+    seen: tuple[Any, ...]
+    done: int
+    examples: int
+
+
+class RecoveringLoop(TrainingLoop):
+    """As `TrainingLoop`, for replicas that meet in every step, and may be lost and replaced."""
+
+    _metrics: CarriedMetrics
+
+    def __init__(self, trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> None:
+        super().__init__(trainer, chain, before)
+        self._recovering, self._meeting = trainer, _strategy_of(trainer)
+        self._metrics = CarriedMetrics(trainer.metrics)
+        self._logs = StepLogs(self._metrics)
+        self._stage, self._hook, self._epoch, self._begun = TRAIN, ALL, 0, -1
+        self._counts = self._ends = self._welcomes = False
+        self._found: dict[str, Any] = {}
+
+    @property
+    def _groups(self) -> Groups:
+        return self._meeting.groups
+
+    @property
+    def _placed(self) -> Placed:
+        assert isinstance(self._batches, Placed), "as replicas that meet in every step have them"
+        return self._batches
+
+    def run(
+        self,
+        epochs: range,
+        steps: int | None,
+        validation: Evaluation | None,
+        history: History,
+    ) -> None:
+        self._steps, self._validation, self._history = steps, validation, history
+        self._stage, self._hook = TRAIN, ALL
+        self._epoch, self._begun, self._ends = epochs.start, epochs.start - 1, False
+        self._keep_mark()
+        self._meeting.aboard = self
+        try:
+            joins = self._groups.joins
+            if joins:
+                self._recovering.went_on = True
+                self._meet(None, is_new=True)
+                take_office(self._recovering)
+            else:
+                self._groups.training_begins()
+            for callback in self._trainer.callbacks:
+                callback.on_train_begin()
+            if joins:
+                self._catch_up()
+            while True:
+                cause: TaskLostError | None = None
+                try:
+                    self._go_on(epochs)
+                    return
+                except TaskLostError as error:
+                    cause = error
+                except _SomebodyWaits:
+                    pass
+                self._recover(cause)
+        finally:
+            self._meeting.aboard = None
+
+    # What rides along with the updates (`Aboard`)
+
+    def saw(self, output: Any, batch: Batch) -> None:
+        """As `Aboard.saw`."""
+        self._metrics.update(output, batch)
+
+    def brings(self) -> Piggybacked:
+        """As `Aboard.brings`."""
+        return (
+            float(self._groups.somebody_waits),
+            *(self._metrics.brings(self._groups.data) if self._metrics else ()),
+        )
+
+    def brought(self, total: Sequence[float]) -> None:
+        """As `Aboard.brought`."""
+        self._welcomes = total[0] > 0
+        if self._metrics:
+            self._metrics.brought(total[1:])
+
+    # The epochs, from wherever this task is
+
+    def _go_on(self, epochs: range) -> None:
+        trainer, callbacks = self._trainer, self._trainer.callbacks
+        first = self._epoch + (self._stage > TRAIN)
+        done = self._done if self._stage == TRAIN else 0
+        with closing(self._batches.epochs(epochs.stop - first, self._steps, done, self)) as batches:
+            while self._stage < END and self._epoch < epochs.stop:
+                if self._stage == TRAIN:
+                    self._begin_epoch()
+                    with closing(next(batches)) as given:
+                        self._train_epoch(given)
+                    trainer.epoch = self._epoch + 1
+                    self._stage, self._hook = CONCLUDE, ALL
+                    self._keep_mark()
+                if self._stage == CONCLUDE:
+                    with self._coordination.during("end of epoch"):
+                        self._found = self._conclude(self._epoch, self._validation, self._history)
+                    self._forget()
+                    self._keep_mark()
+                    self._stage, self._hook = CALLBACKS, 0
+                if self._stage == CALLBACKS:
+                    self._call("on_epoch_end", self._epoch, self._found)
+                    self._stage = AGREE
+                if self._agree_to_stop():
+                    break
+                self._stage, self._hook, self._epoch = TRAIN, ALL, self._epoch + 1
+        self._stage = END
+        for callback in callbacks:
+            callback.on_train_end()
+
+    def _begin_epoch(self) -> None:
+        if self._begun < self._epoch:
+            for callback in self._trainer.callbacks:
+                callback.on_epoch_begin(self._epoch)
+            self._begun = self._epoch
+
+    def _train_epoch(self, batches: Any) -> None:
+        if self._hook != ALL:
+            self._call("on_train_batch_end", self._done - 1, self._logs)
+        if not self._ends:
+            super()._train_epoch(batches)
+            self._hook = ALL
+
+    def _step(self, batch: Batch) -> StepResult:
+        trainer = self._trainer
+        return self._strategy.step(batch, trainer.loss, stop=trainer.stop_training)
+
+    def _after_steps(self) -> list[Callable[..., None]]:
+        callbacks = self._trainer.callbacks
+        asked = hooks(callbacks, "on_train_batch_end")
+        found: list[Callable[..., None]] = []
+        for callback, key in zip(callbacks, self._keys(), strict=True):
+            if callback.on_train_batch_end in asked:
+                found.append(partial(self._call_one, key, callback.on_train_batch_end))
+        return [*found, self._stepped]
+
+    def _call_one(self, key: int, hook: Callable[..., None], *given: Any) -> None:
+        if self._counts:
+            self._hook = key
+        hook(*given)
+
+    def _stepped(self, batch: int, logs: Any) -> None:
+        """After all that is called after a step."""
+        self._hook = ALL
+        if self._welcomes and not self._ends:
+            raise _SomebodyWaits
+
+    def _came(self, result: StepResult) -> None:
+        super()._came(result)
+        self._counts = result.updates > 0
+        if self._counts:
+            self._ends = self._ends or result.stop
+            self._hook = 0
+            self._keep_mark()
+
+    def _whole_metrics(self) -> list[Metric]:
+        if not self._metrics:
+            return []
+        return self._metrics.merged(self._metrics.carried(), self._metrics_before)
+
+    def _call(self, name: str, *given: Any, until: int = ALL) -> None:
+        """Call a hook of the callbacks from where this task is on, ``until`` another key."""
+        for callback, key in zip(self._trainer.callbacks, self._keys(), strict=True):
+            if self._hook <= key < until:
+                self._hook = key
+                getattr(callback, name)(*given)
+        self._hook = until
+
+    def _keys(self) -> list[int]:
+        """A number for each callback, in order: the same on all tasks for those that all have."""
+        given, keys, shared = self._recovering._given, [], 0
+        for callback in self._trainer.callbacks:
+            is_shared = isinstance(callback, ModelCheckpoint) or any(
+                callback is each for each in given
+            )
+            keys.append(2 * shared + 1 if is_shared else 2 * shared)
+            shared += is_shared
+        return keys
+
+    # After a loss
+
+    def _keep_mark(self) -> None:
+        examples = self.clock.examples if self._done else 0
+        self._mark = _Mark(self._batches.state_dict(), self._placed.seen, self._done, examples)
+
+    def _go_back(self) -> None:
+        """To the last update: what came since then comes again."""
+        mark = self._mark
+        self._done = mark.done
+        self._examples = mark.examples
+        self._metrics.forget_step()
+        self._welcomes = False
+
+    def _recover(self, cause: TaskLostError | None) -> None:
+        began = time.perf_counter()
+        if cause is not None:
+            note("%s", str(cause).partition("\n")[0])
+            if used_up(self.chain) is not None:
+                raise TaskLostError(
+                    f"{str(cause).partition(chr(10))[0]}: and the data can be read only once, so "
+                    "that the step cannot be repeated",
+                    "Give what can be iterated again: arrays, a list, a DataLoader.",
+                ) from cause
+            self._recovering._saves.leave(cause)
+        else:
+            self._recovering._saves.finish()  # who is new has none to wait for
+        self._recovering.went_on = True
+        self._go_back()
+        before = self._stage, self._hook, self._epoch
+        self._meet(cause, is_new=False)
+        self._take_office()
+        self._make_up_for(*before)
+        cluster = self._meeting.cluster
+        note(
+            "goes on with %d tasks at step %d, %.2f s after it was noticed: %s",
+            cluster.world_size,
+            self._trainer.step,
+            time.perf_counter() - began,
+            ", ".join(str(cluster.task_of(rank)) for rank in range(cluster.world_size)),
+        )
+
+    def _meet(self, cause: TaskLostError | None, is_new: bool) -> None:
+        """Meet the others; afterwards all are equally far."""
+        meeting, trainer = self._meeting, self._recovering
+        while True:
+            meeting.regroup(cause)
+            self._metrics.compact()
+            progress = trainer.step, self._epoch, self._stage, self._hook
+            own = Standing(progress, is_new, trainer._fits, len(meeting._pairs.all))
+            try:
+                best, state = meeting.meet_again(own, self._state)
+                break
+            except TaskLostError as error:
+                cause = error
+        self._batches = meeting.distribute(self.chain, seed=trainer.seed)
+        if self._validation is not None:
+            self._validation.distribute()
+        _, self._epoch, self._stage, self._hook = best.progress
+        if state is not None:
+            self._load(state)
+        self._batches.load_state_dict(self._mark.data)
+        self._placed.seen = self._mark.seen
+
+    def _state(self) -> dict[str, Any]:
+        """What a new task needs beside model and optimizer; of this task alone."""
+        trainer, mark = self._recovering, self._mark
+        return {
+            "step": trainer.step,
+            "epoch": trainer.epoch,
+            "scheduler": scheduler_state(trainer.scheduler),
+            "callbacks": callback_states(trainer._given),
+            "meaning": meaning(self.chain, self._steps, trainer.seed),
+            "mark": [mark.data, list(mark.seen), mark.done, mark.examples],
+            "sums": [self._loss, self._weight, *self._before],
+            "metrics": self._metrics.state_dict(),
+            "metrics_before": self._metrics_before,
+            "history": asdict(self._history),
+            "found": dict(self._found),
+            "stop": [trainer.stop_training, self._ends],
+            "begun": self._begun,
+            "random": random_state(),
+        }
+
+    def _load(self, state: dict[str, Any]) -> None:
+        trainer = self._recovering
+        data, seen, done, examples = state["mark"]
+        there = {"data": data, "done": done, "meaning": state["meaning"]}
+        check_position(there, meaning(self.chain, self._steps, trainer.seed))
+        self._mark = _Mark(data, tuple(seen), done, examples)
+        self._done, self._examples = done, examples
+        self._loss, self._weight, *self._before = state["sums"]
+        self._metrics.load_state_dict(state["metrics"])
+        self._metrics_before = state["metrics_before"]
+        self._history.epoch[:] = state["history"]["epoch"]
+        self._history.history.clear()
+        self._history.history.update(state["history"]["history"])
+        self._found = state["found"]
+        trainer.stop_training, self._ends = state["stop"]
+        trainer.step, trainer.epoch = state["step"], state["epoch"]
+        if trainer.scheduler is not None and state["scheduler"] is not None:
+            trainer.scheduler.load_state_dict(state["scheduler"])
+        self._saved_callbacks = state["callbacks"]
+        restore(trainer._given, self._saved_callbacks)
+        load_random_state(state["random"])
+
+    def _catch_up(self) -> None:
+        """What a new task does before its first step; its callbacks begin where the others are."""
+        rates = [dict(group) for group in self._trainer.optimizer.param_groups]
+        if self._stage == TRAIN and self._done:
+            self._begin_epoch()
+            for group, before in zip(self._trainer.optimizer.param_groups, rates, strict=True):
+                group.update(before)  # a callback has set them for the beginning of the epoch
+        restore(self._recovering._given, self._saved_callbacks)
+
+    def _make_up_for(self, stage: int, hook: int, epoch: int) -> None:
+        """Call what callbacks missed while this task was behind the others."""
+        now = self._stage, self._hook, self._epoch
+        if (epoch, stage, hook) >= (now[2], now[0], now[1]):
+            return
+        if epoch == self._epoch and self._stage == TRAIN:
+            self._hook = 0
+            self._call("on_train_batch_end", self._done - 1, self._logs, until=now[1])
+        elif stage <= CALLBACKS:
+            self._hook = hook if stage == CALLBACKS else 0
+            until = now[1] if (epoch, now[0]) == (self._epoch, CALLBACKS) else ALL
+            self._call("on_epoch_end", epoch, self._found, until=until)
+        self._stage, self._hook, self._epoch = now
+
+    def _take_office(self) -> None:
+        """Another task may be the first now: it writes and prints from now on."""
+        trainer = self._recovering
+        if take_office(trainer):
+            restore(trainer._given, callback_states(trainer._given))
+            for callback in trainer.callbacks:
+                callback.set_trainer(trainer)
+                callback.on_train_begin()
+
+
+def take_office(trainer: Trainer) -> bool:
+    """Make ``trainer`` the chief's, or no longer, as the tasks have their ranks now.
+
+    Returns whether that has changed; it has other callbacks then.
+    """
+    is_chief = trainer.coordination.cluster.is_chief
+    if is_chief == trainer.is_chief:
+        return False
+    trainer.is_chief = is_chief
+    trainer._folder = RunFolder(trainer.run_dir) if trainer.run_dir and is_chief else None
+    trainer.callbacks = trainer._all_callbacks()
+    for callback in trainer.callbacks:
+        callback.set_trainer(trainer)
+    return True
+
+
+def _strategy_of(trainer: Trainer) -> SynchronousStrategy:
+    from spartito.strategies.synchronous import SynchronousStrategy
+
+    assert isinstance(trainer.strategy, SynchronousStrategy), "chosen by `make_loop`"
+    return trainer.strategy
+
+
+def make_loop(trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> TrainingLoop:
+    """The loop of a trainer over a data set: one that recovers where its strategy does."""
+    recovers = getattr(trainer.strategy, "recovery", None) is not None
+    return (RecoveringLoop if recovers else TrainingLoop)(trainer, chain, before)
