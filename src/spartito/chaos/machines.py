@@ -56,11 +56,12 @@ def on_machines(
         machine = machines[f"{task.type}:{task.index}"].machine
         assert machine is not None
         addresses.append(f"{machine.address}:{PORT}")
+    threads = {"OMP_NUM_THREADS": "1"}  # each takes the cores for its own
     secret = {ENV_SECRET: secrets.token_hex(16)}
     return {
         f"{task.type}:{task.index}": Start(
             words,
-            task_environment({**env, **secret}, roles, addresses, task),
+            task_environment({**threads, **env, **secret}, roles, addresses, task),
             machines[f"{task.type}:{task.index}"],
         )
         for task in roles.tasks
