@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import random
 import shutil
@@ -69,6 +70,7 @@ class Suite:
         steps: when; None: in the middle of what the job does without faults.
         limit: seconds in which a task that stands still has to be named.
         longest: seconds of one run.
+        minutes: after which no further run with a fault begins; None: no limit.
         sample: a file of the data, for ``corrupt``.
         data: the folder with a recipe's data.
         out: the folder to write.
@@ -89,6 +91,7 @@ class Suite:
     steps: range | None = None
     limit: float = 10.0
     longest: float = 120.0
+    minutes: float | None = None
     sample: Path | None = None
     data: Path | None = None
     out: Path = Path("runs/chaos")
@@ -153,12 +156,13 @@ def survive(suite: Suite) -> int:
         UserError: the job does not run without faults either.
     """
     suite.out.mkdir(parents=True, exist_ok=True)
+    end = math.inf if suite.minutes is None else time.monotonic() + 60 * suite.minutes
     reaper = Reaper()
     before = signal.signal(signal.SIGTERM, _stop)
     try:
         with sandbox(suite.out / "temporary") as where:
             for name in suite.strategies:
-                under = _Under(suite, strategy_info(name), where, reaper)
+                under = _Under(suite, strategy_info(name), where, reaper, end)
                 under.all_cells()
                 under.all_cells_of_network()
     finally:
@@ -192,6 +196,7 @@ class _Under:
     info: StrategyInfo
     sandbox: Sandbox
     reaper: Reaper
+    end: float
     machines: Mapping[str, Sandbox] = field(default_factory=dict)
 
     @property
@@ -216,13 +221,13 @@ class _Under:
     def all_cells(self) -> None:
         """Run those that have no result yet."""
         suite, network = self.suite, bool(self.machines)
-        if network not in suite.networks:
+        if network not in suite.networks or time.monotonic() > self.end:
             return
         done = {(one["strategy"], one["schedule"]) for one in read_results(suite.out)}
         reference = self._reference()
         for schedule in self._schedules(reference):
             text = written(schedule)
-            if (self.info.name, text) not in done:
+            if (self.info.name, text) not in done and time.monotonic() < self.end:
                 verdict = self._cell(schedule, reference)
                 self._keep(text, verdict)
 

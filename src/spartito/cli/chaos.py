@@ -72,6 +72,10 @@ def chaos(
     longest: Annotated[
         int, number("--longest", "Seconds after which a run counts as one that hangs.", 10)
     ] = 120,
+    minutes: Annotated[
+        float | None,
+        typer.Option(help="Begin no further fault after so long; the next call does the rest."),
+    ] = None,
     sample: Annotated[
         Path | None, typer.Option(help="A file of the data, which corrupt overwrites for a while.")
     ] = None,
@@ -106,6 +110,7 @@ def chaos(
         steps=_range(steps),
         limit=limit,
         longest=longest,
+        minutes=minutes,
         sample=sample,
         data=data,
         out=out,

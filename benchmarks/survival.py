@@ -1,0 +1,129 @@
+"""What jobs survive: every fault, task and strategy in turn, as ``docs/survival.md``.
+
+    python -m benchmarks.survival --out runs/survival --minutes 15
+
+Each part is one command ``spartito chaos``; what ``--out`` has results of is not run again, so
+that a run which was ended goes on where it was. The page is written after each part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from benchmarks.jobs.survivor import draw
+from spartito.chaos.report import page, summary
+from spartito.chaos.suite import read_results
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs" / "survival.md"
+BEGIN = "<!-- results: python -m benchmarks.survival -->"
+SYNCHRONOUS = (
+    "mirrored",
+    "multi_worker_mirrored",
+    "central_storage",
+    "sharded",
+    "mesh",
+    "pipeline",
+)
+ALONE = "kill,stop,pause,term,exception,spin,nan,clock,disk,slow,memory,torn"
+MNIST = ("mnist", "--workers", "2")
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command: what the page says above its tables, and its words."""
+
+    title: str
+    words: tuple[str, ...]
+    arguments: tuple[str, ...] = ("--epochs", "3")
+
+
+def parts(pictures: Path) -> dict[str, Part]:
+    """All parts, by name."""
+    found = {
+        name: Part(
+            f"`{name}`, two workers on one machine",
+            (*MNIST, "--strategy", name, "--faults", ALONE),
+        )
+        for name in (*SYNCHRONOUS, "one_device")
+    }
+    found["parameter_server"] = Part(
+        "`parameter_server`: a chief, two workers, two servers, an evaluator",
+        (*MNIST, "--strategy", "parameter_server", "--chief", "--ps", "2", "--evaluator",
+         "--faults", ALONE),
+    )  # fmt: skip
+    found["evaluator"] = Part(
+        "An evaluator beside `multi_worker_mirrored`",
+        (*MNIST, "--strategy", "multi_worker_mirrored", "--evaluator", "--roles", "evaluator",
+         "--faults", ALONE),
+    )  # fmt: skip
+    found["recover"] = Part(
+        "With `--recover`: who lives goes on",
+        (*MNIST, "--strategy", "mirrored,multi_worker_mirrored,sharded", "--recover",
+         "--roles", "worker,chief", "--faults", "kill,stop,pause,spin,exception,memory"),
+    )  # fmt: skip
+    found["machines"] = Part(
+        "Each task on a machine of its own (network namespaces)",
+        (*MNIST, "--strategy", "multi_worker_mirrored,sharded,mesh,pipeline,parameter_server",
+         "--roles", "worker,chief,ps", "--faults", "loss,cut,partition"),
+    )  # fmt: skip
+    found["files"] = Part(
+        "A file of the data that cannot be read",
+        ("benchmarks/jobs/survivor.py", "--workers", "2", "--strategy", ",".join(SYNCHRONOUS),
+         "--faults", "corrupt", "--sample", str(pictures / "dark" / "7.png")),
+        (str(pictures),),
+    )  # fmt: skip
+    return found
+
+
+def write(out: Path, named: dict[str, Part]) -> None:
+    """The page of all results so far, behind what people have written."""
+    found = {name: read_results(out / name) for name in named}
+    together = [result for results in found.values() for result in results]
+    said = [BEGIN, summary(together)] if together else [BEGIN]
+    for name, results in found.items():
+        if results:
+            said += [f"## {named[name].title}", page(results).strip()]
+    head = DOCS.read_text().partition(BEGIN)[0].rstrip() if DOCS.exists() else "# Survival"
+    DOCS.write_text("\n\n".join([head, *said]) + "\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run what is asked for; returns the exit code: 0 when all promises were kept."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, default=Path("runs/survival"))
+    parser.add_argument("--only", nargs="+", metavar="PART", help="some parts alone")
+    parser.add_argument("--minutes", type=float, default=15.0, help="begin no fault after that")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args(argv)
+    pictures = options.out / "pictures"
+    named = parts(pictures)
+    if wrong := set(options.only or ()) - set(named):
+        parser.error(f"{', '.join(sorted(wrong))}: the parts are {', '.join(named)}")
+    draw(pictures)
+    end = time.monotonic() + 60 * options.minutes
+    for name in options.only or named:
+        part = named[name]
+        left = max(0.0, end - time.monotonic()) / 60
+        words = [sys.executable, "-m", "spartito", "chaos", *part.words]
+        words += ["--limit", "5", "--minutes", f"{left:.2f}", "--out", str(options.out / name)]
+        code = subprocess.run([*words, "--", *part.arguments], cwd=ROOT).returncode
+        write(options.out, named)
+        if code not in (0, 1):
+            return code
+    results = [one for name in named for one in read_results(options.out / name)]
+    print(summary(results))
+    if options.json:
+        print(json.dumps(results))
+    return int(any(result["broken"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
