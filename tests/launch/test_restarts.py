@@ -54,6 +54,18 @@ def test_a_worker_that_is_started_again_too_late_is_ended(start: Start, tmp_path
     assert err.splitlines()[-1] == "spartito: worker 1 came too late; the job has ended"
 
 
+def test_who_stands_still_when_all_is_done_is_ended(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARTITO_NOTICE", "0.5")
+    stands = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    policies = [CHIEF, WORKER, {"vital": False, "outlives": True}]
+    code, _, err = start("pass", stands, stands, policies=policies, stop=0.05).end()
+    assert code == 0, err
+    for worker in ("worker 1", "worker 2"):
+        assert f"{worker} does not move, and the others have ended; it is ended, too\n" in err
+
+
 def test_a_server_that_is_killed_too_often_ends_the_job(start: Start) -> None:
     job = start(SLEEPS, KILLS_ITSELF, policies=[CHIEF, PS])
     code, out, err = job.end()

@@ -146,6 +146,14 @@ class Heartbeats:
         beat = None if memory is None else Beat.read_from(memory)
         return beat if beat is not None and beat.phase else None
 
+    def stands(self, name: str) -> bool:
+        """Whether a task was named as one that does not move, and has not moved since.
+
+        Args:
+            name: The task.
+        """
+        return self._watch.stands(name)
+
     def close(self) -> None:
         """Remove the folder."""
         for memory in self._files.values():

@@ -321,16 +321,20 @@ class _Supervisor:
         return task.starts > 1 and bool(others) and all(other.code == 0 for other in others)
 
     def _end_late(self) -> None:
-        """End those that were started again and wait for a job that has ended."""
+        """End those that wait for a job that has ended, or stand still when it has."""
         since = self._done_at()
-        if since is None:
+        if since is None or time.monotonic() <= since + self.patience.stop:
             return
-        for task in self.tasks:
-            late = task.starts > 1 and task.code is None and not task.process.outlives
-            if late and not task.let_go and time.monotonic() > since + self.patience.stop:
-                self.err.say(f"{task.name} came too late; the job has ended")
-                task.let_go = True
-                task.signal_group(signal.SIGKILL)
+        for task in [task for task in self.running if not task.let_go]:
+            if task.starts > 1 and not task.process.outlives:
+                why = "came too late; the job has ended"
+            elif not task.process.vital and self.beats.stands(task.name):
+                why = "does not move, and the others have ended; it is ended, too"
+            else:
+                continue
+            self.err.say(f"{task.name} {why}")
+            task.let_go = True
+            task.signal_group(signal.SIGKILL)
 
     def _let_go(self, task: Running) -> None:
         """Print what was kept of an ended task that fails nobody."""

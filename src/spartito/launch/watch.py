@@ -133,6 +133,15 @@ class Watch:
         notices = [notice for task in running for notice in self._of(task, now)]
         return [*notices, *self._stragglers(now, running), *missed(now, seen)]
 
+    def stands(self, name: str) -> bool:
+        """Whether it was said of a task that it stands still or does not move, and holds yet.
+
+        Args:
+            name: The task.
+        """
+        known = self._known.get(name)
+        return known is not None and (known.told_still or known.told_quiet)
+
     def _of(self, task: Seen, now: float) -> list[Notice]:
         known = self._known[task.name]
         still = self._still(task, known, now)
