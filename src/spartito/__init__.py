@@ -13,6 +13,7 @@ from spartito._lazy import attach as _attach
 from spartito.device import check_platform as _check_platform
 from spartito.errors import (
     CorruptSampleError,
+    PreemptedError,
     SpartitoError,
     TaskLostError,
     UserError,
@@ -94,6 +95,7 @@ __all__ = [
     "ParameterServerStrategy",
     "PipelineStrategy",
     "PowerSGD",
+    "PreemptedError",
     "ShardedStrategy",
     "SpartitoError",
     "Strategy",

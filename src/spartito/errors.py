@@ -3,8 +3,10 @@
 SpartitoError               1
 ├── UserError               2    the user's mistake: one clear message, no traceback
 │   ├── CorruptSampleError  2    one example of a data set cannot be read
-│   └── MismatchedCallsError 2   replicas meet in calls that do not match
-└── TaskLostError          69    a task of the cluster did not come, or is gone
+│   ├── MismatchedCallsError 2   replicas meet in calls that do not match
+│   └── UnwritableError     2    a file or folder cannot be written: a full disk
+├── TaskLostError          69    a task of the cluster did not come, or is gone
+└── PreemptedError         75    the machine is taken away; all is saved, and starts again
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from types import TracebackType
 
 EXIT_USER = 2
 EXIT_TASK_LOST = 69
+EXIT_PREEMPTED = 75
+"""Of sysexits.h: a temporary failure, try again later. Launchers start such a job again."""
 EXIT_INTERRUPTED = 130
 
 PREFIX = "spartito: error: "
@@ -48,10 +52,20 @@ class MismatchedCallsError(UserError):
     """Replicas met in different calls: no figure that came of it may be used."""
 
 
+class UnwritableError(UserError):
+    """A file or folder cannot be written; automatic saves wait for better times."""
+
+
 class TaskLostError(SpartitoError):
     """A task of the cluster did not come within the time limit, or is gone; ends with 69."""
 
     exit_code = EXIT_TASK_LOST
+
+
+class PreemptedError(SpartitoError):
+    """Training was asked to make room, and did: the same command goes on; ends with 75."""
+
+    exit_code = EXIT_PREEMPTED
 
 
 def show(error: BaseException) -> int:
@@ -63,8 +77,8 @@ def show(error: BaseException) -> int:
 def install_excepthook() -> None:
     """Chain ``sys.excepthook`` so that our own errors end a plain ``python script.py`` well.
 
-    Only `UserError` and `TaskLostError` are treated; every other exception goes to the hook
-    that was there before. Calling it again changes nothing.
+    Only `UserError`, `TaskLostError` and `PreemptedError`, which was told before, are treated;
+    every other exception goes to the hook that was there before. Calling it again changes nothing.
     """
     previous = sys.excepthook
     if getattr(previous, "_spartito", False):
@@ -76,6 +90,8 @@ def install_excepthook() -> None:
         if isinstance(error, UserError | TaskLostError):
             # The interpreter takes the exit code from a SystemExit that its hook raises.
             raise SystemExit(show(error))
+        if isinstance(error, PreemptedError):
+            raise SystemExit(error.exit_code)
         previous(kind, error, traceback)
 
     hook._spartito = True  # type: ignore[attr-defined]

@@ -218,10 +218,10 @@ def test_figures_meet_their_epoch_by_the_step() -> None:
 
 
 def test_lines_beyond_a_step_are_forgotten(tmp_path: Path) -> None:
-    keep_until(tmp_path, 4)
+    keep_until(tmp_path / EVALUATIONS, 4)
     file = tmp_path / EVALUATIONS
     file.write_text('{"step": 4}\n{"step": 8}\n{"st')
-    keep_until(tmp_path, 4)
+    keep_until(tmp_path / EVALUATIONS, 4)
     assert file.read_text() == '{"step": 4}\n'
 
 

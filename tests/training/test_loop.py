@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from spartito.data.batch import Batch
-from spartito.training.clock import Clock
-from spartito.training.loop import StepLogs
+from spartito.training.clock import Clock, StepLogs
 from spartito.training.metrics.gathering import MetricSet
 from spartito.training.metrics.names import make_metrics
 

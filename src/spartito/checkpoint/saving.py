@@ -25,8 +25,8 @@ from spartito.checkpoint.manager import write_trees
 from spartito.checkpoint.parts import Slot, write_slots
 from spartito.checkpoint.plan import FilePlan, Local, Plan, plan
 from spartito.collectives.collective import Collective
-from spartito.errors import UserError
-from spartito.storage.atomic import write_file_atomically
+from spartito.errors import UnwritableError, UserError
+from spartito.storage.atomic import writable, write_file_atomically
 from spartito.storage.tensors import unpack_state
 
 Attempt = Callable[[Callable[[], str]], list[str]]
@@ -158,7 +158,8 @@ def save_together(
 
     def show() -> str:
         if tasks.is_chief:
-            (directory / f".{token}").touch()
+            with writable(directory):
+                (directory / f".{token}").touch()
         return token
 
     probe = directory / f".{tasks.attempt(show)[0]}"
@@ -192,8 +193,9 @@ def save_together(
             slots = (own[slot] for slot in file.slots)
             write_slots(directory / file.name, file.slots, slots, file.aliases)
         if tasks.is_chief:
-            write_trees(directory, found.trees)
-            probe.unlink()
+            with writable(directory):
+                write_trees(directory, found.trees)
+                probe.unlink()
         return ""
 
     values = tensors if copies is None else {}
@@ -221,11 +223,11 @@ def _noted(directory: Path, note: str, write: Callable[[], str]) -> None:
     try:
         write()
     except UserError as error:
-        failure = str(error)
+        failure = json.dumps([str(error), isinstance(error, UnwritableError)])
         raise
     finally:
         if note:
-            with suppress(UserError):
+            with suppress(UserError):  # a full disk: the others hear of it when they next meet
                 write_file_atomically(directory / note, failure)
 
 
@@ -240,8 +242,10 @@ def _missing(notes: dict[Path, int], failures: list[UserError], tasks: Tasks) ->
             note.unlink()
             del notes[note]
             if failure:
-                what, _, do = failure.partition("\n  ")
-                failures.append(UserError(f"{tasks.group.names[rank]}: {what}", do))
+                text, unwritable = json.loads(failure)
+                what, _, do = text.partition("\n  ")
+                kind = UnwritableError if unwritable else UserError
+                failures.append(kind(f"{tasks.group.names[rank]}: {what}", do))
     if failures and not notes:
         raise failures[0]
     return len(notes)

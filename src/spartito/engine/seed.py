@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import random
+from base64 import b64decode, b64encode
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,3 +35,48 @@ def seed_everything(seed: int, workers: bool = False) -> int:
     np.random.seed(seed)
     torch.manual_seed(seed)
     return seed
+
+
+def random_state() -> str:
+    """Where the generators of `random`, numpy and torch (also on this task's GPU) are, as text."""
+    version, words, gauss = random.getstate()
+    bits = dict(np.random.get_state(legacy=False))
+    return json.dumps(
+        {
+            "torch": _text(torch.get_rng_state().numpy()),
+            "cuda": [_text(state.numpy()) for state in _cuda_states()],
+            "python": [version, _text(np.array(words, np.uint32)), gauss],
+            "numpy": {**bits, "state": {k: _text(v) for k, v in bits["state"].items()}},
+        }
+    )
+
+
+def set_random_state(text: str) -> None:
+    """Put them where `random_state` found them; another number of GPUs keep theirs."""
+    state = json.loads(text)
+    version, words, gauss = state["python"]
+    random.setstate((version, tuple(_array(words).tolist()), gauss))
+    bits = state["numpy"]
+    if bits["bit_generator"] == np.random.get_state(legacy=False)["bit_generator"]:
+        np.random.set_state({**bits, "state": {k: _array(v) for k, v in bits["state"].items()}})
+    torch.set_rng_state(torch.from_numpy(_array(state["torch"])))
+    if len(state["cuda"]) == len(_cuda_states()):
+        for index, each in enumerate(state["cuda"]):
+            torch.cuda.set_rng_state(torch.from_numpy(_array(each)), index)
+
+
+def _cuda_states() -> list[torch.Tensor]:
+    return torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+
+def _text(value: Any) -> Any:
+    """An array as [dtype, base64]; a number as it is."""
+    if not isinstance(value, np.ndarray):
+        return value
+    return [value.dtype.str, b64encode(value.tobytes()).decode()]
+
+
+def _array(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return np.frombuffer(bytearray(b64decode(value[1])), value[0])

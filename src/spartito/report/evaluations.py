@@ -37,9 +37,8 @@ def append_evaluation(run_dir: Path, record: Record) -> None:
         file.write(line_of(record) + "\n")
 
 
-def keep_until(run_dir: Path, step: int) -> None:
-    """Forget evaluations beyond global step ``step``, where a training begins or goes on."""
-    file = run_dir / EVALUATIONS
+def keep_until(file: Path, step: int) -> None:
+    """Forget lines beyond global step ``step``, where a training begins or goes on."""
     if not file.exists():
         return
     lines = file.read_text(errors="replace").splitlines(keepends=True)

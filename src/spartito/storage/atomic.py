@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from spartito.errors import UserError
+from spartito.errors import UnwritableError, UserError
 from spartito.failpoints import failpoint
 
 MANIFEST = "manifest.json"
@@ -63,7 +63,7 @@ def write_directory(
     path = Path(path)
     if not path.name:
         raise UserError(f"{str(path)!r} names no new directory", "Name one: it is made.")
-    with _writable(path.parent):
+    with writable(path.parent):
         _check_replaceable(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         new = _beside(path, _NEW)
@@ -87,7 +87,7 @@ def write_file_atomically(path: str | os.PathLike[str], content: bytes | str) ->
     """
     path = Path(path)
     data = content.encode() if isinstance(content, str) else content
-    with _writable(path.parent):
+    with writable(path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
         new = _beside(path, _NEW)
         try:
@@ -272,12 +272,12 @@ def _sync_directory(directory: Path) -> None:
 
 
 @contextmanager
-def _writable(directory: Path) -> Iterator[None]:
-    """Turn the system's refusal into a sentence that names the folder and the reason."""
+def writable(directory: Path) -> Iterator[None]:
+    """Turn the system's refusal into an `UnwritableError` that names the folder and the reason."""
     try:
         yield
     except OSError as error:
-        raise UserError(
+        raise UnwritableError(
             f"{directory} cannot be written: {error.strerror or error}",
             "Name a folder that this process may write to, with space on its disk.",
         ) from error

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spartito.errors import UserError
+from spartito.errors import UnwritableError
 from spartito.failpoints import failpoint
 
 CODES = {
@@ -66,7 +66,7 @@ def write_stream(
         metadata: Strings for the file's head.
 
     Raises:
-        UserError: If the file cannot be written.
+        UnwritableError: If the file cannot be written.
     """
     try:
         Path(file).unlink(missing_ok=True)  # who has the older one mapped keeps it
@@ -76,7 +76,7 @@ def write_stream(
             for entry, tensor in zip(entries, tensors, strict=True):
                 _write(out.fileno(), _bytes(entry, tensor))
     except OSError as error:
-        raise UserError(
+        raise UnwritableError(
             f"{file} cannot be written: {error.strerror or error}",
             "Name a folder that this process may write to, with space on its disk.",
         ) from error

@@ -27,7 +27,7 @@ from spartito.engine.checksum import (
     outliers,
     rounding_id,
 )
-from spartito.errors import UserError
+from spartito.errors import UnwritableError, UserError
 from spartito.strategies.groups import Groups
 from spartito.strategies.pair import Pairs
 from spartito.strategies.record import write_record
@@ -98,21 +98,23 @@ class Coordination(ABC):
     def attempt(self, work: Callable[[], str]) -> list[str]:
         """What ``work`` returns on every task, by rank; all call it, and return together.
 
-        Raises `UserError` on all of them if ``work`` does on one, which it names.
+        Raises `UserError` on all of them if ``work`` does on one, which it names; an
+        `UnwritableError` stays one.
         """
         own: UserError | None = None
         try:
-            mine = [work(), ""]
+            mine = [work(), "", False]
         except UserError as error:
-            own, mine = error, ["", str(error)]
+            own, mine = error, ["", str(error), isinstance(error, UnwritableError)]
         results = [json.loads(text) for text in self.tell_all(json.dumps(mine))]
         if own is not None:
             raise own
-        for rank, (_, failure) in enumerate(results):
+        for rank, (_, failure, unwritable) in enumerate(results):
             if failure:
                 what, _, do = failure.partition("\n  ")
-                raise UserError(f"{self.cluster.name_of(rank)}: {what}", do)
-        return [result for result, _ in results]
+                kind = UnwritableError if unwritable else UserError
+                raise kind(f"{self.cluster.name_of(rank)}: {what}", do)
+        return [result for result, *_ in results]
 
     @abstractmethod
     def agree_to_stop(self, asked: bool) -> bool:

@@ -10,7 +10,7 @@ import traceback
 from pathlib import Path
 from typing import NoReturn
 
-from spartito.errors import SpartitoError, TaskLostError, show
+from spartito.errors import PreemptedError, SpartitoError, TaskLostError, show
 from spartito.ps.job import Job
 from spartito.strategies.record import write_record
 
@@ -51,7 +51,7 @@ def uncaught() -> BaseException | None:
 
 
 def told(error: BaseException | None) -> str:
-    """What the chief should hear of an exception: nothing of a lost task or an interrupt."""
+    """What the chief should hear of an exception: not of lost tasks, interrupts and notices."""
     ends = isinstance(error, SystemExit) and error.code not in (None, 0)
-    fails = isinstance(error, Exception) and not isinstance(error, TaskLostError)
+    fails = isinstance(error, Exception) and not isinstance(error, TaskLostError | PreemptedError)
     return f"{type(error).__name__}: {' '.join(str(error).split())}" if ends or fails else ""

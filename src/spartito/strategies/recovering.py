@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from typing import Any, Protocol
@@ -204,14 +203,3 @@ def _load(pair: Pair, saved: Mapping[str, Any]) -> None:
     load_named_state(model, pair.optimizer, saved["optimizer"])
     if scale := saved["loss_scale"]:
         pair.loss_scale.load_state_dict(scale)
-
-
-def random_state() -> dict[str, Any]:
-    """The state of Python's and torch's generators."""
-    return {"python": random.getstate(), "torch": torch.get_rng_state()}
-
-
-def load_random_state(state: Mapping[str, Any]) -> None:
-    """Take back what `random_state` returned."""
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])

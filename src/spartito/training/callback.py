@@ -16,6 +16,7 @@ from spartito.strategies import Strategy
 from spartito.strategies.coordination import Coordination
 from spartito.training.history import History
 from spartito.training.metrics import Metric
+from spartito.training.preemption import Notice
 
 if TYPE_CHECKING:
     from spartito.training.schedule import Schedule
@@ -58,6 +59,7 @@ class Training(Protocol):
     seed: int
     run_dir: Path | None
     about: dict[str, Any]
+    notice: Notice
 
     @property
     def data_wait_fraction(self) -> float:
@@ -76,6 +78,7 @@ class Training(Protocol):
         *,
         asynchronous: bool = False,
         then: Callable[[], None] | None = None,
+        automatic: bool = False,
     ) -> Path:
         """Write a checkpoint; all replicas call it."""
         ...

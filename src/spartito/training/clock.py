@@ -1,9 +1,14 @@
-"""Where the time of an epoch goes."""
+"""Where the time of an epoch goes, and its figures so far."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+
+from torch import Tensor
+
+from spartito.training.metrics.base import Value
+from spartito.training.metrics.gathering import MetricSet
 
 
 class Clock:
@@ -54,3 +59,31 @@ class Clock:
     def wait_fraction(self) -> float:
         """The same as a fraction of the time."""
         return self.waited_for_data / max(self.seconds, 1e-9)
+
+
+class StepLogs(Mapping[str, Value]):
+    """The figures of the epoch so far, computed when they are looked at.
+
+    ``loss`` is the last step's and exact over all replicas; a metric is that of this replica's
+    rows. What a task that computes nothing has not seen is NaN, and not among the names, nor are
+    metrics that take long to compute.
+    """
+
+    def __init__(self, metrics: MetricSet) -> None:
+        self._metrics = metrics
+        self.last: tuple[float | Tensor, float | Tensor] | None = None
+        """The loss of the last update, and what it is divided by."""
+
+    def __getitem__(self, name: str) -> Value:
+        if name != "loss":
+            return self._metrics.value(name)
+        loss, weight = map(float, self.last or (0.0, 0.0))
+        return loss / weight if weight else float("nan")
+
+    def __iter__(self) -> Iterator[str]:
+        if self.last is not None:
+            yield "loss"
+        yield from self._metrics.names()
+
+    def __len__(self) -> int:
+        return len(list(iter(self)))

@@ -238,6 +238,26 @@ class Evaluator:
         self._silence.wait(f"the {what} in {directory}")
 
 
+def follow(
+    trainer: Training,
+    given: Sequence[Callback],
+    validation: Evaluation | None,
+    fit: int,
+    verbose: bool,
+) -> History:
+    """What the ``fit``-th `fit` is on the evaluator; ``given`` are its callbacks."""
+    if validation is None:
+        note("fit() without validation_data: the evaluator passes it over")
+        return History()
+    checkpoint = first_checkpoint(given) or own_checkpoint(trainer.run_dir)
+    for callback in (checkpoint, *given):
+        callback.set_trainer(trainer)
+    boards = [callback for callback in given if isinstance(callback, TensorBoard)]
+    return Evaluator(
+        trainer, checkpoint, validation, fit, tensorboards=boards, verbose=verbose
+    ).run()
+
+
 class Silence:
     """How long nothing was heard, and what is said of the waiting."""
 

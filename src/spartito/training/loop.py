@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from itertools import chain as flatten
 from itertools import islice
@@ -15,46 +16,19 @@ from torch import Tensor, nn
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.engine.loss import LossFunction
+from spartito.engine.seed import random_state, set_random_state
 from spartito.errors import UserError
 from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
 from spartito.log import warn
 from spartito.strategies import StepResult, Strategy
 from spartito.training.callback import Callback, Training, hooks
-from spartito.training.clock import Clock
+from spartito.training.clock import Clock, StepLogs
 from spartito.training.history import History
 from spartito.training.metrics import Metric
-from spartito.training.metrics.base import State, Value
+from spartito.training.metrics.base import State
 from spartito.training.metrics.gathering import MetricSet, computed
 from spartito.training.resume import check_position, meaning, next_epoch
-
-
-class StepLogs(Mapping[str, Value]):
-    """The figures of the epoch so far, computed when they are looked at.
-
-    ``loss`` is the last step's and exact over all replicas; a metric is that of this replica's
-    rows. What a task that computes nothing has not seen is NaN, and not among the names, nor are
-    metrics that take long to compute.
-    """
-
-    def __init__(self, metrics: MetricSet) -> None:
-        self._metrics = metrics
-        self.last: tuple[float | Tensor, float | Tensor] | None = None
-        """The loss of the last update, and what it is divided by."""
-
-    def __getitem__(self, name: str) -> Value:
-        if name != "loss":
-            return self._metrics.value(name)
-        loss, weight = map(float, self.last or (0.0, 0.0))
-        return loss / weight if weight else float("nan")
-
-    def __iter__(self) -> Iterator[str]:
-        if self.last is not None:
-            yield "loss"
-        yield from self._metrics.names()
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
 
 
 class TrainingLoop:
@@ -79,6 +53,7 @@ class TrainingLoop:
         self._own_examples = self._own_batches = 0
         self._waited = 0.0  # for other tasks, inside of epochs
         watched(trainer)
+        self._random = ""  # of the moment at which a resumed epoch goes on
         self._forget()
 
     def run(
@@ -99,7 +74,7 @@ class TrainingLoop:
                 for callback in callbacks:
                     callback.on_epoch_begin(epoch)  # before the next line gives out any work
                 self._run_epoch(epoch, next(batches), validation, history)
-                if self._agree_to_stop():
+                if self._agree_to_stop(last=epoch + 1 == epochs.stop):
                     break
         for callback in callbacks:
             callback.on_train_end()
@@ -130,6 +105,8 @@ class TrainingLoop:
             "loss": loss,
             "weight": weight,
             "metrics": {metric.name: metric.state_dict() for metric in metrics},
+            "random": self._coordination.tell_all(random_state()),
+            "tasks": self._coordination.cluster.num_computing,
         }
 
     def load_state_dict(self, state: dict[str, Any], steps: int | None, whole: bool) -> None:
@@ -143,7 +120,14 @@ class TrainingLoop:
         check_position(state, meaning(self.chain, steps, self._trainer.seed))
         self._batches.load_state_dict(state["data"])
         self._done, self._examples = state["done"], state["examples"]
-        self._before = [state["loss"], state["weight"]]
+        before = [state["loss"], state["weight"]]
+        if self._batches.overlaps:
+            self._before = before
+        else:  # all have the same sums, and go on adding where they were: bitwise
+            self._loss, self._weight = before
+        cluster, found = self._coordination.cluster, state.get("random", ())
+        if state.get("tasks") == cluster.num_computing and cluster.rank < len(found):
+            self._random = found[cluster.rank]
         self._metrics_before = {
             name: saved if isinstance(saved, dict) else {"sums": torch.tensor(saved).double()}
             for name, saved in state["metrics"].items()
@@ -189,6 +173,9 @@ class TrainingLoop:
         trainer.model.train()
         trainer.schedule.begin_epoch()
         clock.start(self._examples)
+        if self._random:
+            set_random_state(self._random)
+            self._random = ""
         waited = self._coordination.traffic.waited
         now, step = time.perf_counter, self._step
         while True:
@@ -208,6 +195,7 @@ class TrainingLoop:
             for hook in end:
                 hook(self._done - 1, logs)
             if result.stop:
+                self._make_room()
                 trainer.stop_training = True
                 break
         for result in self._batches.watch():
@@ -226,7 +214,8 @@ class TrainingLoop:
     def _step(self, batch: Batch) -> StepResult:
         """Train on a batch, and look at what the model made of its rows."""
         trainer = self._trainer
-        result = self._strategy.step(batch, trainer.loss, stop=trainer.stop_training)
+        stop = trainer.stop_training or trainer.notice.came
+        result = self._strategy.step(batch, trainer.loss, stop=stop)
         if result.output is not None:
             self._metrics.update(result.output, batch)
         return result
@@ -292,11 +281,27 @@ class TrainingLoop:
         self._metrics_before = {}
         self._metrics.reset()
 
-    def _agree_to_stop(self) -> bool:
+    def _agree_to_stop(self, *, last: bool) -> bool:
         trainer = self._trainer
         with self._coordination.during("end of epoch"):
-            trainer.stop_training = self._coordination.agree_to_stop(trainer.stop_training)
-        return trainer.stop_training
+            asked = trainer.stop_training or (trainer.notice.came and not last)
+            found = self._coordination.agree_to_stop(asked)
+            if found and not last:
+                self._make_room()
+        trainer.stop_training = found
+        return found
+
+    def _make_room(self) -> None:
+        """All stop: save and leave where a task was told to, unless somebody wants an end."""
+        trainer, coordination = self._trainer, self._coordination
+        mine = json.dumps([trainer.stop_training, trainer.notice.text])
+        told = [json.loads(text) for text in coordination.tell_all(mine)]
+        if any(stops for stops, _ in told):
+            return
+        for rank, (_, text) in enumerate(told):
+            if text:
+                name = coordination.cluster.name_of(rank) if len(told) > 1 else coordination.task
+                trainer.notice.make_room(f"{text} came to {name}")
 
 
 class Evaluation:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from spartito.log import note
 from spartito.training.callback import Callback, Training
+from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.evaluator import first_checkpoint, own_checkpoint
@@ -22,8 +23,8 @@ def with_own(
 ) -> list[Callback]:
     """The user's callbacks, and those that every `fit` has.
 
-    Checkpoints come late: they hold the state of all others after the same epoch. Last
-    comes what tells of them.
+    Checkpoints come late: they hold the state of all others after the same epoch. Backups hold
+    theirs too. Last comes what tells of checkpoints.
     """
     own: list[Callback] = []
     if verbose and not any(isinstance(callback, ProgressBar) for callback in given):
@@ -43,4 +44,5 @@ def with_own(
 
 
 def _turn(callback: Callback) -> int:
-    return 2 * isinstance(callback, Heartbeat) + isinstance(callback, ModelCheckpoint)
+    late = (ModelCheckpoint, BackupAndRestore, Heartbeat)
+    return next((turn for turn, kind in enumerate(late, 1) if isinstance(callback, kind)), 0)

@@ -19,16 +19,18 @@ from spartito.collectives.collective import Piggybacked
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.loader import used_up
+from spartito.engine.seed import random_state, set_random_state
 from spartito.errors import TaskLostError
 from spartito.log import note
 from spartito.strategies import StepResult
 from spartito.strategies.groups import Groups
-from spartito.strategies.recovering import Standing, load_random_state, random_state
+from spartito.strategies.recovering import Standing
 from spartito.strategies.sharing import Placed
 from spartito.training.callback import hooks
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
+from spartito.training.clock import StepLogs
 from spartito.training.history import History
-from spartito.training.loop import Evaluation, StepLogs, TrainingLoop
+from spartito.training.loop import Evaluation, TrainingLoop
 from spartito.training.metrics import Metric
 from spartito.training.metrics.carried import CarriedMetrics
 from spartito.training.resume import check_position, meaning, restore
@@ -164,7 +166,7 @@ class RecoveringLoop(TrainingLoop):
                 if self._stage == CALLBACKS:
                     self._call("on_epoch_end", self._epoch, self._found)
                     self._stage = AGREE
-                if self._agree_to_stop():
+                if self._agree_to_stop(last=self._epoch + 1 == epochs.stop):
                     break
                 self._stage, self._hook, self._epoch = TRAIN, ALL, self._epoch + 1
         self._stage = END
@@ -186,7 +188,8 @@ class RecoveringLoop(TrainingLoop):
 
     def _step(self, batch: Batch) -> StepResult:
         trainer = self._trainer
-        return self._strategy.step(batch, trainer.loss, stop=trainer.stop_training)
+        stop = trainer.stop_training or trainer.notice.came
+        return self._strategy.step(batch, trainer.loss, stop=stop)
 
     def _after_steps(self) -> list[Callable[..., None]]:
         callbacks = self._trainer.callbacks
@@ -264,9 +267,9 @@ class RecoveringLoop(TrainingLoop):
                     "that the step cannot be repeated",
                     "Give what can be iterated again: arrays, a list, a DataLoader.",
                 ) from cause
-            self._recovering._saves.leave(cause)
+            self._recovering.saves.leave(cause)
         else:
-            self._recovering._saves.finish()  # who is new has none to wait for
+            self._recovering.saves.finish()  # who is new has none to wait for
         self._recovering.went_on = True
         self._go_back()
         before = self._stage, self._hook, self._epoch
@@ -344,7 +347,7 @@ class RecoveringLoop(TrainingLoop):
             trainer.scheduler.load_state_dict(state["scheduler"])
         self._saved_callbacks = state["callbacks"]
         restore(trainer._given, self._saved_callbacks)
-        load_random_state(state["random"])
+        set_random_state(state["random"])
 
     def _catch_up(self) -> None:
         """What a new task does before its first step; its callbacks begin where the others are."""

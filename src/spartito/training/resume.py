@@ -8,9 +8,10 @@ from typing import Any
 
 from spartito.checkpoint.manager import CheckpointManager, identify_checkpoint
 from spartito.data.dataset import Dataset
+from spartito.engine.optimizers import unwrap
 from spartito.errors import UserError
 from spartito.strategies.coordination import Coordination
-from spartito.training.callback import Callback
+from spartito.training.callback import Callback, Training
 
 _ORDER = ("batch_size", "examples", "drop_remainder", "shuffled", "seed")
 
@@ -25,6 +26,17 @@ def meaning(chain: Dataset, steps: int | None, seed: int) -> dict[str, Any]:
         "seed": seed if chain.seed is None else chain.seed,
         "repeats": chain.repeats,
         "steps_per_epoch": steps,
+    }
+
+
+def trained_on(trainer: Training, chain: Dataset, steps: int | None) -> dict[str, Any]:
+    """What a backup must be of to go on with it: the model and how it learns, and the data."""
+    optimizer, schedule = trainer.optimizer, trainer.scheduler
+    return {
+        "model": type(unwrap(trainer.model)).__name__,
+        "optimizer": type(optimizer).__name__,
+        "schedule": schedule and type(schedule).__name__,
+        **meaning(chain, steps, trainer.seed),
     }
 
 

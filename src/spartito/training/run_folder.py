@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from spartito.engine.optimizers import unwrap
-from spartito.report.evaluations import keep_until
+from spartito.report.evaluations import EVALUATIONS, keep_until
 from spartito.report.lines import line_of
 from spartito.report.page import write_report
 from spartito.storage.atomic import write_file_atomically
@@ -38,7 +38,8 @@ class RunFolder(Callback):
         write_file_atomically(self._directory / CONFIG, json.dumps(self._config(), indent=2))
         if self.trainer.epoch == 0:
             write_file_atomically(self._directory / HISTORY, "")
-        keep_until(self._directory, self.trainer.step)
+        for file in (HISTORY, EVALUATIONS):
+            keep_until(self._directory / file, self.trainer.step)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Append the epoch to the history."""

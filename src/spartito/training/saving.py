@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from spartito.checkpoint.manager import write_sections
 from spartito.checkpoint.saving import Unwritten
-from spartito.errors import TaskLostError, UserError
-from spartito.storage.atomic import write_directory
+from spartito.errors import TaskLostError, UnwritableError, UserError
+from spartito.heartbeat import SAVE, during
+from spartito.log import warn
+from spartito.storage.atomic import writable, write_directory
 from spartito.storage.tensors import copied
 from spartito.training.callback import Callback
 from spartito.training.schedule import scheduler_state
@@ -23,6 +25,9 @@ if TYPE_CHECKING:
 
 About = Callable[[], Mapping[str, Any]]
 """What a manifest is to say beside the files, as JSON; asked on the chief."""
+
+Beside = Callable[[], Mapping[str, Any]]
+"""Further sections of a checkpoint; asked on all tasks, the chief's are written."""
 
 Then = Callable[[], None]
 """What the chief does once a checkpoint is there."""
@@ -41,8 +46,22 @@ class Saves:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         self._writing: Writing | None = None
+        self._refused = False
 
-    def save(self, path: Path, about: About | None, then: Then | None, later: bool) -> None:
+    @property
+    def writes(self) -> bool:
+        """Whether a thread of this task writes at this moment."""
+        return self._writing is not None and self._writing.runs
+
+    def save(
+        self,
+        path: Path,
+        about: About | None = None,
+        then: Then | None = None,
+        later: bool = False,
+        automatic: bool = False,
+        beside: Beside = dict,
+    ) -> bool:
         """Write a checkpoint; all tasks call it, and have the same error where it fails.
 
         Args:
@@ -50,11 +69,43 @@ class Saves:
             about: For its manifest.
             then: What the chief does once it is there.
             later: Whether it is written in a thread, from a copy that is taken now.
+            automatic: Whether the training goes on where it cannot be written, with a warning.
+            beside: Further sections.
+
+        Returns:
+            Whether it is written, or, with ``later``, begun.
 
         Raises:
             UserError: On all tasks; also for the one before, which was written in a thread.
         """
         self.finish()
+        try:
+            with during(SAVE):
+                self._save(path, about, then, later, automatic, beside)
+        except UnwritableError as error:
+            if not automatic:
+                raise
+            self._refuse(error)
+            return False
+        if not later:
+            self._refused = False
+        return True
+
+    def _refuse(self, error: UnwritableError) -> None:
+        """Say once that nothing can be written; all tasks call it."""
+        if not self._refused and self._trainer.is_chief:
+            warn("%s\n  Training goes on without it; each turn is another try.", error)
+        self._refused = True
+
+    def _save(
+        self,
+        path: Path,
+        about: About | None,
+        then: Then | None,
+        later: bool,
+        automatic: bool,
+        beside: Beside,
+    ) -> None:
         trainer = self._trainer
         attempt = trainer.coordination.attempt
         with ExitStack() as stack:
@@ -67,18 +118,20 @@ class Saves:
 
             directory = Path(attempt(begin)[0])
             unwritten = trainer.strategy.save(directory, later)
-            own = copied(_state(trainer)) if later else _state(trainer)
+            state = {"trainer": _state(trainer), **beside()}
+            own = copied(state) if later else state
 
             def end(entered: ExitStack) -> str:
                 if trainer.is_chief:
-                    write_sections(directory, {"trainer": own})
-                    entered.close()
-                    if then is not None:
-                        then()
+                    with writable(path.parent):
+                        write_sections(directory, own)
+                        entered.close()
+                        if then is not None:
+                            then()
                 return ""
 
             if later:
-                self._writing = Writing(unwritten, end, stack.pop_all())
+                self._writing = Writing(unwritten, end, stack.pop_all(), automatic)
             else:
                 attempt(lambda: end(stack))
 
@@ -86,11 +139,21 @@ class Saves:
         """Wait for the checkpoint that is written in a thread; all tasks call it.
 
         Raises:
-            UserError: On all tasks, if one could not write.
+            UserError: On all tasks, if one could not write, unless it was an automatic save.
         """
         writing, self._writing = self._writing, None
         if writing is None:
             return
+        try:
+            self._finish(writing)
+        except UnwritableError as error:
+            if not writing.automatic:
+                raise
+            self._refuse(error)
+        else:
+            self._refused = False
+
+    def _finish(self, writing: Writing) -> None:
         attempt = self._trainer.coordination.attempt
         try:
             attempt(writing.own)  # then nobody is missing, or all know of the error
@@ -113,17 +176,28 @@ class Writing:
         unwritten: This task's own part.
         end: What is done once the parts of all tasks are there; closes ``entered``.
         entered: On the chief the directory that is being written; left with an error if one comes.
+        automatic: Whether a full disk is no error of the training.
     """
 
     def __init__(
-        self, unwritten: Unwritten, end: Callable[[ExitStack], str], entered: ExitStack
+        self,
+        unwritten: Unwritten,
+        end: Callable[[ExitStack], str],
+        entered: ExitStack,
+        automatic: bool = False,
     ) -> None:
+        self.automatic = automatic
         self._unwritten, self._end, self._entered = unwritten, end, entered
         self._written, self._given_up = Event(), Event()
         self._error: UserError | None = None
         # No daemon: a script that ends first lets it be written.
         self._thread = Thread(target=self._run, name="spartito checkpoint", daemon=False)
         self._thread.start()
+
+    @property
+    def runs(self) -> bool:
+        """Whether the thread is still at it."""
+        return self._thread.is_alive()
 
     def own(self) -> str:
         """Wait until this task's own part is written; raises if it could not be."""

@@ -15,29 +15,23 @@ from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike, unwrap
 from spartito.engine.recompute import Recompute, recompute
-from spartito.errors import UserError
-from spartito.heartbeat import SAVE, during
-from spartito.log import note
+from spartito.errors import PreemptedError, UserError
 from spartito.names import ENV_RUN_DIR
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
 from spartito.training.arguments import asked_epochs, known_names
 from spartito.training.callback import Callback, check_given
-from spartito.training.callbacks.tensorboard import TensorBoard
-from spartito.training.evaluator import (
-    Evaluator,
-    check_callbacks,
-    first_checkpoint,
-    own_checkpoint,
-)
+from spartito.training.callbacks.backup_and_restore import BackupAndRestore
+from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics.names import MetricLike, make_metrics
 from spartito.training.own_callbacks import with_own
 from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
+from spartito.training.preemption import Notice
 from spartito.training.recovering import make_loop
-from spartito.training.resume import find_together, restore
+from spartito.training.resume import find_together, restore, trained_on
 from spartito.training.run_folder import RunFolder
 from spartito.training.saving import Saves
 from spartito.training.schedule import Schedule, SchedulerLike, make_scheduler
@@ -140,7 +134,8 @@ class Trainer:
         self.went_on = False
         self._fits, self._verbose = 0, True
         self._given: list[Callback] = []
-        self._saves = Saves(self)
+        self.saves = Saves(self)
+        self.notice = Notice()
         self._loop: TrainingLoop | None = None
         self._restored: dict[str, Any] | None = None
 
@@ -218,8 +213,15 @@ class Trainer:
         validation = None
         if validation_data is not None and not self.left_to_evaluator:
             validation = self._evaluation(validation_data, validation_steps, batch_size)
+        backup = next((each for each in callbacks if isinstance(each, BackupAndRestore)), None)
+        self.notice = backup.notice if backup else Notice()
         if self.coordination.is_evaluator:
-            return self._evaluate_checkpoints(validation, verbose)
+            with self.notice:
+                self.history = follow(self, self._given, validation, self._fits, bool(verbose))
+            return self.history
+        found = backup and backup.find(self, self._fits, trained_on(self, chain, steps_per_epoch))
+        if found:
+            initial_epoch = None
         restored, self._restored = self._restored, None
         first = self.epoch if restored else 0
         first = first if initial_epoch is None else initial_epoch
@@ -229,25 +231,32 @@ class Trainer:
         self.callbacks = self._all_callbacks() if self.coordination.decides else []
         if self._loop is None or self._loop.chain is not chain:
             self._loop = make_loop(self, chain, self._loop)
-        history = self.history = History()
-        loop = self._loop
+        history, over = found or (History(), False)
+        self.history, loop = history, self._loop
         for callback in self.callbacks:
             callback.set_trainer(self)
         if restored:
             loop.load_state_dict(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
             restore(self._given, restored["callbacks"])
         try:
-            loop.run(range(first, epochs), steps_per_epoch, validation, history)
-            self._saves.finish()
+            with self.notice:
+                end = first if over else epochs
+                loop.run(range(first, end), steps_per_epoch, validation, history)
+                self.saves.finish()
         except BaseException as error:
             for callback in self.callbacks:
                 callback.on_train_error(error)
             self.coordination.failed(error)
-            self._saves.leave(error)
+            self.saves.leave(error)
+            if isinstance(error, PreemptedError) and self.coordination.decides:
+                why = str(error)
+                self.coordination.publish(lambda: [asdict(history), self.step, why])
             raise
         self.coordination.record(loop.record())
-        found: Any = self.coordination.publish(lambda: [asdict(history), self.step])
-        self.history, self.step = History(**found[0]), found[1]
+        came: Any = self.coordination.publish(lambda: [asdict(history), self.step, ""])
+        self.history, self.step = History(**came[0]), came[1]
+        if came[2]:  # under parameter servers the chief alone knows
+            raise PreemptedError(came[2])
         self.coordination.synchronize()  # the model is the trained one, on every task
         return self.history
 
@@ -316,6 +325,7 @@ class Trainer:
         *,
         asynchronous: bool = False,
         then: Callable[[], None] | None = None,
+        automatic: bool = False,
     ) -> Path:
         """Write a checkpoint from which any strategy goes on; every replica calls it.
 
@@ -326,16 +336,16 @@ class Trainer:
                 a thread writes. The next `save` or `load`, `wait` and the
                 end of `fit` wait for it.
             then: What the chief does when the checkpoint is there.
+            automatic: Whether a full disk is a warning and no error: it is written another time.
 
         Returns:
-            The path; the checkpoint is there, unless ``asynchronous``.
+            The path; the checkpoint is there, unless ``asynchronous`` or ``automatic``.
 
         Raises:
             UserError: On all replicas, when it cannot be written; for an asynchronous one it comes
                 from the call that waits.
         """
-        with during(SAVE):
-            self._saves.save(Path(path), about, then, asynchronous)
+        self.saves.save(Path(path), about, then, asynchronous, automatic)
         return Path(path)
 
     @with_its_pair("save")
@@ -345,7 +355,7 @@ class Trainer:
         Raises:
             UserError: On all replicas, when it could not be written.
         """
-        self._saves.finish()
+        self.saves.finish()
 
     @with_its_pair("load")
     def load(self, path: str | Path) -> None:
@@ -358,7 +368,7 @@ class Trainer:
         Raises:
             UserError: On all replicas, when one cannot read it, or they read different ones.
         """
-        self._saves.finish()
+        self.saves.finish()
         found = find_together(self.coordination, path)
         self.strategy.load(found)
         state = read_sections(found, "trainer", "accumulated")
@@ -391,27 +401,6 @@ class Trainer:
         for callback in given:
             callback.set_trainer(self)
         return given
-
-    def _evaluate_checkpoints(self, validation: Evaluation | None, verbose: bool | int) -> History:
-        """What `fit` is on the evaluator."""
-        self.history = History()
-        if validation is None:
-            note("fit() without validation_data: the evaluator passes it over")
-            return self.history
-        checkpoint = first_checkpoint(self._given) or own_checkpoint(self.run_dir)
-        for callback in (checkpoint, *self._given):
-            callback.set_trainer(self)
-        tensorboards = [callback for callback in self._given if isinstance(callback, TensorBoard)]
-        evaluator = Evaluator(
-            self,
-            checkpoint,
-            validation,
-            self._fits,
-            tensorboards=tensorboards,
-            verbose=bool(verbose),
-        )
-        self.history = evaluator.run()
-        return self.history
 
     def _evaluation(self, data: Any, steps: int | None, batch_size: int) -> Evaluation:
         chain: Dataset = as_dataset(data, batch_size)

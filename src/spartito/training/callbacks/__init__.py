@@ -1,6 +1,7 @@
 """What `Trainer.fit` can do besides training: save, stop, show, write down."""
 
 from spartito.training.callback import Callback
+from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.callbacks.csv_logger import CSVLogger
 from spartito.training.callbacks.early_stopping import EarlyStopping
 from spartito.training.callbacks.lambda_callback import LambdaCallback
@@ -12,6 +13,7 @@ from spartito.training.callbacks.tensorboard import TensorBoard
 from spartito.training.callbacks.terminate_on_nan import TerminateOnNaN
 
 __all__ = [
+    "BackupAndRestore",
     "CSVLogger",
     "Callback",
     "EarlyStopping",

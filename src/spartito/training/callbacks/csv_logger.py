@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 from pathlib import Path
+from typing import Any
 
 from spartito.errors import UserError
 from spartito.training.callback import Callback, Logs
@@ -18,7 +19,7 @@ class CSVLogger(Callback):
     Args:
         filename: The file; its folder is made.
         append: Whether rows are added under the header that the file has; each fit starts the
-            file anew otherwise.
+            file anew otherwise, unless it is resumed.
 
     Raises:
         UserError: The file cannot be written.
@@ -29,6 +30,7 @@ class CSVLogger(Callback):
         self.path = Path(filename)
         self.append = append
         self._columns: list[str] = []
+        self._resumed: int | None = None
 
     def on_train_begin(self) -> None:
         """Make the file, and its folder, or read the header of the one to append to."""
@@ -36,7 +38,11 @@ class CSVLogger(Callback):
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a+" if self.append else "w+", newline="") as file:
+            goes_on = self._resumed is not None and self.path.exists()
+            with self.path.open("a+" if self.append or goes_on else "w+", newline="") as file:
+                if goes_on:
+                    file.truncate(min(self._resumed or 0, self.path.stat().st_size))
+                self._resumed = None
                 file.seek(0)
                 self._columns = next(csv.reader(file), [])
         except OSError as error:
@@ -54,6 +60,14 @@ class CSVLogger(Callback):
                 csv.writer(file).writerows([*header, [row.get(name, "") for name in self._columns]])
         except OSError as error:
             raise self._cannot(error) from error
+
+    def state_dict(self) -> dict[str, Any]:
+        """How long the file is."""
+        return {"size": self.path.stat().st_size if self.path.exists() else 0}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Rows that came later are of epochs that are done again: they go when training begins."""
+        self._resumed = state.get("size", 0)
 
     def _cannot(self, error: OSError) -> UserError:
         return UserError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from inspect import signature
+from typing import Any
 
 from spartito.errors import UserError
 from spartito.training.callback import Callback
@@ -27,6 +28,7 @@ class LearningRateScheduler(Callback):
 
     def __init__(self, schedule: Callable[..., float]) -> None:
         self.schedule = schedule
+        self._set = -1
         self._takes_rate = len(signature(schedule).parameters) > 1
 
     def on_epoch_begin(self, epoch: int) -> None:
@@ -35,6 +37,9 @@ class LearningRateScheduler(Callback):
         Raises:
             UserError: The schedule returns no finite number of 0 or more.
         """
+        if epoch == self._set:  # resumed in the middle of it
+            return
+        self._set = epoch
         for group in self.trainer.optimizer.param_groups:
             before = float(group["lr"])
             rate = self.schedule(epoch, before) if self._takes_rate else self.schedule(epoch)
@@ -45,3 +50,19 @@ class LearningRateScheduler(Callback):
                 )
             group["lr"] = type(group["lr"])(rate) if isinstance(group["lr"], float) else rate
         self.trainer.coordination.publish_rates()
+
+    def on_train_end(self) -> None:
+        """Another `fit` may begin with the same epoch."""
+        self._set = -1
+
+    def on_train_error(self, error: BaseException) -> None:
+        """The same."""
+        self._set = -1
+
+    def state_dict(self) -> dict[str, Any]:
+        """The epoch whose rate is set."""
+        return {"epoch": self._set}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """In the middle of that epoch the rate is not set again."""
+        self._set = state.get("epoch", -1)

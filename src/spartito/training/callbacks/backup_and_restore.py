@@ -1,0 +1,191 @@
+"""Goes on at the very next step after any interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from spartito.checkpoint.manager import read_sections
+from spartito.errors import UserError
+from spartito.log import note
+from spartito.training.backups import OF, Backups, LocalBackups, check_training
+from spartito.training.callback import Callback, Logs
+from spartito.training.history import History
+from spartito.training.pace import NEVER, pace_of
+from spartito.training.preemption import PREEMPTING, Heeded, Notice, Source, numbers_of
+
+if TYPE_CHECKING:
+    from spartito.training.trainer import Trainer
+
+SOONER = 10
+"""Where a backup is still being written when the next is due, it is asked for again so often."""
+
+
+class BackupAndRestore(Callback):
+    """Lets `fit` with the same arguments go on where it was interrupted, as in Keras.
+
+    A backup holds all of a training: model, optimizer, schedule, position in the data, sums of
+    the epoch, history, callbacks, and the random generators of each task. With as many tasks the
+    losses are bitwise those without the interruption; with another number they are equal to
+    rounding where the trainer is ``deterministic``, and generators begin anew. All tasks copy
+    their part and train on while a thread writes it. At the end of `fit` its backups are removed.
+
+    A signal or a notice that the machine is to be given back ends `fit` after the step in
+    flight, on all tasks, with a backup of it and a `PreemptedError`, which ends the process with
+    75; a second run goes on. Only the main thread hears signals.
+
+    Args:
+        directory: Where they are, for every task; None: ``backup`` in the run folder. Each `fit`
+            of a trainer has a folder of its own in it, ``fit-1``.
+        every: When: after so many global steps (100), so much time ("30s", "5m", "1h" or a
+            timedelta), or after each "epoch".
+        delete_checkpoint: Whether they are removed at the end of a complete `fit`. Else that is
+            backed up too, and the same `fit` returns its history at once.
+        save_before_preemption: Whether signals and notices are heeded.
+        signals: Which, by name. Handlers of the script's own are put back when `fit` ends.
+        notice: Another one: a file that appears, or a function that returns something true, which
+            a thread asks every second.
+
+    Raises:
+        UserError: The directory cannot be written, or has the backup of another training.
+    """
+
+    def __init__(
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        every: int | str | timedelta = "60s",
+        *,
+        delete_checkpoint: bool = True,
+        save_before_preemption: bool = True,
+        signals: Sequence[str | int] = PREEMPTING,
+        notice: Source | None = None,
+    ) -> None:
+        """Check the arguments; nothing is written before training begins."""
+        self.directory = None if directory is None else os.fspath(directory)
+        self.every = every
+        self.pace = pace_of(every)
+        self.delete_checkpoint = delete_checkpoint
+        numbers = numbers_of(signals)
+        self.notice: Notice = (
+            Heeded(self._make_room, numbers, notice) if save_before_preemption else Notice()
+        )
+        self._next, self._owed = NEVER, False
+        self._of: dict[str, Any] = {}
+
+    def find(self, trainer: Trainer, fit: int, of: dict[str, Any]) -> tuple[History, bool] | None:
+        """Before the ``fit``-th fit: load the newest backup, if there is one; all tasks call it.
+
+        One that comes to a job which already trains gets all from those who are there.
+
+        Args:
+            trainer: Whose it is.
+            fit: Its number, from 1.
+            of: What is trained on what, as JSON: a backup of anything else is refused.
+
+        Returns:
+            The epochs so far, and whether the training is over; None without a backup.
+        """
+        self._trainer, self._of = trainer, of
+        self.backups = self._place(fit)
+        coordination = trainer.coordination
+        if trainer.strategy.groups.joins:
+            return None
+
+        def newest() -> str:
+            if not trainer.is_chief or not (name := self.backups.newest()):
+                return ""
+            check_training(self.backups.fetch(name), of)
+            return name
+
+        name = coordination.publish(lambda: coordination.attempt(newest)[0])
+        if not name:
+            return None
+        path = self.backups.fetch(name)
+        trainer.load(path)
+        found = read_sections(path, OF)[OF]
+        if trainer.is_chief:
+            note("going on after step %d, from %s", trainer.step, path)
+        return History(**found["history"]), found["over"]
+
+    def on_train_begin(self) -> None:
+        """Find out when to save first."""
+        self._next, self._owed = self.pace.begin(self.trainer.step), False
+
+    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
+        """Save when it is due; at the last step of an epoch its end does."""
+        if self.trainer.step >= self._next and batch + 1 != self.trainer.steps_per_epoch:
+            self._meet()
+
+    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
+        """Save when it is due."""
+        if self.pace.at_epochs or self.trainer.step >= self._next:
+            self._meet()
+
+    def on_train_end(self) -> None:
+        """Remove the backups, or keep all of this training."""
+        if not self.delete_checkpoint:
+            self._save(later=False, over=self.trainer.stop_training)
+            return
+        self._trainer.wait()
+        if self.trainer.is_chief:
+            self.backups.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """When the tasks meet next: who joins them is told."""
+        return {"next": self._next, "owed": self._owed}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Meet when the others do; a training that begins plans anew."""
+        self._next, self._owed = state["next"], state["owed"]
+
+    def _meet(self) -> None:
+        """Agree whether to save now, and when to meet again: not while one is being written."""
+        step, coordination = self.trainer.step, self.trainer.coordination
+        mine = [self._trainer.saves.writes, *self.pace.meet(step)]
+        with coordination.during("save"):
+            told = [json.loads(text) for text in coordination.tell_all(json.dumps(mine))]
+            _, due, self._next = told[0]
+            if not (due or self._owed):
+                return
+            self._owed = any(writes for writes, *_ in told)
+            if self._owed:
+                self._next = step + max(1, (self._next - step) // SOONER)
+            else:
+                self._save(later=True)
+
+    def _save(self, later: bool, over: bool = False) -> bool:
+        trainer, backups = self._trainer, self.backups
+        name = f"step-{trainer.step:08d}"
+        return trainer.saves.save(
+            backups.directory / name,
+            lambda: {**backups.begin(name), OF: self._of},
+            lambda: backups.end(name),
+            later=later,
+            automatic=True,
+            beside=lambda: {OF: {"history": asdict(trainer.history), "over": over}},
+        )
+
+    def _make_room(self) -> str:
+        """Save, and say where it goes on."""
+        trainer = self._trainer
+        if not trainer.coordination.decides:
+            return "its work is left to others"
+        done = self._save(later=False)
+        where = f"step {trainer.step} is saved" if done else f"step {trainer.step} cannot be saved"
+        return f"{where}, and the same command goes on from {self.backups.directory}"
+
+    def _place(self, fit: int) -> Backups:
+        directory = self.directory
+        if directory is None:
+            if self._trainer.run_dir is None:
+                raise UserError(
+                    "BackupAndRestore has no directory, and this trainer no run folder",
+                    'BackupAndRestore("backup") or Trainer(..., run_dir="runs/1")',
+                )
+            directory = os.fspath(self._trainer.run_dir / "backup")
+        return LocalBackups(Path(directory) / f"fit-{fit}")
