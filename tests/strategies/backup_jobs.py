@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 import spartito as sp
 from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy, weights
@@ -39,19 +39,12 @@ class Interrupt(sp.Callback):
         self.losses = state["losses"]
 
 
-class Net(nn.Module):
-    """With dropout, which draws by torch's generator where the training is not deterministic."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(3)
-        self.layers = nn.Sequential(
-            nn.Linear(FEATURES, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, CLASSES)
-        ).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
+def with_dropout() -> nn.Module:
+    """It draws by torch's own generator where the training is not deterministic."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), nn.ReLU(), nn.Dropout(0.3), nn.Linear(8, CLASSES)
+    ).double()
 
 
 def train(
@@ -72,7 +65,7 @@ def train(
     random.seed(5 + strategy.cluster.rank)
     np.random.seed(5 + strategy.cluster.rank)
     state = torch.get_rng_state()
-    net = Net().layers if name in ("mesh", "pipeline") else Net()
+    net = with_dropout()
     torch.set_rng_state(state)
     trainer = sp.Trainer(
         net,

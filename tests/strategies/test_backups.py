@@ -1,0 +1,66 @@
+"""Backups: what is interrupted goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.replicas import ReplicaError, Replicas
+from tests.strategies import backup_jobs
+from tests.strategies.test_contracts import CASES, Case, close, crossed, servers
+
+AFTER = 10  # steps, of which an epoch has 6; a backup is due after each third, or epoch
+
+
+def run(replicas: Replicas, case: Case, **options: Any) -> list[Any]:
+    name, world_size, strategy = case
+    found: list[Any] = replicas(
+        backup_jobs.train, world_size, name, strategy, servers=servers(case), **options
+    )
+    return found
+
+
+def interrupted(replicas: Replicas, case: Case, folder: Path, **options: Any) -> None:
+    """Leave backups of a training in ``folder``."""
+    with suppress(ReplicaError) if servers(case) else nullcontext():  # workers lose their chief
+        found = run(replicas, case, folder=str(folder), interrupt=AFTER, **options)
+        assert found == [None] * case[1]
+    assert [*folder.glob("fit-1/step-*")]
+
+
+def same(left: Any, right: Any) -> None:
+    """Equal to the last bit."""
+    if isinstance(left, dict):
+        assert left.keys() == right.keys()
+        for name in left:
+            same(left[name], right[name])
+    elif isinstance(left, torch.Tensor):
+        assert torch.equal(left, right)
+    else:
+        assert left == right
+
+
+@crossed("options", {"deterministic": {}, "random": {"deterministic": False, "steps": 4}})
+def test_it_goes_on_at_the_next_step(
+    replicas: Replicas, tmp_path: Path, case: Case, options: dict[str, Any]
+) -> None:
+    if options and (servers(case) or ":" in case[0]):
+        options = {"steps": 4}  # who draws what is nobody's promise there
+    whole = run(replicas, case, **options)
+    interrupted(replicas, case, tmp_path / "kept", **options)
+    shutil.copytree(tmp_path / "kept", tmp_path / "other")
+    again = run(replicas, case, folder=str(tmp_path / "kept"), **options)
+    for rank, (one, other) in enumerate(zip(whole, again, strict=True)):
+        if servers(case):
+            if rank == 0:  # what workers had not reported is in no figure of that epoch
+                close(one["weights"], other["weights"])
+            continue
+        same(one, other)
+    if not options:
+        other = run(replicas, CASES[0], folder=str(tmp_path / "other"))[0]
+        for name in ("weights", "losses", "history", "rate") if not servers(case) else ("weights",):
+            close(other[name], whole[0][name])
