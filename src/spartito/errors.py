@@ -63,7 +63,7 @@ class TaskLostError(SpartitoError):
 
 
 class PreemptedError(SpartitoError):
-    """Training was asked to make room, and did: the same command goes on; ends with 75."""
+    """Training was told to end, and saved all: the same command goes on; ends with 75."""
 
     exit_code = EXIT_PREEMPTED
 

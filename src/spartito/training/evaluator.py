@@ -252,9 +252,9 @@ def follow(
     checkpoint = first_checkpoint(given) or own_checkpoint(trainer.run_dir)
     for callback in (checkpoint, *given):
         callback.set_trainer(trainer)
-    boards = [callback for callback in given if isinstance(callback, TensorBoard)]
+    writers = [callback for callback in given if isinstance(callback, TensorBoard)]
     return Evaluator(
-        trainer, checkpoint, validation, fit, tensorboards=boards, verbose=verbose
+        trainer, checkpoint, validation, fit, tensorboards=writers, verbose=verbose
     ).run()
 
 

@@ -195,7 +195,7 @@ class TrainingLoop:
             for hook in end:
                 hook(self._done - 1, logs)
             if result.stop:
-                self._make_room()
+                self._leave()
                 trainer.stop_training = True
                 break
         for result in self._batches.watch():
@@ -287,11 +287,11 @@ class TrainingLoop:
             asked = trainer.stop_training or (trainer.notice.came and not last)
             found = self._coordination.agree_to_stop(asked)
             if found and not last:
-                self._make_room()
+                self._leave()
         trainer.stop_training = found
         return found
 
-    def _make_room(self) -> None:
+    def _leave(self) -> None:
         """All stop: save and leave where a task was told to, unless somebody wants an end."""
         trainer, coordination = self._trainer, self._coordination
         mine = json.dumps([trainer.stop_training, trainer.notice.text])
@@ -301,7 +301,7 @@ class TrainingLoop:
         for rank, (_, text) in enumerate(told):
             if text:
                 name = coordination.cluster.name_of(rank) if len(told) > 1 else coordination.task
-                trainer.notice.make_room(f"{text} came to {name}")
+                trainer.notice.leave(f"{text} came to {name}")
 
 
 class Evaluation:

@@ -1,4 +1,4 @@
-"""Signals and notices that ask a training to make room, and what comes of them."""
+"""Signals and notices that tell a training to end soon, and what comes of them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Source = str | os.PathLike[str] | Callable[[], object]
 
 
 class Notice:
-    """What asks this task to make room while a `fit` runs: here nothing does.
+    """What tells this task to end while a `fit` runs: here nothing does.
 
     Only a warning comes of the signals that mean nothing else: by default they end a process.
     """
@@ -35,10 +35,10 @@ class Notice:
 
     @property
     def came(self) -> bool:
-        """Whether this task was asked to make room."""
+        """Whether this task was told to end."""
         return False
 
-    def make_room(self, why: str) -> None:
+    def leave(self, why: str) -> None:
         """All tasks have stopped after the same step: save and leave."""
 
     def __enter__(self) -> Self:
@@ -65,7 +65,7 @@ class Notice:
         )
 
 
-class Heeded(Notice):
+class Preemption(Notice):
     """A notice that is followed: all tasks hear of it with the next step, and leave after it.
 
     Args:
@@ -89,7 +89,7 @@ class Heeded(Notice):
     def came(self) -> bool:
         return bool(self.text)
 
-    def make_room(self, why: str) -> None:
+    def leave(self, why: str) -> None:
         raise PreemptedError(f"{why}; {self._save()}")
 
     def __enter__(self) -> Self:
@@ -124,7 +124,7 @@ class Heeded(Notice):
         look = source if callable(source) else Path(source or "").exists
         told = f"{source}" if not callable(source) else "a notice"
         while not left.wait(POLL_SECONDS):
-            with suppress(OSError):  # a place that does not answer says nothing
+            with suppress(OSError):  # what cannot be read says nothing
                 if look():
                     self.text = self.text or told
                     return

@@ -184,6 +184,7 @@ class Trainer:
 
         Raises:
             UserError: Something in the arguments, the data or the model is wrong.
+            PreemptedError: The machine is taken away; a backup is written (`BackupAndRestore`).
             TaskLostError: A replica was lost.
         """
         epochs = asked_epochs(epochs)

@@ -16,8 +16,8 @@ from spartito.log import note
 from spartito.training.backups import OF, Backups, LocalBackups, check_training
 from spartito.training.callback import Callback, Logs
 from spartito.training.history import History
-from spartito.training.pace import NEVER, pace_of
-from spartito.training.preemption import PREEMPTING, Heeded, Notice, Source, numbers_of
+from spartito.training.interval import NEVER, interval_of
+from spartito.training.preemption import PREEMPTING, Notice, Preemption, Source, numbers_of
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
@@ -46,7 +46,7 @@ class BackupAndRestore(Callback):
             timedelta), or after each "epoch".
         delete_checkpoint: Whether they are removed at the end of a complete `fit`. Else that is
             backed up too, and the same `fit` returns its history at once.
-        save_before_preemption: Whether signals and notices are heeded.
+        save_before_preemption: Whether signals and notices are followed.
         signals: Which, by name. Handlers of the script's own are put back when `fit` ends.
         notice: Another one: a file that appears, or a function that returns something true, which
             a thread asks every second.
@@ -68,11 +68,11 @@ class BackupAndRestore(Callback):
         """Check the arguments; nothing is written before training begins."""
         self.directory = None if directory is None else os.fspath(directory)
         self.every = every
-        self.pace = pace_of(every)
+        self.interval = interval_of(every)
         self.delete_checkpoint = delete_checkpoint
         numbers = numbers_of(signals)
         self.notice: Notice = (
-            Heeded(self._make_room, numbers, notice) if save_before_preemption else Notice()
+            Preemption(self._leave, numbers, notice) if save_before_preemption else Notice()
         )
         self._next, self._owed = NEVER, False
         self._of: dict[str, Any] = {}
@@ -91,7 +91,7 @@ class BackupAndRestore(Callback):
             The epochs so far, and whether the training is over; None without a backup.
         """
         self._trainer, self._of = trainer, of
-        self.backups = self._place(fit)
+        self.backups = self._backups_of(fit)
         coordination = trainer.coordination
         if trainer.strategy.groups.joins:
             return None
@@ -114,7 +114,7 @@ class BackupAndRestore(Callback):
 
     def on_train_begin(self) -> None:
         """Find out when to save first."""
-        self._next, self._owed = self.pace.begin(self.trainer.step), False
+        self._next, self._owed = self.interval.begin(self.trainer.step), False
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Save when it is due; at the last step of an epoch its end does."""
@@ -123,7 +123,7 @@ class BackupAndRestore(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Save when it is due."""
-        if self.pace.at_epochs or self.trainer.step >= self._next:
+        if self.interval.at_epochs or self.trainer.step >= self._next:
             self._meet()
 
     def on_train_end(self) -> None:
@@ -146,7 +146,7 @@ class BackupAndRestore(Callback):
     def _meet(self) -> None:
         """Agree whether to save now, and when to meet again: not while one is being written."""
         step, coordination = self.trainer.step, self.trainer.coordination
-        mine = [self._trainer.saves.writes, *self.pace.meet(step)]
+        mine = [self._trainer.saves.writes, *self.interval.meet(step)]
         with coordination.during("save"):
             told = [json.loads(text) for text in coordination.tell_all(json.dumps(mine))]
             _, due, self._next = told[0]
@@ -170,7 +170,7 @@ class BackupAndRestore(Callback):
             beside=lambda: {OF: {"history": asdict(trainer.history), "over": over}},
         )
 
-    def _make_room(self) -> str:
+    def _leave(self) -> str:
         """Save, and say where it goes on."""
         trainer = self._trainer
         if not trainer.coordination.decides:
@@ -179,7 +179,7 @@ class BackupAndRestore(Callback):
         where = f"step {trainer.step} is saved" if done else f"step {trainer.step} cannot be saved"
         return f"{where}, and the same command goes on from {self.backups.directory}"
 
-    def _place(self, fit: int) -> Backups:
+    def _backups_of(self, fit: int) -> Backups:
         directory = self.directory
         if directory is None:
             if self._trainer.run_dir is None:

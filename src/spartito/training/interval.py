@@ -19,7 +19,7 @@ GROWTH = 4
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
-class Pace(Protocol):
+class Interval(Protocol):
     """When backups are due. Tasks meet at steps that they know before: no step asks."""
 
     at_epochs: ClassVar[bool] = True
@@ -35,7 +35,7 @@ class Pace(Protocol):
 
 
 @dataclass(frozen=True)
-class BySteps(Pace):
+class BySteps(Interval):
     """Every so many global steps."""
 
     at_epochs = False
@@ -50,7 +50,7 @@ class BySteps(Pace):
         return True, self.begin(step)
 
 
-class ByEpochs(Pace):
+class ByEpochs(Interval):
     """At the end of every epoch."""
 
     def begin(self, step: int) -> int:
@@ -63,7 +63,7 @@ class ByEpochs(Pace):
 
 
 @dataclass
-class BySeconds(Pace):
+class BySeconds(Interval):
     """Every so many seconds; steps tell how long they take, so that all tasks meet in time."""
 
     seconds: float
@@ -92,8 +92,8 @@ class BySeconds(Pace):
         return due, step + (min(most, max(1, round(left / each))) if each else 1)
 
 
-def pace_of(every: int | float | str | timedelta) -> Pace:
-    """The pace that a user asks for; `UserError` for what is none."""
+def interval_of(every: int | float | str | timedelta) -> Interval:
+    """The interval that a user asks for; `UserError` for what is none."""
     if isinstance(every, timedelta):
         every = f"{every.total_seconds()}s"
     if isinstance(every, int) and not isinstance(every, bool) and every > 0:
