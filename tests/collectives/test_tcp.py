@@ -146,12 +146,12 @@ def test_unknown_peers_at_the_port_are_disconnected() -> None:
         meeting = pool.submit(connect_all, Membership(1, NAMES, store, LONG), HERE, key)
         store.set("0", b"nowhere")  # nobody calls the first rank
         _, text, word = store.get("1").decode().split()
-        port, purpose = int(text), f"sockets {word}"
+        port, purpose = int(text), f"sockets 0 {word}"
         silent = socket.create_connection(("127.0.0.1", port), LONG)
         with pytest.raises(UserError, match="does not know the secret"):
             call(port, purpose)  # has read the store
         with pytest.raises(UserError, match="does not know the secret"):
-            call(port, "sockets 00", key)  # is of another meeting
+            call(port, "sockets 0 00", key)  # is of another meeting
         with socket.create_connection(("127.0.0.1", port), LONG) as other:
             other.sendall(b"GET / HTTP/1.1\r\n\r\n and more")
             assert read_to_end(other) == b""

@@ -29,6 +29,9 @@ class LivenessCheck:
         group = self._group
         if group is None:
             return UserError("a call to other tasks after close()", "Make a new strategy.")
+        if group.recovers:  # those who live find out who does, at once
+            named = " and ".join(sorted(suspects)) or "a task"
+            return TaskLostError(f"{named} {what or f'is lost: {error}'}")
         missing, reasons = group.under("alive").sign_in(GRACE)
         if reasons:  # somebody left because of another loss
             # The store goes with its keeper, who stays for those that are slower to read it.
@@ -48,6 +51,9 @@ class LivenessCheck:
         """Leave ``error`` to the others, then ``close`` their connections: they look here."""
         group = self._group
         if group is None:
+            return
+        if group.recovers and isinstance(error, TaskLostError):
+            close()
             return
         alive, informed = group.under("alive"), group.under("informed")
 

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import time
 import weakref
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
 
+import msgspec
 import torch.distributed as dist
 
 from spartito.cluster.endpoints import rendezvous_endpoint
+from spartito.cluster.identity import Life
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.secret import read_secret
 from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.cluster.store.client import Store
 from spartito.cluster.store.server import Server
+from spartito.collectives.generations import Card, Generation
+from spartito.collectives.regrouping import REPLY, Assembly, keys_of
 from spartito.collectives.sockets import RETRY_SECONDS, dial, listen
-from spartito.collectives.store import KeyValues, Membership, ask, quiet_torch
+from spartito.collectives.store import KeyValues, Membership, ask, lost_with, quiet_torch
 from spartito.collectives.torch_store import OfTorch
+from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError
+from spartito.names import ENV_STORE
 
 _visits = 0  # of this process to a store so far
 
@@ -32,51 +41,116 @@ class Kept:
         weakref.finalize(self, server.close).atexit = False
 
 
-def meet(cluster: ClusterSpec, names: list[str], limit: float) -> KeyValues:
+@dataclass(frozen=True, slots=True)
+class Meeting:
+    """What a task has once it has come: the job's store, and who trains together now.
+
+    Attributes:
+        store: The job's.
+        keeper: What errors call the task that keeps it.
+        generation: Those who train together.
+        assembly: Where tasks may be replaced: how they agree on the next generation.
+    """
+
+    store: KeyValues
+    keeper: str
+    generation: Generation = Generation(0, ())  # noqa: RUF009 (it is frozen)
+    assembly: Assembly | None = None
+
+    @property
+    def keys(self) -> KeyValues:
+        """What the generation has for itself."""
+        return self.store.under(keys_of(self.generation.number))
+
+    @property
+    def is_newcomer(self) -> bool:
+        """Whether the others train already, without this process."""
+        return self.assembly is not None and not self.generation.has(self.assembly.own)
+
+
+def meet(
+    cluster: ClusterSpec, names: list[str], limit: float, recovery: Recovery | None = None
+) -> Meeting:
     """The job's store, once every replica is there.
+
+    With ``recovery`` a process that comes when the others have begun is a newcomer.
 
     Raises:
         TaskLostError: Names those who do not come within ``limit`` seconds.
         UserError: What keeps the store is another program, or has another secret.
     """
-    host, port = split_address(cluster.rendezvous or "")
+    kept = os.environ.get(ENV_STORE, "")
+    host, port = split_address(kept or cluster.rendezvous or "")
     # torchrun's agent keeps a store at this address already, over restarts of the workers too.
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    serves = cluster.rank == 0 and not agent
+    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not kept
+    recovery = None if agent else recovery
+    keeper = "the launcher" if kept else "torchrun" if agent else names[0]
+    serves = cluster.rank == 0 and not agent and not kept
     end = time.monotonic() + limit
     global _visits
     _visits += 1
-    # The agent's store keeps the keys of earlier visits of the same processes.
-    prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_visits * agent}"
+    # A store of a launcher keeps the keys of earlier visits of the same processes.
+    visit = _visits if agent or kept or recovery else 0
+    prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{visit}"
     store: KeyValues | None = kept_here(cluster, names[0], limit) if serves else None
     while True:
         if store is None:
-            dial(host, port, names[0], limit, end).close()
-            store = _of_agent(host, port, limit) if agent else _at(host, port, names[0], limit)
-        job = store.under(prefix)
+            dial(host, port, keeper, limit, end).close()
+            store = _of_agent(host, port, limit) if agent else _at(host, port, keeper, limit)
+        meeting = Meeting(store.under(prefix), keeper)
         try:
-            count = ask(partial(job.add, f"rank/{cluster.rank}", 1), limit, names[0])
+            if recovery is not None:
+                return _gathered(meeting, cluster, names, end, recovery)
+            count = ask(partial(meeting.store.add, f"rank/{cluster.rank}", 1), limit, keeper)
+            if count == 1:
+                break
         except TaskLostError:
             if serves or _visits == 1 or time.monotonic() > end:
                 raise
-            count = 0
-        if count == 1:
-            break
-        # That may have been this one: the store of an earlier job goes a moment later.
-        if serves or time.monotonic() > end:
-            raise TaskLostError(
-                f"another process has come to {host}:{port} as {names[cluster.rank]}",
-                "Each task is one process: give this one a rank or an address of its own.",
-            )
+        else:
+            # That may have been this one: the store of an earlier job goes a moment later.
+            if serves or time.monotonic() > end:
+                raise TaskLostError(
+                    f"another process has come to {host}:{port} as {names[cluster.rank]}",
+                    "Each task is one process: give this one a rank or an address of its own.",
+                )
         store = None
         time.sleep(RETRY_SECONDS)
-    left = max(0.0, end - time.monotonic())
-    if missing := Membership(cluster.rank, names, job, limit).under("came").missing(left):
+    _sign_in(meeting, cluster, names, end)
+    return meeting
+
+
+def _gathered(
+    meeting: Meeting, cluster: ClusterSpec, names: list[str], end: float, recovery: Recovery
+) -> Meeting:
+    """The meeting of a job whose tasks may be replaced."""
+    assert isinstance(meeting.store, Store)
+    rank = cluster.rank
+    own = Card(str(cluster.task), rank, cluster.local_rank, secrets.token_hex(8), Life.own())
+    assembly = Assembly(meeting.store.within(REPLY), own, tuple(names), recovery)
+    with lost_with(meeting.keeper):
+        generation = assembly.current()
+        if generation is None:
+            texts = _sign_in(meeting, cluster, names, end, msgspec.json.encode(own).decode())
+            cards = tuple(msgspec.json.decode(text, type=Card) for text in texts)
+            generation = assembly.begin(cards)
+    return replace(meeting, generation=generation, assembly=assembly)
+
+
+def _sign_in(
+    meeting: Meeting, cluster: ClusterSpec, names: list[str], end: float, text: str = ""
+) -> list[str]:
+    """The texts of all, once they are there."""
+    start, rank = time.monotonic(), cluster.rank
+    left = max(0.0, end - start)
+    world = Membership(rank, names, meeting.store, left, meeting.keeper).under("came")
+    missing, texts = world.sign_in(left, text, Waiting(rank, names))
+    if missing:
         raise TaskLostError(
-            f"{' and '.join(missing)} did not come to {host}:{port} within {limit:g} s",
+            f"{' and '.join(missing)} did not come to {cluster.rendezvous} within {left:g} s",
             "Start it, or correct the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
-    return job
+    return texts
 
 
 def kept_here(cluster: ClusterSpec, name: str, limit: float) -> Store:

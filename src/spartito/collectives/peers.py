@@ -50,7 +50,7 @@ def connect_all(
                 listener,
                 partial(_read_rank, came=came),
                 key=key,
-                purpose=_purpose(token),
+                purpose=_purpose(group, token),
                 name=group.names[group.rank],
             )
             stack.callback(_drain, came)
@@ -93,14 +93,15 @@ def _drain(came: queue.Queue[tuple[int, Connection]]) -> None:
         came.get()[1].close()
 
 
-def _purpose(token: str) -> str:
-    return f"sockets {token}"
+def _purpose(group: Membership, token: str) -> str:
+    """Who calls by the card of another generation is refused."""
+    return f"sockets {group.generation} {token}"
 
 
 def _call(card: str, group: Membership, other: int, key: Key) -> Connection:
     """A connection to the rank ``other``, which knows our rank from then on."""
     host, port, token = card.split()
-    name, purpose = group.names[other], _purpose(token)
+    name, purpose = group.names[other], _purpose(group, token)
     connection = reach(host, int(port), name, group.timeout, key=key, purpose=purpose)
     try:
         connection.sendall(RANK.pack(group.rank))

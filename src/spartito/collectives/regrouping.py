@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import msgspec
 
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.store.client import Store
+from spartito.cluster.store.client import FencedError, Store, StoreError
 from spartito.collectives.generations import Card, Generation, Seen, Vote, next_generation
 from spartito.errors import TaskLostError
 
 LOOK = 0.03  # seconds between two looks who has come
+WATCH = 0.25  # seconds between two looks whether somebody comes
 REPLY = 3.0  # seconds in which the store has to reply
 
 _CURRENT = "generation"
@@ -50,10 +54,6 @@ class Assembly:
         found = self.store.gather([_CURRENT]).get(_CURRENT)
         return None if found is None else _generation.decode(found)
 
-    def open_training(self) -> None:
-        """From now on newcomers may come."""
-        self.store.set("begun", b"")
-
     def comes(self) -> bool:
         """Whether a newcomer that may live waits at the store."""
         return any(not card.life.is_over for card in self._comers().values())
@@ -73,7 +73,10 @@ class Assembly:
             if now.has(self.own) and (last is None or now.number > last.number):
                 self._enter(now)
                 return now
-            seen = self._sign(now, lost)
+            try:
+                seen = self._sign(now, lost)
+            except FencedError:  # there is another generation meanwhile
+                continue
             if seen.people != people:
                 people, came = seen.people, time.monotonic()
             waited = time.monotonic() - came
@@ -130,3 +133,31 @@ class Assembly:
             "Look at the last lines of that task. --wait and --min-workers, or "
             "Recovery(min_workers, wait), say how long to wait, and with how many to go on.",
         )
+
+
+class Watch:
+    """Looks every moment, in a thread, whether something is so."""
+
+    def __init__(self) -> None:
+        self.seen = False
+        self._stopped: threading.Event | None = None
+
+    def start(self, look: Callable[[], bool]) -> None:
+        """Look from now on, until it was `seen` once."""
+        self.stop()
+        stopped = self._stopped = threading.Event()
+
+        def watch() -> None:
+            while not stopped.wait(WATCH):
+                with suppress(StoreError):
+                    if look():
+                        self.seen = not stopped.is_set()
+                        return
+
+        threading.Thread(target=watch, name="spartito-newcomers", daemon=True).start()
+
+    def stop(self) -> None:
+        """Look no more; nothing was seen."""
+        if self._stopped is not None:
+            self._stopped.set()
+        self.seen = False

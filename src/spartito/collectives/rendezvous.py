@@ -23,18 +23,20 @@ from spartito.cluster.recovery import Recovery
 from spartito.cluster.secret import check_secrets, fingerprint, job_key, read_secret
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.collectives.generations import cluster_of
 from spartito.collectives.hierarchical import HierarchicalCollective, Inside
-from spartito.collectives.meeting import meet
+from spartito.collectives.meeting import Meeting, meet
 from spartito.collectives.peers import check_connections
 from spartito.collectives.placement import PROCESS_GROUP, Placement
 from spartito.collectives.process_group import ProcessGroupCollective
+from spartito.collectives.regrouping import Watch
 from spartito.collectives.shared_memory import Cores, SharedMemoryCollective, host_key, supported
-from spartito.collectives.store import KeyValues, Membership, quiet_torch
+from spartito.collectives.store import KeyValues, Membership, lost_with, quiet_torch
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
 from spartito.errors import TaskLostError, UserError
-from spartito.heartbeat import CONNECT, during
+from spartito.heartbeat import CONNECT, RECOVER, during
 from spartito.names import nearest
 
 COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
@@ -69,7 +71,7 @@ class Rendezvous:
             machines sockets, and shared memory inside a machine with several tasks; on GPUs NCCL.
             "sockets" leaves shared memory out. "process_group" and "ddp" are gloo on CPUs.
         host: Processes with equal texts share memory; None finds out.
-        recovery: Who is waited for in `regroup`; None where a loss ends the job.
+        recovery: What the tasks do when one is lost; None: the job ends.
 
     Raises:
         UserError: An unknown ``communication``, or one that the device cannot have.
@@ -85,15 +87,17 @@ class Rendezvous:
         recovery: Recovery | None = None,
     ) -> None:
         check_communication(communication, device)
-        self._cluster, self._device = cluster, device
+        self._job = self.cluster = cluster
+        self._device, self._recovery = device, recovery
         self._timeout = time_limit(timeout)
         self._uses_process_group = device.type != "cpu" or communication in PROCESS_GROUP
         if self._uses_process_group and cluster.world_size > 1:
             check_drawn()
         self._shares_memory = communication == "auto" and device.type == "cpu"
-        self._host, self._recovery = host, recovery
-        self._names = [cluster.name_of(rank) for rank in range(cluster.world_size)]
+        self._host = host
+        self._everybody = self._names = [cluster.name_of(n) for n in range(cluster.world_size)]
         self._groups: dict[str, Collective] = {}
+        self._watch, self._trains = Watch(), False
 
     def group(self, name: str = WORLD, ranks: Sequence[int] | None = None) -> Collective:
         """The group of this name, which is made when it is asked for the first time.
@@ -113,10 +117,10 @@ class Rendezvous:
         """
         world = range(len(self._names))
         members = tuple(world) if ranks is None else tuple(sorted(set(ranks)))
-        if self._cluster.rank not in members or not set(members) <= set(world):
+        if self.cluster.rank not in members or not set(members) <= set(world):
             raise UserError(
                 f"group {name!r} of the ranks {list(members)}, asked for by rank "
-                f"{self._cluster.rank} of {len(world)}",
+                f"{self.cluster.rank} of {len(world)}",
                 "A task asks for the groups that it is in, of ranks that the job has.",
             )
         before = tuple(world) if name == WORLD else members
@@ -180,7 +184,8 @@ class Rendezvous:
         """Leave all groups. May be called again."""
         while self._groups:
             self._groups.popitem()[1].close()
-        self.__dict__.pop("_store", None)
+        self._watch.stop()
+        self.__dict__.pop("_meeting", None)
 
     def __enter__(self) -> Self:
         return self
@@ -188,18 +193,87 @@ class Rendezvous:
     def __exit__(self, *error: object) -> None:
         self.close()
 
+    @property
+    def generation(self) -> int:
+        """How often the tasks have agreed anew on who is in the job."""
+        return self._meeting.generation.number if "_meeting" in self.__dict__ else 0
+
+    @property
+    def joins(self) -> bool:
+        """Whether the others train already: this process comes in by `regroup`."""
+        alone = self._recovery is None or self._job.world_size == 1
+        return not alone and self._meeting.is_newcomer
+
+    def regroup(self, cause: TaskLostError | None) -> ClusterSpec:
+        """Leave all groups, and agree with the others on the next generation.
+
+        All members call this when one is lost, or when `somebody_waits` told them all; a newcomer
+        calls it before it meets anybody.
+
+        Args:
+            cause: Whom this task lost; None for a newcomer, and for those who let it in.
+
+        Returns:
+            The cluster of those who train together from now on.
+
+        Raises:
+            TaskLostError: They cannot go on; ``cause`` where the job does not recover.
+        """
+        recovers = self._recovery is not None and self._job.world_size > 1
+        if not recovers or (meeting := self._meeting).assembly is None:
+            raise cause or UserError("a job that does not recover has no generations")
+        joins = meeting.is_newcomer
+        self._watch.stop()
+        while self._groups:
+            self._groups.popitem()[1].close()
+        with during(RECOVER), lost_with(meeting.keeper):
+            last = None if joins else meeting.generation
+            generation = meeting.assembly.regroup(last, cause is not None)
+        self.cluster = cluster_of(self._job, generation, meeting.assembly.own)
+        self._names = [self._everybody[card.rank] for card in generation.members]
+        for found in ("_tasks", "_spins"):
+            self.__dict__.pop(found, None)
+        self._meeting = replace(meeting, generation=generation)
+        self._look_for_newcomers()
+        return self.cluster
+
+    def training_begins(self) -> None:
+        """Look from now on who comes to a job that goes on with fewer tasks."""
+        self._trains = True
+        self._look_for_newcomers()
+
+    def training_ends(self) -> None:
+        """Look no more."""
+        self._trains = False
+        self._watch.stop()
+
+    def somebody_waits(self) -> bool:
+        """Whether a newcomer was seen: all members are to `regroup` after the same step."""
+        return self._watch.seen
+
+    def _look_for_newcomers(self) -> None:
+        is_smaller = self.cluster.world_size < self._job.world_size
+        if self._trains and is_smaller and self.cluster.rank == 0:
+            assembly = self._meeting.assembly
+            assert assembly is not None
+            self._watch.start(assembly.comes)
+
     @cached_property
-    def _store(self) -> KeyValues:
-        """The job's store, once every task is there."""
+    def _meeting(self) -> Meeting:
+        """The job's store and the tasks there, once every task has come."""
         quiet_torch()
         with during(CONNECT):
-            return meet(self._cluster, self._names, self._timeout)
+            return meet(self._job, self._everybody, self._timeout, self._recovery)
+
+    @property
+    def _store(self) -> KeyValues:
+        return self._meeting.keys
 
     @cached_property
     def _tasks(self) -> list[TaskInfo]:
         """What the tasks say of themselves, by rank; raises on all where they do not fit."""
         world = self._member(self._store, range(len(self._names)))
-        rank = self._cluster.rank
+        rank = self.cluster.rank
         here = (self._host or host_key()) if supported() else f"rank {rank}"
         own = TaskInfo(here, Versions.own(), Cores.own(), fingerprint(read_secret()))
 
@@ -222,8 +296,11 @@ class Rendezvous:
 
     def _member(self, store: KeyValues, ranks: Sequence[int]) -> Membership:
         names = [self._names[rank] for rank in ranks]
-        rank = ranks.index(self._cluster.rank)
-        return Membership(rank, names, store, self._timeout, self._names[0])
+        rank = ranks.index(self.cluster.rank)
+        return Membership(
+            rank, names, store, self._timeout, self._meeting.keeper, self.generation,
+            self._meeting.assembly is not None,
+        )  # fmt: skip
 
     def _made(self, name: str, ranks: tuple[int, ...]) -> Collective:
         if len(self._names) == 1:
@@ -239,12 +316,12 @@ class Rendezvous:
             return SharedMemoryCollective(group, self._spins)
         if self._shares_memory and placement.is_layered:
             return self._hierarchical(group, placement)
-        return SocketCollective(group, peer_endpoint(self._cluster), job_key(self._cluster))
+        return SocketCollective(group, peer_endpoint(self.cluster), job_key(self.cluster))
 
     @cached_property
     def _spins(self) -> bool:
         """Whether the cores suffice for all tasks of the job on this machine, of any group."""
-        own = self._tasks[self._cluster.rank]
+        own = self._tasks[self.cluster.rank]
         return own.cores.suffice(
             [task.cores for task in self._tasks if task.host == own.host], cgroup_quota()
         )
@@ -261,19 +338,19 @@ class Rendezvous:
         def meet_leaders() -> Collective:
             names = [group.names[leader] for leader in placement.leaders]
             leaders = replace(group, rank=machine, names=names)
-            return SocketCollective(leaders, peer_endpoint(self._cluster), job_key(self._cluster))
+            return SocketCollective(leaders, peer_endpoint(self.cluster), job_key(self.cluster))
 
         return HierarchicalCollective(group.rank, group.names, placement, inside, meet_leaders)
 
     def _process_group(self, group: Membership, ranks: Sequence[int] | None) -> Collective:
         if ranks is not None:
             self.group()  # torch makes other groups out of the one of all
-        endpoint = group_endpoint(self._cluster)
+        endpoint = group_endpoint(self.cluster)
         backend = "nccl" if self._device.type == "cuda" else "gloo"
         if backend == "nccl" and (interface := chosen_interface()):
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface_of(interface))
         if backend == "gloo":
-            check_connections(group.under("ways"), endpoint, job_key(self._cluster))
+            check_connections(group.under("ways"), endpoint, job_key(self.cluster))
         return ProcessGroupCollective(group, backend, endpoint.host, ranks)
 
 

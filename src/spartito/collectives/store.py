@@ -6,8 +6,8 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol, Self, TypeVar
@@ -60,6 +60,8 @@ class Membership:
         store: A key-value store that the group has for itself.
         timeout: Seconds that a wait for another task may take.
         keeper: The task in whose process the store is, of this group or not; "" is rank 0.
+        generation: That of the job's tasks that the group is of.
+        recovers: Whether the tasks agree anew on who is there when one is lost.
     """
 
     rank: int
@@ -67,6 +69,8 @@ class Membership:
     store: KeyValues
     timeout: float
     keeper: str = ""
+    generation: int = 0
+    recovers: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keeper", self.keeper or self.names[0])
@@ -155,16 +159,28 @@ def ask(call: Callable[[], T], limit: float, keeper: str) -> T:
     thread.join(limit + MARGIN)
     if results:
         return results[0]
-    error = errors[0] if errors else None
-    if isinstance(error, FencedError):
+    with lost_with(keeper):
+        if errors:
+            raise errors[0]
+    raise _lost(keeper, f"did not reply within {limit:g} s")
+
+
+@contextmanager
+def lost_with(keeper: str) -> Iterator[None]:
+    """Where the store fails in this block, its keeper is lost."""
+    try:
+        yield
+    except FencedError as error:
         raise TaskLostError(str(error)) from error
-    if error is not None and not isinstance(error, RuntimeError | StoreError):
-        raise error
-    what = "is gone" if error is not None else f"did not reply within {limit:g} s"
-    raise TaskLostError(
+    except (RuntimeError, StoreError) as error:
+        raise _lost(keeper, "is gone") from error
+
+
+def _lost(keeper: str, what: str) -> TaskLostError:
+    return TaskLostError(
         f"{keeper} {what}: it keeps the store where the tasks meet",
         f"Look at the last lines of {keeper}. SPARTITO_TIMEOUT sets the limit in seconds.",
-    ) from error
+    )
 
 
 def quiet_torch() -> None:

@@ -1,0 +1,155 @@
+"""The tasks that live go on when one is lost, with its replacement or without."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import pytest
+import torch
+
+from spartito.cluster.ports import free_port
+from spartito.cluster.recovery import Recovery
+from spartito.cluster.store.server import Server
+from spartito.collectives.rendezvous import Rendezvous
+from spartito.errors import SpartitoError, TaskLostError
+from tests.collectives.group import Group, running, spec
+
+LONG = 60.0  # a limit that no passing test comes near
+WAYS = ["auto", "sockets", "on aab"]
+
+
+@contextmanager
+def kept() -> Iterator[str]:
+    """A store that outlives every task, as a launcher keeps one."""
+    server = Server(socket.create_server(("127.0.0.1", 0)), b"")
+    try:
+        yield "{}:{}".format(*server.address)
+    finally:
+        server.close()
+
+
+def train(
+    pipe: Connection,
+    rank: int,
+    size: int,
+    port: int,
+    store: str,
+    way: str,
+    recovery: Recovery,
+    limit: float = LONG,
+) -> Any:
+    """Add up ones until the job has `size` tasks and has lost somebody, or for ever."""
+    os.environ["SPARTITO_STORE"] = store
+    kind, _, letters = way.partition(" ")
+    meeting = Rendezvous(
+        spec(rank, size, port), torch.device("cpu"), limit, "auto" if kind == "on" else way,
+        f"machine {letters[rank]}" if kind == "on" else None, recovery=recovery,
+    )  # fmt: skip
+    joined = meeting.joins
+    if joined:
+        meeting.regroup(None)
+    meeting.training_begins()
+    told = 0
+    while True:
+        try:
+            group = meeting.group()
+            found = group.all_reduce(torch.tensor([1.0, float(meeting.somebody_waits()), told]))
+        except TaskLostError as error:
+            meeting.regroup(error)
+            continue
+        if found[0] != told:
+            told = int(found[0])
+            pipe.send_bytes(_said(meeting, joined, told))
+        if found[1]:
+            meeting.regroup(None)
+        if pipe.poll():
+            told = pipe.recv() or told
+            if told < 0:
+                return "done"
+
+
+def _said(meeting: Rendezvous, joined: bool, total: int) -> bytes:
+    import pickle
+
+    names = [meeting.cluster.name_of(rank) for rank in range(meeting.cluster.world_size)]
+    return pickle.dumps((total, meeting.generation, joined, meeting.cluster.rank, names))
+
+
+def start(group: Group, ranks: range, *args: Any) -> None:
+    for rank in ranks:
+        group.start(rank, train, *args)
+
+
+@pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_task_that_is_killed_is_replaced(way: str, victim: int) -> None:
+    names = [f"worker {rank}" for rank in range(3)]
+    with kept() as store, running() as group:
+        args = (3, free_port(), store, way, Recovery(wait=LONG))
+        start(group, range(3), *args)
+        for rank in range(3):
+            assert group.result(rank) == (3, 0, False, rank, names)
+        group.signal(victim, signal.SIGKILL)
+        group.start(victim, train, *args)
+        assert group.result(victim) == (3, 1, True, victim, names)
+
+
+@pytest.mark.usefixtures("no_segments_left")
+def test_the_others_go_on_without_it_and_it_comes_back() -> None:
+    with kept() as store, running() as group:
+        args = (3, free_port(), store, "auto", Recovery(min_workers=2, wait=0.2))
+        start(group, range(3), *args)
+        for rank in range(3):
+            assert group.result(rank)[0] == 3
+        group.signal(0, signal.SIGKILL)
+        for rank in (1, 2):
+            assert group.result(rank) == (2, 1, False, rank - 1, ["worker 1", "worker 2"])
+        group.start(0, train, *args)
+        for rank in range(3):
+            total, generation, joined, own, names = group.result(rank)
+            assert (total, generation, joined, own) == (3, 2, rank == 0, rank)
+            assert names == ["worker 0", "worker 1", "worker 2"]
+
+
+@pytest.mark.usefixtures("no_segments_left")
+def test_one_that_was_frozen_comes_back_as_a_newcomer() -> None:
+    """The others have gone on: nothing that it does reaches them before it is let in."""
+    with kept() as store, running() as group:
+        args = (3, free_port(), store, "sockets", Recovery(min_workers=2, wait=0.2), 2.0)
+        start(group, range(3), *args)
+        for rank in range(3):
+            assert group.result(rank)[0] == 3
+        group.signal(1, signal.SIGSTOP)
+        for rank in (0, 2):
+            assert group.result(rank)[:2] == (2, 1)
+        group.signal(1, signal.SIGCONT)
+        for rank in (0, 2):
+            assert group.result(rank)[:2] == (3, 2)
+
+
+def test_too_few_end_with_those_who_are_missing() -> None:
+    with kept() as store, running() as group:
+        args = (2, free_port(), store, "auto", Recovery(wait=0.2))
+        start(group, range(2), *args)
+        for rank in range(2):
+            assert group.result(rank)[0] == 2
+        group.signal(1, signal.SIGKILL)
+        kind, text = group.result(0)
+        assert kind == "TaskLostError"
+        assert "worker 1 did not come back within" in text
+        assert "all have to be there" in text
+
+
+def test_without_recovery_the_cause_ends_the_job() -> None:
+    cause = TaskLostError("worker 1 is gone")
+    with Rendezvous(spec(0, 2, free_port()), torch.device("cpu")) as meeting:
+        assert not meeting.joins
+        with pytest.raises(SpartitoError, match="worker 1 is gone"):
+            meeting.regroup(cause)
