@@ -154,32 +154,6 @@ class Rendezvous:
         group = self._member(self._store, ranks).under(f"{name}/{ranks[0]}")
         return group, self._shares_memory and len(hosts) == 1, self._spins
 
-    @property
-    def joins(self) -> bool:
-        """Whether the job trains already: this process meets the others in `regroup` first."""
-        return False
-
-    def somebody_waits(self) -> bool:
-        """Whether a process waits for the others to `regroup`, as far as this one knows."""
-        return False
-
-    def training_begins(self) -> None:
-        """From now on a process that comes as one of the tasks replaces it."""
-
-    def regroup(self, cause: TaskLostError | None) -> ClusterSpec:
-        """Leave all groups, and agree with the others on who goes on.
-
-        Args:
-            cause: The loss; None where nobody was lost.
-
-        Returns:
-            The tasks that go on, with new ranks.
-
-        Raises:
-            TaskLostError: Nobody can.
-        """
-        raise cause or TaskLostError("the tasks of this job cannot meet again")
-
     def close(self) -> None:
         """Leave all groups. May be called again."""
         while self._groups:
