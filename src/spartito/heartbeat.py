@@ -139,6 +139,9 @@ def _write_stacks_when_asked(path: Path) -> None:
     """Have the signal handled, and the file know it."""
     assert _heart is not None
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_APPEND | os.O_CLOEXEC
+    with suppress(ValueError):  # not in the main thread
+        # What the interpreter goes back to when it ends: the launcher may ask just then.
+        signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     faulthandler.register(STACKS_SIGNAL, os.open(path, flags, 0o600), all_threads=True)
     _WHO.pack_into(_heart.memory, _WHO_AT, os.getpid(), STACKS_SIGNAL)
 
