@@ -151,7 +151,7 @@ class Job:
         timeout: float = LIMIT,
     ) -> Link:  # fmt: skip
         link = Link(
-            Address.of(number, f"{HOST}:{self.ports[number]}"), hello or self.hello(),
+            [Address.of(number, f"{HOST}:{self.ports[number]}")], hello or self.hello(),
             self.spans[number], vector or self.vector, self.wire_dtype, timeout,
         )  # fmt: skip
         self.ends.callback(link.close)
@@ -504,7 +504,7 @@ def test_a_server_with_another_life_has_forgotten(job: Start) -> None:
     assert control.restarted == {1}
     applied = control.applied(1, 2)
     assert [(1, 0, step, 0) in applied for step in range(3)] == [True, False, False]
-    assert 1 in run.servers[1].store._absent[3]  # it was told of the lost worker again
+    assert 1 in run.servers[1].store.absent[3]  # it was told of the lost worker again
     servers.pull(admit=True)  # the links stand
     assert servers.links[1].ask(Status()).version == 1
     # What server 0 had brought before the other was found to be another is in the model too.
@@ -578,7 +578,7 @@ def unmet(address: Address, timeout: float = SHORT) -> Link:
     vector = Vector(model, make(model))
     (span,) = cut(vector.layout, 1, 1, False)
     hello = Hello("worker 0", 0, False, "job", vector.layout.digest, Versions.own(), "{}", "")
-    return Link(address, hello, span, vector, None, timeout)
+    return Link([address], hello, span, vector, None, timeout)
 
 
 @pytest.mark.parametrize("way", WAYS)

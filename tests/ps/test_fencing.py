@@ -113,7 +113,7 @@ class Cluster:
             process.pull()
         what, number = process.todo[0]
         store = self.stores[number]
-        if store._generations.get(process.worker, 0) < process.generation:
+        if store.generations.get(process.worker, 0) < process.generation:
             return  # it was started again: nobody is let in yet
         store.check(process.worker, process.generation)
         if (

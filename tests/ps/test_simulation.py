@@ -6,10 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from spartito.ps.client.control import Control
 from spartito.ps.protocol.keys import Keys
+from spartito.ps.protocol.messages import Copying
 from spartito.ps.scheduler.queue import WorkQueue
+from spartito.ps.server.copies import Copies
+from spartito.ps.server.replica import Replica
 from spartito.ps.server.store import Store
 from tests.ps.simulation.world import World, simulate
 
@@ -35,6 +39,10 @@ def test_jobs_end_well_whatever_happens(first: int) -> None:
     assert {seed: why for seed in seeds if (why := simulate(seed))} == {}
 
 
+def test_jobs_whose_values_are_on_two_servers_end_well_too() -> None:
+    assert {seed: why for seed in range(150) if (why := simulate(seed, 2))} == {}
+
+
 def test_schedules_that_went_wrong_once_do_not_again() -> None:
     assert {seed: why for seed in KNOWN if (why := simulate(seed))} == {}
 
@@ -48,8 +56,8 @@ def test_a_schedule_is_the_same_every_time() -> None:
     assert ends[0] == ends[1]
 
 
-def fails(seeds: range) -> bool:
-    return any(simulate(seed) for seed in seeds)
+def fails(seeds: range, replicas: int = 1) -> bool:
+    return any(simulate(seed, replicas) for seed in seeds)
 
 
 def test_what_it_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,3 +74,28 @@ def test_what_it_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as without:
         without.setattr(Control, "lose", lambda self, lost: None)
         assert fails(range(200))
+
+
+def test_what_it_would_find_of_two_servers_with_the_same_values(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It fails where a reply is sent too early, by a wrong server, or work items are not told."""
+    with monkeypatch.context() as without:
+        without.setattr(Copies, "has", lambda self, mark, whole=False: True)
+        assert fails(range(40), 2)
+    with monkeypatch.context() as without:  # a primary decides on its own that it is alone
+        alone = Copying.LOST
+        has = Copies.has
+        without.setattr(Copies, "has", lambda self, *what: self.state is alone or has(self, *what))
+        assert fails(range(60), 2)
+    with monkeypatch.context() as without:
+        without.setattr(Replica, "_is_able", lambda self, asked: True)
+        assert fails(range(40), 2)
+    with monkeypatch.context() as without:
+        update = Copies.update
+        without.setattr(
+            Copies,
+            "update",
+            lambda self, one, gradient: update(self, replace(one, keys=[]), gradient),
+        )
+        assert fails(range(40), 2)

@@ -9,6 +9,7 @@ from typing import Any
 from spartito.errors import SpartitoError
 from spartito.failpoints import failpoint
 from spartito.log import note, warn
+from spartito.ps.client.appointments import Appointments
 from spartito.ps.client.control import Control
 from spartito.ps.protocol.histogram import Histogram
 from spartito.ps.protocol.messages import Flush, GetRecord, Lost, Status, Values
@@ -38,12 +39,16 @@ class Chief:
         control: Control,
         job: str,
         data_shards: int,
+        appointments: Appointments | None = None,
     ) -> None:
         """``make`` builds the coordinator, which reports lost and new workers to its arguments;
-        ``control`` has links of the job ``job``; a global batch has ``data_shards`` work items.
+        ``control`` has links of the job ``job``; a global batch has ``data_shards`` work items;
+        ``appointments`` says which of two servers is the primary.
         """
         self.control, self.job = control, job
         self.coordinator = make(self._worker_lost, control.fence)
+        self._appointments = appointments or Appointments([], job)
+        self._appointments.fail = self.coordinator.fail
         self.lost = 0
         """Work items whose updates were lost with a server, and are computed again."""
         self.planner: Planner | None = None
@@ -57,6 +62,7 @@ class Chief:
 
     def begin(self) -> None:
         """Let the workers come: the servers have their values."""
+        self._appointments.loaded = True
         self.coordinator.key_values.publish(JOB, self.job.encode())
         self._watch = self.coordinator.runtime.start(self._look_after, "spartito-watch")
 
@@ -125,6 +131,7 @@ class Chief:
         for error in self.control.end():
             warn("%s", error)
         self.control.close()
+        self._appointments.close(end=True)
 
     def _worker_lost(self, worker: int, lease: Lease | None) -> None:
         group, size = (lease.group, lease.stop - lease.start) if lease else (0, 0)

@@ -5,25 +5,31 @@ from __future__ import annotations
 import os
 import secrets
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import nn
 from torch.optim import Optimizer
 
 from spartito.cluster.endpoints import rendezvous_endpoint, server_endpoint
+from spartito.cluster.handshake import prove
 from spartito.cluster.secret import job_key
 from spartito.cluster.spec import ClusterSpec, Task, split_address
 from spartito.collectives.shared_memory import host_key, supported
-from spartito.collectives.sockets import listen
+from spartito.collectives.sockets import dial, listen
 from spartito.collectives.versions import Versions
 from spartito.errors import UserError
 from spartito.log import note
 from spartito.names import ENV_SNAPSHOT_DIR
 from spartito.ps.chief import JOB, Chief, OnCame, OnLost
+from spartito.ps.client.appointments import SILENT_SECONDS, Appointments
+from spartito.ps.client.appointments import Server as Watched
 from spartito.ps.client.control import Control
 from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
@@ -31,10 +37,12 @@ from spartito.ps.client.vector import Copies, Vector
 from spartito.ps.client.work_source import WorkerLink
 from spartito.ps.protocol.layout import Layout, Span, cut, table
 from spartito.ps.protocol.memory import allocate, flat
-from spartito.ps.protocol.messages import Hello
+from spartito.ps.protocol.messages import PURPOSE, Errand, Hello, Reply
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.slots import is_elementwise, merge_state, slots, split_state
+from spartito.ps.protocol.wire import Wire
 from spartito.ps.protocol.work import WorkSource
 from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.scheduler.listener import WorkerListener
@@ -94,7 +102,7 @@ class Job:
         )
         self._whole = not is_elementwise(optimizer)
         self._spans = cut(
-            self.vector.layout, len(self._addresses), options.min_shard_bytes, self._whole
+            self.vector.layout, self.rules.spans, options.min_shard_bytes, self._whole
         )
         # A chief that computes nothing is nobody among the workers.
         self._index = self.workers.index(cluster.task) if cluster.task in self.workers else -1
@@ -105,11 +113,12 @@ class Job:
         host, port = split_address(self._addresses[number])
         folder = options.snapshot_dir or os.environ.get(ENV_SNAPSHOT_DIR) or _private_folder()
         log = PushLog(Path(options.push_log) / f"ps-{number}.log") if options.push_log else None
-        span, layout = self._spans[number], self.vector.layout
+        part, layout = number // self.rules.replicas, self.vector.layout
+        span = self._spans[part]
         shard = Shard(layout, span, self._optimizer, self.vector.tensors)
         name = f"{cluster.task} ({host}:{port})"
         server = Server(
-            Store(shard, self.rules, gates=number == 0, log=log),
+            Store(shard, self.rules, gates=part == 0, log=log),
             listen(server_endpoint(cluster), options.timeout),
             name=name,
             chief=cluster.name_of(0),
@@ -128,13 +137,16 @@ class Job:
         listener = listen(rendezvous_endpoint(self.cluster), self.options.timeout)
         name = secrets.token_hex(8)
         links: list[Link] = []
+        appointments = Appointments(self._watched(name), name)
         try:
+            appointments.begin(self.options.timeout)
             for number in range(len(self._spans)):
                 links.append(self._link(number, name, control=True))
         except UserError:
             Control(links).end()  # the others would wait for us
+            appointments.close(end=True)
             raise
-        chief = Chief(self._coordinator, Control(links), name, len(self.workers))
+        chief = Chief(self._coordinator, Control(links), name, len(self.workers), appointments)
         self.give(chief)
         chief.begin()
         WorkerListener(chief.coordinator).listen(listener, self._key)
@@ -198,7 +210,8 @@ class Job:
 
     def table(self) -> list[tuple[str, str, str, str]]:
         """Which server holds what: rows of server, tensor, which part of it, size."""
-        names = [f"ps {number}" for number in range(len(self._spans))]
+        numbers = [self._numbers(part) for part in range(len(self._spans))]
+        names = [f"ps {' and '.join(map(str, own))}" for own in numbers]
         return table(self.vector.layout, self._spans, names)
 
     def _coordinator(self, on_lost: OnLost, on_came: OnCame) -> Coordinator:
@@ -212,9 +225,18 @@ class Job:
             bad_limit=self.options.nan_limit,
         )
 
-    def _link(self, number: int, job: str, *, control: bool, generation: int = 0) -> Link:
-        options = self.options
-        hello = Hello(
+    def _link(self, part: int, job: str, *, control: bool, generation: int = 0) -> Link:
+        options, span = self.options, self._spans[part]
+        hello = self._hello(job, control, generation)
+        if options.shared_memory and supported() and not control:
+            hello = structs.replace(hello, host=host_key())
+        return Link(
+            [self._address(number) for number in self._numbers(part)],
+            hello, span, self.vector, options.wire_dtype, options.timeout, self._key,
+        )  # fmt: skip
+
+    def _hello(self, job: str, control: bool, generation: int = 0) -> Hello:
+        return Hello(
             task=str(self.cluster.task),
             worker=self._index,
             chief=control,
@@ -222,15 +244,45 @@ class Job:
             digest=self.vector.layout.digest,
             versions=Versions.own(),
             rules=str(self.rules),
-            host=host_key() if options.shared_memory and supported() and not control else "",
+            host="",
             generation=generation,
             loaded=not control,
         )
-        address = Address.of(number, self._addresses[number])
-        span = self._spans[number]
-        return Link(
-            address, hello, span, self.vector, options.wire_dtype, options.timeout, self._key
-        )
+
+    def _address(self, number: int) -> Address:
+        return Address.of(number, self._addresses[number])
+
+    def _numbers(self, part: int) -> range:
+        """The servers of a span."""
+        return range(part * self.rules.replicas, (part + 1) * self.rules.replicas)
+
+    def _watched(self, job: str) -> list[list[Watched]]:
+        """The servers of each span that has several."""
+        if self.rules.replicas == 1:
+            return []
+        hello = structs.replace(self._hello(job, True), errand=Errand.WATCH)
+        return [
+            [
+                Watched(
+                    self._address(number).name, self._addresses[number], hello,
+                    partial(self._dial, self._address(number)),
+                )
+                for number in self._numbers(part)
+            ]
+            for part in range(len(self._spans))
+        ]  # fmt: skip
+
+    def _dial(self, where: Address, end: float) -> Channel:
+        """A connection to a server that is asked what it is."""
+        now = time.monotonic()
+        sock = dial(where.host, where.port, where.name, self.options.timeout, end)
+        try:
+            limit = max(end, now + SILENT_SECONDS)
+            known = prove(sock, where.name, self._key, PURPOSE, limit)
+            return Wire(known, Reply, timeout=SILENT_SECONDS)
+        except BaseException:
+            sock.close()
+            raise
 
 
 def workers_of(cluster: ClusterSpec) -> list[Task]:

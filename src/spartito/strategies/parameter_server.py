@@ -60,6 +60,8 @@ class ParameterServerStrategy(ReplicaStrategy):
             it computed again, "compensate" applies it with a learning rate that shrinks with its
             staleness.
         aggregate: How many pushes make one update.
+        replicas: 2 keeps every value on two servers, either of which may die: an update has its
+            reply when both have it. It takes an even number of servers.
         min_shard_bytes: Tensors are cut over the servers where each part keeps so many bytes.
         wire_dtype: "bf16" halves what is sent over a network; None sends the model's own dtype.
         device: Where a worker computes; None is its own GPU, else the CPU.
@@ -85,6 +87,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         max_staleness: int | None = None,
         on_stale: str = "wait",
         aggregate: int = 1,
+        replicas: int = 1,
         min_shard_bytes: int = 256 << 10,
         wire_dtype: str | None = None,
         device: torch.device | str | None = None,
@@ -112,7 +115,16 @@ class ParameterServerStrategy(ReplicaStrategy):
         super().__init__(cluster, device, False, flush_denormals)
         if self.task.type == "ps":
             self.device = torch.device("cpu")
-        self._rules = dataclasses.replace(rules, workers=len(workers_of(self.cluster)))
+        servers = len(self.cluster.addresses.get("ps", ()))
+        if replicas > 1 and push_log:
+            raise UserError(
+                f"push_log={push_log!r} with replicas={replicas}",
+                "A server that copies from another has no record of the updates before: "
+                "leave one of them out.",
+            )
+        self._rules = dataclasses.replace(
+            rules, workers=len(workers_of(self.cluster)), servers=servers, replicas=replicas
+        )
         self.coordination: LeasedCoordination = LeasedCoordination(
             self.name, self.job, self.cluster, self._pairs, self._rules.workers
         )
@@ -158,8 +170,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         if deterministic:
             self._rules.check_deterministic(has_batchnorm(model))
         if clip_norm is not None and means:
-            servers = len(self.cluster.addresses.get("ps", ()))
-            self._rules = self._rules.clipping_means(clip_norm, servers)
+            self._rules = self._rules.clipping_means(clip_norm, self._rules.spans)
         found = super().prepare(
             model,
             optimizer,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import msgspec
@@ -33,6 +34,8 @@ class Faults:
     cut: float = 0.0
     """How often a connection breaks once a message has arrived: its reply is lost."""
     calm: float = 0.0
+    partitions: tuple[tuple[float, float, frozenset[str]], ...] = ()
+    """From when to when these processes reach only each other."""
 
 
 class End:
@@ -46,11 +49,16 @@ class End:
         self.timeout: float | None = None
         self.peer: End | None = None
         self.closed = False  # here
-        self.over = False  # nothing more comes than what is in the inbox
+        self.over_at = inf  # when nothing more comes than what is in the inbox
         self._decode = decoder(accepts)
         self._inbox: deque[tuple[float, bytes, bytes]] = deque()
         self._waiting: Task | None = None
         self._last = 0.0
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing more comes than what is in the inbox."""
+        return self.over_at <= self.network.simulation.now
 
     def send(self, message: Any, *payload: Any) -> None:
         if self.process.dead():
@@ -77,9 +85,10 @@ class End:
                 raise Gone("the other end closed the connection")
             if end is not None and simulation.now >= end:
                 raise TimeoutError("nothing came")
-            until = [at for at in (head, end) if at is not None]
+            ends = inf if self.over else self.over_at
+            until = min(inf if at is None else at for at in (head, end, ends))
             self._waiting = simulation.current
-            simulation.park(min(until) - simulation.now if until else None)
+            simulation.park(None if until == inf else until - simulation.now)
             self._waiting = None
         _, header, data = self._inbox.popleft()
         message = self._decode(header)
@@ -92,6 +101,21 @@ class End:
             self.payload = memoryview(bytearray(data))
         self.received += len(data)
         return message
+
+    def ready(self, seconds: float) -> bool:
+        simulation = self.network.simulation
+        end = simulation.now + seconds
+        while not (self.closed or self.over or self._has_come()):
+            if simulation.now >= end:
+                return False
+            self._waiting = simulation.current
+            head = self._inbox[0][0] if self._inbox else end
+            simulation.park(min(end, head, self.over_at) - simulation.now)
+            self._waiting = None
+        return True
+
+    def _has_come(self) -> bool:
+        return bool(self._inbox) and self._inbox[0][0] <= self.network.simulation.now
 
     def set_timeouts(self, *, send: float | None, receive: float | None) -> None:
         self.timeout = receive
@@ -118,7 +142,9 @@ class End:
             kept -= 1
         while len(self._inbox) > kept:
             self._inbox.pop()
-        self.over = True
+        assert self.peer is not None
+        heals = self.network.heals(self.process, self.peer.process)
+        self.over_at = min(self.over_at, max(heals, self.network.simulation.now))
         self.wake()
 
     def wake(self) -> None:
@@ -148,6 +174,8 @@ class Network:
         if found is None or found[0].dead() or found[0].ended:
             raise ConnectionRefusedError(f"nobody listens as {name}")
         listener, serve, expected = found
+        if self.heals(process, listener):
+            raise TimeoutError(f"{name} is cut off")
         here, there = End(self, process, accepts, limit), End(self, listener, expected, 0)
         here.peer, there.peer = there, here
         there.timeout = 5.0
@@ -158,8 +186,21 @@ class Network:
         task.client = process
         return here
 
+    def heals(self, one: Process, other: Process) -> float:
+        """When no partition is between them any more; 0 if there is none now."""
+        now = self.simulation.now
+        return max(
+            (
+                end for begin, end, alone in self.faults.partitions
+                if begin <= now < end and (one.name in alone) != (other.name in alone)
+            ),
+            default=0.0,
+        )  # fmt: skip
+
     def deliver(self, sender: End, receiver: End, header: bytes, data: bytes) -> None:
         random, faults, now = self.simulation.random, self.faults, self.simulation.now
+        if faults.partitions:  # the system sends it once more until it comes
+            now = max(now, self.heals(sender.process, receiver.process))
         drawn = random.random() if now < faults.calm else 1.0
         if drawn < faults.lose:
             self._break(sender, receiver)
@@ -167,7 +208,7 @@ class Network:
         receiver.arrive(now + random.random() * faults.latency, header, data)
         if drawn < faults.lose + faults.cut:
             sender.finish(1.0)
-            receiver.over = True
+            receiver.over_at = min(receiver.over_at, self.simulation.now)
             receiver.wake()
 
     def _break(self, *ends: End) -> None:

@@ -46,7 +46,7 @@ class Task:
         simulation = self.process.simulation
         while not self.done:
             self.joining.append(simulation.current)
-            if not simulation.park(timeout):
+            if not simulation.park(timeout) and timeout is not None:
                 return
 
 

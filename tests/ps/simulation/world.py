@@ -7,18 +7,22 @@ import logging
 from collections import Counter as Counts
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import torch
+from msgspec import structs
 from torch import Tensor, nn
 from torch.optim import SGD
 
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.ps.chief import JOB, Chief
+from spartito.ps.client.appointments import SILENT_SECONDS, Appointments
+from spartito.ps.client.appointments import Server as Watched
 from spartito.ps.client.control import Control
 from spartito.ps.client.link import Address, Link
 from spartito.ps.client.servers import Servers
@@ -26,7 +30,16 @@ from spartito.ps.client.vector import Vector
 from spartito.ps.client.work_source import WorkerLink
 from spartito.ps.protocol.layout import cut
 from spartito.ps.protocol.memory import allocate
-from spartito.ps.protocol.messages import Hello, Reply, Request
+from spartito.ps.protocol.messages import (
+    Appoint,
+    Errand,
+    Hello,
+    Outcome,
+    Push,
+    Reply,
+    Request,
+    Standing,
+)
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.runtime import Channel
@@ -43,7 +56,9 @@ from spartito.ps.protocol.work import (
 from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.scheduler.listener import WorkerListener
 from spartito.ps.scheduler.plan import Plan
+from spartito.ps.server.copies import COPY_SECONDS
 from spartito.ps.server.counter import Counter
+from spartito.ps.server.replica import Replica
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
@@ -105,6 +120,27 @@ class Facts:
             snapshot_seconds=random.choice([0.3, 1.0, 3.0]),
             chief_dies=random.random() * 4 if random.random() < 0.03 else None,
         )
+
+    def with_replicas(self, random: Random) -> Facts:
+        """The same with every value on two servers, more of them killed, and partitions."""
+        servers = 2 * self.rules.servers
+        rules = replace(self.rules, servers=servers, replicas=2, aggregate=1)
+        names = [f"ps {n}" for n in range(servers)]
+        end = self.faults.calm or random.choice([0.0, 6.0])
+        kills, freezes, partitions = list(self.kills), list(self.freezes), []
+        if end:
+            for _ in range(random.choice([1, 1, 2, 3])):
+                kills.append((random.random() * end, random.choice(names)))
+            if random.random() < 0.3:
+                freezes.append((random.random() * end, random.random() * 8, random.choice(names)))
+            if random.random() < 0.4:
+                begin = random.random() * end
+                alone = random.sample(names, random.choice([1, 1, min(2, servers - 1)]))
+                partitions.append((begin, begin + random.random() * 6, frozenset(alone)))
+        return replace(
+            self, rules=rules, kills=tuple(sorted(kills)), freezes=tuple(freezes),
+            faults=replace(self.faults, partitions=tuple(partitions)),
+        )  # fmt: skip
 
 
 class Failure(Exception):
@@ -174,7 +210,7 @@ class DiskLog(PushLog):
 
     @property
     def position(self) -> int:
-        return len(self._disk.log)
+        return copy.deepcopy(self._disk.log)  # type: ignore[return-value]
 
     def append(
         self, shard: Shard, gradient: Tensor, absent: Sequence[int], rate: float, fresh: float
@@ -183,11 +219,33 @@ class DiskLog(PushLog):
         self._disk.log.append(items)
         self._world.applied(self._number, items)
 
-    def cut(self, position: int) -> None:
-        del self._disk.log[position:]
+    def cut(self, position: Any) -> None:
+        self._disk.log[:] = copy.deepcopy(position or [])  # of a primary, if it was copied
+
+
+class SimulatedReplica(Replica):
+    """Looks whether who is appointed has all that ever had a reply."""
+
+    def __init__(self, owner: Server, world: World, number: int) -> None:
+        super().__init__(owner)
+        self._world, self._number = world, number
+
+    def appoint(self, asked: Appoint) -> Standing:
+        was, standing = self._store.primary, super().appoint(asked)
+        if standing.primary and not was:
+            self._world.appointed(self._number, self._store, asked.restore)
+        return standing
 
 
 class SimulatedServer(Server):
+    world: World
+    process: Process
+
+    def reach(self, address: str) -> Channel:
+        wire = self.world.network.connect(self.process, address, Reply)
+        wire.timeout = COPY_SECONDS
+        return wire
+
     def serve_task(self, wire: Channel) -> None:
         with suppress(KeyError):
             super().serve_task(wire)
@@ -196,15 +254,22 @@ class SimulatedServer(Server):
 class SimulatedLink(Link):
     def __init__(self, world: World, process: Process, number: int, hello: Hello) -> None:
         self._world, self._process = world, process
+        self._number = number
         super().__init__(
-            Address(f"ps {number}", "", number), hello, world.spans[number],
-            world.vector_of(process), None, TIMEOUT, runtime=process,
+            [Address(f"ps {n}", "", n) for n in world.servers_of(number)], hello,
+            world.spans[number], world.vector_of(process), None, TIMEOUT, runtime=process,
         )  # fmt: skip
 
-    def _dial(self, end: float) -> Channel:
-        wire = self._world.network.connect(self._process, self.address.name, Reply)
+    def _dial(self, where: Address, end: float, most: float = 0.0) -> Channel:
+        wire = self._world.network.connect(self._process, where.name, Reply)
         wire.timeout = max(0.2, end - self._process.now())
         return wire
+
+    def receive(self, asked: Any) -> Any:
+        reply = super().receive(asked)
+        if isinstance(asked, Push) and reply.outcome in (Outcome.APPLIED, Outcome.DUPLICATE):
+            self._world.replied[self._number] |= set(asked.keys)
+        return reply
 
 
 class Model(nn.Module):
@@ -234,17 +299,21 @@ class Gradients:
 class World:
     """A job of some workers and servers, and a chief that computes nothing."""
 
-    def __init__(self, seed: int, facts: Facts | None = None) -> None:
+    def __init__(self, seed: int, replicas: int = 1) -> None:
         self.random = Random(seed)
-        self.facts = facts or Facts.drawn(self.random)
+        self.facts = Facts.drawn(self.random)
+        if replicas > 1:
+            self.facts = self.facts.with_replicas(Random(f"replicas {seed}"))
         rules = self.rules = self.facts.rules
         self.simulation = Simulation(self.random, LIMIT)
         self.network = Network(self.simulation, self.facts.faults)
         self.items = self.facts.steps * self.facts.epochs * rules.workers
-        model = Model(rules.servers, self.items)
+        model = Model(rules.spans, self.items)
         vector = Vector(model, SGD(model.parameters(), lr=1.0))
         self.layout = vector.layout
-        self.spans = cut(self.layout, rules.servers, 1 << 30, False)
+        self.spans = cut(self.layout, rules.spans, 1 << 30, False)
+        self.replied: list[set[Any]] = [set() for _ in self.spans]
+        """The work items of each span whose pushes had a reply."""
         self.plan = Plan(
             data_shards=rules.workers,
             steps_per_pass=self.facts.steps,
@@ -257,6 +326,7 @@ class World:
         self.disks = [Disk() for _ in range(rules.servers)]
         self.processes: dict[str, Process] = {}
         self.stores: dict[int, Store] = {}
+        self.replicas: dict[int, Replica] = {}
         self.sums: list[list[float]] = []
         self.versions: dict[str, int] = {}
         self.generations: dict[Process | None, tuple[int, int]] = {}
@@ -286,7 +356,7 @@ class World:
     def vector_of(self, process: Process) -> Vector:
         found: Vector | None = getattr(process, "vector", None)
         if found is None:
-            model = Model(self.rules.servers, self.items)
+            model = Model(self.rules.spans, self.items)
             found = Vector(model, SGD(model.parameters(), lr=1.0))
             process.vector, process.model = found, model  # type: ignore[attr-defined]
         return found
@@ -299,30 +369,59 @@ class World:
         )  # fmt: skip
 
     def serve(self, number: int, process: Process) -> None:
-        model = Model(self.rules.servers, self.items)
+        model = Model(self.rules.spans, self.items)
         optimizer = SGD(model.parameters(), lr=1.0)
         vector = Vector(model, optimizer)
         disk = self.disks[number]
-        shard = Shard(self.layout, self.spans[number], optimizer, vector.tensors)
+        part = number // self.rules.replicas
+        shard = Shard(self.layout, self.spans[part], optimizer, vector.tensors)
         log = DiskLog(self, number, disk)
-        store = Store(shard, self.rules, gates=number == 0, log=log, runtime=process)
+        store = Store(shard, self.rules, gates=part == 0, log=log, runtime=process)
         self.stores[number] = store
-        server = Server(
+        server = SimulatedServer(
             store, None, name=process.name, chief="the chief", wire_dtype=None, timeout=TIMEOUT,
             snapshot=DiskSnapshot(disk, process), seconds=self.facts.snapshot_seconds,
             shares=False,
         )  # fmt: skip
         # The incarnation comes of the seed, as all else.
         server.incarnation = f"{number}.{self.random.random()}"
+        server.world, server.process = self, process
+        server.replica = self.replicas[number] = SimulatedReplica(server, self, number)
         self.network.listen(process.name, process, server.serve_task, Request)
         server.serve()
 
-    def lead(self, process: Process) -> None:
-        rules = self.rules
-        links = [
-            SimulatedLink(self, process, number, self.hello("worker 0", -1, 0, True))
-            for number in range(rules.servers)
+    def servers_of(self, part: int) -> range:
+        """The numbers of the servers of a span."""
+        return range(part * self.rules.replicas, (part + 1) * self.rules.replicas)
+
+    def watched(self, process: Process, hello: Hello) -> list[list[Watched]]:
+        if self.rules.replicas == 1:
+            return []
+
+        def dial(name: str, end: float) -> Channel:
+            wire = self.network.connect(process, name, Reply)
+            wire.timeout = SILENT_SECONDS
+            return wire
+
+        hello = structs.replace(hello, errand=Errand.WATCH)
+        return [
+            [
+                Watched(f"ps {n}", f"ps {n}", hello, partial(dial, f"ps {n}"))
+                for n in self.servers_of(part)
+            ]
+            for part in range(self.rules.spans)
         ]
+
+    def primary_of(self, part: int) -> int:
+        """Who serves a span now."""
+        found = [n for n in self.servers_of(part) if n in self.stores and self.stores[n].primary]
+        return max(found, key=lambda n: self.replicas[n].term, default=part * self.rules.replicas)
+
+    def lead(self, process: Process) -> None:
+        rules, hello = self.rules, self.hello("worker 0", -1, 0, True)
+        appointments = Appointments(self.watched(process, hello), "job", process)
+        appointments.begin(TIMEOUT)
+        links = [SimulatedLink(self, process, part, hello) for part in range(rules.spans)]
         control = Control(links, process)
 
         def coordinator(on_lost: Any, on_came: Any) -> Coordinator:
@@ -332,7 +431,7 @@ class World:
                 expect_all=rules.together, runtime=process,
             )  # fmt: skip
 
-        chief = Chief(coordinator, control, "job", rules.workers)
+        chief = Chief(coordinator, control, "job", rules.workers, appointments)
         values = [allocate(span) for span in self.spans]
         options = settings(SGD(self.vector_of(process).tensors, lr=1.0))
         control.load("job", values, [{} for _ in values], options)
@@ -375,7 +474,7 @@ class World:
             SimulatedLink(
                 self, process, n, self.hello(process.name, worker, source.generation, False)
             )
-            for n in range(self.rules.servers)
+            for n in range(self.rules.spans)
         ]
         servers = Servers(links, self.vector_of(process), self.rules.waits)
         delay = self.random.choice([0.02, 0.1, 0.4])
@@ -523,7 +622,8 @@ class World:
         if self.rules.together and len(items) > self.rules.workers:
             self.wrong.append(f"ps {number} averaged {len(items)} pushes: {items}")
         worker, generation = self.generations.get(self.simulation.current.client, (0, 1 << 30))
-        if generation < self.welcomed.get(worker, 0):
+        serves = number == self.primary_of(number // self.rules.replicas)  # and was not replaced
+        if serves and generation < self.welcomed.get(worker, 0):
             self.wrong.append(f"ps {number} took a push of a process that was replaced: {items}")
         known = Counts(item for update in self.disks[number].log for item in update)
         if twice := [item for item in items if known[item] > 1]:
@@ -532,7 +632,8 @@ class World:
     def settled(self, epoch: int) -> None:
         """The chief takes an epoch for done: every server has all of it, once."""
         until = (epoch + 1) * self.facts.steps * self.rules.workers
-        for number, disk in enumerate(self.disks):
+        for number in map(self.primary_of, range(self.rules.spans)):
+            disk = self.disks[number]
             found = Counts(item for update in disk.log for item in update)
             if wrong := [item for item in range(until) if found[item] != 1]:
                 self.wrong.append(f"epoch {epoch} is done, but not on ps {number}: {wrong}")
@@ -541,6 +642,14 @@ class World:
                 values = self.stores[number].shard.values.view(torch.float64)[:until]
                 if not torch.equal(values, torch.full_like(values, -1.0)):
                     self.wrong.append(f"the values of ps {number} are {values.tolist()}")
+
+    def appointed(self, number: int, store: Store, restored: bool) -> None:
+        """A server becomes the primary: it has all that ever had a reply, or both were lost."""
+        replied = self.replied[number // self.rules.replicas]
+        if restored:
+            replied &= {key for key in replied if store.applied(key)}
+        if missing := sorted(key for key in replied if not store.applied(key)):
+            self.wrong.append(f"ps {number} was appointed without {missing}")
 
     def is_expected(self, task: Task, error: BaseException) -> bool:
         if self.facts.chief_dies is not None:
@@ -571,7 +680,10 @@ class World:
             bounded = limit is not None and self.rules.on_stale != "compensate"
             if bounded and store.staleness.max > (limit or 0):
                 wrong.append(f"ps {number} took a push {store.staleness.max} updates late")
-            quiet = not (self.facts.kills or self.facts.freezes or self.facts.faults.calm)
+            faults = self.facts.faults
+            slow = self.rules.replicas > 1 and faults.latency > 0.1  # longer than a lease at first
+            disturbed = faults.calm or faults.partitions or slow
+            quiet = not (self.facts.kills or self.facts.freezes or disturbed)
             if quiet and self.rules.waits and store.refused:
                 wrong.append(f"ps {number} granted pulls that led to {store.refused} stale pushes")
             if self.rules.together and quiet:
@@ -595,11 +707,11 @@ class World:
         return f"at {self.simulation.now:.2f} s: {waiting}"
 
 
-def simulate(seed: int) -> str | None:
+def simulate(seed: int, replicas: int = 1) -> str | None:
     """Run the schedule of a seed: what was wrong, or None."""
     logging.disable(logging.CRITICAL)
     try:
-        World(seed).run()
+        World(seed, replicas).run()
     except Failure as failure:
         return str(failure)
     finally:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import mmap
 import os
 import socket
+from collections.abc import Sequence
 from dataclasses import dataclass
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ from spartito.ps.protocol.layout import Span, runs, unused
 from spartito.ps.protocol.memory import LOCAL, allocate, areas, dtype_of
 from spartito.ps.protocol.messages import (
     PURPOSE,
+    Elsewhere,
+    Errand,
     GetApplied,
     GetState,
     Hello,
@@ -35,21 +39,26 @@ from spartito.ps.protocol.messages import (
     Refused,
     Reply,
     Schedule,
+    Stand,
+    Standing,
     State,
     Values,
-    Welcome,
 )
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.slots import State as OptimizerState
-from spartito.ps.protocol.transfer import state_limit, state_message
+from spartito.ps.protocol.transfer import MOST_KEYS, state_limit, state_message
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 
 BREAKS = 5
 """How often in a row a server may break the connection without a reply."""
 
 
-MOST_KEYS = 64 << 20
-"""Bytes of a server's applied work items."""
+PROBE_SECONDS = 1.0
+"""How long a server of two may be silent before the other is asked who is the primary."""
+
+
+DIAL_SECONDS = 0.1
+"""How long one of two servers is dialled before the other is."""
 
 
 class Restarted(Exception):
@@ -75,14 +84,15 @@ class Link:
 
     ``push`` and ``pull`` are memory of the server's span, uint8 ``(bytes,)``: what is sent with
     `Push`, and where values arrive. No call takes longer than ``timeout`` seconds.
-    Both ends must know ``key``, the job's secret.
+    Both ends must know ``key``, the job's secret. Of several ``addresses`` it finds the primary.
     """
 
     def __init__(
-        self, address: Address, hello: Hello, span: Span, vector: Vector, wire_dtype: str | None,
-        timeout: float, key: Key = NO_SECRET, runtime: Runtime = SYSTEM,
+        self, addresses: Sequence[Address], hello: Hello, span: Span, vector: Vector,
+        wire_dtype: str | None, timeout: float, key: Key = NO_SECRET, runtime: Runtime = SYSTEM,
     ) -> None:  # fmt: skip
-        self.address, self.span, self._key = address, span, key
+        self.address, self.span, self._key = addresses[0], span, key
+        self._addresses, self._term = addresses, 0
         self._hello, self._timeout, self._runtime = hello, timeout, runtime
         self._vector = vector
         self._codec = make_codec(vector.layout, span, wire_dtype)
@@ -222,6 +232,8 @@ class Link:
         return values, found
 
     def _receive(self) -> Any:
+        if len(self._addresses) > 1:
+            self._await_primary()
         buffer = None if self._shared else self._codec.buffer(self.pull)
         reply = self._open.receive(buffer)
         if isinstance(reply, Values) and reply.unchanged is not None:
@@ -251,17 +263,53 @@ class Link:
         while True:
             try:
                 return self._connect_once(end)
-            except OSError as error:  # it died while we met: it may come again
+            except OSError as error:  # it died while we met: it, or the other, may come again
                 if self._runtime.now() + RETRY_SECONDS >= end:
                     raise self._silence() from error
+                self.address = self._others[0] if len(self._addresses) > 1 else self.address
                 self._runtime.sleep(RETRY_SECONDS)
+
+    @property
+    def _others(self) -> list[Address]:
+        return [address for address in self._addresses if address != self.address]
+
+    def _await_primary(self) -> None:
+        """Until something comes; `Gone` where another server has become the primary meanwhile."""
+        wire, end = self._open, self._runtime.now() + self._timeout
+        while not wire.ready(PROBE_SECONDS) and self._runtime.now() < end:
+            standing = self._standing_of(self._others[0])
+            if standing is not None and standing.primary and standing.term > self._term:
+                raise Gone(f"{self._others[0].name} is the primary now")
+
+    def _standing_of(self, address: Address) -> Standing | None:
+        """What a server says that it is; None if it says nothing."""
+        end = self._runtime.now() + PROBE_SECONDS
+        try:
+            wire = self._dial(address, end)
+        except (OSError, TaskLostError):
+            return None
+        try:
+            wire.send(replace(self._hello, errand=Errand.WATCH, chief=False))
+            wire.send(Stand())
+            reply = wire.receive()
+        except (OSError, ProtocolError):
+            return None
+        finally:
+            wire.close()
+        return reply if isinstance(reply, Standing) else None
 
     def _connect_once(self, end: float) -> None:
         """Connect and say hello once; `Restarted` if it is another process than last time."""
-        where, wire = self.address, self._dial(end)
+        where = self.address
+        if len(self._addresses) > 1:
+            wire = self._dial_soon(where, end)
+        else:
+            wire = self._dial(where, end)
         try:
             wire.send(self._hello)
-            welcome: Welcome = self._checked(wire.receive())
+            welcome = self._checked(wire.receive())
+            if isinstance(welcome, Elsewhere):
+                raise Gone(f"{where.name} is not the primary")
             self._shared = bool(welcome.segment)
             if self._shared:
                 push_at, pull_at, size = areas(self.span)
@@ -287,16 +335,28 @@ class Link:
         self.push, self.pull, self._wire = push, pull, wire
         self.outgoing = Copies(self._vector, self.span, push)
         self.incoming = Copies(self._vector, self.span, pull)
-        self.ready = welcome.ready
+        self.ready, self._term = welcome.ready, welcome.term
         before, self.incarnation = self.incarnation, welcome.incarnation
         if before and before != self.incarnation:
             self._breaks = 0
             raise Restarted(where.name)
 
-    def _dial(self, end: float) -> Channel:
-        """A connection to the server, both ends of which know the secret."""
-        where, left = self.address, max(RETRY_SECONDS, end - self._runtime.now())
-        sock = dial(where.host, where.port, where.name, self._timeout, end)
+    def _dial_soon(self, where: Address, end: float) -> Channel:
+        """As `_dial`, but an `OSError` if that takes long: the other server may be there."""
+        soon = min(end, self._runtime.now() + PROBE_SECONDS)
+        try:
+            return self._dial(where, soon, DIAL_SECONDS)
+        except TaskLostError as error:
+            raise Gone(str(error)) from error
+
+    def _dial(self, where: Address, end: float, most: float = inf) -> Channel:
+        """A connection to a server, both ends of which know the secret.
+
+        If it does not listen within ``most`` seconds it is `TaskLostError`.
+        """
+        now = self._runtime.now()
+        left = max(RETRY_SECONDS, end - now)
+        sock = dial(where.host, where.port, where.name, self._timeout, min(end, now + most))
         try:
             known = prove(sock, where.name, self._key, PURPOSE, self._runtime.now() + left)
             return Wire(known, Reply, timeout=left)

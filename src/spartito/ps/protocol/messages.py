@@ -20,6 +20,17 @@ class Message(msgspec.Struct, frozen=True, tag_field="kind", array_like=False):
     """The head of a frame; its payload, if it has one, are bytes of the span or of tensors."""
 
 
+class Errand(Enum):
+    """What a connection to a server is for."""
+
+    SERVE = "serve"
+    """Gradients, values, and what the chief tells: the primary's alone."""
+    WATCH = "watch"
+    """To ask a server what it is, and as the chief to say what it shall be."""
+    COPY = "copy"
+    """A primary tells its backup what it does."""
+
+
 class Hello(Message, frozen=True, tag="hello"):
     """A task comes: which job and schema it has, and whether it could share memory."""
 
@@ -38,6 +49,9 @@ class Hello(Message, frozen=True, tag="hello"):
     """Which process of the worker it is, as the coordinator numbers them."""
     loaded: bool = False
     """The chief has given this server its values: it must have them."""
+    errand: Errand = Errand.SERVE
+    term: Count = 0
+    """In which the primary that comes to its backup was appointed."""
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
@@ -50,6 +64,8 @@ class Welcome(Message, frozen=True, tag="welcome"):
     """The file to map: push area, then pull area; empty means that payloads go by the wire."""
     socket: Text = ""
     """Where to connect again for control, on the same machine."""
+    term: Count = 0
+    """In which the server was appointed."""
 
 
 class Load(Message, frozen=True, tag="load"):
@@ -190,6 +206,81 @@ class Status(Message, frozen=True, tag="status"):
     """How far the updates are: `Values` without a payload."""
 
 
+class Appoint(Message, frozen=True, tag="appoint"):
+    """The chief: be the primary in ``term``, with the backup at ``backup``, or alone.
+
+    Only who has all values can be, unless the job is ``fresh`` and they come, or nobody has them:
+    ``restore`` goes on from the snapshot of ``job``.
+    """
+
+    term: Count
+    job: Name
+    backup: Name = ""
+    fresh: bool = False
+    restore: bool = False
+
+
+class Copying(Enum):
+    """What a primary knows of its backup."""
+
+    ALONE = "alone"
+    """There is none."""
+    BEHIND = "behind"
+    """It does not have all yet: nothing waits for it."""
+    WHOLE = "whole"
+    """It has all that ever had a reply."""
+    LOST = "lost"
+    """It is gone: nothing has a reply before the chief has said what to do."""
+
+
+class Stand(Message, frozen=True, tag="stand"):
+    """What are you? `Standing` comes back."""
+
+
+class Standing(Message, frozen=True, tag="standing"):
+    """What a server is: ``whole`` if it is a backup that could be appointed."""
+
+    term: Count
+    primary: bool
+    whole: bool
+    copying: Copying
+
+
+class Elsewhere(Message, frozen=True, tag="elsewhere"):
+    """Reply to `Hello`: another server of this span is the primary, or none is yet."""
+
+
+class Copy(Message, frozen=True, tag="copy"):
+    """To a backup: all that the primary has; the payload are these tensors, one after the other.
+
+    Each has a name, a dtype and a shape.
+    """
+
+    tensors: list[tuple[Name, Name, Annotated[list[Number], Meta(max_length=64)]]]
+
+
+class Whole(Message, frozen=True, tag="whole"):
+    """To a backup: it has all that ever had a reply, and from now on nothing has one before."""
+
+
+class Update(Message, frozen=True, tag="update"):
+    """To a backup: an update with the payload as gradient, or work items that change nothing.
+
+    ``options`` hold from this update on; ``ended`` is each worker's last round: (stream, group,
+    index). The rest is what `Shard.update` takes, and what is counted.
+    """
+
+    keys: list[Key]
+    examples: Number
+    pushes: Number
+    absent: list[Number] = []
+    rate: float = 1.0
+    fresh: float = 1.0
+    options: list[dict[Name, Any]] | None = None
+    ended: dict[Number, tuple[Number, Number, Number]] = {}
+    changes: bool = False
+
+
 class GetState(Message, frozen=True, tag="get_state"):
     """The chief wants everything: `State` and then the tensors come."""
 
@@ -237,6 +328,8 @@ class End(Message, frozen=True, tag="end"):
 
 Request = (
     Hello | Load | LoadState | Schedule | Push | Pull | Release | Lost | Fence | Flush | Status
-    | GetState | GetApplied | GetRecord | End
+    | GetState | GetApplied | GetRecord | End | Appoint | Stand | Copy | Whole | Update
 )  # fmt: skip
-Reply = Welcome | Values | State | LoadState | Applied | Record | Done | Refused
+Reply = (
+    Welcome | Values | State | LoadState | Applied | Record | Done | Refused | Standing | Elsewhere
+)

@@ -19,8 +19,8 @@ class Rules:
     ``workers`` compute; ``max_staleness`` None is without a bound; ``on_stale`` says what
     becomes of a push beyond it; ``aggregate`` pushes make one update; ``clip_norm`` bounds the
     gradient of an update that is a mean of several pushes (a single one is clipped by its
-    worker). The rest says how values are divided over servers, and travel. Raises `UserError`
-    where these cannot be.
+    worker). With ``replicas=2`` every value is on two servers. The rest says how values are
+    divided over servers, and travel. Raises `UserError` where these cannot be.
     """
 
     workers: int
@@ -31,6 +31,7 @@ class Rules:
     servers: int = 1
     min_shard_bytes: int = 0
     wire_dtype: str | None = None
+    replicas: int = 1
 
     def __post_init__(self) -> None:
         stale = self.max_staleness
@@ -45,11 +46,31 @@ class Rules:
             raise UserError(f"on_stale={self.on_stale!r}", nearest(self.on_stale, ON_STALE))
         if self.aggregate < 1:
             raise UserError(f"aggregate={self.aggregate}", "At least one push makes an update.")
+        if self.replicas not in (1, 2):
+            raise UserError(
+                f"replicas={self.replicas!r}",
+                "1 keeps every value on one server, 2 on two, either of which may die.",
+            )
+        if self.servers % self.replicas:
+            raise UserError(
+                f"replicas={self.replicas} with {self.servers} servers",
+                "Two servers have the same values: start an even number of them (--ps 2).",
+            )
+        if self.aggregate > 1 and self.replicas > 1:
+            raise UserError(
+                f"aggregate={self.aggregate} with replicas={self.replicas}",
+                "A push that waits for others would be on one server alone: leave one of them out.",
+            )
         if self.aggregate > 1 and self.together:
             raise UserError(
                 f"aggregate={self.aggregate} with max_staleness=0",
                 "That averages one push of every worker already: leave aggregate out.",
             )
+
+    @property
+    def spans(self) -> int:
+        """How many parts the values are divided into."""
+        return self.servers // self.replicas
 
     @property
     def together(self) -> bool:
@@ -76,9 +97,9 @@ class Rules:
                 "or choose mirrored.",
             )
 
-    def clipping_means(self, clip_norm: float, servers: int) -> Rules:
+    def clipping_means(self, clip_norm: float, spans: int) -> Rules:
         """The same with the norm of a mean over workers bounded, which one server has whole."""
-        if servers > 1:
+        if spans > 1:
             raise UserError(
                 f"clip_norm={clip_norm} of a mean over workers, on several servers",
                 "No server has the whole of it: use one ps, or neither max_staleness=0 "

@@ -29,6 +29,10 @@ class Channel(Protocol):
     def receive(self, into: memoryview | None = None) -> Any:
         """The next message; its payload is in ``into``, if it fits there, and in `payload`."""
 
+    def ready(self, seconds: float) -> bool:
+        """Whether something has come, or the connection has ended; waits so long at most."""
+        ...
+
     def set_timeouts(self, *, send: float | None, receive: float | None) -> None:
         """The seconds that each of them may take."""
 

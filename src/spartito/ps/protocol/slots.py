@@ -103,3 +103,9 @@ def within(run: Run, part: Part) -> slice:
 
 def _end(run: Run, part: Part) -> int:
     return part.offset + (part.end - part.begin) * dtype_of(run.dtype).itemsize
+
+
+def slot_of(name: str) -> tuple[int, str]:
+    """Slot and key of a tensor of the state in a `Store.copy`."""
+    number, _, key = name.partition("/")
+    return int(number), key

@@ -14,6 +14,9 @@ from spartito.ps.protocol.slots import State as OptimizerState
 
 STATE_FACTOR = 8  # the optimizer's tensors are at most so many times the values
 
+MOST_KEYS = 64 << 20
+"""Bytes of a server's applied work items."""
+
 
 def state_limit(span: Span) -> int:
     """The most bytes of the optimizer's state that are taken for the values of ``span``."""

@@ -13,6 +13,7 @@ leaves the machine.
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
 import struct
 import time
@@ -204,6 +205,15 @@ class Wire:
         self.payload = target
         self.received += max(START, PREFIX.size + length) + size
         return message
+
+    def ready(self, seconds: float) -> bool:
+        """Whether something has come, or the connection has ended; waits so long at most."""
+        try:
+            poll = select.poll()
+            poll.register(self._sock, select.POLLIN)
+            return bool(poll.poll(seconds * 1000))
+        except (OSError, ValueError):  # closed by another thread
+            return True
 
     def close(self) -> None:
         """End the connection; a thread that waits on it gets `Gone`. May be called again."""

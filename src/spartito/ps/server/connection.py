@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import torch
 from torch import Tensor
 
-from spartito.cluster.handshake import GREETING_SECONDS, UnknownPeerError, challenge
-from spartito.collectives.segment import Segment
+from spartito.cluster.handshake import GREETING_SECONDS
 from spartito.collectives.shared_memory import host_key
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
@@ -23,11 +18,14 @@ from spartito.failpoints import failpoint
 from spartito.log import shown
 from spartito.ps.protocol.codec import Codec, make_codec
 from spartito.ps.protocol.layout import unused
-from spartito.ps.protocol.memory import LOCAL, allocate, areas
+from spartito.ps.protocol.memory import allocate
 from spartito.ps.protocol.messages import (
     Applied,
+    Appoint,
     Done,
+    Elsewhere,
     End,
+    Errand,
     Fence,
     Flush,
     GetApplied,
@@ -42,20 +40,21 @@ from spartito.ps.protocol.messages import (
     Record,
     Refused,
     Release,
-    Request,
     Schedule,
+    Stand,
     Status,
     Values,
     Welcome,
 )
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.runtime import Channel
+from spartito.ps.protocol.slots import slot_of
 from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.transfer import state_limit, state_messages
-from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire, need
+from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, need
 from spartito.ps.server.host import Host
-from spartito.ps.server.loading import Loading
-from spartito.ps.server.store import slot_of
+from spartito.ps.server.loading import Loading, read_timetable
+from spartito.ps.server.sharing import share
 
 SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
 
@@ -67,6 +66,7 @@ class Connection:
         self._server, self._store = server, server.store
         self._wire = wire
         self._worker, self._generation, self._chief = -1, 0, False
+        self._errand = Errand.SERVE
         self._edition = -1  # of the values that the task has
         self._loading: Loading | None = None
         span = self._store.shard.span
@@ -96,10 +96,10 @@ class Connection:
         try:
             with self._coming():
                 hello = self._greet()
-                if hello is not None:
+                if hello is not None and hello.errand is Errand.SERVE:
                     self._welcome(hello)
             if hello is not None:
-                self._serve()
+                self._run(hello)
         except ProtocolError as error:
             name, who, why = self._server.name, _who(hello), shown(str(error))
             self._server.seldom.warn("%s sends %s away: %s", name, who, why)
@@ -115,8 +115,43 @@ class Connection:
         finally:
             self._wire.close()
             if hello is not None:
-                self._release()
+                if self.serves:
+                    self._release()
                 self._server.left(self, hello.chief)
+
+    def _run(self, hello: Hello) -> None:
+        match hello.errand:
+            case Errand.SERVE:
+                self._serve()
+            case Errand.COPY:
+                self._server.replica.obey(self._wire, hello.term)
+            case Errand.WATCH:
+                self._show()
+
+    def _show(self) -> None:
+        """Say what this server is; the chief says what it shall be."""
+        self._wire.set_timeouts(send=self._server.timeout, receive=None)
+        while True:
+            message = self._wire.receive()
+            need(self._chief or isinstance(message, Stand), "that is the chief's to say")
+            if self._chief:
+                self._server.heard_from_chief()
+            match message:
+                case Stand():
+                    self._wire.send(self._server.replica.standing())
+                case Appoint():
+                    self._wire.send(self._server.replica.appoint(message))
+                case End():
+                    self._wire.send(Done())
+                    self._server.end()
+                    return
+                case _:
+                    raise ProtocolError(f"{type(message).__name__.lower()} came in the middle")
+
+    @property
+    def serves(self) -> bool:
+        """Whether the task is served as by a primary alone."""
+        return self._errand is Errand.SERVE
 
     def _release(self) -> None:
         """This process computes nothing any more, unless another has replaced it."""
@@ -150,8 +185,11 @@ class Connection:
             self._wire.send(refusal)
             return None
         self._worker, self._chief = hello.worker, hello.chief
-        self._generation = hello.generation
-        if not self._chief:
+        self._generation, self._errand = hello.generation, hello.errand
+        if self.serves and not self._store.primary:
+            self._wire.send(Elsewhere())
+            return None
+        if self.serves and not self._chief:
             with self._store.lock:
                 self._store.wait_for_fence(self._worker, self._generation, GREETING_SECONDS)
         self._server.came(self, hello.chief)
@@ -171,12 +209,17 @@ class Connection:
 
     def _welcome(self, hello: Hello) -> None:
         """Go on with shared memory where the task is on this machine."""
+        server = self._server
+        welcome = Welcome(self._store.ready, server.incarnation, term=server.replica.term)
         same_host = bool(hello.host) and hello.host == host_key()
         if self._server.shares and same_host:
-            self._share()
+            self._wire, self._inbox, self._outbox = share(
+                self._wire, self._span, welcome, self._server.key
+            )
+            self._shared = True
         else:
             self._inbox, self._outbox = allocate(self._span), allocate(self._span)
-            self._wire.send(Welcome(self._store.ready, self._server.incarnation))
+            self._wire.send(welcome)
         self._wire.set_timeouts(send=self._server.timeout, receive=None)
         self._wire.header_limit = LONG_HEADER
         self._wire.limit = state_limit(self._span) if hello.chief else self._codec.size
@@ -191,44 +234,6 @@ class Connection:
                 self._server.fail(error)
             return False
         return True
-
-    def _share(self) -> None:
-        """Map a segment with the task, and go on by a socket of this machine alone."""
-        push_at, pull_at, size = areas(self._span)
-        segment = Segment.create(size, [path for path in SHARED if path.is_dir()])
-        path = segment.path.with_suffix(".sock")
-        try:
-            with socket.socket(socket.AF_UNIX) as local:
-                local.bind(str(path))
-                local.listen(1)
-                local.settimeout(GREETING_SECONDS)
-                self._wire.send(
-                    Welcome(
-                        self._store.ready, self._server.incarnation, str(segment.path), str(path)
-                    )
-                )
-                sock, _ = local.accept()
-            self._challenge(sock)
-        finally:
-            segment.path.unlink(missing_ok=True)
-            path.unlink(missing_ok=True)
-        self._wire.close()
-        self._wire = Wire(sock, Request)
-        self._inbox = segment.tensor(push_at, self._span.size, torch.uint8)
-        self._outbox = segment.tensor(pull_at, self._span.size, torch.uint8)
-        self._shared = True
-
-    def _challenge(self, sock: socket.socket) -> None:
-        """Have the task prove once more who it is; `Gone` if it leaves instead."""
-        try:
-            challenge(sock, self._server.key, LOCAL, time.monotonic() + GREETING_SECONDS)
-        except BaseException as error:
-            sock.close()
-            if isinstance(error, UnknownPeerError):
-                raise ProtocolError(str(error)) from error
-            if isinstance(error, OSError):
-                raise Gone(*error.args) from error
-            raise
 
     def _serve(self) -> None:
         inbox, outbox, store = self._inbox, self._outbox, self._store
@@ -254,6 +259,7 @@ class Connection:
                         store.admit(self._worker)
                     unchanged = self._bring(outbox) if message.pull else None
                     reply = store.values(outcome, staleness, unchanged)
+                    store.settle()
                 self._reply(reply, outbox)
             elif isinstance(message, Pull):
                 with store.lock:
@@ -262,6 +268,7 @@ class Connection:
                     if message.admit:
                         store.admit(self._worker)
                     reply = store.values(unchanged=self._bring(outbox))
+                    store.settle()
                 self._reply(reply, outbox)
             elif isinstance(message, End) and self._chief:
                 self._wire.send(Done())
@@ -283,8 +290,8 @@ class Connection:
     def _bring(self, outbox: Tensor) -> list[int]:
         """The values into ``outbox``; returns the runs that it had already."""
         store = self._store
-        unchanged = store.unchanged(self._edition)
-        self._edition = store.edition
+        unchanged = store.editions.unchanged(self._edition)
+        self._edition = store.editions.now
         if not unchanged:
             outbox.copy_(store.shard.values)
             return []
@@ -301,6 +308,7 @@ class Connection:
             self._wire.send(reply, *self._codec.encode(values, frozenset(reply.unchanged)))
 
     def _need_values(self) -> None:
+        self._store.check_primary()
         if not self._store.ready:
             raise SpartitoError(
                 f"{self._server.name} has no values yet", "The chief gives them when it comes."
@@ -333,8 +341,12 @@ class Connection:
             self._send_state()
             return
         with self._store.lock:
+            self._store.check_primary()
             replies = self._replies(message)
-        if self._loading is not None and self._loading.is_whole:
+            whole = self._loading is not None and self._loading.is_whole
+            if whole or not isinstance(message, Status | GetRecord | Load | LoadState):
+                self._store.settle(whole)
+        if whole:
             self._loading = None
             failpoint("ps.server.loaded")
             try:
@@ -385,19 +397,10 @@ class Connection:
             case Flush(_):
                 store.flush()
             case Schedule():
-                store.schedule(self._timetable())
+                store.schedule(read_timetable(self._wire.payload, store.shard))
             case _:
                 raise ProtocolError(f"{type(message).__name__.lower()} came in the middle")
         return [(Done(),)]
-
-    def _timetable(self) -> Timetable:
-        try:
-            found = msgspec.msgpack.decode(self._wire.payload, type=Timetable)
-        except (msgspec.MsgspecError, ValueError, RecursionError) as error:
-            raise ProtocolError(f"a timetable that is none came: {error}") from error
-        known = all(map(self._store.shard.accepts, found.rows))
-        need(known, "the optimizer has no such options")
-        return found
 
     def _load(self, message: Load | LoadState) -> None:
         payload = self._wire.payload

@@ -7,6 +7,7 @@ from typing import Any, Protocol
 from spartito.cluster.secret import Key
 from spartito.log import RareWarnings
 from spartito.ps.protocol.messages import Hello, Refused
+from spartito.ps.server.replica import Replica
 from spartito.ps.server.store import Store
 
 
@@ -21,6 +22,11 @@ class Served(Protocol):
     @property
     def received(self) -> int:
         """Bytes."""
+        ...
+
+    @property
+    def serves(self) -> bool:
+        """Whether the task is served as by a primary alone."""
         ...
 
     def close(self) -> None:
@@ -38,6 +44,7 @@ class Host(Protocol):
     timeout: float
     incarnation: str
     seldom: RareWarnings
+    replica: Replica
 
     def greet(self, hello: Hello) -> Refused | None:
         """Whether a task may come in; `TaskLostError` if what it had given us is lost."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from math import prod
 
+import msgspec
 import torch
 
 from spartito.ps.protocol.layout import ITEM_SIZES
 from spartito.ps.protocol.memory import dtype_of
 from spartito.ps.protocol.messages import Load, LoadState
 from spartito.ps.protocol.slots import State as OptimizerState
+from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.transfer import state_limit
-from spartito.ps.protocol.wire import need
+from spartito.ps.protocol.wire import ProtocolError, need
 from spartito.ps.server.shard import Shard
 
 
@@ -55,3 +57,13 @@ class Loading:
         self._shard.values.copy_(self._values)
         self._shard.set(self._load.settings)
         self._shard.load_state(self._state)
+
+
+def read_timetable(payload: memoryview, shard: Shard) -> Timetable:
+    """A timetable of the options of ``shard``; `ProtocolError` for anything else."""
+    try:
+        found = msgspec.msgpack.decode(payload, type=Timetable)
+    except (msgspec.MsgspecError, ValueError, RecursionError) as error:
+        raise ProtocolError(f"a timetable that is none came: {error}") from error
+    need(all(map(shard.accepts, found.rows)), "the optimizer has no such options")
+    return found

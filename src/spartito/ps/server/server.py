@@ -10,15 +10,19 @@ from spartito.cluster.acceptor import Acceptor
 from spartito.cluster.connection import Connection as Secured
 from spartito.cluster.handshake import GREETING_SECONDS
 from spartito.cluster.secret import NO_SECRET, Key
+from spartito.cluster.spec import split_address
 from spartito.collectives.shared_memory import supported
+from spartito.collectives.sockets import reach
 from spartito.errors import TaskLostError, UserError
 from spartito.heartbeat import SERVE, beat
 from spartito.log import RareWarnings, note, warn
-from spartito.ps.protocol.messages import PURPOSE, Hello, Refused, Request
+from spartito.ps.protocol.messages import PURPOSE, Errand, Hello, Refused, Reply, Request
 from spartito.ps.protocol.runtime import Channel
 from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.connection import Connection
+from spartito.ps.server.copies import COPY_SECONDS
 from spartito.ps.server.host import Served
+from spartito.ps.server.replica import Replica
 from spartito.ps.server.snapshot import Snapshot
 from spartito.ps.server.store import Store
 
@@ -67,6 +71,7 @@ class Server:
         self._lock = self._runtime.lock()
         self._snapshot_lock = self._runtime.lock()  # of the snapshot
         self._written = -1
+        self.replica = Replica(self)
 
     def serve(self) -> None:
         """Return when the job has ended; `TaskLostError` when the chief stays away.
@@ -80,9 +85,11 @@ class Server:
                 self._wait()
             if self._failure is not None:
                 raise self._failure
+            self.replica.close()
             self._linger()
         finally:
             self._ended.set()
+            self.replica.close()
             keeper.join()
             if acceptor is not None:
                 acceptor.close()
@@ -146,10 +153,12 @@ class Server:
                 )
         if not -1 <= hello.worker < store.rules.workers:
             return Refused(f"{hello.task} is worker {hello.worker} of {store.rules.workers}", "")
+        if hello.errand is not Errand.SERVE:
+            return None
         with store.lock:
-            if not store.ready:
+            if not store.ready and store.rules.replicas == 1:
                 self._restore(hello.job)
-            if not store.ready and hello.loaded:
+            if not store.ready and hello.loaded and store.primary:
                 raise self._snapshot.missing(hello.job)
             if store.ready and store.job != hello.job and not hello.chief:
                 return Refused(
@@ -157,6 +166,25 @@ class Server:
                     "Two jobs have the same address: choose other ports.",
                 )
         return None
+
+    def restore(self, job: str) -> bool:
+        """Go on from the snapshot; False where there is none of this job."""
+        self.store.ready = False
+        self._restore(job)
+        return self.store.ready
+
+    def reach(self, address: str) -> Channel:
+        """A connection to another server, both ends of which know the secret."""
+        host, port = split_address(address)
+        sock = reach(host, port, address, COPY_SECONDS, key=self.key, purpose=PURPOSE)
+        return Wire(sock, Reply, timeout=COPY_SECONDS)
+
+    def disconnect(self) -> None:
+        """Close the connections of those who are served."""
+        with self._lock:
+            served = [connection for connection in self._connections if connection.serves]
+        for connection in served:
+            connection.close()
 
     def came(self, connection: Served, chief: bool) -> None:
         """A task was let in."""

@@ -2,6 +2,20 @@
 
 from __future__ import annotations
 
+from spartito.ps.protocol.rules import Rules
+
+
+def rate_of(rules: Rules, staleness: int) -> float:
+    """The factor of the learning rate for a stale push, where it is to be compensated.
+
+    A gradient that is n times as stale as allowed moves the values 1/n as far, as in Zhang
+    et al., "Staleness-aware async-SGD" (2016).
+    """
+    limit = rules.max_staleness
+    if limit is None or rules.on_stale != "compensate" or staleness <= limit:
+        return 1.0
+    return (limit + 1) / (staleness + 1)
+
 
 class Gate:
     """Grants pulls so that no push is ever staler than ``limit`` updates.

@@ -5,27 +5,33 @@ All of it happens under one lock, `Store.lock`; whoever has to wait for others w
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
+import msgspec
 import torch
+from msgspec.structs import replace
 from torch import Tensor
 
 from spartito.errors import SpartitoError, UserError
 from spartito.ps.protocol.histogram import Histogram
 from spartito.ps.protocol.keys import Key, Keys
 from spartito.ps.protocol.layout import unused
-from spartito.ps.protocol.messages import Outcome, Push, Values
+from spartito.ps.protocol.messages import Fence, Lost, Outcome, Push, Schedule, Update, Values
 from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.runtime import SYSTEM, Runtime
+from spartito.ps.protocol.slots import slot_of
 from spartito.ps.protocol.timetable import Row, Timetable
+from spartito.ps.protocol.wire import Gone
 from spartito.ps.server.buffers import BufferPool
+from spartito.ps.server.copies import Copies
 from spartito.ps.server.counter import Counter
+from spartito.ps.server.editions import Editions
 from spartito.ps.server.mean import Mean
 from spartito.ps.server.norms import GradientNorms
 from spartito.ps.server.shard import Shard
-from spartito.ps.server.staleness import Gate
+from spartito.ps.server.staleness import Gate, rate_of
 from spartito.ps.server.update_log import PushLog
 
 TICK = 1.0  # seconds after which a waiter looks around even if nobody woke it
@@ -50,6 +56,10 @@ class Store:
         self.runtime = runtime
         self.shard, self.rules, self.log, self.counter = shard, rules, log, counter
         self.failure: SpartitoError | None = None
+        self.primary = rules.replicas == 1
+        """Whether tasks are served here; of two replicas the chief appoints one."""
+        self.copies: Copies | None = None
+        """The way to the backup, where there is one."""
         self.lock = runtime.condition()
         self.ready = False
         self.job = ""
@@ -61,18 +71,16 @@ class Store:
         self._gate = Gate(rules.max_staleness or 0) if gates and rules.waits else None
         self._waiting = Mean()  # pushes that `aggregate` puts together
         self._rounds: dict[tuple[int, int], Mean] = {}
-        self._ended: dict[int, tuple[int, int, int]] = {}  # each worker's last round that is over
-        self._absent: dict[int, dict[int, int]] = {}
+        self.ended: dict[int, tuple[int, int, int]] = {}  # each worker's last round that is over
+        self.absent: dict[int, dict[int, int]] = {}
         self._asked: dict[int, object] = {}  # who waits for a pull in each worker's name
-        self._generations: dict[int, int] = {}  # of the process that is each worker now
+        self.generations: dict[int, int] = {}  # of the process that is each worker now
         self._free_total: Tensor | None = None
         self.buffers = BufferPool()
         """What copies are made in."""
-        self._timetable = Timetable()
+        self.timetable = Timetable()
         self._current: Row | None = None
-        self.edition = 0
-        """Grows whenever values change, by whatever cause."""
-        self._changed = [0] * len(shard.runs)  # the edition of each run's values
+        self.editions = Editions(len(shard.runs))
 
     def begin(self, job: str) -> None:
         """The values are there, and are this job's; of another one nothing else is kept."""
@@ -80,20 +88,45 @@ class Store:
             self.version = self.pushes = self.work_items = self.examples = 0
             self.duplicates = self.dropped = self.refused = self.lost = 0
             self.keys, self.staleness = Keys(self.rules.workers), Histogram()
-            self._waiting = Mean()
-            self._rounds.clear()
-            self._ended.clear()
-            self._absent.clear()
-            self._generations.clear()
-            if self._gate is not None:
-                self._gate = Gate(self.rules.max_staleness or 0)
+            self.forget()
+            self.ended.clear()
+            self.absent.clear()
+            self.generations.clear()
             if self.log is not None:
                 self.log.cut(0)
         self.job, self.ready = job, True
-        self._note_change()
+        self.editions.note()
         if self.counter is not None:
             self.counter.value = self.version + self.lost
+        if self.copies is not None:
+            self.copies.all()
         self.lock.notify_all()
+
+    def forget(self) -> None:
+        """Nobody waits here, and nothing waits to be applied."""
+        self._waiting = Mean()
+        self._rounds.clear()
+        self._asked.clear()
+        if self._gate is not None:
+            self._gate = Gate(self.rules.max_staleness or 0)
+        self.lock.notify_all()
+
+    def settle(self, whole: bool = False) -> None:
+        """Wait until the backup has all that was done here. Called with `lock` held.
+
+        While a new backup gets its first copy nobody waits for it, unless it has to be ``whole``.
+        """
+        copies = self.copies
+        if copies is not None:
+            mark = copies.mark()
+            while self.copies is copies and not copies.has(mark, whole):
+                self._wait()
+        self.check_primary()
+
+    def check_primary(self) -> None:
+        """Raise `Gone` where another server is the primary: who asks finds it there."""
+        if not self.primary:
+            raise Gone("another server is the primary")
 
     def fail(self, failure: SpartitoError) -> None:
         """Nothing more can be done: all who wait get this error. Called with `lock` held."""
@@ -106,7 +139,7 @@ class Store:
         Called with `lock` held. Raises as `check`, and `TimeoutError` after ``seconds``.
         """
         end = self.runtime.now() + seconds
-        while self._generations.get(worker, 0) < generation:
+        while self.generations.get(worker, 0) < generation:
             if self.runtime.now() > end:
                 raise TimeoutError(f"the chief did not tell of worker {worker} in {seconds:g} s")
             self._wait()
@@ -114,7 +147,7 @@ class Store:
 
     def check(self, worker: int, generation: int) -> None:
         """Raise `UserError` if a later process has replaced this one of ``worker``."""
-        if generation < self._generations.get(worker, 0):
+        if generation < self.generations.get(worker, 0):
             raise UserError(
                 f"another process has replaced worker {worker}",
                 "It was given up, or two tasks have the same index.",
@@ -122,16 +155,20 @@ class Store:
 
     def fence(self, generations: Mapping[int, int]) -> None:
         """From now on refuse processes older than these. Called with `lock` held."""
+        if self.copies is not None:
+            self.copies.tell(Fence(dict(generations)))
         for worker, generation in generations.items():
-            if generation > self._generations.get(worker, 0):
-                self._generations[worker] = generation
+            if generation > self.generations.get(worker, 0):
+                self.generations[worker] = generation
                 self._asked.pop(worker, None)
                 self.release(worker)
         self.lock.notify_all()
 
     def schedule(self, timetable: Timetable) -> None:
         """Use these options from now on. Called with `lock` held."""
-        self._timetable, self._current = timetable, None
+        if self.copies is not None:
+            self.copies.tell(Schedule(), msgspec.msgpack.encode(timetable))
+        self.timetable, self._current = timetable, None
 
     def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[Outcome, int]:
         """Apply ``gradient``, uint8 ``(bytes,)``; returns the outcome and how stale it was.
@@ -178,9 +215,11 @@ class Store:
 
     def lose(self, worker: int, group: int, size: int) -> None:
         """``worker`` is lost; its lease in ``group`` had ``size`` work items; none waits for it."""
+        if self.copies is not None:
+            self.copies.tell(Lost(worker, group, size))
         self.release(worker)
         if group:
-            self._absent.setdefault(group, {})[worker] = size
+            self.absent.setdefault(group, {})[worker] = size
             for key in [key for key in self._rounds if key[0] == group]:
                 self._finish_round(key)
 
@@ -208,6 +247,7 @@ class Store:
         self.lock.wait(TICK)
         if self.failure is not None:
             raise self.failure
+        self.check_primary()
 
     def _judge(self, worker: int, push: Push, staleness: int) -> Outcome:
         """What is to become of a push."""
@@ -222,15 +262,15 @@ class Store:
             return Outcome.STALE
         if push.dropped:
             self.dropped += 1
-            self._count(push.keys, push.examples, 1)
+            self._make(Update(push.keys, push.examples, 1))
         return Outcome.APPLIED
 
     def _apply(self, push: Push, gradient: Tensor, staleness: int) -> None:
         self.staleness.add(staleness)
         if self.rules.aggregate == 1:
-            rate = self._rate(staleness)
-            self._update(gradient, push.absent, rate, 1 / (1 + staleness))
-            self._count(push.keys, push.examples, 1)
+            rate, fresh = rate_of(self.rules, staleness), 1 / (1 + staleness)
+            update = Update(push.keys, push.examples, 1, push.absent, rate, fresh, changes=True)
+            self._make(update, gradient)
             return
         self._mix(self._waiting, push, gradient)
         self._waiting.pushes += 1
@@ -238,23 +278,12 @@ class Store:
         if self._waiting.finite == self.rules.aggregate:
             self.flush()
 
-    def _rate(self, staleness: int) -> float:
-        """The factor of the learning rate for a stale push, where it is to be compensated.
-
-        A gradient that is n times as stale as allowed moves the values 1/n as far, as in Zhang
-        et al., "Staleness-aware async-SGD" (2016).
-        """
-        limit = self.rules.max_staleness
-        if limit is None or self.rules.on_stale != "compensate" or staleness <= limit:
-            return 1.0
-        return (limit + 1) / (staleness + 1)
-
     def _push_together(self, worker: int, push: Push, gradient: Tensor) -> Outcome:
-        if worker in self._absent.get(push.group, ()):
+        if worker in self.absent.get(push.group, ()):
             return Outcome.EXPIRED  # its round was finished without it
         index = push.group, push.index
         stream = push.keys[0][0]  # each numbers its groups from 1
-        if self._ended.get(worker) == (stream, *index):
+        if self.ended.get(worker) == (stream, *index):
             self.duplicates += 1
             return Outcome.DUPLICATE  # sent again, because the reply was lost
         mean = self._rounds.setdefault(index, Mean(stream, push.parties))
@@ -280,20 +309,19 @@ class Store:
         group, index = number
         gone = [
             worker
-            for worker, size in self._absent.get(group, {}).items()
+            for worker, size in self.absent.get(group, {}).items()
             if size > index and worker not in mean.workers
         ]
         if len(mean.workers) + len(gone) < mean.parties:
             return
         del self._rounds[number]
-        self._ended.update(dict.fromkeys(mean.workers, (mean.stream, *number)))
         for push, gradient in sorted(mean.parts, key=lambda part: part[0].keys):
             if all(map(self.applied, push.keys)):  # another worker's, while this one waited
                 mean.pushes -= 1
                 self.duplicates += 1
                 continue
             self._mix(mean, push, gradient)  # in the order of slices: the same bits in every run
-        self._finish(mean)
+        self._finish(mean, dict.fromkeys(mean.workers, (mean.stream, *number)))
         mean.done = True
         self.lock.notify_all()
 
@@ -303,47 +331,49 @@ class Store:
             buffers, self._free_total = self._free_total, None
         mean.add(self.shard, push, gradient, buffers)
 
-    def _finish(self, mean: Mean) -> None:
+    def _finish(self, mean: Mean, ended: dict[int, tuple[int, int, int]] | None = None) -> None:
+        absent, total = sorted(mean.absent or ()), None
         if mean.weight:
             mean.finish(self.shard, self.rules.clip_norm)
-            self._update(mean.total, sorted(mean.absent or ()), 1.0, mean.fresh)
-        self._count(mean.keys, mean.examples, mean.pushes)
-        self._free_total = mean.total if mean.finite else None
+            total = mean.total
+        changes = total is not None
+        counts = mean.keys, mean.examples, mean.pushes
+        fresh = mean.fresh if changes else 1.0
+        self._make(Update(*counts, absent, 1.0, fresh, None, ended or {}, changes), total)
+        self._free_total = mean.total if mean.finite and self.copies is None else None
 
-    def _update(self, gradient: Tensor, absent: Sequence[int], rate: float, fresh: float) -> None:
-        """``fresh`` is what a push of n updates ago says of statistics: 1 / (n + 1) of them.
+    def _make(self, update: Update, gradient: Tensor | None = None) -> None:
+        """Make an update, here and on the backup; without ``gradient`` it is only counted."""
+        if gradient is not None:
+            options = self.timetable.at(self.pushes // self.rules.workers)
+            if options is not None and options is not self._current:
+                self._current = options
+                update = replace(update, options=options)
+        if self.copies is not None:
+            self.copies.update(update, gradient)
+        self.make(update, gradient)
 
-        So W workers together move them as far as one that has the momentum of its BatchNorm.
+    def make(self, update: Update, gradient: Tensor | None) -> None:
+        """Make an update as it is, which is what a backup does. Called with `lock` held.
+
+        Its ``fresh`` is what a push of n updates ago says of statistics: 1 / (n + 1) of them. So W
+        workers together move them as far as one that has the momentum of its BatchNorm.
         """
-        options = self._timetable.at(self.pushes // self.rules.workers)
-        if options is not None and options is not self._current:
-            self.shard.set(options)
-            self._current = options
-        if self.log is not None:
-            self.log.append(self.shard, gradient, absent, rate, fresh)
-        self.shard.update(gradient, absent, rate, fresh)
-        self.version += 1
-        self._note_change(unused(self.shard.runs, absent))
-        if self.counter is not None:
-            self.counter.value = self.version + self.lost
-
-    def unchanged(self, since: int) -> frozenset[int]:
-        """The runs, by index, whose values are those that they had at `edition` ``since``."""
-        if min(self._changed, default=0) > since:  # as after most pushes
-            return frozenset()
-        return frozenset(n for n, edition in enumerate(self._changed) if edition <= since)
-
-    def _note_change(self, but: frozenset[int] = frozenset()) -> None:
-        """The values of all runs but these are others than before."""
-        self.edition += 1
-        for number in range(len(self._changed)):
-            if number not in but:
-                self._changed[number] = self.edition
-
-    def _count(self, keys: Iterable[Key], examples: int, pushes: int) -> None:
-        self.work_items += self.keys.add(keys)
-        self.pushes += pushes
-        self.examples += examples
+        if update.options is not None:
+            self.shard.set(update.options)
+        if gradient is not None:
+            how = update.absent, update.rate, update.fresh
+            if self.log is not None:
+                self.log.append(self.shard, gradient, *how)
+            self.shard.update(gradient, *how)
+            self.version += 1
+            self.editions.note(unused(self.shard.runs, update.absent))
+            if self.counter is not None:
+                self.counter.value = self.version + self.lost
+        self.ended.update(update.ended)
+        self.work_items += self.keys.add(update.keys)
+        self.pushes += update.pushes
+        self.examples += update.examples
 
     def copy(self) -> dict[str, Tensor]:
         """The values and the optimizer's state, by ``slot/key``; as `dump`."""
@@ -382,12 +412,6 @@ class Store:
             self.lost = max(self.lost, self.counter.value - self.version)
         self.staleness = Histogram.from_dict(about["staleness"])
         self.job, self.ready = about["job"], True
-        self._note_change()
+        self.editions.note()
         if self.log is not None:
             self.log.cut(about["log"])
-
-
-def slot_of(name: str) -> tuple[int, str]:
-    """Slot and key of a tensor of the state in a `Store.copy`."""
-    number, _, key = name.partition("/")
-    return int(number), key
