@@ -262,7 +262,7 @@ def _link(vector: Vector, port: int, worker: int, workers: int, way: str, chief:
         host=host_key() if way == "shared memory" else "",
     )
     address = Address("ps", "127.0.0.1", port)
-    return Link(address, hello, whole(vector), vector, None, TIMEOUT)
+    return Link([address], hello, whole(vector), vector, None, TIMEOUT)
 
 
 def whole(vector: Vector) -> Span:
