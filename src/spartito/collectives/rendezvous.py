@@ -197,6 +197,7 @@ class Rendezvous:
         if not recovers or (meeting := self._meeting).assembly is None:
             raise cause or UserError("a job that does not recover has no generations")
         joins = meeting.is_newcomer
+        self._trains |= joins
         self._watch.stop()
         while self._groups:
             self._groups.popitem()[1].close()

@@ -19,6 +19,7 @@ from spartito.device import available_cores
 from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
 from spartito.launch.job import JobSpec, option
+from spartito.launch.keeping import kept_store
 from spartito.launch.process import Patience, Process, process_of, with_logs
 from spartito.launch.processes import Processes
 from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
@@ -130,6 +131,8 @@ class Local(Processes):
             if position.task is None and position.nodes == 1:
                 variables = with_secret(variables)  # else others start the rest of the job
             command = [sys.executable, *job.argv()]
+            if self.recovery is not None and position.task is None and position.nodes == 1:
+                variables = held.enter_context(kept_store(variables))
             with snapshots(roles, variables) as (folder, variables):
                 started = _processes(command, variables, position, roles, slow, held)
                 started = self.recovering(started, strategy, roles)

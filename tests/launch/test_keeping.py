@@ -1,0 +1,58 @@
+"""The store that a launcher keeps: it lives as long as the launcher does."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from spartito.cluster.spec import split_address
+from spartito.cluster.store.client import Store, StoreGoneError, StoreSecretError
+from spartito.launch.keeping import kept_store
+
+LIMIT = 30.0  # seconds that no passing test comes near
+SECRET = "a secret of this test"
+LAUNCHER = """
+import os, sys
+from spartito.launch.keeping import kept_store
+with kept_store(os.environ) as env:
+    print(env["SPARTITO_STORE"], flush=True)
+    sys.stdin.read()
+"""
+
+
+def client(address: str, secret: str = SECRET) -> Store:
+    where = split_address(address)
+    return Store(lambda limit: socket.create_connection(where, limit), secret.encode(), LIMIT)
+
+
+def test_a_launcher_keeps_a_store_for_who_knows_the_secret() -> None:
+    with kept_store(os.environ | {"SPARTITO_SECRET": SECRET}) as env:
+        each = client(env["SPARTITO_STORE"])
+        each.set("a", b"1")
+        with pytest.raises(StoreSecretError):
+            client(env["SPARTITO_STORE"], "another").keys()
+        assert each.get("a") == b"1"
+    with pytest.raises(StoreGoneError):
+        each.get("a")
+
+
+def test_it_ends_with_a_launcher_that_is_killed() -> None:
+    env = os.environ | {"SPARTITO_SECRET": SECRET}
+    with subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=env,
+    ) as launcher:
+        assert launcher.stdout is not None
+        each = client(launcher.stdout.readline().strip())
+        each.set("a", b"1")
+        launcher.send_signal(signal.SIGKILL)
+        with pytest.raises(StoreGoneError):
+            each.get("never", LIMIT)
