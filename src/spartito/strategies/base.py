@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -265,7 +266,7 @@ class Strategy(ABC):
         """
         state = unwrap(self._pairs.only.model).state_dict().items()
         kept = {k: v.detach().clone() if isinstance(v, Tensor) else v for k, v in state}
-        return lambda: self.load({"model": kept})
+        return partial(self.load, {"model": kept})
 
     def state_dict(self) -> dict[str, Any]:
         """All of model and optimizer in memory, for scripts that write their own files.

@@ -26,7 +26,8 @@ from spartito.strategies import StepResult
 from spartito.strategies.groups import Groups
 from spartito.strategies.recovering import Standing
 from spartito.strategies.sharing import Placed
-from spartito.training.callback import hooks
+from spartito.training.callback import Callback, hooks
+from spartito.training.callbacks.early_stopping import EarlyStopping
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.clock import StepLogs
 from spartito.training.history import History
@@ -76,6 +77,8 @@ class RecoveringLoop(TrainingLoop):
         self._stage, self._hook, self._epoch, self._begun = TRAIN, ALL, 0, -1
         self._counts = self._ends = self._welcomes = False
         self._found: dict[str, Any] = {}
+        self._found_at = 0
+        self._saved_callbacks: list[list[Any]] = []
 
     @property
     def _groups(self) -> Groups:
@@ -110,6 +113,7 @@ class RecoveringLoop(TrainingLoop):
                 callback.on_train_begin()
             if joins:
                 self._catch_up()
+                self._say("takes part")
             while True:
                 cause: TaskLostError | None = None
                 try:
@@ -160,6 +164,7 @@ class RecoveringLoop(TrainingLoop):
                 if self._stage == CONCLUDE:
                     with self._coordination.during("end of epoch"):
                         self._found = self._conclude(self._epoch, self._validation, self._history)
+                    self._found_at = trainer.step
                     self._forget()
                     self._keep_mark()
                     self._stage, self._hook = CALLBACKS, 0
@@ -276,14 +281,13 @@ class RecoveringLoop(TrainingLoop):
         self._meet(cause, is_new=False)
         self._take_office()
         self._make_up_for(*before)
+        self._say("goes on", f" after {time.perf_counter() - began:.2f} s")
+
+    def _say(self, what: str, when: str = "") -> None:
         cluster = self._meeting.cluster
-        note(
-            "goes on with %d tasks at step %d, %.2f s after it was noticed: %s",
-            cluster.world_size,
-            self._trainer.step,
-            time.perf_counter() - began,
-            ", ".join(str(cluster.task_of(rank)) for rank in range(cluster.world_size)),
-        )
+        if cluster.is_chief:
+            names = ", ".join(str(cluster.task_of(rank)) for rank in range(cluster.world_size))
+            note("%s%s at step %d: %s", what, when, self._trainer.step, names)
 
     def _meet(self, cause: TaskLostError | None, is_new: bool) -> None:
         """Meet the others; afterwards all are equally far."""
@@ -321,7 +325,8 @@ class RecoveringLoop(TrainingLoop):
             "metrics": self._metrics.state_dict(),
             "metrics_before": self._metrics_before,
             "history": asdict(self._history),
-            "found": dict(self._found),
+            "found": [self._found_at, dict(self._found)],
+            "kept": [_kept(each) for each in trainer._given],
             "stop": [trainer.stop_training, self._ends],
             "begun": self._begun,
             "random": random_state(),
@@ -340,7 +345,10 @@ class RecoveringLoop(TrainingLoop):
         self._history.epoch[:] = state["history"]["epoch"]
         self._history.history.clear()
         self._history.history.update(state["history"]["history"])
-        self._found = state["found"]
+        self._found_at, self._found = state["found"]
+        for callback, kept in zip(trainer._given, state["kept"], strict=True):
+            if kept is not None and isinstance(callback, EarlyStopping):
+                callback.kept = partial(trainer.strategy.load, kept)
         trainer.stop_training, self._ends = state["stop"]
         trainer.step, trainer.epoch = state["step"], state["epoch"]
         if trainer.scheduler is not None and state["scheduler"] is not None:
@@ -351,6 +359,7 @@ class RecoveringLoop(TrainingLoop):
 
     def _catch_up(self) -> None:
         """What a new task does before its first step; its callbacks begin where the others are."""
+        self._complete_history()
         rates = [dict(group) for group in self._trainer.optimizer.param_groups]
         if self._stage == TRAIN and self._done:
             self._begin_epoch()
@@ -378,8 +387,19 @@ class RecoveringLoop(TrainingLoop):
         if take_office(trainer):
             restore(trainer._given, callback_states(trainer._given))
             for callback in trainer.callbacks:
-                callback.set_trainer(trainer)
                 callback.on_train_begin()
+            self._complete_history()
+
+    def _complete_history(self) -> None:
+        folder = self._recovering._folder
+        if folder is not None and self._found and self._history.epoch:
+            folder.complete(self._history.epoch[-1], self._found_at, self._found)
+
+
+def _kept(callback: Callback) -> Any:
+    """The weights that a callback keeps, as `Strategy.load` takes them; None for most."""
+    kept = callback.kept if isinstance(callback, EarlyStopping) else None
+    return kept.args[0] if isinstance(kept, partial) else None
 
 
 def take_office(trainer: Trainer) -> bool:

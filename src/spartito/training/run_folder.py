@@ -12,7 +12,7 @@ import torch
 
 from spartito.engine.optimizers import unwrap
 from spartito.report.evaluations import EVALUATIONS, keep_until
-from spartito.report.lines import line_of
+from spartito.report.lines import line_of, record_of
 from spartito.report.page import write_report
 from spartito.storage.atomic import write_file_atomically
 from spartito.training.callback import Callback, Logs
@@ -30,11 +30,13 @@ class RunFolder(Callback):
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
+        self._written: set[int] = set()
         write_file_atomically(directory / ".writable", "")
         (directory / ".writable").unlink()
 
     def on_train_begin(self) -> None:
         """Write the settings; a run that starts from nothing starts its history anew."""
+        self._written = set()
         write_file_atomically(self._directory / CONFIG, json.dumps(self._config(), indent=2))
         if self.trainer.epoch == 0:
             write_file_atomically(self._directory / HISTORY, "")
@@ -43,9 +45,29 @@ class RunFolder(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Append the epoch to the history."""
-        line = {"epoch": epoch + 1, "step": self.trainer.step, **logs}
+        self._append(epoch, self.trainer.step, logs)
+
+    def complete(self, epoch: int, step: int, logs: Logs) -> None:
+        """Go on with the history of another process, which may have ended in the middle of a line.
+
+        Args:
+            epoch: The last epoch that has figures, counted from 0.
+            step: The steps until its end.
+            logs: Its figures.
+        """
+        path = self._directory / HISTORY
+        lines = path.read_text().splitlines() if path.exists() else []
+        known = {record["epoch"]: line for line in lines if "epoch" in (record := record_of(line))}
+        self._written = set(known)
+        write_file_atomically(path, "".join(f"{line}\n" for line in known.values()))
+        self._append(epoch, step, logs)
+
+    def _append(self, epoch: int, step: int, logs: Logs) -> None:
+        if epoch + 1 in self._written:
+            return
+        self._written.add(epoch + 1)
         with open(self._directory / HISTORY, "a") as file:
-            file.write(line_of(line) + "\n")
+            file.write(line_of({"epoch": epoch + 1, "step": step, **logs}) + "\n")
 
     def on_train_end(self) -> None:
         """Write the settings with what the strategy found, and draw the report."""

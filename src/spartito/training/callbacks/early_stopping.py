@@ -92,6 +92,15 @@ class EarlyStopping(Callback):
         elif self.restore_best_weights and self.best is not None:
             warn("the weights of epoch %d were not kept over the resume", self.best_epoch + 1)
 
+    @property
+    def kept(self) -> Callable[[], None] | None:
+        """What puts the weights of the best epoch back, where they are kept."""
+        return self._weights
+
+    @kept.setter
+    def kept(self, weights: Callable[[], None] | None) -> None:
+        self._weights = weights
+
     def state_dict(self) -> dict[str, Any]:
         """The best value, its epoch, and the epochs since."""
         return {"best": self.best, "best_epoch": self.best_epoch, "wait": self.wait}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.checkpoint.manager import CheckpointManager
-from spartito.errors import UserError
+from spartito.errors import TaskLostError, UserError
 from spartito.report.figures import VALIDATION
 from spartito.training.callback import Callback, Logs
 from spartito.training.callbacks.monitor import Monitor
@@ -95,10 +95,10 @@ class ModelCheckpoint(Callback):
         # Batches of one accumulated step share its number.
         if self.every_steps is None or step % self.every_steps or step == self._seen:
             return
-        self._seen = step
         # The end of the epoch follows at once and saves the same step with its validation.
         if batch + 1 != self.trainer.steps_per_epoch:
             self._save({}, None)
+        self._seen = step
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Save the epoch, as the best when it is."""
@@ -107,19 +107,23 @@ class ModelCheckpoint(Callback):
             return
         monitor = self._monitor_for(logs)
         value = monitor.read(logs)
-        is_best = monitor.better(value, self.best)
+        before, is_best = self.best, monitor.better(value, self.best)
         if is_best:
             self.best = value
-        if is_best or not self.save_best_only:
-            self._save(logs, (monitor.name, value) if is_best else None)
+        try:
+            if is_best or not self.save_best_only:
+                self._save(logs, (monitor.name, value) if is_best else None)
+        except TaskLostError:  # where the training goes on it is saved again
+            self.best = before
+            raise
 
     def state_dict(self) -> dict[str, Any]:
-        """The best value so far."""
-        return {"best": self.best}
+        """The best value so far, and the last step that was saved within an epoch."""
+        return {"best": self.best, "seen": self._seen}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from the best value of the training that is resumed."""
-        self.best = state["best"]
+        self.best, self._seen = state["best"], state.get("seen", self._seen)
 
     def _monitor_for(self, logs: Logs) -> Monitor:
         validated = any(name.startswith(VALIDATION) for name in logs)
