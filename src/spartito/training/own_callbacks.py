@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from spartito.log import note
 from spartito.training.callback import Callback, Training
@@ -12,6 +13,9 @@ from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.evaluator import first_checkpoint, own_checkpoint
 from spartito.training.heartbeat import Heartbeat
 from spartito.training.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from spartito.training.trainer import Trainer
 
 
 def with_own(
@@ -46,3 +50,19 @@ def with_own(
 def _turn(callback: Callback) -> int:
     late = (ModelCheckpoint, BackupAndRestore, Heartbeat)
     return next((turn for turn, kind in enumerate(late, 1) if isinstance(callback, kind)), 0)
+
+
+def take_office(trainer: Trainer) -> bool:
+    """Make ``trainer`` the chief's, or no longer, as the tasks have their ranks now.
+
+    Returns whether that has changed; it has other callbacks then.
+    """
+    is_chief = trainer.coordination.cluster.is_chief
+    if is_chief == trainer.is_chief:
+        return False
+    trainer.is_chief = is_chief
+    trainer._folder = RunFolder(trainer.run_dir) if trainer.run_dir and is_chief else None
+    trainer.callbacks = trainer._all_callbacks()
+    for callback in trainer.callbacks:
+        callback.set_trainer(trainer)
+    return True

@@ -34,8 +34,8 @@ from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop
 from spartito.training.metrics import Metric
 from spartito.training.metrics.carried import CarriedMetrics
+from spartito.training.own_callbacks import take_office
 from spartito.training.resume import check_position, meaning, restore
-from spartito.training.run_folder import RunFolder
 from spartito.training.saving import callback_states
 from spartito.training.schedule import scheduler_state
 
@@ -400,22 +400,6 @@ def _kept(callback: Callback) -> Any:
     """The weights that a callback keeps, as `Strategy.load` takes them; None for most."""
     kept = callback.kept if isinstance(callback, EarlyStopping) else None
     return kept.args[0] if isinstance(kept, partial) else None
-
-
-def take_office(trainer: Trainer) -> bool:
-    """Make ``trainer`` the chief's, or no longer, as the tasks have their ranks now.
-
-    Returns whether that has changed; it has other callbacks then.
-    """
-    is_chief = trainer.coordination.cluster.is_chief
-    if is_chief == trainer.is_chief:
-        return False
-    trainer.is_chief = is_chief
-    trainer._folder = RunFolder(trainer.run_dir) if trainer.run_dir and is_chief else None
-    trainer.callbacks = trainer._all_callbacks()
-    for callback in trainer.callbacks:
-        callback.set_trainer(trainer)
-    return True
 
 
 def _strategy_of(trainer: Trainer) -> SynchronousStrategy:
