@@ -137,8 +137,8 @@ def rate(recover: bool) -> float:
     return (len(inside) - 1) / (inside[-1] - inside[0])
 
 
-def progress_share(workers: int, every: float, minutes: float, seed: int) -> tuple[float, int]:
-    """The share of the time in which steps are made, at a failure ``every`` so many seconds."""
+def progress_made(workers: int, every: float, minutes: float, seed: int) -> tuple[float, int]:
+    """The fraction of the time in which steps are made, at a failure ``every`` so many seconds."""
     draws, gaps = random.Random(seed), 0.0
     with running(workers, recover=True) as job:
         job.all_step(0.0)
@@ -174,9 +174,9 @@ def main() -> None:
 
 
 def _with_failures(given: argparse.Namespace) -> list[Figure]:
-    found, failures = progress_share(given.workers, given.every, given.minutes, given.seed)
+    found, failures = progress_made(given.workers, given.every, given.minutes, given.seed)
     return [
-        Figure("share of the time that makes progress", found, 0.95, measure="fraction"),
+        Figure("fraction of the time that makes progress", found, 0.95, measure="fraction"),
         Figure("failures", failures, measure="failures"),
     ]
 
