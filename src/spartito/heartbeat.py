@@ -21,7 +21,7 @@ from threading import get_ident
 from time import monotonic_ns
 from typing import Self
 
-from spartito.names import ENV_HEARTBEAT, ENV_STACKS
+from spartito.names import ENV_HEARTBEAT, ENV_RUN_DIR, ENV_STACKS
 
 PHASES = (
     "",
@@ -252,7 +252,7 @@ def file_of(folder: Path, name: str) -> Path:
         folder: The job's folder on this machine.
         name: The task, with or without its address behind it.
     """
-    return folder / name.partition(" (")[0].replace(" ", "-")
+    return folder / "-".join(name.split()[:2])
 
 
 def stacks_file(path: Path) -> Path:
@@ -273,11 +273,11 @@ def dump_stacks(why: str) -> str:
     Returns:
         A sentence that says where, to end an error with; "" where nothing was written.
     """
-    folder = os.environ.get(ENV_STACKS)
-    if not folder:
+    run, folder = os.environ.get(ENV_RUN_DIR), os.environ.get(ENV_STACKS)
+    if not folder and not run:
         return ""
     own = os.environ.get(ENV_HEARTBEAT, f"process-{os.getpid()}")
-    path = Path(folder) / f"{Path(own).name}.txt"
+    path = Path(folder or f"{run}/stacks") / f"{Path(own).name}.txt"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("a") as file:

@@ -7,6 +7,7 @@ from contextlib import suppress
 
 from spartito.collectives.store import Membership, error_from_text, error_to_text
 from spartito.errors import SpartitoError, TaskLostError, UserError
+from spartito.heartbeat import dump_stacks, last_words
 
 GRACE = 3.0  # seconds in which tasks that live sign in after an error
 LINGER = 10.0  # seconds that the keeper of the store stays for those who have not read its reason
@@ -41,10 +42,11 @@ class LivenessCheck:
         if not seen:
             what = f"is gone or did not come within {group.timeout:g} s"
         return TaskLostError(
-            f"{' and '.join(seen or missing)} {what}"
+            f"{' and '.join(seen or missing)} {what}{''.join(map(last_words, seen or missing))}"
             if missing
             else f"the network between the tasks failed: {error}",
-            "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
+            "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds."
+            + dump_stacks(f"{error}"),
         )
 
     def leave(self, error: SpartitoError, close: Callable[[], None]) -> None:

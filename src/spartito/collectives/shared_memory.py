@@ -41,7 +41,7 @@ from spartito.collectives.store import Membership
 from spartito.collectives.waiting import Waiting
 from spartito.device import affinity, own_cgroup
 from spartito.errors import TaskLostError, UserError
-from spartito.heartbeat import resume, waits
+from spartito.heartbeat import dump_stacks, last_words, resume, waits
 
 LINE = 64  # bytes of a cache line: no two ranks write into the same one
 CELL = LINE + -(-MAX_PIGGYBACKED * 8 // LINE) * LINE  # of each rank: its flags, its scalars
@@ -268,14 +268,17 @@ class SharedMemoryCollective(Collective):
         if not alive:
             raise TaskLostError(
                 f"{self.names[rank]} is gone: its process ended while "
-                f"{self.names[self.rank]} waited for it",
-                f"Look at the last lines of {self.names[rank]}.",
+                f"{self.names[self.rank]} waited for it{last_words(self.names[rank])}",
+                f"Look at the last lines of {self.names[rank]}."
+                + dump_stacks(f"{self.names[rank]} is gone"),
             )
         if waited > self.timeout:
             raise TaskLostError(
-                f"{self.names[rank]} did not come within {self.timeout:g} s; its process lives",
+                f"{self.names[rank]} did not come within {self.timeout:g} s; its process lives"
+                + last_words(self.names[rank]),
                 "It may be stopped, busy elsewhere, or at another call than the others. "
-                "SPARTITO_TIMEOUT sets the limit in seconds.",
+                "SPARTITO_TIMEOUT sets the limit in seconds."
+                + dump_stacks(f"{self.names[rank]} did not come"),
             )
 
     def _segment_for_all(self, size: int, tell: Callable[[str], str]) -> Segment:

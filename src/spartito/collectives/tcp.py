@@ -250,7 +250,7 @@ class SocketCollective(Collective):
         limit = min(self._timeout, MAX_WAIT)
         waited = 0.0
         while waited < limit:
-            end = min(limit, self._waiting.after)
+            end = self._waiting.due(limit)
             if ready := waiter.poll((end - waited) * 1000):
                 return [number for number, _ in ready]
             waited = end

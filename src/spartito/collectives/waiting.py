@@ -1,9 +1,13 @@
-"""Logs for whom a task waits, so that no job is silent until its time limit."""
+"""Logs for whom a task waits, so that no job is silent until its time limit.
+
+At half of the limit the stacks of those who wait are written into the folder for them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from spartito.heartbeat import dump_stacks
 from spartito.log import note
 
 FIRST = 2.0  # seconds of the first wait that is logged
@@ -21,14 +25,22 @@ class Waiting:
     def __init__(self, rank: int, names: Sequence[str]) -> None:
         self.after = FIRST
         self.enabled = True
+        self._dumped = False
         self._rank = rank
         self._names = names
+
+    def due(self, limit: float) -> float:
+        """Seconds of a wait, of at most ``limit``, until the next `look`."""
+        return min(limit, self.after, limit if self._dumped else limit / 2)
 
     def look(self, seconds: float, late: Collection[int], limit: float) -> None:
         """Take note that the ranks ``late`` have not come for ``seconds`` of at most ``limit``.
 
         Only the first of those who wait says so, and none unless ``aloud``.
         """
+        if not self._dumped and seconds >= limit / 2:
+            self._dumped = True
+            dump_stacks(f"half of the limit of {limit:.0f} s is over")
         if seconds < self.after:
             return
         self.after *= FACTOR

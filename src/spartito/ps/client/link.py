@@ -20,6 +20,7 @@ from spartito.cluster.secret import NO_SECRET, Key
 from spartito.cluster.spec import split_address
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
+from spartito.heartbeat import last_words
 from spartito.ps.client.vector import Copies, Vector
 from spartito.ps.protocol.codec import PlainCodec, make_codec
 from spartito.ps.protocol.keys import Keys
@@ -381,7 +382,8 @@ class Link:
 
     def _silence(self) -> TaskLostError:
         return TaskLostError(
-            f"{self.address.name} did not reply within {self._timeout:g} s",
+            f"{self.address.name} did not reply within {self._timeout:g} s"
+            + last_words(self.address.name),
             "It may be stopped: look at its last lines. "
             "SPARTITO_TIMEOUT sets the limit in seconds.",
         )

@@ -12,6 +12,7 @@ from spartito.collectives.sockets import reach
 from spartito.collectives.versions import Versions
 from spartito.errors import TaskLostError, UserError
 from spartito.failpoints import failpoint
+from spartito.heartbeat import dump_stacks, last_words
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
@@ -146,12 +147,15 @@ class WorkerLink(WorkSource):
                 payload = bytes(self._wire.payload)
         except Gone as error:
             raise TaskLostError(
-                f"{self._chief} is gone", "Look at the last lines of that task."
+                f"{self._chief} is gone{last_words(self._chief)}",
+                f"Look at the last lines of that task.{dump_stacks('the chief is gone')}",
             ) from error
         except TimeoutError as error:
             raise TaskLostError(
-                f"{self._chief} did not reply within {self._wire.timeout:g} s",
-                "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",
+                f"{self._chief} did not reply within {self._wire.timeout:g} s"
+                + last_words(self._chief),
+                "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds."
+                + dump_stacks("the chief did not reply"),
             ) from error
         if isinstance(reply, Refused):
             raise UserError(reply.what, reply.do)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from spartito.errors import TaskLostError
+from spartito.heartbeat import last_words
 from spartito.log import shown
 
 
@@ -37,6 +38,7 @@ def absence(members: Sequence[Member], all_expected: bool, seconds: float) -> Ta
     missing = [member.name for member in members if not member.live]
     return TaskLostError(
         f"{' and '.join(missing)} is gone or did not come, and nothing was done for {seconds:g} s"
+        + "".join(map(last_words, missing))
         if missing
         else f"no worker has finished anything for {seconds:g} s",
         "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds.",

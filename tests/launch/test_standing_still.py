@@ -1,0 +1,99 @@
+"""Real processes that stop, hang or end too early, and what the launcher says of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+import spartito
+from tests.launch.supervised import WAITS, Job, Start
+
+SOURCE = Path(spartito.__file__).parents[1]
+TASK = f"""
+import sys, os, time
+sys.path.insert(0, {str(SOURCE)!r})
+from spartito.heartbeat import *
+begin()
+print('pid', os.getpid(), flush=True)
+"""
+STEPS = "for step in range(20):\n    beat(step, STEP); time.sleep(0.05)\n"
+
+
+@pytest.fixture(autouse=True)
+def soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPARTITO_NOTICE", "0.5")
+
+
+def said(job: Job, words: str) -> str:
+    """The line on stderr that has these words, and all before it."""
+    assert job.popen.stderr is not None
+    lines = ""
+    while words not in lines:
+        line = job.popen.stderr.readline().decode()
+        assert line, lines
+        lines += line
+    return lines
+
+
+def test_a_stopped_task_is_named_until_it_goes_on(start: Start) -> None:
+    stops = TASK + "import signal\nbeat(41, STEP)\nos.kill(os.getpid(), signal.SIGSTOP)"
+    job = start(stops, TASK)
+    job.wait_for_pids(2)
+    line = said(job, "worker 0 is stopped by a signal (at step 41, in 'step')")
+    pid = int(line.partition("kill -CONT ")[2].split()[0])
+    assert pid in job.pids
+    os.kill(pid, signal.SIGCONT)
+    assert job.end()[0] == 0
+
+
+def test_a_loop_that_holds_the_interpreters_lock_is_shown_from_outside(start: Start) -> None:
+    hangs = TASK + STEPS + "import re\nre.match(r'(a+)+$', 'a' * 60 + 'b')"
+    job = start(hangs, TASK + WAITS)
+    job.wait_for_pids(2)
+    assert "worker 0 has not moved for" in said(job, "(at step 19, in 'step'; a step takes 0.05")
+    assert "in match" in said(job, "task0.py")
+    job.popen.terminate()
+    assert job.end()[0] == 143
+
+
+def test_a_task_that_ends_before_it_meets_the_others_ends_the_job(start: Start) -> None:
+    waits = TASK + "with during(CONNECT):\n    time.sleep(300)"
+    code, _, err = start(waits, "").end()
+    assert code == 69
+    assert "worker 1 ended with exit code 0 before it met the others: worker 0 waits" in err
+
+
+def test_what_a_killed_task_did_last_is_known_to_all(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARTITO_STACKS", str(tmp_path / "stacks"))
+    dies = TASK + "import signal\nbeat(41, DATA)\nos.kill(os.getpid(), signal.SIGKILL)"
+    tells = TASK + (
+        "while 'step 41' not in (words := last_words('worker 0 (10.0.0.1:1234)')): pass\n"
+        "print(words, last_words('worker 7'), dump_stacks('a reason'), flush=True)\n" + WAITS
+    )
+    job = start(dies, tells, policies=[{"vital": False}, {}])
+    assert "worker 0 was killed by SIGKILL (at step 41, in 'data')" in said(job, "go on without")
+    job.wait_for_pids(2)
+    assert job.popen.stdout is not None
+    line = job.popen.stdout.readline().decode()
+    path = tmp_path / "stacks" / "worker-1.txt"
+    assert "(last seen at step 41, in 'data', 0 s ago)" in line
+    assert line.endswith(f"  The stacks of this task are in {path}.\n")
+    text = path.read_text()
+    assert "a reason" in text
+    assert "task1.py" in text
+    job.popen.terminate()
+    job.end()
+
+
+def test_a_child_of_a_task_does_not_speak_for_it(start: Start) -> None:
+    child = TASK + "beat(99, STEP)"
+    parent = TASK + (
+        f"import subprocess\nbeat(3, STEP)\nsubprocess.run([sys.executable, '-c', {child!r}])\n"
+        "os.abort()"
+    )
+    assert "was killed by SIGABRT (at step 3, in 'step')" in start(parent, "").end()[2]
