@@ -144,7 +144,7 @@ class LeasedCoordination(Coordination):
         self._seen = furthest(before, self._newest())  # a restarted server counts again
         self._show(self._seen)
         examples, batches, updates = advance(before, self._seen, self.shards)
-        dropped = self._dropped() if self.chief is not None and updates else 0
+        dropped = self.dropped if updates else 0
         news, self._told = dropped > self._told, max(dropped, self._told)
         return StepResult(
             output,
@@ -191,9 +191,11 @@ class LeasedCoordination(Coordination):
         if options is not None:
             set_options(self._pairs.only.optimizer.param_groups, options)
 
-    def _dropped(self) -> int:
-        """Pushes of all that were not finite, as far as they were reported; ours at once."""
-        assert self.chief is not None
+    @property
+    def dropped(self) -> int:
+        """On the chief: pushes that were not finite, as far as they were reported; ours at once."""
+        if self.chief is None:
+            return 0
         current = self.computing.current
         return self.chief.coordinator.dropped + (0 if current is None else current.bad)
 

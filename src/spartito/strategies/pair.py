@@ -34,6 +34,7 @@ class Pair:
     randomness: GlobalRandomness | None  # where training is deterministic
     loss_scale: LossScale
     passes: int = 0
+    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # buffers, and what was in them
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
     _known: list[nn.Parameter] = field(default_factory=list)  # all of the optimizer's, none new
 
@@ -46,6 +47,16 @@ class Pair:
         found = [parameter for parameter in given if id(parameter) not in self.shared]
         self._known = [] if found else given
         return found
+
+    def keep_buffers(self) -> None:
+        """Remember what is in the buffers before the forward passes of an update."""
+        self.kept = [(buffer, buffer.clone()) for buffer in unwrap(self.model).buffers()]
+
+    @torch.no_grad()
+    def restore_buffers(self) -> None:
+        """Undo what those have written: it may be as little finite as what was computed."""
+        for buffer, before in self.kept:
+            buffer.copy_(before)
 
     def accumulated(self) -> dict[str, Any]:
         """What the batches since the last update have left, equal on all replicas."""

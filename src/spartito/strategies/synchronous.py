@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -169,6 +170,8 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         with self._group.current_call.during("step"):
+            if self.skips_nonfinite and not self._pairs.only.passes:
+                self._pairs.only.keep_buffers()
             return super().step(batch, loss, stop=stop)
 
     def distribute(
@@ -253,17 +256,36 @@ class SynchronousStrategy(ReplicaStrategy):
             randomness.check(rest[:2])
         if aboard is not None:
             aboard.brought(rest[len(drawn) :])
+        dropped = False
         with skipping(pair.optimizer, float(weight) if scaled else weight) as is_due:
             if is_due:
                 pair.loss_scale.unscale(pair.optimizer, self._parts)
-                if pair.clip_norm is not None:
-                    pair.gradients.clip(pair.clip_norm, self.global_norm(pair))
-                self._optimize(pair)
+                dropped = self._is_dropped(pair, loss)
+                if not dropped:
+                    self._optimize(pair)
         pair.gradients.clear()
         pair.passes = 0
         if self._repeating is not None:
             self._repeating.end(pair)
-        return StepResult(output, examples, updates=1, loss=loss, weight=weight, stop=stops > 0)
+        if dropped:
+            pair.restore_buffers()
+            self.skipped += 1
+            loss = weight = 0.0
+        return StepResult(
+            output, examples, updates=1, loss=loss, weight=weight, stop=stops > 0, dropped=dropped
+        )
+
+    def _is_dropped(self, pair: Pair, loss: Number) -> bool:
+        """Clip the gradients; whether they are of no use. In fp16 the scaler finds that out."""
+        skips = self.skips_nonfinite and pair.precision != "fp16"
+        if pair.clip_norm is None and not skips:
+            return False
+        norm = self.global_norm(pair)
+        if skips and not (isfinite(norm) and isfinite(loss)):
+            return True
+        if pair.clip_norm is not None:
+            pair.gradients.clip(pair.clip_norm, norm)
+        return False
 
     def _end_together(self, stops: float, loss: Number) -> float:
         """How many of the tasks of one model have asked for an end."""

@@ -142,11 +142,18 @@ def _translated(
     return found
 
 
-def asked_epochs(epochs: int) -> int:
-    """The number of epochs that the environment asks for, else the script's."""
-    text = os.environ.get(ENV_EPOCHS)
-    if not text:
-        return epochs
-    if not (text.isascii() and text.isdigit()):
-        raise UserError(f"{ENV_EPOCHS}={text!r} is not a whole number", "As 3, or unset it.")
-    return int(text)
+def asked_epochs(epochs: int, steps: int | None) -> int:
+    """The number of epochs that the environment asks for, else the script's.
+
+    Raises `UserError` for less than none, or no step of each.
+    """
+    if text := os.environ.get(ENV_EPOCHS):
+        if not (text.isascii() and text.isdigit()):
+            raise UserError(f"{ENV_EPOCHS}={text!r} is not a whole number", "As 3, or unset it.")
+        epochs = int(text)
+    if epochs < 0 or (steps is not None and steps < 1):
+        raise UserError(
+            f"fit(epochs={epochs}, steps_per_epoch={steps})",
+            "Epochs are 0 or more, steps 1 or more.",
+        )
+    return epochs

@@ -57,6 +57,7 @@ class Training(Protocol):
     precision: str
     deterministic: bool
     seed: int
+    on_nonfinite: str
     run_dir: Path | None
     about: dict[str, Any]
     notice: Notice

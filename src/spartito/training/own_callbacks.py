@@ -12,6 +12,7 @@ from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.progress_bar import ProgressBar
 from spartito.training.evaluator import first_checkpoint, own_checkpoint
 from spartito.training.heartbeat import Heartbeat
+from spartito.training.nonfinite import IGNORE, NonFinite
 from spartito.training.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ def with_own(
     Checkpoints come late: they hold the state of all others after the same epoch. Backups hold
     theirs too. Last comes what tells of checkpoints.
     """
-    own: list[Callback] = []
+    own: list[Callback] = [] if trainer.on_nonfinite == IGNORE else [NonFinite()]
     if verbose and not any(isinstance(callback, ProgressBar) for callback in given):
         own.append(ProgressBar())
     if folder is not None:

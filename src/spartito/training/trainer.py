@@ -26,6 +26,7 @@ from spartito.training.evaluator import check_callbacks, first_checkpoint, follo
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.metrics.names import MetricLike, make_metrics
+from spartito.training.nonfinite import checked
 from spartito.training.own_callbacks import with_own
 from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
@@ -64,6 +65,8 @@ class Trainer:
         deterministic: Gives one device's numbers at any number of replicas, if all of BatchNorm
             is torch's; random operations that cannot be divided are refused.
         seed: Of the order of examples and of all that is random in training.
+        on_nonfinite: What becomes of an update whose loss or gradients are NaN or infinite:
+            "ignore" makes it, "skip" leaves it out and counts it, "stop" ends the training too.
         run_dir: A folder for settings, history, checkpoints and a report; None:
             ``SPARTITO_RUN_DIR``, else none.
         about: More settings for ``config.json`` and loggers, as JSON.
@@ -91,6 +94,7 @@ class Trainer:
         checkpoint_activations: Recompute = False,
         deterministic: bool = False,
         seed: int = 0,
+        on_nonfinite: str = "ignore",
         run_dir: str | Path | None = None,
         about: dict[str, Any] | None = None,
     ) -> None:
@@ -101,6 +105,7 @@ class Trainer:
         self.metrics = make_metrics(metrics, self.loss)
         self.precision, self.deterministic, self.seed = precision, deterministic, seed
         self.about = about or {}
+        self.on_nonfinite = checked(on_nonfinite, self.strategy)
         found = run_dir or os.environ.get(ENV_RUN_DIR)
         self.run_dir = Path(found) if found else None
         self.coordination = self.strategy.coordination
@@ -187,12 +192,7 @@ class Trainer:
             PreemptedError: The machine is taken away; a backup is written (`BackupAndRestore`).
             TaskLostError: A replica was lost.
         """
-        epochs = asked_epochs(epochs)
-        if epochs < 0 or (steps_per_epoch is not None and steps_per_epoch < 1):
-            raise UserError(
-                f"fit(epochs={epochs}, steps_per_epoch={steps_per_epoch})",
-                "Epochs are 0 or more, steps 1 or more.",
-            )
+        epochs = asked_epochs(epochs, steps_per_epoch)
         if isinstance(self.optimizer, NoOptimizer):
             raise UserError("fit() without an optimizer", "Give the Trainer an optimizer.")
         callbacks = check_given(callbacks)
