@@ -36,7 +36,7 @@ from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
 from spartito.errors import TaskLostError, UserError
-from spartito.heartbeat import CONNECT, RECOVER, during
+from spartito.heartbeat import CONNECT, RECOVER, during, in_generation
 from spartito.names import nearest
 
 COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
@@ -209,6 +209,7 @@ class Rendezvous:
         for found in ("_tasks", "_spins"):
             self.__dict__.pop(found, None)
         self._meeting = replace(meeting, generation=generation)
+        in_generation(generation.number)
         self._look_for_newcomers()
         return self.cluster
 

@@ -265,12 +265,12 @@ class SynchronousStrategy(ReplicaStrategy):
                     self._optimize(pair)
         pair.gradients.clear()
         pair.passes = 0
-        if self._repeating is not None:
-            self._repeating.end(pair)
         if dropped:
             pair.restore_buffers()
             self.skipped += 1
             loss = weight = 0.0
+        if self._repeating is not None:
+            self._repeating.end(pair)
         return StepResult(
             output, examples, updates=1, loss=loss, weight=weight, stop=stops > 0, dropped=dropped
         )

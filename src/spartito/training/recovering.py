@@ -21,6 +21,7 @@ from spartito.data.dataset import Dataset
 from spartito.data.loader import used_up
 from spartito.engine.seed import random_state, set_random_state
 from spartito.errors import TaskLostError
+from spartito.heartbeat import RECOVER, during
 from spartito.log import note
 from spartito.strategies import StepResult
 from spartito.strategies.groups import Groups
@@ -123,7 +124,8 @@ class RecoveringLoop(TrainingLoop):
                     cause = error
                 except _SomebodyWaits:
                     pass
-                self._recover(cause)
+                with during(RECOVER):
+                    self._recover(cause)
         finally:
             self._meeting.aboard = None
 
