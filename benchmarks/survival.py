@@ -34,6 +34,7 @@ SYNCHRONOUS = (
 )
 ALONE = "kill,stop,pause,term,exception,spin,nan,clock,disk,slow,memory,torn"
 MNIST = ("mnist", "--workers", "2")
+FILES = ("benchmarks/jobs/survivor.py", "--workers", "2")
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,12 @@ def parts(pictures: Path) -> dict[str, Part]:
         (*MNIST, "--strategy", "multi_worker_mirrored", "--evaluator", "--roles", "evaluator",
          "--faults", ALONE),
     )  # fmt: skip
+    found["backups"] = Part(
+        "With `BackupAndRestore(every=20)`",
+        (*FILES, "--strategy", ",".join((*SYNCHRONOUS, "one_device")),
+         "--faults", "kill,stop,term,exception,torn,disk"),
+        (str(pictures),),
+    )  # fmt: skip
     found["recover"] = Part(
         "With `--recover`: who lives goes on",
         (*MNIST, "--strategy", "mirrored,multi_worker_mirrored,sharded", "--recover",
@@ -76,7 +83,7 @@ def parts(pictures: Path) -> dict[str, Part]:
     )  # fmt: skip
     found["files"] = Part(
         "A file of the data that cannot be read",
-        ("benchmarks/jobs/survivor.py", "--workers", "2", "--strategy", ",".join(SYNCHRONOUS),
+        (*FILES, "--strategy", ",".join(SYNCHRONOUS),
          "--faults", "corrupt", "--sample", str(pictures / "dark" / "7.png")),
         (str(pictures),),
     )  # fmt: skip

@@ -1,6 +1,7 @@
 """A short training on pictures in files, for faults that files can have: ``FOLDER --out=DIR``.
 
-It goes on from its newest checkpoint, if there is one. The pictures are drawn when there are none.
+Interrupted and started again, it goes on at the very next step. The pictures are drawn when there
+are none.
 """
 
 from __future__ import annotations
@@ -45,15 +46,11 @@ def main() -> None:
         metrics=["accuracy"],
         strategy=strategy,
     )
-    assert trainer.run_dir is not None
-    checkpoints = trainer.run_dir / "checkpoints"
-    if next(checkpoints.glob("*/manifest.json"), None):
-        trainer.load(checkpoints)
     data = sp.data.image_folder(options.folder, (SIZE, SIZE), None, None)
     trainer.fit(
         data.shuffle().batch(4),
         epochs=EPOCHS,
-        callbacks=[sp.callbacks.ModelCheckpoint(checkpoints)],
+        callbacks=[sp.callbacks.BackupAndRestore(every=20)],
     )
     strategy.close()
 

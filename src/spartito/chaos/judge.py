@@ -90,8 +90,9 @@ def promise_of(fault: Fault, setup: Setup) -> Promise:
         return Promise(frozenset({1}), exact=exact)
     if kind == "memory":  # it may have all that it needs already
         return Promise(frozenset({0, 1, EXIT_TASK_LOST}), named=False, within=slow, exact=exact)
-    codes = {0, EXIT_TASK_LOST} if goes_on or setup.recovers else {EXIT_TASK_LOST}
-    return Promise(frozenset(codes), within=setup.limit + 10, exact=exact)
+    if goes_on or setup.recovers:  # its work is done by others, in the end without it
+        return Promise(frozenset({0, EXIT_TASK_LOST}), within=slow, exact=exact)
+    return Promise(frozenset({EXIT_TASK_LOST}), within=setup.limit + 10, exact=exact)
 
 
 @dataclass(frozen=True, slots=True)

@@ -283,6 +283,7 @@ class _Under:
             return [one for one in suite.schedules if needs_network(one) == bool(self.machines)]
         last = max(step.number for step in reference.steps())
         steps = suite.steps or range(last * 2 // 5, last * 3 // 5 + 1)
+        late = suite.steps or range(last * 7 // 10, last * 9 // 10 + 1)  # an older one is there
         kinds = [
             kind
             for kind in suite.kinds
@@ -295,7 +296,8 @@ class _Under:
             if task == "chief:0" and KINDS[kind].inside:
                 continue  # a chief apart makes no steps
             draw = random.Random(f"{suite.seed}/{self.info.name}/{kind}/{task}")
-            found.append((Fault(kind, task, draw.choice(steps)),))
+            when = late if kind == "torn" else steps
+            found.append((Fault(kind, task, draw.choice(when)),))
         return found
 
     def _cell(self, schedule: Schedule, reference: Record) -> Verdict:

@@ -351,7 +351,7 @@ class _Supervisor:
             self._kill()
         if self.cause is not None or self.interrupted is not None:
             return
-        self.beats.look(self.tasks)
+        self.beats.look([task for task in self.tasks if not task.let_go])
         for since, errors in self._held():
             if now - since >= self._holds(errors):
                 errors.release()
