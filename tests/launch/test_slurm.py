@@ -128,6 +128,14 @@ def test_the_shell_changes_no_word(word: str, key: str) -> None:
     assert told["SPARTITO_STRATEGY_OPTIONS"] == given_options
 
 
+@pytest.mark.parametrize(("code", "expected"), [(75, 33), (69, 69), (0, 0)])
+def test_who_was_told_to_end_comes_again(code: int, expected: int) -> None:
+    text = batch_file(plan_batch("mnist"))
+    assert "#SBATCH --requeue\n" in text
+    command = 'scontrol() { [ "$*" = "requeue 7" ] && exit 33; }\nsrun '
+    assert played(text.replace("srun ", command, 1), code)[2] == expected
+
+
 @pytest.mark.parametrize(
     ("code", "expected"), [(0, 0), (1, 1), (2, 2), (69, 69), (137, 69), (143, 69), (138, 138)]
 )
@@ -162,6 +170,7 @@ def test_what_slurm_is_asked_for() -> None:
         "time": "1-12",
         "signal": "R:SIGUSR1@120",
         "output": "%x-%j.out",
+        "open-mode": "append",
     }
 
 

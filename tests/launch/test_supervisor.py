@@ -154,11 +154,20 @@ def test_a_syntax_error_is_shown_once(start: Start) -> None:
     assert err.count("SyntaxError") == 1
 
 
-@pytest.mark.parametrize("code", [1, 3, 75])
+@pytest.mark.parametrize("code", [1, 3, 76])
 def test_the_failing_tasks_code_is_the_jobs(start: Start, code: int) -> None:
     got, _, err = start(SLEEPS, f"raise SystemExit({code})").end()
     assert got == code
     assert f"worker 0 was stopped because worker 1 failed with exit code {code}" in err
+
+
+def test_tasks_that_were_told_to_end_did_not_fail(start: Start) -> None:
+    got, _, err = start("raise SystemExit(75)", "import time; time.sleep(0.3); exit(75)").end()
+    assert got == 75
+    assert "stopped" not in err
+    got, _, err = start("raise SystemExit(75)", "import time; time.sleep(0.3); exit(3)").end()
+    assert got == 3
+    assert "worker 1 failed with exit code 3" in err
 
 
 def test_who_lost_a_peer_is_not_the_cause(start: Start, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from spartito.cluster import Task
 from spartito.device import MemoryKills
-from spartito.errors import EXIT_TASK_LOST
+from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST
 from spartito.heartbeat import Beat
 from spartito.launch.logs import TaskLog, refused
 from spartito.launch.output import Channel, ErrorChannel
@@ -204,6 +204,8 @@ class Running:
     def how_it_failed(self) -> str:
         """As an error says it: ``failed with exit code 1``."""
         code = self.outcome
+        if self.was_preempted:
+            return "was told to end, and saved all"
         if self.missed:
             return self.missed
         where = f" ({self.last_beat})" if self.last_beat else ""
@@ -222,6 +224,11 @@ class Running:
         return -(self.code or 0) in FROM_OUTSIDE
 
     @property
+    def was_preempted(self) -> bool:
+        """Whether it was told to end, and saved what another run goes on from."""
+        return self.code == EXIT_PREEMPTED
+
+    @property
     def lost_a_peer(self) -> bool:
         """Whether it ended because another task was gone, by its own account."""
         return self.code == EXIT_TASK_LOST
@@ -233,6 +240,12 @@ class Running:
         last = next((line for line in reversed(held) if line.strip()), b"")
         killed = (self.code or 0) < 0
         return self.lost_a_peer or killed or last.startswith(b"KeyboardInterrupt")
+
+
+def were_preempted(tasks: Sequence[Running]) -> bool:
+    """Whether all ``tasks`` that count ended because they were told to, or were done."""
+    codes = {task.code for task in tasks if task.process.vital and not task.let_go}
+    return EXIT_PREEMPTED in codes and codes <= {0, EXIT_PREEMPTED}
 
 
 def exit_code(code: int) -> int:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from spartito.cluster.endpoints import parse_range
 from spartito.cluster.listed import ENV_EVALUATOR, ENV_PS
-from spartito.errors import EXIT_TASK_LOST, UserError
+from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, UserError
 from spartito.launch.containers.plan import LEAST_MEMORY, memory_bytes
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.local import RUNTIME
@@ -219,6 +219,7 @@ def batch_file(job: BatchJob) -> str:
             "#!/bin/bash",
             *_heading(job),
             *(f"#SBATCH --{option}={value}" for option, value in _options(job)),
+            "#SBATCH --requeue",
             *(["#SBATCH --exclusive"] if job.asked.exclusive else []),
             *(f"#SBATCH {line}" for line in job.asked.sbatch),
             "",
@@ -275,6 +276,7 @@ def _options(job: BatchJob) -> Iterator[tuple[str, str | int]]:
         "time": asked.time,
         "signal": asked.signal,
         "output": "%x-%j.out",
+        "open-mode": "append",
     }
     return ((name, value) for name, value in found.items() if value is not None)
 
@@ -302,8 +304,8 @@ def _variables(job: BatchJob) -> Iterator[tuple[str, str | int]]:
 def _step(job: BatchJob) -> Iterator[str]:
     """The one line that starts the tasks, and what is made of its exit code."""
     if job.asked.signal is not None:
-        yield "# The signal goes to each task. One that has no handler for it ends there and then,"
-        yield "# as Python does by default; checkpoints that are written stay."
+        yield "# The signal goes to each task. With BackupAndRestore all save one step and end."
+        yield "# Without it, and without a handler of the script's own, training goes on."
     # Those who lose a task end by themselves and name it: Slurm is not to kill them before.
     options = [f"--cpus-per-task={job.asked.cpus_per_task}", "--kill-on-bad-exit=0"]
     if job.tasks > 1:
@@ -313,6 +315,8 @@ def _step(job: BatchJob) -> Iterator[str]:
     yield "# A task that was killed is a lost task, whose exit code is 69."
     yield "code=$?"
     yield f"case $code in {' | '.join(map(str, KILLED))}) code={EXIT_TASK_LOST} ;; esac"
+    yield f"# {EXIT_PREEMPTED}: told to end, and all is saved. The job goes on when its turn comes."
+    yield f'[ $code != {EXIT_PREEMPTED} ] || scontrol requeue "{NUMBER}"'
     yield "exit $code"
 
 

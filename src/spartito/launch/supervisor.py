@@ -16,13 +16,21 @@ from types import FrameType
 from typing import BinaryIO
 
 from spartito.device import MemoryKills, memory_kills
-from spartito.errors import EXIT_TASK_LOST, UserError
+from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, UserError
 from spartito.failpoints import failpoint
 from spartito.launch.heartbeats import Heartbeats
 from spartito.launch.logs import TaskLog
 from spartito.launch.output import Channel, ErrorChannel, Sink, binary
 from spartito.launch.pause import pausing
-from spartito.launch.process import USUAL, Patience, Process, Running, exit_code, out_of_memory
+from spartito.launch.process import (
+    USUAL,
+    Patience,
+    Process,
+    Running,
+    exit_code,
+    out_of_memory,
+    were_preempted,
+)
 from spartito.launch.reaper import Reaper, die_with_parent
 from spartito.launch.throttle import FULL, start_throttle
 
@@ -299,7 +307,7 @@ class _Supervisor:
                 self._let_go(task)
                 self._start(task.index, task.starts + 1)
                 self._forward()  # a signal may have come while it was just starting
-            elif task.was_lost and not process.vital:
+            elif (task.was_lost or task.was_preempted) and not process.vital:
                 self.err.say(f"{task.name} {task.how_it_failed}; the others go on without it")
                 self._let_go(task)
             elif task.lost_a_peer and self._done_beside(task):
@@ -355,7 +363,10 @@ class _Supervisor:
         for since, errors in self._held():
             if now - since >= self._holds(errors):
                 errors.release()
-        failed = [task for task in self.tasks if task.failed and not task.let_go]
+        ended = [task for task in self.tasks if task.failed and not task.let_go]
+        failed = [task for task in ended if not task.was_preempted]
+        if ended and not failed:  # who was told to end has told the others in the same step
+            self.kill_at = min(self.kill_at, now + self.patience.interrupt)
         if not failed:
             return
         first = min(failed, key=lambda task: (task.lost_a_peer, task.failed_at))
@@ -363,9 +374,8 @@ class _Supervisor:
             since < first.failed_at
             for since, _ in self._held()  # its traceback came first
         )
-        if another and now < first.ended_at + self.patience.cause:
-            return
-        if self._groups() and now < first.ended_at + self.patience.report:
+        limits = self.patience.cause * bool(another), self.patience.report * bool(self._groups())
+        if now < first.ended_at + max(limits):
             return
         self.cause = first
         self.kill_at = now + self.patience.stop
@@ -382,24 +392,25 @@ class _Supervisor:
         for task in self.tasks:
             for channel in task.channels:
                 channel.close(as_result=self.cause is None and self.interrupted is None)
+        if self.cause is None and were_preempted(self.tasks):
+            return EXIT_PREEMPTED
         if self.interrupted is not None:
             for task in self.tasks:
                 if task.errors is not None and not task.fell_by_interrupt:
                     task.errors.release()
             self.err.say(f"stopped by {self.interrupted.name}")
             return 128 + self.interrupted
-        if self.cause is None:
-            return 0 if any(task.code == 0 for task in self.tasks) else EXIT_TASK_LOST
-        self._report_failure(self.cause)
-        return exit_code(self.cause.outcome)
+        if self.cause is not None:
+            self._report_failure(self.cause)
+            return exit_code(self.cause.outcome)
+        return 0 if any(task.code == 0 for task in self.tasks) else EXIT_TASK_LOST
 
     def _report_failure(self, cause: Running) -> None:
         errors = cause.errors
         if errors is not None and errors.is_own_error:
             self.err.write(errors.held)
             return
-        others = [t.name for t in self.tasks if t.code and not t.let_go and t is not cause]
-        if others:
+        if others := [t.name for t in self.tasks if t.code and not t.let_go and t is not cause]:
             verb = "was" if len(others) == 1 else "were"
             why = f"{cause.name} {cause.how_it_failed}"
             self.err.say(f"{', '.join(others)} {verb} stopped because {why}")

@@ -5,14 +5,23 @@ from __future__ import annotations
 import atexit
 import multiprocessing
 import os
+import signal
 import sys
 import traceback
 from pathlib import Path
+from threading import Timer, current_thread, main_thread
+from types import FrameType
 from typing import NoReturn
 
 from spartito.errors import PreemptedError, SpartitoError, TaskLostError, show
 from spartito.ps.job import Job
 from spartito.strategies.record import write_record
+
+PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+"""Signals that tell a task to end soon: of Slurm, Kubernetes, clouds and launchers."""
+
+GRACE_SECONDS = 25.0
+"""That a server goes on after one; most who send it wait for 30 s."""
 
 
 def serve_and_end(job: Job, record_to: Path | None) -> NoReturn:
@@ -39,9 +48,18 @@ def serve_and_end(job: Job, record_to: Path | None) -> NoReturn:
 
 
 def _serve(job: Job, record_to: Path | None) -> None:
+    if current_thread() is main_thread():
+        for number in PREEMPTING:  # the chief saves what we have, and ends the job
+            signal.signal(number, _end_later)
     record = job.serve()
     if record_to is not None:
         write_record(record_to, job.cluster.task, record)
+
+
+def _end_later(number: int, frame: FrameType | None) -> None:
+    timer = Timer(GRACE_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
+    timer.daemon = True
+    timer.start()
 
 
 def uncaught() -> BaseException | None:

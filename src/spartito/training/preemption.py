@@ -13,9 +13,7 @@ from typing import Any, Self
 
 from spartito.errors import PreemptedError, UserError
 from spartito.log import warn
-
-PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-"""Of Slurm, Kubernetes, clouds and launchers; what Slurm's ``--signal`` sends is free to choose."""
+from spartito.strategies.ending import PREEMPTING
 
 POLL_SECONDS = 1.0
 """Between two looks for a notice."""

@@ -16,6 +16,7 @@ from spartito.engine.loss import LossFunction, make_loss
 from spartito.engine.optimizers import NoOptimizer, OptimizerLike, unwrap
 from spartito.engine.recompute import Recompute, recompute
 from spartito.errors import PreemptedError, UserError
+from spartito.log import note
 from spartito.names import ENV_RUN_DIR
 from spartito.strategies import Strategy
 from spartito.strategies import strategy as chosen_strategy
@@ -251,6 +252,8 @@ class Trainer:
             self.saves.leave(error)
             if isinstance(error, PreemptedError) and self.coordination.decides:
                 why = str(error)
+                if self.is_chief:
+                    note("%s", why)
                 self.coordination.publish(lambda: [asdict(history), self.step, why])
             raise
         self.coordination.record(loop.record())

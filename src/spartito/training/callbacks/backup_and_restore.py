@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 from spartito.checkpoint.manager import read_sections
 from spartito.errors import UserError
 from spartito.log import note
+from spartito.strategies.ending import PREEMPTING
 from spartito.training.backups import OF, Backups, LocalBackups, check_training
 from spartito.training.callback import Callback, Logs
 from spartito.training.history import History
 from spartito.training.interval import NEVER, interval_of
-from spartito.training.preemption import PREEMPTING, Notice, Preemption, Source, numbers_of
+from spartito.training.preemption import Notice, Preemption, Source, numbers_of
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
