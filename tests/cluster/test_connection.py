@@ -7,16 +7,30 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import pytest
 
 from spartito.cluster.connection import HEAD, RECORD, Connection, ForgedError, Sealed
 from spartito.cluster.handshake import challenge, prove
 from spartito.cluster.secret import Key
+from spartito.cluster.tls import Encrypted
 
 LIMIT = 30.0
+SECRET = b"what the tasks of this job know"
 KEYS = bytes(32), bytes([1]) * 32
+
+
+@contextmanager
+def encrypted() -> Iterator[tuple[Connection, Connection]]:
+    """Both ends of a connection by TLS."""
+    below, other = socket.socketpair()
+    end = time.monotonic() + LIMIT
+    with below, other, ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(Encrypted, below, SECRET, listens=False, end=end)
+        listening = Encrypted(other, SECRET, listens=True, end=end)
+        yield calling.result(LIMIT), listening
 
 
 @contextmanager
@@ -78,11 +92,14 @@ def test_what_was_sent_once_comes_once() -> None:
             end.recv(10)
 
 
-def test_bytes_cross_in_both_directions_however_they_are_cut() -> None:
+@pytest.mark.parametrize("both", [sealed, encrypted])
+def test_bytes_cross_in_both_directions_however_they_are_cut(
+    both: Callable[[], AbstractContextManager[tuple[Connection, ...]]],
+) -> None:
     """Without blocking, in parts from 1 byte to many records, that end anywhere."""
     draw = random.Random(3)
     said = [draw.randbytes(3 * RECORD + 1234) for _ in range(2)]
-    with sealed() as (first, second, _):
+    with both() as (first, second, *_):
         ends, left = [first, second], [memoryview(data) for data in said]
         heard: list[bytearray] = [bytearray(), bytearray()]
         for end in ends:

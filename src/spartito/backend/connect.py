@@ -16,7 +16,8 @@ from spartito.backend.operations import Alone, Operations
 from spartito.backend.wire import Wire
 from spartito.cluster.endpoints import DRAWN, Endpoint, chosen_interface, port_range
 from spartito.cluster.interfaces import ELSEWHERE, own_address
-from spartito.cluster.secret import Key, check_secrets, fingerprint, read_secret
+from spartito.cluster.secret import check_secrets, fingerprint, key_among, read_secret
+from spartito.cluster.spec import is_loopback
 from spartito.collectives.placement import Placement
 from spartito.collectives.rendezvous import FAREWELL, TaskInfo
 from spartito.collectives.shared_memory import Cores, host_key, supported
@@ -56,17 +57,27 @@ def operations_of(options: Any) -> Operations:
     if len(placement.machines) == 1:
         return OneMachine(group.under("memory"), spins)
     endpoint = _endpoint(group.names[group.rank], options.store)
-    wire = Wire(group.under("sockets"), endpoint, Key(read_secret().encode()))
+    wire = Wire(group.under("sockets"), endpoint, key_among(_open_hosts(options.store)))
     if not placement.is_layered:
         return SeveralMachines(wire)
     return TwoLayers(group, placement, wire, spins)
 
 
-def _endpoint(name: str, store: Any) -> Endpoint:
-    """Where a rank listens: at the interface on the way to the host of the store."""
+def _open_hosts(store: Any) -> list[str]:
+    """The host of the store, if it is none that means one machine alone."""
+    host = getattr(_below(store), "host", "localhost")
+    return [] if is_loopback(host) else [host]
+
+
+def _below(store: Any) -> Any:
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
-    interface = chosen_interface()
+    return store
+
+
+def _endpoint(name: str, store: Any) -> Endpoint:
+    """Where a rank listens: at the interface on the way to the host of the store."""
+    store, interface = _below(store), chosen_interface()
     host, port = getattr(store, "host", ELSEWHERE), getattr(store, "port", 0)
     try:
         host = interface or own_address(host, port)

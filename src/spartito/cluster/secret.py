@@ -9,14 +9,14 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from spartito.cluster.spec import ClusterSpec, is_loopback, split_address
 from spartito.errors import UserError
 from spartito.log import warn
-from spartito.names import ENV_SECRET, ENV_SECRET_FILE
+from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_TLS
 
 LEAST = 16
 """Characters that a secret has at least: a shorter one can be guessed."""
@@ -28,9 +28,11 @@ class Key:
 
     Attributes:
         secret: The secret; b"" is none, and everybody has that.
+        encrypts: Whether what they send by TCP is encrypted too.
     """
 
     secret: bytes = field(default=b"", repr=False)
+    encrypts: bool = False
 
 
 NO_SECRET = Key()
@@ -100,16 +102,41 @@ def job_key(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> Key:
     It is `NO_SECRET` where the environment names none; the chief then warns if others than
     this machine could come.
     """
-    key = Key(read_secret(env).encode())
-    if not key.secret and cluster.is_chief and (hosts := _open_hosts(cluster)):
-        warn(
-            "this job has no secret: whoever reaches %s can take part in it. Set %s or %s on all "
-            "tasks (openssl rand -hex 32 makes one)", hosts[0], ENV_SECRET, ENV_SECRET_FILE,
-        )  # fmt: skip
+    hosts = open_hosts(cluster)
+    key = key_among(hosts, env)
+    if hosts and not key.encrypts and cluster.is_chief:
+        if not key.secret:
+            warn(
+                "this job has no secret: whoever reaches %s can take part in it. Set %s or %s on "
+                "all tasks (openssl rand -hex 32 makes one)", hosts[0], ENV_SECRET, ENV_SECRET_FILE,
+            )  # fmt: skip
+        else:
+            warn("insecure: what tasks send by %s is not encrypted (%s=off)", hosts[0], ENV_TLS)
     return key
 
 
-def _open_hosts(cluster: ClusterSpec) -> list[str]:
+def key_among(open_hosts: Sequence[str], env: Mapping[str, str] | None = None) -> Key:
+    """The key of tasks at these hosts that others could reach.
+
+    It encrypts where there are any, unless the environment says otherwise by ``SPARTITO_TLS``.
+
+    Args:
+        open_hosts: Where they listen, without those that mean one machine alone.
+        env: The environment; None is this process's.
+
+    Raises:
+        UserError: ``SPARTITO_TLS`` is neither "on" nor "off", or "on" without a secret.
+    """
+    secret, asked = read_secret(env), (os.environ if env is None else env).get(ENV_TLS, "")
+    if asked not in ("", "on", "off"):
+        raise UserError(f"{ENV_TLS}={asked!r} is neither on nor off", "Leave it out: off is unsafe")
+    if asked == "on" and not secret:
+        raise UserError(f"{ENV_TLS}=on, but this job has no secret", f"Set {ENV_SECRET_FILE}.")
+    encrypts = bool(secret) and (asked == "on" or (asked == "" and bool(open_hosts)))
+    return Key(secret.encode(), encrypts)
+
+
+def open_hosts(cluster: ClusterSpec) -> list[str]:
     """Where tasks listen that others than this machine reach, as far as addresses tell."""
     addresses = [address for tasks in cluster.addresses.values() for address in tasks]
     hosts = [split_address(one)[0] for one in (*addresses, cluster.rendezvous) if one]

@@ -20,7 +20,7 @@ from spartito.cluster.endpoints import (
     port_range,
     training_endpoints,
 )
-from spartito.cluster.secret import Key, read_secret
+from spartito.cluster.secret import key_among, open_hosts
 from spartito.cluster.spec import split_address
 from spartito.doctor.facts import network
 from spartito.doctor.facts.machine import collect
@@ -150,7 +150,7 @@ def _open(
     else:
         endpoints = training_endpoints(spec, env, group=process_group)
     agent = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    found, key = [], Key(read_secret(env).encode())
+    found, key = [], key_among(open_hosts(spec), env)
     for endpoint in endpoints or [peer_endpoint(spec, env)]:
         at_meeting = coordinates and endpoint.is_fixed
         spare = [candidate.port for candidate in candidates[1:]] if at_meeting else []
