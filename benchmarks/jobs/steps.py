@@ -4,6 +4,7 @@ fit      Spartito's Trainer.fit          ddp    torch's DistributedDataParallel 
 loop     Spartito's custom loop          alone  processes that do not communicate
 central  `fit` under central_storage
 bare     a divided update, hand-written
+sockets  `fit` by sockets over the loopback; bare_sockets: with nothing authenticated
 same     ddp of the model that Spartito trains; written: ddp of torch's default layout
 """
 
@@ -12,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,6 +28,9 @@ from benchmarks.common import flush_denormals
 from benchmarks.jobs.bare import stepper as bare_step
 from benchmarks.jobs.plain import Work, in_default_layout, make_work
 from benchmarks.race import OURS
+from spartito.cluster import handshake
+
+BY_SOCKETS = ("sockets", "bare_sockets")
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ def main() -> None:
     torch.set_num_threads(1)
     flush_denormals()
     work = make_work(given.model, int(os.environ["WORLD_SIZE"]))
-    if given.model == "xception" and given.side in (*OURS, "same", "alone"):
+    if given.model == "xception" and given.side in (*OURS, *BY_SOCKETS, "same", "alone"):
         work = replace(work, model=sp.models.CatsVsDogs())
     elif given.side == "written":
         work = in_default_layout(work)
@@ -98,6 +103,22 @@ def fit(work: Work, plan: Plan, strategy: sp.Strategy | None = None) -> list[flo
 def central(work: Work, plan: Plan) -> list[float]:
     """The same under central_storage."""
     return fit(work, plan, sp.CentralStorageStrategy())
+
+
+def sockets(work: Work, plan: Plan) -> list[float]:
+    """The same by sockets."""
+    return fit(work, plan, sp.MirroredStrategy(communication="sockets"))
+
+
+def bare_sockets(work: Work, plan: Plan) -> list[float]:
+    """The same by sockets on which nothing is authenticated after the handshake."""
+
+    def bare(connection: socket.socket, *_: object) -> socket.socket:
+        connection.settimeout(None)
+        return connection
+
+    handshake._sealed = bare  # type: ignore[assignment]
+    return sockets(work, plan)
 
 
 def loop(work: Work, plan: Plan) -> list[float]:
@@ -191,6 +212,8 @@ SIDES: dict[str, Callable[[Work, Plan], list[float]]] = {
     "written": ddp,
     "alone": alone,
     "bare": bare,
+    "sockets": sockets,
+    "bare_sockets": bare_sockets,
 }
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 if TYPE_CHECKING:
     pass
 
-RECORD = 256 << 10
+RECORD = 128 << 10
 """Bytes of a record at most: they fit in the cache of one core."""
 
 HEAD = struct.Struct("<I16s")
@@ -102,7 +102,7 @@ class Recorded(ABC):
 
     def __init__(self, below: socket.socket) -> None:
         self._below = below
-        self._leaving: list[memoryview] = []  # what the system has not taken of a record
+        self._leaving = memoryview(b"")  # what the system has not taken of a record
         self._size = 0  # bytes that it stands for
         self.family = below.family
         self.fileno, self.close, self.shutdown = below.fileno, below.close, below.shutdown
@@ -118,17 +118,12 @@ class Recorded(ABC):
 
     def sendmsg(self, buffers: Iterable[Any], /) -> int:
         """Send a record of what ``buffers`` begin with; its bytes, or 0 while it is not out."""
-        begins = not self._leaving
-        if begins:
+        if not self._leaving:
             views = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
             if not views:
                 return 0
             self._leaving, self._size = self._pack(views)
-        try:
-            self._leaving = rest(self._leaving, self._below.sendmsg(self._leaving))
-        finally:
-            if begins and self._leaving:  # whoever offered them may write there from now on
-                self._leaving = [memoryview(b"".join(self._leaving))]
+        self._leaving = self._leaving[self._below.send(self._leaving) :]
         return 0 if self._leaving else self._size
 
     def sendall(self, data: Any, /) -> None:
@@ -158,8 +153,8 @@ class Recorded(ABC):
         return count
 
     @abstractmethod
-    def _pack(self, views: Sequence[memoryview]) -> tuple[list[memoryview], int]:
-        """A record of what ``views`` begin with, and how many of their bytes it has."""
+    def _pack(self, views: Sequence[memoryview]) -> tuple[memoryview, int]:
+        """A record of what ``views`` begin with, in memory of our own; how many bytes it has."""
 
     @abstractmethod
     def _unpack(self, view: memoryview) -> int:
@@ -187,23 +182,24 @@ class Sealed(Recorded):
         super().__init__(below)
         self._own, self._theirs = AESGCM(own), AESGCM(theirs)
         self._sent = self._received = 0  # records
+        self._record = memoryview(bytearray(HEAD.size + RECORD))  # that is sent
         self._memory = memoryview(bytearray(2 * (HEAD.size + RECORD)))
         self._start = self._stop = 0  # where in it that lies which came and is not checked
         self._at = self._end = 0  # where that lies which is checked and not handed out
 
-    def _pack(self, views: Sequence[memoryview]) -> tuple[list[memoryview], int]:
-        data = views[0][:RECORD]
-        if len(views) > 1 and len(data) < RECORD:
-            parts, size = [data], len(data)
-            for view in views[1:]:
-                parts.append(view[: RECORD - size])
-                size += len(parts[-1])
-                if size == RECORD:
-                    break
-            data = memoryview(b"".join(parts))
-        tag = self._own.encrypt(self._sent.to_bytes(12, "little"), b"", data)
+    def _pack(self, views: Sequence[memoryview]) -> tuple[memoryview, int]:
+        end = HEAD.size
+        for view in views:
+            part = view[: HEAD.size + RECORD - end]
+            self._record[end : end + len(part)] = part
+            end += len(part)
+            if end == HEAD.size + RECORD:
+                break
+        record = self._record[:end]
+        tag = self._own.encrypt(self._sent.to_bytes(12, "little"), b"", record[HEAD.size :])
         self._sent += 1
-        return [memoryview(HEAD.pack(len(data), tag)), data], len(data)
+        HEAD.pack_into(record, 0, end - HEAD.size, tag)
+        return record, end - HEAD.size
 
     def _unpack(self, view: memoryview) -> int:
         if self._at == self._end and not self._check():
@@ -239,7 +235,7 @@ class Sealed(Recorded):
     def _fill(self) -> int:
         if self._start:  # all that is checked was handed out
             came = self._stop - self._start
-            self._memory[:came] = bytes(self._memory[self._start : self._stop])
+            self._memory[:came] = self._memory[self._start : self._stop]
             self._start, self._stop = 0, came
         count = self._below.recv_into(self._memory[self._stop :])
         self._stop += count

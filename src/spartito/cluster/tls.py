@@ -116,7 +116,7 @@ class Encrypted(Recorded):
                 if time.monotonic() > end:
                     raise TimeoutError("it did not prove in time who it is")
 
-    def _pack(self, views: Sequence[memoryview]) -> tuple[list[memoryview], int]:
+    def _pack(self, views: Sequence[memoryview]) -> tuple[memoryview, int]:
         size = 0
         with self._turn:
             for view in views:
@@ -126,7 +126,7 @@ class Encrypted(Recorded):
                     left, size = left[count:], size + count
                 if size == RECORD:
                     break
-            return [memoryview(self._goes.read())], size
+            return memoryview(self._goes.read()), size
 
     def _unpack(self, view: memoryview) -> int:
         size = 0
