@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 FROM_ROOT = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
-    "security.md": "SECURITY.md",
+    "reporting.md": "SECURITY.md",
 }
 OUTSIDE = re.compile(
     r"\[([^\]]+)\]\(((?:\.\./)*(?:src|tests|examples|benchmarks|scripts|docker)/[^)]*)\)"
