@@ -114,7 +114,7 @@ def test_who_is_of_another_job_or_does_not_encrypt_is_refused(
         assert noted in refused.get(timeout=LIMIT)
 
 
-def _is_answered(context: ssl.SSLContext, raw: socket.socket) -> bool:
+def _gets_a_reply(context: ssl.SSLContext, raw: socket.socket) -> bool:
     try:
         with context.wrap_socket(raw) as end:
             end.sendall(b"SPTO" + bytes(32))
@@ -125,15 +125,15 @@ def _is_answered(context: ssl.SSLContext, raw: socket.socket) -> bool:
 
 def test_who_has_no_certificate_of_the_job_gets_no_connection() -> None:
     """Neither one without a certificate, nor one that would take an older TLS."""
-    stranger = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    stranger.check_hostname, stranger.verify_mode = False, ssl.CERT_NONE
+    unknown = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    unknown.check_hostname, unknown.verify_mode = False, ssl.CERT_NONE
     older = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     older.check_hostname, older.verify_mode = False, ssl.CERT_NONE
     older.maximum_version = ssl.TLSVersion.TLSv1_2
     with echo(KEY) as (port, refused):
-        for context in (stranger, older):
+        for context in (unknown, older):
             with socket.create_connection((HOST, port), LIMIT) as raw:
-                assert not _is_answered(context, raw)
+                assert not _gets_a_reply(context, raw)
         with reach(HOST, port, "ps 0", LIMIT, key=KEY, purpose=PURPOSE) as ours:
             ours.sendall(b"x")
             assert ours.recv(1) == b"x"
