@@ -182,7 +182,7 @@ class TrainingLoop:
             before = now()
             beat(trainer.step, DATA)
             batch = next(batches, None)
-            beat(trainer.step, STEP)
+            beat(trainer.step, EVALUATE if batch is None else STEP)
             clock.waited += now() - before
             if batch is None:
                 break
