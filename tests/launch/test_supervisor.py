@@ -162,10 +162,14 @@ def test_the_failing_tasks_code_is_the_jobs(start: Start, code: int) -> None:
 
 
 def test_tasks_that_were_told_to_end_did_not_fail(start: Start) -> None:
-    got, _, err = start("raise SystemExit(75)", "import time; time.sleep(0.3); exit(75)").end()
+    got, _, err = start(
+        "raise SystemExit(75)", "import time; time.sleep(0.3); raise SystemExit(75)"
+    ).end()
     assert got == 75
     assert "stopped" not in err
-    got, _, err = start("raise SystemExit(75)", "import time; time.sleep(0.3); exit(3)").end()
+    got, _, err = start(
+        "raise SystemExit(75)", "import time; time.sleep(0.3); raise SystemExit(3)"
+    ).end()
     assert got == 3
     assert "worker 1 failed with exit code 3" in err
 

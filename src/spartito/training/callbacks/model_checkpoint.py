@@ -21,7 +21,8 @@ class ModelCheckpoint(Callback):
     Each checkpoint is a directory ``step-00000400`` with ``model.safetensors`` under the model's
     own names; ``best.json`` points to the best one. In a job with an evaluator every epoch is
     saved, and the evaluator points to the best by its own ``val_`` figures. All replicas take
-    part in collecting the state, the chief alone writes.
+    part in collecting the state, the chief alone writes. A disk that is full ends no training: it
+    is said once, and the next checkpoint is another try.
 
     Args:
         directory: Where they are; None: ``checkpoints`` in the run folder.
@@ -32,8 +33,7 @@ class ModelCheckpoint(Callback):
         keep: How many of the newest stay; None: all. The best always stays.
         every_steps: Saves after so many global steps too; None: after epochs alone.
         asynchronous: Whether training goes on while a checkpoint is written, from a copy of model
-            and optimizer: one at a time, and the end of `fit` waits for the last. An error comes
-            with the next checkpoint, or at the end.
+            and optimizer: one at a time, and the end of `fit` waits for the last.
 
     Raises:
         UserError: The directory cannot be written, or no epoch reports the monitor.
@@ -137,5 +137,6 @@ class ModelCheckpoint(Callback):
             manager.directory / name,
             lambda: manager.begin(name, dict(logs), best),
             asynchronous=self.asynchronous,
+            automatic=True,
             then=lambda: manager.end(name, best),
         )
