@@ -59,6 +59,32 @@ def wrong_in(tree: ast.AST) -> Iterator[str]:
                 yield f"{name} with allow_pickle"
 
 
+def open_to_others(tree: ast.AST) -> Iterator[str]:
+    """Files that a module makes and that others could read, or have put a link in place of."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call):
+            text = ast.unparse(node)
+            if "mktemp(" in text and "tempfile" in text:
+                yield text
+            if text.startswith("os.open(") and ("O_RDWR" in text or "O_CREAT" in text):
+                if "devnull" in text:
+                    continue
+                if "O_EXCL" not in text and "O_NOFOLLOW" not in text:
+                    yield text
+                if "O_CREAT" in text and ast.unparse(node.args[-1]) not in ("384", "MODE"):
+                    yield text
+
+
+def test_files_that_are_shared_are_for_this_user_alone() -> None:
+    found = {
+        str(path.relative_to(ROOT)): wrong
+        for path in ROOT.rglob("*.py")
+        if (wrong := list(open_to_others(ast.parse(path.read_text()))))
+    }
+    assert found == {}
+    assert list(open_to_others(ast.parse("os.open(x, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)")))
+
+
 def test_no_source_reads_what_runs() -> None:
     found = {
         str(path.relative_to(ROOT)): wrong

@@ -60,7 +60,7 @@ class Observed:
         self._heal_at = math.inf
         path = folder / TRACES / f"{name}.{os.getpid()}"
         path.parent.mkdir(exist_ok=True)
-        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
 
     def step(self, batch: Any, loss: Any, *, stop: bool = False) -> Any:
         """As `Strategy.step`."""

@@ -21,6 +21,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -96,6 +97,27 @@ def write_trees(directory: Path, trees: Mapping[str, Json]) -> None:
     file.write_text(json.dumps({**before, **trees}, allow_nan=False) + "\n")
 
 
+_NAME = re.compile(r"\w[\w.-]{0,99}")
+"""What a section may be called: a part of a file's name."""
+
+
+def read_trees(directory: Path) -> dict[str, Json]:
+    """The trees of a checkpoint's sections, without their tensors.
+
+    Raises:
+        UserError: If there are none, or they are no trees of sections.
+    """
+    try:
+        trees = json.loads((directory / STATE).read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{directory / STATE} cannot be read: {error}") from error
+    if not isinstance(trees, dict):
+        raise UserError(f"{directory / STATE} cannot be read: it has no sections")
+    if odd := [name for name in trees if not _NAME.fullmatch(name)]:
+        raise UserError(f"{directory / STATE} names a section {odd[0]!r}, which no file can have")
+    return trees
+
+
 def read_checkpoint(path: str | os.PathLike[str]) -> dict[str, Any]:
     """The state that was written to the directory ``path``, its tensors on the CPU.
 
@@ -111,7 +133,7 @@ def read_sections(path: str | os.PathLike[str], *names: str) -> dict[str, Any]:
 
     Its files are not compared with their checksums: `identify_checkpoint` does that.
     """
-    trees: dict[str, Any] = json.loads((Path(path) / STATE).read_bytes())
+    trees = read_trees(Path(path))
     state: dict[str, Any] = {}
     for section in [name for name in trees if not names or name in names]:
         state[section] = unpack_state(trees[section], Reader(path, section).all())

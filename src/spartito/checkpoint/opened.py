@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spartito.checkpoint.manager import STATE, CheckpointManager
+from spartito.checkpoint.manager import STATE, CheckpointManager, read_trees
 from spartito.checkpoint.parts import SUFFIX, InMemory, Reader, Tensors, section_files
 from spartito.errors import UserError
 from spartito.storage.atomic import MANIFEST, read_manifest, verify
@@ -156,10 +155,7 @@ def _of_directory(path: Path) -> Opened:
 
 
 def _of_checkpoint(path: Path) -> Opened:
-    try:
-        trees = json.loads((path / STATE).read_bytes())
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path / STATE} cannot be read: {error}") from error
+    trees = read_trees(path)
     manifest = read_manifest(path)
     if missing := [name for name in manifest.files if not (path / name).exists()]:
         raise UserError(

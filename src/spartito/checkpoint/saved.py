@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ import torch
 from torch import Tensor
 
 from spartito.checkpoint.boxes import Cut
-from spartito.checkpoint.manager import STATE
+from spartito.checkpoint.manager import read_trees
 from spartito.checkpoint.parts import InMemory, Reader, Tensors
 from spartito.errors import UserError
 from spartito.storage.tensors import Json, pack_state, unpack_state
@@ -32,8 +31,7 @@ class Saved:
     @classmethod
     def at(cls, directory: Path) -> Saved:
         """Those of a checkpoint; its checksums are not compared."""
-        trees = json.loads((directory / STATE).read_bytes())
-        return cls(trees, lambda section: Reader(directory, section))
+        return cls(read_trees(directory), lambda section: Reader(directory, section))
 
     @classmethod
     def of(cls, state: Mapping[str, Any]) -> Saved:

@@ -32,7 +32,7 @@ class Lives:
         """Open the files of all ``size`` ranks."""
         for rank in range(size):
             if rank != self._rank:
-                self._files[rank] = os.open(self._path(rank), os.O_RDWR)
+                self._files[rank] = os.open(self._path(rank), os.O_RDWR | os.O_NOFOLLOW)
 
     def alive(self, rank: int) -> bool:
         """Whether the process of ``rank`` still holds its lock."""

@@ -100,7 +100,7 @@ def unpack_state(tree: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
     """What `pack_state` was given. Raises `UserError` for a tree that it did not write."""
     try:
         return _unpack(tree, tensors)
-    except (KeyError, ValueError, TypeError) as error:
+    except (KeyError, ValueError, TypeError, RecursionError) as error:
         raise UserError(f"The saved state does not fit together: {error}") from error
 
 

@@ -114,6 +114,8 @@ FULL = "full"
 
 _requests = msgspec.msgpack.Decoder(Request)
 _replies = msgspec.msgpack.Decoder(Reply)
+_BROKEN = (msgspec.MsgspecError, ValueError, OverflowError, RecursionError)
+"""What a decoder raises: text that is no UTF-8 and nesting without an end have Python's errors."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -168,7 +170,7 @@ def request_of(body: bytes) -> Request:
     """The request in a frame; `ProtocolError` for what is none."""
     try:
         request: Request = _requests.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _BROKEN as error:
         raise ProtocolError(f"what came is no request: {error}") from error
     return request
 
@@ -177,5 +179,5 @@ def reply_of(body: bytes) -> Reply:
     """The reply in a frame; `ProtocolError` for what is none."""
     try:
         return _replies.decode(body)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except _BROKEN as error:
         raise ProtocolError(f"what came is no reply: {error}") from error

@@ -390,7 +390,7 @@ class Link:
 
 
 def _map(path: Path, size: int) -> mmap.mmap:
-    fd = os.open(path, os.O_RDWR)
+    fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
     try:
         return mmap.mmap(fd, size)
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import tempfile
 import time
@@ -33,6 +34,7 @@ def share(wire: Channel, span: Span, welcome: Welcome, key: Key) -> tuple[Channe
     path = segment.path.with_suffix(".sock")
     try:
         with socket.socket(socket.AF_UNIX) as local:
+            os.fchmod(local.fileno(), 0o600)  # which what bind makes has too, under any umask
             local.bind(str(path))
             local.listen(1)
             local.settimeout(GREETING_SECONDS)
