@@ -78,6 +78,11 @@ class Groups(Mapping[str, Collective]):
         return self._rendezvous.joins
 
     @property
+    def generation(self) -> int:
+        """How often the tasks have met anew."""
+        return self._rendezvous.generation
+
+    @property
     def somebody_waits(self) -> bool:
         """Whether a task waits for the others to `regroup`, as far as this one knows."""
         return self._rendezvous.somebody_waits()

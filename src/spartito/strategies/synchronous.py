@@ -126,13 +126,17 @@ class SynchronousStrategy(ReplicaStrategy):
         """
         return one_shard_each(rendezvous, cluster)
 
-    def regroup(self, cause: TaskLostError | None) -> None:
+    def regroup(self, cause: TaskLostError | None) -> bool:
         """Leave all groups, and meet those who live, and those who are new; all of them call it.
 
         The batches since the last update are forgotten.
 
         Args:
             cause: The loss; None where nobody was lost.
+
+        Returns:
+            Whether this task was there when the others met last: what it has is of no use if they
+            went on without it.
 
         Raises:
             TaskLostError: Too few are left, or none of them is this one.
@@ -142,7 +146,9 @@ class SynchronousStrategy(ReplicaStrategy):
             if self._repeating is not None:
                 self._repeating.undo(pair)
             pair.gradients.leave()
+        before = self.groups.generation
         self.cluster = self.coordination.cluster = self.groups.regroup(cause)
+        return self.groups.generation == before + 1
 
     def meet_again(
         self, own: Standing, training: Callable[[], dict[str, Any]]

@@ -295,7 +295,7 @@ class RecoveringLoop(TrainingLoop):
         """Meet the others; afterwards all are equally far."""
         meeting, trainer = self._meeting, self._recovering
         while True:
-            meeting.regroup(cause)
+            is_new = not meeting.regroup(cause) or is_new
             self._metrics.compact()
             progress = trainer.step, self._epoch, self._stage, self._hook
             own = Standing(progress, is_new, trainer._fits, len(meeting._pairs.all))

@@ -1,0 +1,270 @@
+"""Tasks that are killed in the middle of a training: what the others and their replacements find.
+
+Each task is a process that kills itself once at a step; the test starts it again, or not.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing import connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import spartito as sp
+from spartito.cluster.recovery import Recovery
+from spartito.cluster.store.server import Server
+from spartito.errors import UserError
+from spartito.registry import strategy_info
+from spartito.strategies import strategy as named_strategy
+from tests.collectives.group import spec
+from tests.processes import context
+from tests.strategies.jobs import blobs
+
+LIMIT = 60.0
+SECRET = "known to the tasks alone"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A job of ``workers``: who is killed at which steps, and what is trained how."""
+
+    workers: int
+    kills: frozenset[tuple[int, int]] = frozenset()
+    restarts: bool = True
+    recovery: Recovery = field(default_factory=lambda: Recovery(wait=30))
+    strategy: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    slow: float = 0.0
+
+
+class Killed(sp.Callback):
+    """Kills its process once before each of the planned steps, and slows all down."""
+
+    def __init__(self, plan: Plan, rank: int, folder: Path) -> None:
+        self.plan, self.rank, self.folder = plan, rank, folder
+
+    def on_train_batch_begin(self, batch: int) -> None:
+        if (self.rank, self.trainer.step) in self.plan.kills:
+            done = self.folder / f"killed {self.rank} {self.trainer.step}"
+            if not done.exists():
+                done.touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(self.plan.slow)
+
+
+class Losses(sp.Callback):
+    """The loss of each step, as it came first."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, float] = {}
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        self.seen.setdefault(str(self.trainer.step), float(logs["loss"]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state["seen"]
+
+
+def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
+    options = dict(plan.strategy)
+    given = {"optimizer": "Adam", "dropout": 0.3, "batch": 8, "accumulate": 1, **plan.training}
+    torch.manual_seed(3)
+    net = nn.Sequential(
+        nn.Linear(6, 8), nn.ReLU(), nn.BatchNorm1d(8) if given.get("norm") else nn.Identity(),
+        nn.Dropout(given["dropout"]), nn.Linear(8, 3),
+    ).double()  # fmt: skip
+    losses, x, y = Losses(), *blobs(45)
+    with named_strategy(
+        options.pop("name", "mirrored"), recovery=plan.recovery, **options
+    ) as strategy:
+        trainer = sp.Trainer(
+            net,
+            optimizer=lambda p: getattr(torch.optim, given["optimizer"])(p, lr=0.05),
+            loss=nn.CrossEntropyLoss(),
+            metrics=given.get("metrics", ["accuracy"]),
+            scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4),
+            accumulate=given["accumulate"],
+            strategy=strategy,
+            deterministic=bool(given.get("norm")),
+            run_dir=folder / "run",
+        )
+        history = trainer.fit(
+            (x, y), epochs=given.get("epochs", 3), batch_size=given["batch"],
+            validation_data=(x[:20], y[:20]), verbose=False,
+            callbacks=[
+                losses, Killed(plan, rank, folder), sp.callbacks.ModelCheckpoint(every_steps=5)
+            ],
+        )  # fmt: skip
+        weights = {name: value.clone() for name, value in net.state_dict().items()}
+        return {
+            "history": history.history, "epochs": history.epoch, "losses": losses.seen,
+            "weights": weights, "step": trainer.step, "tasks": strategy.cluster.world_size,
+        }  # fmt: skip
+
+
+def task(plan: Plan, rank: int, folder: Path, environment: dict[str, str], pipe: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(environment)
+    pipe.send_bytes(pickle.dumps(train(plan, rank, folder)))
+
+
+def run(plan: Plan, folder: Path) -> list[Any]:
+    """What each task returned in the end; None for one that was not started again."""
+    folder.mkdir()
+    server = Server(socket.create_server(("127.0.0.1", 0)), SECRET.encode())
+    host, port = server.address
+    pipes: dict[int, Any] = {}
+    processes: dict[int, Any] = {}
+
+    def start(rank: int) -> None:
+        environment = {
+            "RANK": str(rank), "WORLD_SIZE": str(plan.workers), "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(plan.workers), "MASTER_ADDR": host, "MASTER_PORT": str(port),
+            "SPARTITO_STORE": f"{host}:{port}", "SPARTITO_SECRET": SECRET,
+            "SPARTITO_TIMEOUT": "20", "TF_CONFIG": "",
+        }  # fmt: skip
+        pipes[rank], theirs = context.Pipe()
+        processes[rank] = context.Process(
+            target=task, args=(plan, rank, folder, environment, theirs), daemon=True
+        )
+        processes[rank].start()
+        theirs.close()
+
+    found: list[Any] = [None] * plan.workers
+    try:
+        for rank in range(plan.workers):
+            start(rank)
+        end = time.monotonic() + LIMIT
+        while pipes:
+            ready = connection.wait(pipes.values(), max(0.0, end - time.monotonic()))
+            assert ready, "the job does not end"
+            for rank in [rank for rank, pipe in pipes.items() if pipe in ready]:
+                pipe = pipes.pop(rank)
+                try:
+                    found[rank] = pickle.loads(pipe.recv_bytes())
+                except EOFError:
+                    processes[rank].join()
+                    assert processes[rank].exitcode == -signal.SIGKILL
+                    if plan.restarts:
+                        start(rank)
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.join()
+        server.close()
+    return found
+
+
+def numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, torch.Tensor):
+        yield from value.double().flatten().tolist()
+    elif isinstance(value, dict):
+        for name in sorted(value):
+            yield from numbers(value[name])
+    elif isinstance(value, list):
+        for each in value:
+            yield from numbers(each)
+    else:
+        yield float(value)
+
+
+def difference(one: Any, other: Any) -> float:
+    """The largest difference of two results that have the same shape."""
+    pairs = zip(list(numbers(one)), list(numbers(other)), strict=True)
+    return max(abs(left - right) for left, right in pairs)
+
+
+def without(result: dict[str, Any], *names: str) -> dict[str, Any]:
+    return {name: value for name, value in result.items() if name not in names}
+
+
+SCRIPTS: list[tuple[str, Plan]] = [
+    (
+        "memory",
+        Plan(
+            2,
+            frozenset({(1, 2), (0, 7)}),
+            training={"accumulate": 2, "metrics": ["accuracy", "confusion_matrix"], "norm": True},
+        ),
+    ),
+    (
+        "sockets",
+        Plan(
+            3,
+            frozenset({(0, 4), (2, 11)}),
+            strategy={
+                "name": "multi_worker_mirrored", "communication": "sockets", "bucket_bytes": 64
+            },
+        ),
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("plan", [plan for _, plan in SCRIPTS], ids=[name for name, _ in SCRIPTS])
+def test_the_chief_and_a_worker_are_killed_and_replaced(plan: Plan, tmp_path: Path) -> None:
+    """Everything is bitwise as if nobody had died, on every task, and in the files."""
+    killed = run(plan, tmp_path / "killed")
+    expected = run(
+        Plan(plan.workers, strategy=plan.strategy, training=plan.training), tmp_path / "whole"
+    )
+    assert len(list((tmp_path / "killed").glob("killed *"))) == 2
+    for result in killed:
+        assert difference(result, expected[0]) == 0.0
+    for name in ("killed", "whole"):
+        lines = (tmp_path / name / "run" / "history.jsonl").read_text().splitlines()
+        assert len(lines) == 3
+        saved = sorted(path.name for path in (tmp_path / name / "run" / "checkpoints").glob("s*"))
+        assert saved == sorted(
+            path.name for path in (tmp_path / "whole" / "run" / "checkpoints").glob("s*")
+        )
+
+
+def test_the_others_go_on_alone_and_take_in_who_comes_later(tmp_path: Path) -> None:
+    """The global batch stays global: 2, then 1 (the chief is gone), then 2 tasks."""
+    training = {"optimizer": "SGD", "dropout": 0.0, "epochs": 12}
+    alone = Recovery(min_workers=1, wait=0.1)
+    plan = Plan(2, frozenset({(0, 5)}), recovery=alone, training=training, slow=0.02)
+    later = run(plan, tmp_path / "later")
+    expected = run(Plan(2, training=training), tmp_path / "whole")[0]
+    assert [result["tasks"] for result in later] == [2, 2]
+    for result in later:
+        assert difference(without(result, "tasks"), without(expected, "tasks")) <= 1e-12
+
+
+def test_a_third_less_of_the_tasks_gives_the_same_numbers(tmp_path: Path) -> None:
+    """Deterministic, with dropout and BatchNorm: the numbers are those of any number of tasks."""
+    training = {"norm": True, "optimizer": "SGD", "batch": 9}
+    fewer = Plan(3, frozenset({(0, 8)}), False, Recovery(2, 0.1), training=training)
+    chief, *others = run(fewer, tmp_path / "fewer")
+    expected = run(Plan(3, training=training), tmp_path / "whole")[0]
+    assert chief is None
+    assert [result["tasks"] for result in others] == [2, 2]
+    for result in others:
+        assert difference(without(result, "tasks"), without(expected, "tasks")) <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("mirrored", {"communication": "ddp"}),
+        ("multi_worker_mirrored", {"compress": "bf16"}),
+        ("mirrored", {"recovery": Recovery(min_workers=3)}),
+    ],
+)
+def test_what_cannot_recover_is_refused(name: str, options: dict[str, Any]) -> None:
+    given = {"recovery": Recovery(), **options}
+    with pytest.raises(UserError, match=r"with recovery|recovery with|min_workers=3"):
+        strategy_info(name).load()(cluster=spec(0, 2, 29500), **given)
