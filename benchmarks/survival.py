@@ -32,7 +32,7 @@ SYNCHRONOUS = (
     "mesh",
     "pipeline",
 )
-ALONE = "kill,stop,pause,term,exception,spin,nan,clock,disk,slow,memory,torn"
+ALONE = "kill,stop,pause,term,exception,spin,clock,disk,slow,memory,torn"
 MNIST = ("mnist", "--workers", "2")
 FILES = ("benchmarks/jobs/survivor.py", "--workers", "2")
 
@@ -58,7 +58,7 @@ def parts(pictures: Path) -> dict[str, Part]:
     found["parameter_server"] = Part(
         "`parameter_server`: a chief, two workers, two servers, an evaluator",
         (*MNIST, "--strategy", "parameter_server", "--chief", "--ps", "2", "--evaluator",
-         "--faults", ALONE),
+         "--faults", f"{ALONE},nan"),
     )  # fmt: skip
     found["evaluator"] = Part(
         "An evaluator beside `multi_worker_mirrored`",
@@ -82,9 +82,9 @@ def parts(pictures: Path) -> dict[str, Part]:
          "--roles", "worker,chief,ps", "--faults", "loss,cut,partition"),
     )  # fmt: skip
     found["files"] = Part(
-        "A file of the data that cannot be read",
+        "A file that cannot be read; a gradient that is not a number (`on_nonfinite=\"skip\"`)",
         (*FILES, "--strategy", ",".join(SYNCHRONOUS),
-         "--faults", "corrupt", "--sample", str(pictures / "dark" / "7.png")),
+         "--faults", "corrupt,nan", "--sample", str(pictures / "dark" / "7.png")),
         (str(pictures),),
     )  # fmt: skip
     return found

@@ -45,6 +45,7 @@ def main() -> None:
         loss=nn.CrossEntropyLoss(),
         metrics=["accuracy"],
         strategy=strategy,
+        on_nonfinite="skip",
     )
     data = sp.data.image_folder(options.folder, (SIZE, SIZE), None, None)
     trainer.fit(

@@ -61,3 +61,24 @@ def test_mistakes_are_told_before_anything_starts(
     ended = commands.spartito("chaos", *words)
     assert (ended.code, ended.out) == (2, "")
     assert why in ended.err
+
+
+@pytest.mark.slow
+def test_faults_of_several_kinds(commands: Commands) -> None:
+    faults = "kill@worker:1#160,exception@worker:0#150,pause@worker:1#160,torn@worker:0#300"
+    words = ["chaos", "mnist", "--strategy", "central_storage", "--limit", "20"]
+    ended = commands.start(
+        *SPARTITO, *words, "--schedule", faults, "--out", "out", "--", "--epochs=3"
+    ).end()
+    assert ended.code == 0, ended.text
+    assert "4 of 4 cells end as promised" in ended.out
+
+
+@pytest.mark.slow
+def test_who_lives_goes_on(commands: Commands) -> None:
+    words = ["chaos", "mnist", "--strategy", "multi_worker_mirrored", "--recover"]
+    words += ["--schedule", "kill@worker:1#160,kill@worker:0#170+kill@worker:1#250"]
+    ended = commands.start(*SPARTITO, *words, "--limit", "20", "--out", "out").end()
+    assert ended.code == 0, ended.text
+    results = (commands.directory / "out/results.jsonl").read_text().splitlines()
+    assert [json.loads(line)["restarts"] for line in results] == [0] * 2

@@ -11,6 +11,7 @@ from typing import Any
 from spartito.chaos.schedule import Fault, Schedule
 from spartito.chaos.traces import Step, curve, pause_after, repeated
 from spartito.chaos.trial import Outcome
+from spartito.cluster.recovery import WAIT
 from spartito.errors import EXIT_TASK_LOST
 
 GOES_ON = frozenset({"pause", "slow", "clock", "disk", "corrupt", "nan", "loss", "partition"})
@@ -73,7 +74,7 @@ def promise_of(fault: Fault, setup: Setup) -> Promise:
         It.
     """
     kind, exact = fault.kind, not setup.asynchronous
-    slow = 3 * setup.limit + 10
+    slow = 3 * setup.limit + 10 + (WAIT if setup.recovers else 0.0)
     if fault.task == "launcher":
         codes = {"kill": {-9}, "term": {143, 75}, "pause": {0}}[kind]
         return Promise(frozenset(codes), named=False, exact=exact)
