@@ -45,6 +45,14 @@ def test_a_job_that_keeps_its_promise() -> None:
     assert verdict.difference == 0.0
 
 
+def test_a_step_that_another_task_has_ended_is_not_lost() -> None:
+    traces = {"worker:0": [*steps(1, 3), *steps(5, 6)], "worker:1": steps(1, 6)}
+    went_on = replace(PLAIN, fired=(0.35,), traces=traces)
+    recovers = Setup("mirrored", recovers=True)
+    verdict = judge(KILL, recovers, REFERENCE, Record((went_on,), lines(1, 2)))
+    assert (verdict.broken, verdict.lost) == ((), 0)
+
+
 def other(number: int) -> list[Step]:
     return [
         replace(step, loss=(9.0).hex()) if step.number == number else step for step in steps(4, 6)

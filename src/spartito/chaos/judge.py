@@ -123,6 +123,13 @@ class Record:
             found += next((steps for steps in told if steps), [])  # a chief may make no steps
         return found
 
+    def curve(self) -> dict[int, str]:
+        """The loss of each step; of one that the deciding task did not live to end, another's."""
+        others = (steps for outcome in self.outcomes for steps in outcome.traces.values())
+        return {n: loss for steps in others for n, loss in curve(steps).items()} | curve(
+            self.steps()
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
@@ -200,7 +207,7 @@ def judge(schedule: Schedule, setup: Setup, reference: Record, record: Record) -
     found.broken += _curve(reference, record) if exact else []
     found.broken += _history(reference.history, record.history, exact, figures)
     steps = record.steps()
-    missing = set(curve(reference.steps())) - {step.number for step in steps}
+    missing = set(reference.curve()) - set(record.curve())
     lacks, doubled = _updates(reference, record)
     found.must(not lacks, f"{lacks} updates were lost")
     found.must(not doubled, f"{doubled} updates were applied twice")
@@ -237,7 +244,7 @@ def _seconds(first: Outcome) -> float:
 
 def _curve(reference: Record, record: Record) -> list[str]:
     """Where the losses of steps differ from those without the fault."""
-    wanted, found = curve(reference.steps()), curve(record.steps())
+    wanted, found = reference.curve(), record.curve()
     wrong = [n for n, loss in wanted.items() if found.get(n, loss) != loss]
     missing = sorted(set(wanted) - set(found))
     said = []
