@@ -49,6 +49,7 @@ class Chief:
         self.coordinator = make(self._worker_lost, control.fence)
         self._appointments = appointments or Appointments([], job)
         self._appointments.fail = self.coordinator.fail
+        self._appointments.loaded = control.loaded
         self.lost = 0
         """Work items whose updates were lost with a server, and are computed again."""
         self.planner: Planner | None = None
@@ -62,7 +63,6 @@ class Chief:
 
     def begin(self) -> None:
         """Let the workers come: the servers have their values."""
-        self._appointments.loaded = True
         self.coordinator.key_values.publish(JOB, self.job.encode())
         self._watch = self.coordinator.runtime.start(self._look_after, "spartito-watch")
 

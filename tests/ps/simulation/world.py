@@ -327,6 +327,7 @@ class World:
         self.processes: dict[str, Process] = {}
         self.stores: dict[int, Store] = {}
         self.replicas: dict[int, Replica] = {}
+        self.primaries: dict[int, int] = {}
         self.sums: list[list[float]] = []
         self.versions: dict[str, int] = {}
         self.generations: dict[Process | None, tuple[int, int]] = {}
@@ -413,9 +414,8 @@ class World:
         ]
 
     def primary_of(self, part: int) -> int:
-        """Who serves a span now."""
-        found = [n for n in self.servers_of(part) if n in self.stores and self.stores[n].primary]
-        return max(found, key=lambda n: self.replicas[n].term, default=part * self.rules.replicas)
+        """Who was appointed last."""
+        return self.primaries.get(part, part * self.rules.replicas)
 
     def lead(self, process: Process) -> None:
         rules, hello = self.rules, self.hello("worker 0", -1, 0, True)
@@ -645,7 +645,8 @@ class World:
 
     def appointed(self, number: int, store: Store, restored: bool) -> None:
         """A server becomes the primary: it has all that ever had a reply, or both were lost."""
-        replied = self.replied[number // self.rules.replicas]
+        part = number // self.rules.replicas
+        self.primaries[part], replied = number, self.replied[part]
         if restored:
             replied &= {key for key in replied if store.applied(key)}
         if missing := sorted(key for key in replied if not store.applied(key)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -122,8 +122,8 @@ class Appointments:
         self._threads: list[Joinable] = []
         self.fail: Callable[[SpartitoError], None] = lambda error: warn("%s", error)
         """Is told what cannot be helped."""
-        self.loaded = False
-        """Whether the servers were given their values."""
+        self.loaded: Container[int] = ()
+        """The spans whose servers were given their values."""
 
     def begin(self, timeout: float) -> None:
         """Wait for all servers, appoint the first of each span, and look after them from now on.
@@ -177,7 +177,7 @@ class Appointments:
                 if found[view.primary] is not None and found[view.primary].primary:
                     since = self._runtime.now()
                 waited = self._runtime.now() - since > WAIT_SECONDS
-                decided = decide(view, found, self.loaded, waited)
+                decided = decide(view, found, number in self.loaded, waited)
                 if decided is not None and not self._over.is_set():
                     self._say(number, decided)
                     self._views[number] = decided

@@ -34,6 +34,8 @@ class Control:
         self.timetable = b""
         """The last one that was sent, encoded."""
         self.restarted: set[int] = set()
+        self.loaded: set[int] = set()
+        """The servers that were given their values."""
 
     def tell(self, message: Message) -> list[Any]:
         """Ask every server the same; returns in their order."""
@@ -65,6 +67,7 @@ class Control:
             for number, (own, state) in enumerate(zip(values, states, strict=True)):
                 load = Load(job, settings, len(state))
                 self._insist(number, Link.load, load, own, state)
+                self.loaded.add(number)
 
     def schedule(self, timetable: Timetable) -> None:
         """Send every server the optimizer's options, also one that is restarted later."""

@@ -217,6 +217,8 @@ class Link:
             try:
                 for message in messages:
                     self._open.send(*message)
+                if len(self._addresses) > 1:
+                    self._await_primary()
                 self._checked(self._open.receive())
                 return
             except (Gone, TimeoutError, ProtocolError) as error:
