@@ -81,6 +81,7 @@ def start(commands: Commands, machines: list[Machine], rank: int, where: int) ->
     return commands.start(*machines[where].enters, sys.executable, "train.py", env=env)
 
 
+@pytest.mark.slow
 def test_one_side_goes_on_and_the_other_ends_and_comes_back_when_it_heals(
     commands: Commands, machines: list[Machine]
 ) -> None:

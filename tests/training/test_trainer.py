@@ -240,6 +240,13 @@ def test_targets_that_are_all_left_out(caplog: pytest.LogCaptureFixture) -> None
         made.evaluate(sp.data.per_worker(lambda context: [(x[:0], y[:0])]))
 
 
+def test_a_loss_that_is_no_number_is_named_once(caplog: pytest.LogCaptureFixture) -> None:
+    x, y = data()
+    x[0] = torch.nan
+    trainer().fit((x, y), epochs=2, verbose=0)
+    assert caplog.text.count("the loss of this epoch is nan") == 1
+
+
 def test_a_generator_is_read_once() -> None:
     x, y = data()
     made = trainer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
@@ -52,6 +53,7 @@ class TrainingLoop:
         self._steps: int | None = None
         self._own_examples = self._own_batches = 0
         self._waited = 0.0  # for other tasks, inside of epochs
+        self._was_finite = True
         watched(trainer)
         self._random = ""  # of the moment at which a resumed epoch goes on
         self._forget()
@@ -250,6 +252,13 @@ class TrainingLoop:
                 "(ignore_index), or weigh nothing",
                 self.clock.examples,
             )
+        if weight and not math.isfinite(loss) and self._was_finite and self._trainer.is_chief:
+            warn(
+                "the loss of this epoch is %s: Trainer(on_nonfinite='skip') leaves out updates "
+                "that are not finite, the callback TerminateOnNaN() ends the training",
+                loss / weight,
+            )
+        self._was_finite = math.isfinite(loss)
         return found | computed(self._whole_metrics()), timing
 
     def sums(self) -> list[float]:
