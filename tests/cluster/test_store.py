@@ -250,7 +250,7 @@ def test_a_store_that_is_frozen_or_gone_is_an_error_in_time(
         each = client(ours.recv(), limit=0.3)
         each.set("a", b"")
         os.kill(process.pid, number)
-        what = "does not reply within 0.3 s" if number == signal.SIGSTOP else "is gone"
+        what = "did not reply within 0.3 s" if number == signal.SIGSTOP else "is gone"
         with pytest.raises(StoreGoneError, match=what):
             each.get("a", 0.0)
     finally:

@@ -100,7 +100,7 @@ def meet(
         meeting = Meeting(store.under(prefix), keeper)
         try:
             if recovery is not None:
-                return _gathered(meeting, cluster, names, end, recovery)
+                return _gathered(meeting, cluster, names, end, limit, recovery)
             count = ask(partial(meeting.store.add, f"rank/{cluster.rank}", 1), limit, keeper)
             if count == 1:
                 break
@@ -116,12 +116,17 @@ def meet(
                 )
         store = None
         time.sleep(RETRY_SECONDS)
-    _sign_in(meeting, cluster, names, end)
+    _sign_in(meeting, cluster, names, end, limit)
     return meeting
 
 
 def _gathered(
-    meeting: Meeting, cluster: ClusterSpec, names: list[str], end: float, recovery: Recovery
+    meeting: Meeting,
+    cluster: ClusterSpec,
+    names: list[str],
+    end: float,
+    limit: float,
+    recovery: Recovery,
 ) -> Meeting:
     """The meeting of a job whose tasks may be replaced."""
     assert isinstance(meeting.store, Store)
@@ -131,23 +136,28 @@ def _gathered(
     with lost_with(meeting.keeper):
         generation = assembly.current()
         if generation is None:
-            texts = _sign_in(meeting, cluster, names, end, msgspec.json.encode(own).decode())
+            texts = _sign_in(meeting, cluster, names, end, limit, msgspec.json.encode(own).decode())
             cards = tuple(msgspec.json.decode(text, type=Card) for text in texts)
             generation = assembly.begin(cards)
     return replace(meeting, generation=generation, assembly=assembly)
 
 
 def _sign_in(
-    meeting: Meeting, cluster: ClusterSpec, names: list[str], end: float, text: str = ""
+    meeting: Meeting,
+    cluster: ClusterSpec,
+    names: list[str],
+    end: float,
+    limit: float,
+    text: str = "",
 ) -> list[str]:
-    """The texts of all, once they are there."""
+    """The texts of all, once they are there; ``limit`` is what errors say."""
     start, rank = time.monotonic(), cluster.rank
     left = max(0.0, end - start)
     world = Membership(rank, names, meeting.store, left, meeting.keeper).under("came")
     missing, texts = world.sign_in(left, text, Waiting(rank, names))
     if missing:
         raise TaskLostError(
-            f"{' and '.join(missing)} did not come to {cluster.rendezvous} within {left:g} s",
+            f"{' and '.join(missing)} did not come to {cluster.rendezvous} within {limit:g} s",
             "Start it, or correct the address; SPARTITO_TIMEOUT sets the limit in seconds.",
         )
     return texts

@@ -14,7 +14,7 @@ from typing import Protocol, Self, TypeVar
 
 import torch
 
-from spartito.cluster.store.client import FencedError, StoreError
+from spartito.cluster.store.client import FencedError, StoreError, StoreSilentError
 from spartito.collectives.waiting import Waiting
 from spartito.errors import (
     EXIT_TASK_LOST,
@@ -172,6 +172,8 @@ def lost_with(keeper: str) -> Iterator[None]:
         yield
     except FencedError as error:
         raise TaskLostError(str(error)) from error
+    except StoreSilentError as error:
+        raise _lost(keeper, f"did not reply within {error.seconds:g} s") from error
     except (RuntimeError, StoreError) as error:
         raise _lost(keeper, "is gone") from error
 

@@ -42,6 +42,14 @@ class StoreGoneError(StoreError):
     """The store does not reply: its process is gone, frozen, or out of reach."""
 
 
+class StoreSilentError(StoreGoneError):
+    """The store has not replied within so many ``seconds``: frozen, or out of reach."""
+
+    def __init__(self, name: str, seconds: float) -> None:
+        super().__init__(f"{name} did not reply within {seconds:g} s")
+        self.seconds = seconds
+
+
 class ValueTimeoutError(StoreError):
     """The store replies, but nobody has given it the value within the limit."""
 
@@ -231,7 +239,7 @@ class Store:
         try:
             return Connection(self._connect(seconds), self._secret, end)
         except (OSError, OtherStoreError) as error:
-            raise self._meaning(error, seconds) from error
+            raise self._meaning(error, 0.0) from error
 
     def _meaning(self, error: BaseException, seconds: float) -> BaseException:
         """What a user is told of it."""
@@ -249,9 +257,7 @@ class Store:
                     "Correct the address, or end that program.",
                 )
             case TimeoutError():
-                return StoreGoneError(
-                    f"{self._name} does not reply within {seconds + self._limit:g} s"
-                )
+                return StoreSilentError(self._name, seconds + self._limit)
             case OSError() | ProtocolError():
                 return StoreGoneError(f"{self._name} is gone")
         return error
