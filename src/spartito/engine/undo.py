@@ -5,6 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+Places = list[tuple[dict[str, Tensor | None], str]]
+"""Where buffers are: in which module's dict, by which name."""
+
 LARGE = 1 << 16
 """Elements from which on a buffer is copied only when an operation has written into it.
 
@@ -21,33 +24,39 @@ class Undo:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._buffers: list[Tensor] = []
-        self._copies: list[Tensor] = []
+        self._places: Places = []
+        self._looked = False
+        self._buffers: list[Tensor | None] = []
+        self._copies: list[Tensor | None] = []
         self._versions: list[int] = []
         self._is_under_way = False
 
     def begin(self, looks: bool) -> None:
-        """A step begins; ``looks``: the model may have other buffers than in the last one."""
+        """A step begins; ``looks``: the model may have other modules than in the last one."""
         if self._is_under_way:
             return
         self._is_under_way = True
-        if looks or not self._buffers:
-            found = list(self._model.buffers())
-            if list(map(id, found)) != list(map(id, self._buffers)):
-                self._buffers = found
-                self._copies = [buffer.detach().clone() for buffer in found]
-                self._versions = [buffer._version for buffer in found]
-                return
-        if not self._buffers:
+        if looks or not self._looked:
+            self._looked = True
+            modules = self._model.modules()
+            places = [(each._buffers, name) for each in modules for name in each._buffers]
+            if not _same(places, self._places):
+                self._places, self._buffers = places, [None] * len(places)
+                self._copies, self._versions = list(self._buffers), [-1] * len(places)
+        elif not self._places:
             return
-        versions = [buffer._version for buffer in self._buffers]
-        changed = [
-            number
-            for number, buffer in enumerate(self._buffers)
-            if versions[number] != self._versions[number] or buffer.numel() < LARGE
-        ]
-        self._copy(self._buffers, self._copies, changed)
-        self._versions = versions
+        known: list[tuple[Tensor, Tensor]] = []
+        for number, (place, name) in enumerate(self._places):
+            buffer, before = place.get(name), self._copies[number]
+            if buffer is None:
+                self._copies[number] = None
+            elif before is None or buffer is not self._buffers[number]:  # modules may replace them
+                self._copies[number] = buffer.detach().clone()
+            elif buffer._version != self._versions[number] or buffer.numel() < LARGE:
+                known.append((before, buffer))
+            self._buffers[number] = buffer
+            self._versions[number] = -1 if buffer is None else buffer._version
+        _copy(known)
 
     def end(self) -> None:
         """It is complete: the update is made."""
@@ -56,15 +65,23 @@ class Undo:
     def undo(self) -> None:
         """Put back what the step that is under way has changed, if there is one."""
         if self._is_under_way:
-            self._copy(self._copies, self._buffers, range(len(self._buffers)))
-            self._versions = [buffer._version for buffer in self._buffers]
+            pairs = zip(self._buffers, self._copies, strict=True)
+            _copy([(to, copy) for to, copy in pairs if to is not None and copy is not None])
+            for (place, name), buffer in zip(self._places, self._buffers, strict=True):
+                place[name] = buffer
+            self._versions = [-1] * len(self._versions)  # what was written is looked at again
         self._is_under_way = False
 
-    @staticmethod
-    @torch.no_grad()
-    def _copy(source: list[Tensor], into: list[Tensor], numbers: range | list[int]) -> None:
-        if numbers:
-            torch._foreach_copy_(
-                [into[number].detach() for number in numbers],
-                [source[number].detach() for number in numbers],
-            )
+
+def _same(one: Places, other: Places) -> bool:
+    """Whether these are the same places, whatever lies there."""
+    alike = (a is b and m == n for (a, m), (b, n) in zip(one, other, strict=False))
+    return len(one) == len(other) and all(alike)
+
+
+@torch.no_grad()
+def _copy(pairs: list[tuple[Tensor, Tensor]]) -> None:
+    """Copy into the first of each pair the second."""
+    if pairs:
+        into, source = zip(*pairs, strict=True)
+        torch._foreach_copy_([each.detach() for each in into], [each.detach() for each in source])

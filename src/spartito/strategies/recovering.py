@@ -68,6 +68,10 @@ def chosen_recovery(
     return recovery
 
 
+class ElsewhereError(TaskLostError):
+    """A task that came back is elsewhere in its script: nobody can go on with it."""
+
+
 class Repeating:
     """Steps that can be made again, with the same numbers, by whoever has the data shard.
 
@@ -91,7 +95,8 @@ class Repeating:
 
     def end(self, pair: Pair) -> None:
         """After an update."""
-        self._undo[id(pair)].end()
+        if (undo := self._undo.get(id(pair))) is not None:
+            undo.end()
 
     def undo(self, pair: Pair) -> None:
         """Forget the batches since the last update."""
@@ -155,10 +160,10 @@ def share_state(
 
 
 def _check(group: Collective, all_: Sequence[Standing], best: Standing) -> None:
-    """Raise `TaskLostError` for tasks that are elsewhere in their script."""
+    """Raise `ElsewhereError` for tasks that are elsewhere in their script."""
     for name, each in zip(group.names, all_, strict=False):
         if (each.fit, each.pairs) != (best.fit, best.pairs):
-            raise TaskLostError(
+            raise ElsewhereError(
                 f"{name} came back in its fit number {each.fit} with {each.pairs} prepared models, "
                 f"and the others are in number {best.fit} with {best.pairs}",
                 "A task that is started again takes part where the first fit() runs.",

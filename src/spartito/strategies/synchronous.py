@@ -96,6 +96,8 @@ class SynchronousStrategy(ReplicaStrategy):
         self._repeating = None if self.recovery is None else Repeating()
         self.aboard: Aboard | None = None
         """What rides along with each update, while a training that recovers runs."""
+        self.fits = 0
+        """Trainings that recover, of all trainers of this strategy, the present one included."""
         rendezvous = Rendezvous(
             self.cluster, self.device, timeout, communication, recovery=self.recovery
         )
@@ -196,11 +198,11 @@ class SynchronousStrategy(ReplicaStrategy):
         return Placed(*args)
 
     def _compute(self, pair: Pair, batch: Batch, loss: LossFunction | None) -> Any:
-        if self._repeating is None:
+        if self._repeating is None or self.aboard is None:  # in a loop of the user's own, too
             return super()._compute(pair, batch, loss)
         self._repeating.begin(pair, batch, self.data_shard[0])
         output = super()._compute(pair, batch, loss)
-        if self.aboard is not None and output is not None:
+        if output is not None:
             self.aboard.saw(output, batch)
         return output
 

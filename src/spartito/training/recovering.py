@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +25,7 @@ from spartito.heartbeat import RECOVER, during
 from spartito.log import note
 from spartito.strategies import StepResult
 from spartito.strategies.groups import Groups
-from spartito.strategies.recovering import Standing
+from spartito.strategies.recovering import ElsewhereError, Standing
 from spartito.strategies.sharing import Placed
 from spartito.training.callback import Callback, hooks
 from spartito.training.callbacks.early_stopping import EarlyStopping
@@ -39,30 +39,15 @@ from spartito.training.own_callbacks import take_office
 from spartito.training.resume import check_position, meaning, restore
 from spartito.training.saving import callback_states
 from spartito.training.schedule import scheduler_state
+from spartito.training.stages import AGREE, ALL, CALLBACKS, CONCLUDE, END, TRAIN, Mark, missed
 
 if TYPE_CHECKING:
     from spartito.strategies.synchronous import SynchronousStrategy
     from spartito.training.trainer import Trainer
 
-TRAIN, CONCLUDE, CALLBACKS, AGREE, END = range(5)
-"""The stages of an epoch: its steps, its figures, its callbacks, whether another one comes."""
-
-ALL = 1 << 30
-"""Every callback was called."""
-
 
 class _SomebodyWaits(Exception):
     """A task that was started anew wants to take part."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Mark:
-    """Where the last update left a task."""
-
-    data: dict[str, Any]
-    seen: tuple[Any, ...]
-    done: int
-    examples: int
 
 
 class RecoveringLoop(TrainingLoop):
@@ -101,7 +86,7 @@ class RecoveringLoop(TrainingLoop):
         self._stage, self._hook = TRAIN, ALL
         self._epoch, self._begun, self._ends = epochs.start, epochs.start - 1, False
         self._keep_mark()
-        self._meeting.aboard = self
+        self._meeting.aboard, self._meeting.fits = self, self._meeting.fits + 1
         try:
             joins = self._groups.joins
             if joins:
@@ -192,6 +177,14 @@ class RecoveringLoop(TrainingLoop):
         if not self._ends:
             super()._train_epoch(batches)
             self._hook = ALL
+            return
+        trainer = self._trainer  # all have heard that one asked for an end: it may be lost since
+        self._ends = self._coordination.agree_to_stop(trainer.stop_training or trainer.notice.came)
+        if self._ends:
+            self._leave()
+            trainer.stop_training = True
+        else:
+            self._train_epoch(batches)
 
     def _step(self, batch: Batch) -> StepResult:
         trainer = self._trainer
@@ -231,13 +224,13 @@ class RecoveringLoop(TrainingLoop):
             return []
         return self._metrics.merged(self._metrics.carried(), self._metrics_before)
 
-    def _call(self, name: str, *given: Any, until: int = ALL) -> None:
-        """Call a hook of the callbacks from where this task is on, ``until`` another key."""
+    def _call(self, name: str, *given: Any) -> None:
+        """Call a hook of the callbacks from where this task is on."""
         for callback, key in zip(self._trainer.callbacks, self._keys(), strict=True):
-            if self._hook <= key < until:
+            if self._hook <= key:
                 self._hook = key
                 getattr(callback, name)(*given)
-        self._hook = until
+        self._hook = ALL
 
     def _keys(self) -> list[int]:
         """A number for each callback, in order: the same on all tasks for those that all have."""
@@ -254,7 +247,7 @@ class RecoveringLoop(TrainingLoop):
 
     def _keep_mark(self) -> None:
         examples = self.clock.examples if self._done else 0
-        self._mark = _Mark(self._batches.state_dict(), self._placed.seen, self._done, examples)
+        self._mark = Mark(self._batches.state_dict(), self._placed.seen, self._done, examples)
 
     def _go_back(self) -> None:
         """To the last update: what came since then comes again."""
@@ -279,7 +272,7 @@ class RecoveringLoop(TrainingLoop):
             self._recovering.saves.finish()  # who is new has none to wait for
         self._recovering.went_on = True
         self._go_back()
-        before = self._stage, self._hook, self._epoch
+        before = self._trainer.step, self._epoch, self._stage, self._hook
         self._meet(cause, is_new=False)
         self._take_office()
         self._make_up_for(*before)
@@ -298,10 +291,12 @@ class RecoveringLoop(TrainingLoop):
             is_new = not meeting.regroup(cause) or is_new
             self._metrics.compact()
             progress = trainer.step, self._epoch, self._stage, self._hook
-            own = Standing(progress, is_new, trainer._fits, len(meeting._pairs.all))
+            own = Standing(progress, is_new, meeting.fits, len(meeting._pairs.all))
             try:
                 best, state = meeting.meet_again(own, self._state)
                 break
+            except ElsewhereError:
+                raise
             except TaskLostError as error:
                 cause = error
         self._batches = meeting.distribute(self.chain, seed=trainer.seed)
@@ -324,6 +319,7 @@ class RecoveringLoop(TrainingLoop):
             "meaning": meaning(self.chain, self._steps, trainer.seed),
             "mark": [mark.data, list(mark.seen), mark.done, mark.examples],
             "sums": [self._loss, self._weight, *self._before],
+            "last": [float(each) for each in self._logs.last or ()],
             "metrics": self._metrics.state_dict(),
             "metrics_before": self._metrics_before,
             "history": asdict(self._history),
@@ -339,9 +335,10 @@ class RecoveringLoop(TrainingLoop):
         data, seen, done, examples = state["mark"]
         there = {"data": data, "done": done, "meaning": state["meaning"]}
         check_position(there, meaning(self.chain, self._steps, trainer.seed))
-        self._mark = _Mark(data, tuple(seen), done, examples)
+        self._mark = Mark(data, tuple(seen), done, examples)
         self._done, self._examples = done, examples
         self._loss, self._weight, *self._before = state["sums"]
+        self._logs.last = tuple(state["last"]) or None
         self._metrics.load_state_dict(state["metrics"])
         self._metrics_before = state["metrics_before"]
         self._history.epoch[:] = state["history"]["epoch"]
@@ -362,26 +359,32 @@ class RecoveringLoop(TrainingLoop):
     def _catch_up(self) -> None:
         """What a new task does before its first step; its callbacks begin where the others are."""
         self._complete_history()
-        rates = [dict(group) for group in self._trainer.optimizer.param_groups]
-        if self._stage == TRAIN and self._done:
-            self._begin_epoch()
-            for group, before in zip(self._trainer.optimizer.param_groups, rates, strict=True):
-                group.update(before)  # a callback has set them for the beginning of the epoch
+        self._begin_late()
         restore(self._recovering._given, self._saved_callbacks)
 
-    def _make_up_for(self, stage: int, hook: int, epoch: int) -> None:
-        """Call what callbacks missed while this task was behind the others."""
-        now = self._stage, self._hook, self._epoch
-        if (epoch, stage, hook) >= (now[2], now[0], now[1]):
+    def _begin_late(self) -> None:
+        """Begin the epoch that the others have begun: what callbacks set then is set already."""
+        rates = [dict(group) for group in self._trainer.optimizer.param_groups]
+        if self._stage == TRAIN:
+            self._begin_epoch()
+            for group, before in zip(self._trainer.optimizer.param_groups, rates, strict=True):
+                group.update(before)
+
+    def _make_up_for(self, step: int, epoch: int, stage: int, hook: int) -> None:
+        """Call what callbacks missed while this task was behind, unless they keep a state.
+
+        That came with the others', and knows of it. Others may have ended who was interrupted.
+        """
+        trainer, until = self._trainer, self._hook
+        if (step, epoch, stage, hook) >= (trainer.step, self._epoch, self._stage, until):
             return
-        if epoch == self._epoch and self._stage == TRAIN:
-            self._hook = 0
-            self._call("on_train_batch_end", self._done - 1, self._logs, until=now[1])
-        elif stage <= CALLBACKS:
-            self._hook = hook if stage == CALLBACKS else 0
-            until = now[1] if (epoch, now[0]) == (self._epoch, CALLBACKS) else ALL
-            self._call("on_epoch_end", epoch, self._found, until=until)
-        self._stage, self._hook, self._epoch = now
+        after = -1 if stage == CONCLUDE or step < trainer.step else hook
+        for callback in missed(trainer.callbacks, self._keys(), after, until):
+            if stage == TRAIN:
+                callback.on_train_batch_end(self._done - 1, self._logs)
+            else:
+                callback.on_epoch_end(epoch, self._found)
+        self._begin_late()
 
     def _take_office(self) -> None:
         """Another task may be the first now: it writes and prints from now on."""
