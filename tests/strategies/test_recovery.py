@@ -26,8 +26,10 @@ from spartito.cluster.store.server import Server
 from spartito.errors import UserError
 from spartito.registry import strategy_info
 from spartito.strategies import strategy as named_strategy
+from spartito.strategies.recovering import ElsewhereError, Standing, share_state
 from tests.collectives.group import spec
 from tests.processes import context
+from tests.replicas import Replicas
 from tests.strategies.jobs import blobs
 
 LIMIT = 60.0
@@ -45,6 +47,8 @@ class Plan:
     strategy: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     slow: float = 0.0
+    asks: tuple[int, int] | None = None
+    """Who asks for an end after which step, and dies once all have heard of it."""
 
 
 class Killed(sp.Callback):
@@ -55,11 +59,22 @@ class Killed(sp.Callback):
 
     def on_train_batch_begin(self, batch: int) -> None:
         if (self.rank, self.trainer.step) in self.plan.kills:
-            done = self.folder / f"killed {self.rank} {self.trainer.step}"
-            if not done.exists():
-                done.touch()
-                os.kill(os.getpid(), signal.SIGKILL)
+            self.die_once()
         time.sleep(self.plan.slow)
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        if self.plan.asks is None or self.rank != self.plan.asks[0]:
+            return
+        if self.trainer.step == self.plan.asks[1]:
+            self.trainer.stop_training = True
+        elif self.trainer.stop_training:
+            self.die_once()
+
+    def die_once(self) -> None:
+        done = self.folder / f"killed {self.rank} {self.trainer.step}"
+        if not done.exists():
+            done.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Losses(sp.Callback):
@@ -208,6 +223,7 @@ SCRIPTS: list[tuple[str, Plan]] = [
             strategy={
                 "name": "multi_worker_mirrored", "communication": "sockets", "bucket_bytes": 64
             },
+            asks=(1, 14),
         ),
     ),
 ]  # fmt: skip
@@ -220,7 +236,8 @@ def test_the_chief_and_a_worker_are_killed_and_replaced(plan: Plan, tmp_path: Pa
     expected = run(
         Plan(plan.workers, strategy=plan.strategy, training=plan.training), tmp_path / "whole"
     )
-    assert len(list((tmp_path / "killed").glob("killed *"))) == 2
+    kills = len(plan.kills) + (plan.asks is not None)
+    assert len(list((tmp_path / "killed").glob("killed *"))) == kills
     for result in killed:
         assert difference(result, expected[0]) == 0.0
     for name in ("killed", "whole"):
@@ -268,3 +285,40 @@ def test_what_cannot_recover_is_refused(name: str, options: dict[str, Any]) -> N
     given = {"recovery": Recovery(), **options}
     with pytest.raises(UserError, match=r"with recovery|recovery with|min_workers=3"):
         strategy_info(name).load()(cluster=spec(0, 2, 29500), **given)
+
+
+def own_loop(recovery: Recovery | None) -> tuple[float, float]:
+    """What a loop of the user's own draws and learns."""
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.Linear(6, 8), nn.Dropout(0.3), nn.Linear(8, 3)).double()
+    with named_strategy("mirrored", recovery=recovery) as strategy:
+        model, optimizer = strategy.prepare(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        for number, batch in enumerate(strategy.distribute(sp.data.arrays(*blobs(16)).batch(8))):
+            if number:
+                strategy.step(batch, nn.CrossEntropyLoss())
+            else:
+                losses = nn.functional.cross_entropy(
+                    model(batch.data[0]), batch.data[1], reduction="none"
+                )
+                strategy.backward(losses, batch)
+                strategy.update(optimizer)
+        return float(torch.rand(())), sum(float(p.sum()) for p in net.parameters())
+
+
+def test_a_loop_of_ones_own_is_as_without_recovery(replicas: Replicas) -> None:
+    assert replicas(own_loop, 2, Recovery()) == replicas(own_loop, 2, None)
+
+
+def stand_elsewhere() -> str:
+    with named_strategy("mirrored", recovery=Recovery()) as strategy:
+        own = Standing((0,), False, fit=1 + strategy.cluster.rank, pairs=0)
+        try:
+            share_state(strategy.groups.data, [], own, dict)
+        except ElsewhereError as error:
+            return str(error)
+    return "nothing"
+
+
+def test_a_task_that_runs_another_fit_is_not_let_in(replicas: Replicas) -> None:
+    for text in replicas(stand_elsewhere, 2):
+        assert "worker 1 came back in its fit number 2" in text

@@ -15,6 +15,7 @@ from spartito.engine.gradients import Accumulated, Gradients, same
 from spartito.engine.optimizers import optimizer_parameters, unwrap
 from spartito.engine.precision import LossScale
 from spartito.engine.randomness import GlobalRandomness
+from spartito.engine.undo import Undo
 from spartito.errors import UserError
 
 
@@ -34,7 +35,7 @@ class Pair:
     randomness: GlobalRandomness | None  # where training is deterministic
     loss_scale: LossScale
     passes: int = 0
-    kept: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # buffers, and what was in them
+    kept: Undo | None = None  # what was in the buffers
     saved: dict[str, Any] | None = None  # what `accumulated` returned for a checkpoint
     _known: list[nn.Parameter] = field(default_factory=list)  # all of the optimizer's, none new
 
@@ -50,13 +51,14 @@ class Pair:
 
     def keep_buffers(self) -> None:
         """Remember what is in the buffers before the forward passes of an update."""
-        self.kept = [(buffer, buffer.clone()) for buffer in unwrap(self.model).buffers()]
+        self.kept = self.kept or Undo(unwrap(self.model))
+        self.kept.end()
+        self.kept.begin(looks=True)
 
-    @torch.no_grad()
     def restore_buffers(self) -> None:
         """Undo what those have written: it may be as little finite as what was computed."""
-        for buffer, before in self.kept:
-            buffer.copy_(before)
+        if self.kept is not None:
+            self.kept.undo()
 
     def accumulated(self) -> dict[str, Any]:
         """What the batches since the last update have left, equal on all replicas."""

@@ -27,8 +27,8 @@ from spartito.strategies import StepResult
 from spartito.strategies.groups import Groups
 from spartito.strategies.recovering import ElsewhereError, Standing
 from spartito.strategies.sharing import Placed
-from spartito.training.callback import Callback, hooks
-from spartito.training.callbacks.early_stopping import EarlyStopping
+from spartito.training.callback import hooks
+from spartito.training.callbacks.early_stopping import EarlyStopping, kept_by
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.clock import StepLogs
 from spartito.training.history import History
@@ -269,7 +269,11 @@ class RecoveringLoop(TrainingLoop):
                 ) from cause
             self._recovering.saves.leave(cause)
         else:
-            self._recovering.saves.finish()  # who is new has none to wait for
+            try:
+                self._recovering.saves.finish()  # who is new has none to wait for
+            except TaskLostError as error:
+                self._recover(error)
+                return
         self._recovering.went_on = True
         self._go_back()
         before = self._trainer.step, self._epoch, self._stage, self._hook
@@ -324,7 +328,7 @@ class RecoveringLoop(TrainingLoop):
             "metrics_before": self._metrics_before,
             "history": asdict(self._history),
             "found": [self._found_at, dict(self._found)],
-            "kept": [_kept(each) for each in trainer._given],
+            "kept": [kept_by(each) for each in trainer._given],
             "stop": [trainer.stop_training, self._ends],
             "begun": self._begun,
             "random": random_state(),
@@ -399,12 +403,6 @@ class RecoveringLoop(TrainingLoop):
         folder = self._recovering._folder
         if folder is not None and self._found and self._history.epoch:
             folder.complete(self._history.epoch[-1], self._found_at, self._found)
-
-
-def _kept(callback: Callback) -> Any:
-    """The weights that a callback keeps, as `Strategy.load` takes them; None for most."""
-    kept = callback.kept if isinstance(callback, EarlyStopping) else None
-    return kept.args[0] if isinstance(kept, partial) else None
 
 
 def _strategy_of(trainer: Trainer) -> SynchronousStrategy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from spartito.errors import UserError
@@ -114,3 +115,9 @@ class EarlyStopping(Callback):
         self.best = self.stopped_epoch = self._weights = None
         self.best_epoch = -1
         self.wait = 0
+
+
+def kept_by(callback: Callback) -> Any:
+    """The weights that a callback keeps, as `Strategy.load` takes them; None for most."""
+    kept = callback.kept if isinstance(callback, EarlyStopping) else None
+    return kept.args[0] if isinstance(kept, partial) else None
