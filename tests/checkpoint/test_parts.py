@@ -14,8 +14,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from spartito.checkpoint.boxes import Box, SpanCut, boxes_of_span, gap
-from spartito.checkpoint.parts import Part, Reader, write_parts
+from spartito.checkpoint.parts import Part, Reader, Slot, write_parts
 from spartito.checkpoint.plan import Local, merged, plan
+from spartito.checkpoint.saving import Copies
 from spartito.errors import UserError
 from spartito.storage.stream import CODES
 
@@ -189,3 +190,15 @@ def test_a_missing_or_damaged_file_is_named(tmp_path: Path) -> None:
     second.write_bytes((tmp_path / "model-00001-of-00002.safetensors").read_bytes())
     with pytest.raises(UserError, match=r"w is not complete.*overlap"):
         Reader(tmp_path, "model")
+
+
+def test_copies_that_are_still_written_are_not_overwritten() -> None:
+    """A save that was given up may still write from them when the next one copies."""
+    slot, copies = Slot("weight", (3,), torch.float32, Box.all_of((3,))), Copies()
+    first = copies.of({"model": {slot: torch.ones(3)}})["model"][slot]
+    again = copies.of({"model": {slot: torch.ones(3)}})["model"][slot]
+    assert again.data_ptr() == first.data_ptr()
+    copies.user = first
+    second = copies.of({"model": {slot: torch.zeros(3)}})["model"][slot]
+    assert first.tolist() == [1, 1, 1]
+    assert second.tolist() == [0, 0, 0]

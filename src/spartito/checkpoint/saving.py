@@ -57,11 +57,16 @@ class Copies:
 
     def __init__(self) -> None:
         self._kept: dict[tuple[str, Slot], Tensor] = {}
+        self.user: object = None
+        """What a thread still writes from them, as for a save that was given up."""
 
     def of(self, sections: Mapping[str, Mapping[Slot, Tensor]]) -> dict[str, dict[Slot, Tensor]]:
-        """Copies of these tensors, by section; those of the last call are overwritten."""
+        """Copies of these tensors, by section; those of the last call are overwritten.
+
+        Unless somebody uses them: then these get other memory.
+        """
         keys = [(section, slot) for section, slots in sections.items() for slot in slots]
-        if keys != [*self._kept]:
+        if self.user is not None or keys != [*self._kept]:
             self._kept = {}  # the older memory goes first
             self._kept = _memory_for(keys)
         _copy(
@@ -186,6 +191,13 @@ def save_together(
                 pass
 
     def write() -> str:
+        try:
+            return write_all()
+        finally:
+            if copies is not None and copies.user is values:
+                copies.user = None
+
+    def write_all() -> str:
         if failures:
             raise failures[0]
         for file in mine:
@@ -205,6 +217,7 @@ def save_together(
 
     def copy() -> str:
         values.update(copies.of(tensors))
+        copies.user = values
         return ""
 
     tasks.attempt(copy)  # nobody writes into memory of several tasks while another still copies

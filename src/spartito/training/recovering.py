@@ -308,7 +308,7 @@ class RecoveringLoop(TrainingLoop):
             self._validation.distribute()
         _, self._epoch, self._stage, self._hook = best.progress
         if state is not None:
-            self._load(state)
+            self._load(state, is_new)
         self._batches.load_state_dict(self._mark.data)
         self._placed.seen = self._mark.seen
 
@@ -334,7 +334,7 @@ class RecoveringLoop(TrainingLoop):
             "random": random_state(),
         }
 
-    def _load(self, state: dict[str, Any]) -> None:
+    def _load(self, state: dict[str, Any], is_new: bool) -> None:
         trainer = self._recovering
         data, seen, done, examples = state["mark"]
         there = {"data": data, "done": done, "meaning": state["meaning"]}
@@ -358,7 +358,8 @@ class RecoveringLoop(TrainingLoop):
             trainer.scheduler.load_state_dict(state["scheduler"])
         self._saved_callbacks = state["callbacks"]
         restore(trainer._given, self._saved_callbacks)
-        set_random_state(state["random"])
+        if is_new:  # who was behind has drawn for that step already
+            set_random_state(state["random"])
 
     def _catch_up(self) -> None:
         """What a new task does before its first step; its callbacks begin where the others are."""
