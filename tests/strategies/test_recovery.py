@@ -82,8 +82,10 @@ class Losses(sp.Callback):
 
     def __init__(self) -> None:
         self.seen: dict[str, float] = {}
+        self.here = 0
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        self.here += 1
         self.seen.setdefault(str(self.trainer.step), float(logs["loss"]))
 
     def state_dict(self) -> dict[str, Any]:
@@ -116,17 +118,22 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
             deterministic=bool(given.get("norm")),
             run_dir=folder / "run",
         )
+        backups = (
+            [sp.callbacks.BackupAndRestore(folder / "backup", 3)] if given.get("backup") else []
+        )
         history = trainer.fit(
             (x, y), epochs=given.get("epochs", 3), batch_size=given["batch"],
             validation_data=(x[:20], y[:20]), verbose=False,
             callbacks=[
-                losses, Killed(plan, rank, folder), sp.callbacks.ModelCheckpoint(every_steps=5)
+                losses, Killed(plan, rank, folder), sp.callbacks.ModelCheckpoint(every_steps=5),
+                *backups,
             ],
         )  # fmt: skip
         weights = {name: value.clone() for name, value in net.state_dict().items()}
         return {
             "history": history.history, "epochs": history.epoch, "losses": losses.seen,
             "weights": weights, "step": trainer.step, "tasks": strategy.cluster.world_size,
+            **({"here": losses.here} if backups else {}),
         }  # fmt: skip
 
 
@@ -259,6 +266,17 @@ def test_the_others_go_on_alone_and_take_in_who_comes_later(tmp_path: Path) -> N
     assert [result["tasks"] for result in later] == [2, 2]
     for result in later:
         assert difference(without(result, "tasks"), without(expected, "tasks")) <= 1e-12
+
+
+def test_all_are_killed_and_go_on_from_a_backup(tmp_path: Path) -> None:
+    """Nobody is left who has the state."""
+    training = {"backup": True}
+    killed = run(Plan(2, frozenset({(0, 8), (1, 8)}), training=training), tmp_path / "killed")
+    expected = run(Plan(2, training=training), tmp_path / "whole")[0]
+    assert expected["here"] == expected["step"]
+    for result in killed:
+        assert result["here"] < expected["here"]
+        assert difference(without(result, "here"), without(expected, "here")) == 0.0
 
 
 def test_a_third_less_of_the_tasks_gives_the_same_numbers(tmp_path: Path) -> None:

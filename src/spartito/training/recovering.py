@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import asdict
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from spartito.collectives.collective import Piggybacked
 from spartito.data.batch import Batch
@@ -28,18 +28,19 @@ from spartito.strategies.groups import Groups
 from spartito.strategies.recovering import ElsewhereError, Standing
 from spartito.strategies.sharing import Placed
 from spartito.training.callback import hooks
+from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.callbacks.early_stopping import EarlyStopping, kept_by
-from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
+from spartito.training.called import keys_of, missed
 from spartito.training.clock import StepLogs
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop
 from spartito.training.metrics import Metric
 from spartito.training.metrics.carried import CarriedMetrics
 from spartito.training.own_callbacks import take_office
-from spartito.training.resume import check_position, meaning, restore
+from spartito.training.resume import check_position, meaning, restore, trained_on
 from spartito.training.saving import callback_states
 from spartito.training.schedule import scheduler_state
-from spartito.training.stages import AGREE, ALL, CALLBACKS, CONCLUDE, END, TRAIN, Mark, missed
+from spartito.training.stages import AGREE, ALL, CALLBACKS, CONCLUDE, END, TRAIN, Mark
 
 if TYPE_CHECKING:
     from spartito.strategies.synchronous import SynchronousStrategy
@@ -57,11 +58,12 @@ class RecoveringLoop(TrainingLoop):
 
     def __init__(self, trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> None:
         super().__init__(trainer, chain, before)
-        self._recovering, self._meeting = trainer, _strategy_of(trainer)
+        self._recovering = trainer
+        self._meeting = cast("SynchronousStrategy", trainer.strategy)
         self._metrics = CarriedMetrics(trainer.metrics)
         self._logs = StepLogs(self._metrics)
         self._stage, self._hook, self._epoch, self._begun = TRAIN, ALL, 0, -1
-        self._counts = self._ends = self._welcomes = False
+        self._counts = self._ends = self._welcomes = self._is_late = False
         self._found: dict[str, Any] = {}
         self._found_at = 0
         self._saved_callbacks: list[list[Any]] = []
@@ -91,7 +93,8 @@ class RecoveringLoop(TrainingLoop):
             joins = self._groups.joins
             if joins:
                 self._recovering.went_on = True
-                self._meet(None, is_new=True)
+                if self._meet(None, is_new=True):
+                    epochs = self._begin_anew(epochs)
                 take_office(self._recovering)
             else:
                 self._groups.training_begins()
@@ -234,14 +237,7 @@ class RecoveringLoop(TrainingLoop):
 
     def _keys(self) -> list[int]:
         """A number for each callback, in order: the same on all tasks for those that all have."""
-        given, keys, shared = self._recovering._given, [], 0
-        for callback in self._trainer.callbacks:
-            is_shared = isinstance(callback, ModelCheckpoint) or any(
-                callback is each for each in given
-            )
-            keys.append(2 * shared + 1 if is_shared else 2 * shared)
-            shared += is_shared
-        return keys
+        return keys_of(self._trainer.callbacks, self._recovering._given)
 
     # After a loss
 
@@ -288,8 +284,8 @@ class RecoveringLoop(TrainingLoop):
             names = ", ".join(str(cluster.task_of(rank)) for rank in range(cluster.world_size))
             note("%s%s at step %d: %s", what, when, self._trainer.step, names)
 
-    def _meet(self, cause: TaskLostError | None, is_new: bool) -> None:
-        """Meet the others; afterwards all are equally far."""
+    def _meet(self, cause: TaskLostError | None, is_new: bool) -> bool:
+        """Meet the others; afterwards all are equally far. Returns whether all of them are new."""
         meeting, trainer = self._meeting, self._recovering
         while True:
             is_new = not meeting.regroup(cause) or is_new
@@ -311,6 +307,24 @@ class RecoveringLoop(TrainingLoop):
             self._load(state, is_new)
         self._batches.load_state_dict(self._mark.data)
         self._placed.seen = self._mark.seen
+        return best.is_new
+
+    def _begin_anew(self, epochs: range) -> range:
+        """Nobody is left who has the state: go on from a backup, if there is one."""
+        trainer = self._recovering
+        backup = next((each for each in trainer._given if isinstance(each, BackupAndRestore)), None)
+        of = trained_on(trainer, self.chain, self._steps)
+        found = backup and backup.find(trainer, trainer._fits, of)
+        saved, trainer._restored, self._saved_callbacks = trainer._restored, None, []
+        if not found or saved is None:
+            return epochs
+        self._history.epoch[:] = found[0].epoch
+        self._history.history.update(found[0].history)
+        self.load_state_dict(saved["loop"], self._steps, whole=False)
+        restore(trainer._given, saved["callbacks"])
+        self._epoch, self._begun = trainer.epoch, trainer.epoch - 1
+        self._keep_mark()
+        return range(trainer.epoch, trainer.epoch if found[1] else epochs.stop)
 
     def _state(self) -> dict[str, Any]:
         """What a new task needs beside model and optimizer; of this task alone."""
@@ -356,7 +370,7 @@ class RecoveringLoop(TrainingLoop):
         trainer.step, trainer.epoch = state["step"], state["epoch"]
         if trainer.scheduler is not None and state["scheduler"] is not None:
             trainer.scheduler.load_state_dict(state["scheduler"])
-        self._saved_callbacks = state["callbacks"]
+        self._is_late, self._saved_callbacks = state["begun"] >= self._epoch, state["callbacks"]
         restore(trainer._given, self._saved_callbacks)
         if is_new:  # who was behind has drawn for that step already
             set_random_state(state["random"])
@@ -370,7 +384,7 @@ class RecoveringLoop(TrainingLoop):
     def _begin_late(self) -> None:
         """Begin the epoch that the others have begun: what callbacks set then is set already."""
         rates = [dict(group) for group in self._trainer.optimizer.param_groups]
-        if self._stage == TRAIN:
+        if self._stage == TRAIN and self._is_late:
             self._begin_epoch()
             for group, before in zip(self._trainer.optimizer.param_groups, rates, strict=True):
                 group.update(before)
@@ -404,16 +418,3 @@ class RecoveringLoop(TrainingLoop):
         folder = self._recovering._folder
         if folder is not None and self._found and self._history.epoch:
             folder.complete(self._history.epoch[-1], self._found_at, self._found)
-
-
-def _strategy_of(trainer: Trainer) -> SynchronousStrategy:
-    from spartito.strategies.synchronous import SynchronousStrategy
-
-    assert isinstance(trainer.strategy, SynchronousStrategy), "chosen by `make_loop`"
-    return trainer.strategy
-
-
-def make_loop(trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> TrainingLoop:
-    """The loop of a trainer over a data set: one that recovers where its strategy does."""
-    recovers = getattr(trainer.strategy, "recovery", None) is not None
-    return (RecoveringLoop if recovers else TrainingLoop)(trainer, chain, before)

@@ -26,13 +26,13 @@ from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
 from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
+from spartito.training.loops import make_loop
 from spartito.training.metrics.names import MetricLike, make_metrics
 from spartito.training.nonfinite import checked
 from spartito.training.own_callbacks import with_own
 from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
 from spartito.training.preemption import Notice
-from spartito.training.recovering import make_loop
 from spartito.training.resume import find_together, restore, trained_on
 from spartito.training.run_folder import RunFolder
 from spartito.training.saving import Saves
