@@ -38,8 +38,8 @@ class Statistics(nn.Module):
 
 def values(model: nn.Module) -> dict[str, Any]:
     return {
-        f"{place}.{name}": None if buffer is None else buffer.clone()
-        for place, module in model.named_modules()
+        f"{path}.{name}": None if buffer is None else buffer.clone()
+        for path, module in model.named_modules()
         for name, buffer in module._buffers.items()
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-Places = list[tuple[dict[str, Tensor | None], str]]
+Slots = list[tuple[dict[str, Tensor | None], str]]
 """Where buffers are: in which module's dict, by which name."""
 
 LARGE = 1 << 16
@@ -24,7 +24,7 @@ class Undo:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._places: Places = []
+        self._slots: Slots = []
         self._looked = False
         self._buffers: list[Tensor | None] = []
         self._copies: list[Tensor | None] = []
@@ -39,15 +39,15 @@ class Undo:
         if looks or not self._looked:
             self._looked = True
             modules = self._model.modules()
-            places = [(each._buffers, name) for each in modules for name in each._buffers]
-            if not _same(places, self._places):
-                self._places, self._buffers = places, [None] * len(places)
-                self._copies, self._versions = list(self._buffers), [-1] * len(places)
-        elif not self._places:
+            slots = [(each._buffers, name) for each in modules for name in each._buffers]
+            if not _same(slots, self._slots):
+                self._slots, self._buffers = slots, [None] * len(slots)
+                self._copies, self._versions = list(self._buffers), [-1] * len(slots)
+        elif not self._slots:
             return
         known: list[tuple[Tensor, Tensor]] = []
-        for number, (place, name) in enumerate(self._places):
-            buffer, before = place.get(name), self._copies[number]
+        for number, (module, name) in enumerate(self._slots):
+            buffer, before = module.get(name), self._copies[number]
             if buffer is None:
                 self._copies[number] = None
             elif before is None or buffer is not self._buffers[number]:  # modules may replace them
@@ -67,14 +67,14 @@ class Undo:
         if self._is_under_way:
             pairs = zip(self._buffers, self._copies, strict=True)
             _copy([(to, copy) for to, copy in pairs if to is not None and copy is not None])
-            for (place, name), buffer in zip(self._places, self._buffers, strict=True):
-                place[name] = buffer
+            for (module, name), buffer in zip(self._slots, self._buffers, strict=True):
+                module[name] = buffer
             self._versions = [-1] * len(self._versions)  # what was written is looked at again
         self._is_under_way = False
 
 
-def _same(one: Places, other: Places) -> bool:
-    """Whether these are the same places, whatever lies there."""
+def _same(one: Slots, other: Slots) -> bool:
+    """Whether these are the same slots, whatever lies there."""
     alike = (a is b and m == n for (a, m), (b, n) in zip(one, other, strict=False))
     return len(one) == len(other) and all(alike)
 
