@@ -59,7 +59,8 @@ def trained(
         )  # fmt: skip
         data = sp.data.arrays(*examples(bad=True)).batch(ROWS)
         history = trainer.fit(data, epochs=1, verbose=False)
-        return weights(chosen, net), history.history.get("loss", []), chosen.skipped, trainer.step
+        losses, skipped = history.history.get("loss", []), chosen.coordination.skipped
+        return weights(chosen, net), losses, skipped, trainer.step
 
 
 @pytest.mark.parametrize(

@@ -347,6 +347,23 @@ def test_a_stopped_chief_is_named_by_all(tmp_path: Path) -> None:
         assert found.said("ps 0", "error: worker 0 .* was not heard of")
 
 
+@pytest.mark.parametrize(
+    ("number", "killed"), [(signal.SIGTERM, False), (signal.SIGUSR2, False), (signal.SIGTERM, True)]
+)
+def test_a_server_that_is_told_to_end_stays_for_its_chief_alone(
+    tmp_path: Path, number: signal.Signals, killed: bool
+) -> None:
+    with job(tmp_path, Asked(holds={"worker 0": 5}), worker=1, ps=2) as found:
+        found.held("worker 0")
+        found.signal(number, "ps 0", "ps 1")
+        if killed:
+            found.kill("worker 0")
+            assert found.ends("ps 0", "ps 1") == [-number] * 2, found.text
+        else:
+            found.go("worker 0")
+            found.finish()
+
+
 def test_a_server_that_nobody_starts_is_named(tmp_path: Path) -> None:
     with job(tmp_path, Asked(), start=False, timeout=4, worker=1, ps=2) as found:
         found.start("worker 0", "ps 0")

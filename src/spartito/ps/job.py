@@ -107,8 +107,8 @@ class Job:
         # A chief that computes nothing is nobody among the workers.
         self._index = self.workers.index(cluster.task) if cluster.task in self.workers else -1
 
-    def serve(self) -> dict[str, Any]:
-        """Be a parameter server until the job ends; returns what it did."""
+    def server(self) -> Server:
+        """What a ps is: it listens, and is to serve until the job ends."""
         cluster, options, number = self.cluster, self.options, self.cluster.task.index
         host, port = split_address(self._addresses[number])
         folder = options.snapshot_dir or os.environ.get(ENV_SNAPSHOT_DIR) or _private_folder()
@@ -117,7 +117,7 @@ class Job:
         span = self._spans[part]
         shard = Shard(layout, span, self._optimizer, self.vector.tensors)
         name = f"{cluster.task} ({host}:{port})"
-        server = Server(
+        return Server(
             Store(shard, self.rules, gates=part == 0, log=log),
             listen(server_endpoint(cluster), options.timeout),
             name=name,
@@ -129,8 +129,6 @@ class Job:
             shares=options.shared_memory,
             key=self._key,
         )
-        server.serve()
-        return server.record()
 
     def begin(self) -> Chief:
         """As the chief: give the servers our values, and let the workers come."""

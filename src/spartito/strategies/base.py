@@ -50,10 +50,6 @@ class Strategy(ABC):
     """What the tasks agree on beside the computation."""
     groups: Groups
     """The groups that this task is in: "world", "data" and "model"."""
-    skips_nonfinite = False
-    """Whether an update whose loss or gradients are not finite is left out, on all tasks."""
-    skipped = 0
-    """How many updates were left out for that."""
 
     def __init__(self, cluster: ClusterSpec | None = None, flush_denormals: bool = True) -> None:
         self.denormals = Denormals(flush_denormals)

@@ -44,6 +44,11 @@ class Coordination(ABC):
     under any strategy.
     """
 
+    skips_nonfinite = False
+    """Whether an update whose loss or gradients are not finite is left out, on all tasks."""
+    skipped = 0
+    """How many updates were left out for that."""
+
     def __init__(self, name: str, job: ClusterSpec, cluster: ClusterSpec, pairs: Pairs) -> None:
         self.name, self.job, self.cluster = name, job, cluster
         self.record_to: Path | None = None
@@ -64,6 +69,11 @@ class Coordination(ABC):
     def decides(self) -> bool:
         """Whether this task sees the whole training: it evaluates, and its callbacks run."""
         return True
+
+    @property
+    def joins(self) -> bool:
+        """Whether the others train already, and will give this task all that they have."""
+        return False
 
     @property
     @abstractmethod
@@ -163,6 +173,10 @@ class SynchronousCoordination(Coordination):
     ) -> None:
         super().__init__(name, job, cluster, pairs)
         self._groups = groups
+
+    @property
+    def joins(self) -> bool:
+        return self._groups.joins
 
     @property
     def traffic(self) -> Traffic:

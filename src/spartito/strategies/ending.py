@@ -8,8 +8,9 @@ import os
 import signal
 import sys
 import traceback
+from contextlib import suppress
 from pathlib import Path
-from threading import Timer, current_thread, main_thread
+from threading import current_thread, main_thread
 from types import FrameType
 from typing import NoReturn
 
@@ -20,8 +21,12 @@ from spartito.strategies.record import write_record
 PREEMPTING = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
 """Signals that tell a task to end soon: of Slurm, Kubernetes, clouds and launchers."""
 
-GRACE_SECONDS = 25.0
-"""That a server goes on after one; most who send it wait for 30 s."""
+
+class _Told(BaseException):
+    """A signal came that tells this task to end."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
 
 
 def serve_and_end(job: Job, record_to: Path | None) -> NoReturn:
@@ -48,18 +53,38 @@ def serve_and_end(job: Job, record_to: Path | None) -> NoReturn:
 
 
 def _serve(job: Job, record_to: Path | None) -> None:
+    server = job.server()
+
+    def end(number: int, frame: FrameType | None) -> None:
+        if not server.ends_with_chief(_Told(number)):  # the chief may fetch what we have
+            _die_of(number)
+
     if current_thread() is main_thread():
-        for number in PREEMPTING:  # the chief saves what we have, and ends the job
-            signal.signal(number, _end_later)
-    record = job.serve()
+        for number in PREEMPTING:
+            if not is_caught(number):
+                signal.signal(number, end)
+    try:
+        server.serve()
+    except _Told as told:
+        _die_of(told.number)
     if record_to is not None:
-        write_record(record_to, job.cluster.task, record)
+        write_record(record_to, job.cluster.task, server.record())
 
 
-def _end_later(number: int, frame: FrameType | None) -> None:
-    timer = Timer(GRACE_SECONDS, os.kill, (os.getpid(), signal.SIGKILL))
-    timer.daemon = True
-    timer.start()
+def _die_of(number: int) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def is_caught(number: int) -> bool:
+    """Whether somebody has a handler for it, also one that Python does not know (faulthandler)."""
+    if signal.getsignal(number) not in (signal.SIG_DFL, None):
+        return True
+    with suppress(OSError, ValueError, StopIteration):
+        lines = Path("/proc/self/status").read_text().splitlines()
+        caught = next(line for line in lines if line.startswith("SigCgt"))
+        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+    return False
 
 
 def uncaught() -> BaseException | None:

@@ -144,7 +144,7 @@ class LeasedCoordination(Coordination):
         self._seen = furthest(before, self._newest())  # a restarted server counts again
         self._show(self._seen)
         examples, batches, updates = advance(before, self._seen, self.shards)
-        dropped = self.dropped if updates else 0
+        dropped = self.skipped if updates else 0
         news, self._told = dropped > self._told, max(dropped, self._told)
         return StepResult(
             output,
@@ -192,7 +192,7 @@ class LeasedCoordination(Coordination):
             set_options(self._pairs.only.optimizer.param_groups, options)
 
     @property
-    def dropped(self) -> int:
+    def skipped(self) -> int:  # type: ignore[override]
         """On the chief: pushes that were not finite, as far as they were reported; ours at once."""
         if self.chief is None:
             return 0

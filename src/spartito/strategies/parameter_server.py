@@ -138,11 +138,6 @@ class ParameterServerStrategy(ReplicaStrategy):
         return 0, 1
 
     @property
-    def skipped(self) -> int:  # type: ignore[override]
-        """Pushes that were not finite, as far as the chief knows; they always change nothing."""
-        return self.coordination.dropped
-
-    @property
     def num_replicas(self) -> int:
         """One on each worker."""
         return self.cluster.num_computing

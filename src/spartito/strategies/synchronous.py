@@ -178,7 +178,7 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         with self._group.current_call.during("step"):
-            if self.skips_nonfinite and not self._pairs.only.passes:
+            if self.coordination.skips_nonfinite and not self._pairs.only.passes:
                 self._pairs.only.keep_buffers()
             return super().step(batch, loss, stop=stop)
 
@@ -275,7 +275,7 @@ class SynchronousStrategy(ReplicaStrategy):
         pair.passes = 0
         if dropped:
             pair.restore_buffers()
-            self.skipped += 1
+            self.coordination.skipped += 1
             loss = weight = 0.0
         if self._repeating is not None:
             self._repeating.end(pair)
@@ -285,7 +285,7 @@ class SynchronousStrategy(ReplicaStrategy):
 
     def _is_dropped(self, pair: Pair, loss: Number) -> bool:
         """Clip the gradients; whether they are of no use. In fp16 the scaler finds that out."""
-        skips = self.skips_nonfinite and pair.precision != "fp16"
+        skips = self.coordination.skips_nonfinite and pair.precision != "fp16"
         if pair.clip_norm is None and not skips:
             return False
         norm = self.global_norm(pair)

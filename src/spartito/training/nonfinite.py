@@ -17,7 +17,7 @@ def checked(choice: str, strategy: Strategy) -> str:
     """Have ``strategy`` do what is chosen; `UserError` for what cannot be chosen."""
     if choice not in CHOICES:
         raise UserError(f"on_nonfinite={choice!r}", nearest(str(choice), CHOICES))
-    strategy.skips_nonfinite = choice != IGNORE
+    strategy.coordination.skips_nonfinite = choice != IGNORE
     return choice
 
 
@@ -26,13 +26,13 @@ class NonFinite(Callback):
 
     def on_train_begin(self) -> None:
         """Nothing is left out yet."""
-        self._skipped = self.trainer.strategy.skipped
+        self._skipped = self.trainer.coordination.skipped
         self._good = self._seen = self.trainer.step
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Look at what the last updates were."""
         trainer = self.trainer
-        count = trainer.strategy.skipped
+        count = trainer.coordination.skipped
         if count == self._skipped:
             if trainer.step > self._seen:
                 self._good = trainer.step

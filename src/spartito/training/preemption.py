@@ -13,7 +13,7 @@ from typing import Any, Self
 
 from spartito.errors import PreemptedError, UserError
 from spartito.log import warn
-from spartito.strategies.ending import PREEMPTING
+from spartito.strategies.ending import PREEMPTING, is_caught
 
 POLL_SECONDS = 1.0
 """Between two looks for a notice."""
@@ -43,7 +43,7 @@ class Notice:
         """Begin to listen."""
         self._before: dict[int, Any] = {}
         for number in self._signals():
-            if current_thread() is main_thread() and not _is_caught(number):
+            if current_thread() is main_thread() and not is_caught(number):
                 self._before[number] = signal.signal(number, self._take)
         return self
 
@@ -141,14 +141,3 @@ def numbers_of(signals: Sequence[str | int]) -> tuple[int, ...]:
         raise UserError(
             f"signals={tuple(signals)!r}", 'Name some, as ("SIGTERM", "SIGUSR1").'
         ) from None
-
-
-def _is_caught(number: int) -> bool:
-    """Whether somebody has a handler for it, also one that Python does not know (faulthandler)."""
-    if signal.getsignal(number) not in (signal.SIG_DFL, None):
-        return True
-    with suppress(OSError, ValueError, StopIteration):
-        lines = Path("/proc/self/status").read_text().splitlines()
-        caught = next(line for line in lines if line.startswith("SigCgt"))
-        return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
-    return False

@@ -274,8 +274,8 @@ class Update(Message, frozen=True, tag="update"):
     examples: Number
     pushes: Number
     absent: list[Number] = []
-    rate: float = 1.0
-    fresh: float = 1.0
+    rate: Amount = 1.0
+    fresh: Amount = 1.0
     options: list[dict[Name, Any]] | None = None
     ended: dict[Number, tuple[Number, Number, Number]] = {}
     changes: bool = False

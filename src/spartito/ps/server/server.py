@@ -64,7 +64,7 @@ class Server:
         self._runtime = store.runtime
         self._ended = self._runtime.event()
         self._failure: BaseException | None = None
-        self._interrupted: KeyboardInterrupt | None = None
+        self._interrupted: BaseException | None = None
         self._connections: set[Served] = set()
         self._began = self._chief_seen = self._runtime.now()
         self._chiefs = 0
@@ -104,12 +104,17 @@ class Server:
             if not self._ended.wait(LOOK_SECONDS):
                 self._look_for_chief()
         except KeyboardInterrupt as stop:
-            if self._interrupted is not None or not self._chiefs:
+            if self._interrupted is not None or not self.ends_with_chief(stop):
                 raise
-            self._interrupted = stop
             note("%s ends when its chief ends, or when it is interrupted again", self.name)
         if self._interrupted is not None and not self._chiefs and not self._ended.is_set():
             raise self._interrupted
+
+    def ends_with_chief(self, stop: BaseException) -> bool:
+        """Whether a chief is connected: if it leaves without an end, `serve` raises ``stop``."""
+        if self._chiefs:
+            self._interrupted = stop
+        return self._chiefs > 0
 
     def end(self) -> None:
         """The job has ended."""

@@ -94,7 +94,7 @@ class BackupAndRestore(Callback):
         self._trainer, self._of = trainer, of
         self.backups = self._backups_of(fit)
         coordination = trainer.coordination
-        if trainer.strategy.groups.joins:
+        if coordination.joins:
             return None
 
         def newest() -> str:
