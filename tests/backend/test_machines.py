@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import pytest
+
 from spartito.chaos.network import NoNamespacesError, network
 from tests.commands import commands_in
 from tests.skips import skip
@@ -40,6 +42,7 @@ print("found", small.item(), large.min().item(), large.max().item(), gathered.to
 """
 
 
+@pytest.mark.slow
 def test_four_ranks_on_two_machines_whose_names_mean_the_loopback(tmp_path: Path) -> None:
     at = {"MASTER_ADDR": "alpha", "MASTER_PORT": "29533", "WORLD_SIZE": "4"}
     try:

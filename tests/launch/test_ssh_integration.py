@@ -295,6 +295,7 @@ def test_a_list_of_machines_that_cannot_be(
     assert (got.code, told in got.err, "it ran" in got.text) == (2, True, False), got.text
 
 
+@pytest.mark.slow
 def test_a_machine_where_something_is_missing(site: Site, commands: Commands) -> None:
     commands.write("never.py", "print('it ran')")
     bare = commands.write("bare", '#!/bin/sh\nexec /usr/bin/env -i python3 -S -I "$@"\n')
