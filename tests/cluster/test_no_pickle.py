@@ -148,7 +148,7 @@ def test_a_pickle_at_a_port_is_refused_and_not_run(tmp_path: Path) -> None:
         caller.close()
         done.release()
 
-    store = Server(socket.create_server(("127.0.0.1", 0)), KEY.secret)
+    store = Server(socket.create_server(("127.0.0.1", 0)), KEY)
     try:
         with accepted(hear) as frames, accepted(hear_lines) as lines:
             for port in (frames, lines, store.address[1]):

@@ -7,20 +7,20 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
+from dataclasses import replace
 from multiprocessing.connection import Connection as Pipe
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spartito.cluster.secret import Key
 from spartito.cluster.store import server as serving
 from spartito.cluster.store.client import (
     FencedError,
     OtherStoreError,
-    Store,
     StoreError,
     StoreGoneError,
     StoreSecretError,
@@ -46,10 +46,9 @@ from spartito.cluster.store.protocol import (
 from spartito.cluster.store.server import Server
 from spartito.cluster.store.values import Values
 from spartito.errors import SpartitoError
+from tests.cluster.stores import KEY, LIMIT, SECRET, TLS, client, is_closed, served
 from tests.processes import context
 
-SECRET = b"a secret of this test"
-LIMIT = 20.0  # seconds that no passing test comes near
 KEYS = st.sampled_from(["a", "b", "old/a", "old/b"])
 CALLS = st.one_of(
     st.tuples(st.just("set"), KEYS, st.binary(max_size=3)),
@@ -60,34 +59,6 @@ CALLS = st.one_of(
     st.tuples(st.just("keys"), st.sampled_from(["", "old/"])),
     st.tuples(st.just("retire"), st.just("old")),
 )
-
-
-@contextmanager
-def served(secret: bytes = SECRET) -> Iterator[Server]:
-    """A store of this process."""
-    server = Server(socket.create_server(("127.0.0.1", 0)), secret)
-    try:
-        yield server
-    finally:
-        server.close()
-
-
-def client(server: Server | tuple[str, int], secret: bytes = SECRET, limit: float = LIMIT) -> Store:
-    """Somebody who comes to it."""
-    address = server.address if isinstance(server, Server) else server
-    made = Store(lambda seconds: socket.create_connection(address, seconds), secret, limit)
-    _clients.append(made)
-    return made
-
-
-_clients: list[Store] = []
-
-
-@pytest.fixture(autouse=True)
-def _closed() -> Iterator[None]:
-    yield
-    while _clients:
-        _clients.pop().close()
 
 
 class Model:
@@ -141,11 +112,14 @@ def outcome(of: object, name: str, *arguments: object) -> object:
         return type(error)
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.lists(st.tuples(st.integers(0, 2), CALLS), max_size=25))
-def test_several_clients_see_one_dictionary(calls: list[tuple[int, tuple[str, ...]]]) -> None:
-    with served() as server:
-        clients, model = [client(server).under("job") for _ in range(3)], Model()
+@pytest.mark.parametrize("key", [KEY, TLS])
+@settings(max_examples=30, deadline=None)
+@given(calls=st.lists(st.tuples(st.integers(0, 2), CALLS), max_size=25))
+def test_several_clients_see_one_dictionary(
+    key: Key, calls: list[tuple[int, tuple[str, ...]]]
+) -> None:
+    with served(key) as server:
+        clients, model = [client(server, key).under("job") for _ in range(3)], Model()
         for who, (name, *arguments) in calls:
             assert outcome(clients[who], name, *arguments) == outcome(model, name, *arguments)
         for each in clients:
@@ -258,11 +232,15 @@ def test_a_store_that_is_frozen_or_gone_is_an_error_in_time(
         process.join()
 
 
-def test_another_secret_is_refused_on_both_sides(caplog: pytest.LogCaptureFixture) -> None:
-    with served() as server:
+@pytest.mark.parametrize("key", [KEY, TLS])
+def test_another_secret_is_refused_on_both_sides(
+    key: Key, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = replace(key, secret=b"another")
+    with served(key) as server:
         with pytest.raises(StoreSecretError, match="does not know the secret of this task"):
-            client(server, b"another").set("a", b"")
-        assert client(server).keys() == {}
+            client(server, other).set("a", b"")
+        assert client(server, key).keys() == {}
         assert "it does not know the job's secret" in caplog.text
 
 
@@ -290,16 +268,6 @@ def raw(server: Server, secret: bytes = SECRET) -> tuple[socket.socket, bytes, b
     while len(theirs) < HELLO:
         theirs += caller.recv(HELLO - len(theirs))
     return caller, own, theirs
-
-
-def is_closed(caller: socket.socket) -> bool:
-    """Whether the other end closes the connection, whatever it says before."""
-    try:
-        while caller.recv(1 << 16):
-            pass
-    except ConnectionResetError:
-        pass
-    return True
 
 
 def test_no_frame_can_be_repeated_or_changed() -> None:
@@ -341,12 +309,13 @@ def test_no_body_but_a_request_is_obeyed(body: bytes) -> None:
         values.apply(request_of(body), "who")
 
 
-def test_who_says_nothing_keeps_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("key", [KEY, TLS])
+def test_who_says_nothing_keeps_nobody_out(key: Key, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(serving, "MOST_UNKNOWN", 4)
-    with served() as server:
+    with served(key) as server:
         silent = [socket.create_connection(server.address, LIMIT) for _ in range(5)]
         assert is_closed(silent[0])
-        client(server).set("a", b"")
+        client(server, key).set("a", b"")
         for each in silent:
             each.close()
 

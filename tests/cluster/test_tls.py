@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import socket
 import ssl
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -24,6 +22,7 @@ from spartito.cluster.secret import NO_SECRET, Key, job_key
 from spartito.cluster.tls import contexts
 from spartito.collectives.sockets import reach
 from spartito.errors import UserError
+from tests.wiretap import between
 
 HOST, PURPOSE, LIMIT = "127.0.0.1", "test", 30.0
 KEY = Key(b"what the tasks of this job know", encrypts=True)
@@ -54,34 +53,6 @@ def echo(key: Key) -> Iterator[tuple[int, Queue[str]]]:
         yield port, refused
     finally:
         door.close()
-
-
-@contextmanager
-def between(port: int) -> Iterator[tuple[int, bytearray]]:
-    """A port that passes bytes on to ``port``, and what passed from there."""
-    heard = bytearray()
-
-    def pass_on(source: socket.socket, target: socket.socket, keep: bytearray) -> None:
-        with contextlib.suppress(OSError):
-            while data := source.recv(1 << 16):
-                keep += data
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-
-    def serve(server: socket.socket) -> None:
-        with contextlib.suppress(OSError):
-            caller, _ = server.accept()
-            with caller, socket.create_connection((HOST, port), LIMIT) as called:
-                other = threading.Thread(target=pass_on, args=(caller, called, bytearray()))
-                other.start()
-                pass_on(called, caller, heard)
-                other.join()
-
-    with socket.create_server((HOST, 0)) as server:
-        thread = threading.Thread(target=serve, args=(server,))
-        thread.start()
-        yield server.getsockname()[1], heard
-        thread.join()
 
 
 @pytest.mark.parametrize("key", [KEY, PLAIN])

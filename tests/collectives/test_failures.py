@@ -302,7 +302,8 @@ def test_shared_memory_that_is_another_users_is_not_mapped(tmp_path: Path) -> No
     theirs, link = tmp_path / "theirs", tmp_path / "link"
     theirs.write_bytes(bytes(4096))
     link.symlink_to(theirs)
-    refused = [link]
+    os.mkfifo(tmp_path / "pipe")
+    refused = [link, tmp_path / "pipe", tmp_path]
     if os.geteuid() == 0:
         os.chown(theirs, 12345, -1)
         refused.append(theirs)

@@ -15,6 +15,7 @@ import torch
 
 from spartito.cluster.ports import free_port
 from spartito.cluster.recovery import Recovery
+from spartito.cluster.secret import NO_SECRET
 from spartito.cluster.store.server import Server
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.errors import SpartitoError, TaskLostError
@@ -27,7 +28,7 @@ WAYS = ["auto", "sockets", "on aab"]
 @contextmanager
 def kept() -> Iterator[str]:
     """A store that outlives every task, as a launcher keeps one."""
-    server = Server(socket.create_server(("127.0.0.1", 0)), b"")
+    server = Server(socket.create_server(("127.0.0.1", 0)), NO_SECRET)
     try:
         yield "{}:{}".format(*server.address)
     finally:

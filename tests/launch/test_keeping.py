@@ -10,9 +10,11 @@ import sys
 
 import pytest
 
+from spartito.cluster.secret import Key
 from spartito.cluster.spec import split_address
 from spartito.cluster.store.client import Store, StoreGoneError, StoreSecretError
 from spartito.launch.keeping import kept_store
+from tests.wiretap import between
 
 LIMIT = 30.0  # seconds that no passing test comes near
 SECRET = "a secret of this test"
@@ -25,9 +27,9 @@ with kept_store(os.environ) as env:
 """
 
 
-def client(address: str, secret: str = SECRET) -> Store:
-    where = split_address(address)
-    return Store(lambda limit: socket.create_connection(where, limit), secret.encode(), LIMIT)
+def client(address: str, secret: str = SECRET, encrypts: bool = False) -> Store:
+    where, key = split_address(address), Key(secret.encode(), encrypts)
+    return Store(lambda limit: socket.create_connection(where, limit), key, LIMIT)
 
 
 def test_a_launcher_keeps_a_store_for_who_knows_the_secret() -> None:
@@ -39,6 +41,19 @@ def test_a_launcher_keeps_a_store_for_who_knows_the_secret() -> None:
         assert each.get("a") == b"1"
     with pytest.raises(StoreGoneError):
         each.get("a")
+
+
+def test_a_launchers_store_encrypts_where_its_job_does() -> None:
+    value = b"an address of the job" * 100
+    with kept_store(os.environ | {"SPARTITO_SECRET": SECRET, "SPARTITO_TLS": "on"}) as env:
+        host, port = split_address(env["SPARTITO_STORE"])
+        with between(port) as (way, heard):
+            each = client(f"{host}:{way}", encrypts=True)
+            each.set("a", value)
+            assert each.get("a") == value
+            each.close()
+        assert len(heard) > 2 * len(value)
+        assert b"an address" not in heard
 
 
 def test_it_ends_with_a_launcher_that_is_killed() -> None:

@@ -22,6 +22,7 @@ from torch import nn
 
 import spartito as sp
 from spartito.cluster.recovery import Recovery
+from spartito.cluster.secret import Key
 from spartito.cluster.store.server import Server
 from spartito.errors import UserError
 from spartito.registry import strategy_info
@@ -146,7 +147,7 @@ def task(plan: Plan, rank: int, folder: Path, environment: dict[str, str], pipe:
 def run(plan: Plan, folder: Path) -> list[Any]:
     """What each task returned in the end; None for one that was not started again."""
     folder.mkdir()
-    server = Server(socket.create_server(("127.0.0.1", 0)), SECRET.encode())
+    server = Server(socket.create_server(("127.0.0.1", 0)), Key(SECRET.encode()))
     host, port = server.address
     pipes: dict[int, Any] = {}
     processes: dict[int, Any] = {}

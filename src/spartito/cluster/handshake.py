@@ -22,7 +22,7 @@ import time
 
 from spartito.cluster.connection import Connection, Sealed
 from spartito.cluster.secret import Key
-from spartito.cluster.tls import ALERT, HELLO, Encrypted
+from spartito.cluster.tls import ALERT, HELLO, Encrypted, speaks_another
 from spartito.errors import SpartitoError, UserError
 from spartito.names import ENV_TLS
 
@@ -140,7 +140,7 @@ def _encrypted_by(connection: socket.socket, key: Key, end: float) -> Connection
     try:
         return Encrypted(connection, key.secret, listens=True, end=end)
     except ssl.SSLError as error:
-        if error.reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE"):
+        if speaks_another(error):
             _send(connection, ALERT, end)  # OpenSSL says nothing to who is of no version of it
             raise UnknownPeerError("it does not encrypt, or is no task of Spartito") from error
         raise OtherSecretError("it does not know the job's secret") from error

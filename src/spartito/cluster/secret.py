@@ -136,6 +136,11 @@ def key_among(open_hosts: Sequence[str], env: Mapping[str, str] | None = None) -
     return Key(secret.encode(), encrypts)
 
 
+def key_at(host: str) -> Key:
+    """The key for what listens at ``host`` alone; raises as `key_among` does."""
+    return key_among([] if is_loopback(host) else [host])
+
+
 def open_hosts(cluster: ClusterSpec) -> list[str]:
     """Where tasks listen that others than this machine reach, as far as addresses tell."""
     addresses = [address for tasks in cluster.addresses.values() for address in tasks]

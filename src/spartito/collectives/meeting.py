@@ -17,7 +17,7 @@ import torch.distributed as dist
 from spartito.cluster.endpoints import rendezvous_endpoint
 from spartito.cluster.identity import Life
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.secret import read_secret
+from spartito.cluster.secret import Key, key_at
 from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.cluster.store.client import Store
 from spartito.cluster.store.server import Server
@@ -81,6 +81,7 @@ def meet(
     """
     kept = os.environ.get(ENV_STORE, "")
     host, port = split_address(kept or cluster.rendezvous or "")
+    key = key_at(host)
     # torchrun's agent keeps a store at this address already, over restarts of the workers too.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not kept
     recovery = None if agent else recovery
@@ -92,11 +93,11 @@ def meet(
     # A store of a launcher keeps the keys of earlier visits of the same processes.
     visit = _visits if agent or kept or recovery else 0
     prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{visit}"
-    store: KeyValues | None = kept_here(cluster, names[0], limit) if serves else None
+    store: KeyValues | None = kept_here(cluster, names[0], limit, key) if serves else None
     while True:
         if store is None:
             dial(host, port, keeper, limit, end).close()
-            store = _of_agent(host, port, limit) if agent else _at(host, port, keeper, limit)
+            store = _of_agent(host, port, limit) if agent else _at(host, port, keeper, limit, key)
         meeting = Meeting(store.under(prefix), keeper)
         try:
             if recovery is not None:
@@ -163,21 +164,21 @@ def _sign_in(
     return texts
 
 
-def kept_here(cluster: ClusterSpec, name: str, limit: float) -> Store:
+def kept_here(cluster: ClusterSpec, name: str, limit: float, key: Key) -> Store:
     """A store in this process, at the job's rendezvous; it ends with the last who holds it."""
     listener = listen(rendezvous_endpoint(cluster), limit)
-    kept = Kept(Server(listener, read_secret().encode(), name))
+    kept = Kept(Server(listener, key, name))
     host, port = kept.server.address
-    return _at(host, port, name, limit, kept)
+    return _at(host, port, name, limit, key, kept)
 
 
-def _at(host: str, port: int, name: str, limit: float, keeps: object = None) -> Store:
+def _at(host: str, port: int, name: str, limit: float, key: Key, keeps: object = None) -> Store:
     """The store at an address where it is kept already."""
 
     def connect(seconds: float) -> socket.socket:
         return socket.create_connection((host, port), seconds)
 
-    return Store(connect, read_secret().encode(), limit, f"{name} at {host}:{port}", keeps)
+    return Store(connect, key, limit, f"{name} at {host}:{port}", keeps)
 
 
 def _of_agent(host: str, port: int, limit: float) -> OfTorch:

@@ -27,6 +27,8 @@ PREFIX = "spartito-"
 OLD = 60.0  # seconds after which a file that nobody has locked is left over
 _NO_SPACE = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EACCES, errno.EPERM, errno.EROFS}
 
+_NOT_OURS = {errno.ELOOP, errno.EACCES, errno.EPERM, errno.EISDIR, errno.ENXIO}
+
 
 class Segment:
     """A file mapped by several processes; its name goes once all of them have it."""
@@ -82,14 +84,16 @@ class Segment:
         Its name comes from a store that asks nobody who he is: a link, or another user's file,
         is a `UserError`.
         """
-        status = os.lstat(path)
-        if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
-            raise UserError(
-                f"the shared memory {path} is no file of this user's",
-                "Run all replicas of a machine as one user, or take communication='sockets'.",
-            )
-        fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
+        try:  # a pipe of another's must not be waited for
+            fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno in _NOT_OURS:
+                raise _not_ours(path) from error
+            raise
         try:
+            status = os.fstat(fd)
+            if status.st_uid != os.geteuid() or not stat.S_ISREG(status.st_mode):
+                raise _not_ours(path)
             fcntl.flock(fd, fcntl.LOCK_SH)
             return cls(path, mmap.mmap(fd, size))
         finally:
@@ -140,3 +144,10 @@ def sweep(directory: Path) -> None:
                     path.unlink()
                 finally:
                     os.close(fd)
+
+
+def _not_ours(path: Path) -> UserError:
+    return UserError(
+        f"the shared memory {path} is no file of this user's",
+        "Run all replicas of a machine as one user, or take communication='sockets'.",
+    )

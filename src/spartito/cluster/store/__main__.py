@@ -10,7 +10,7 @@ import socket
 import sys
 from contextlib import closing
 
-from spartito.cluster.secret import read_secret
+from spartito.cluster.secret import key_at
 from spartito.cluster.store.server import Server
 
 
@@ -18,7 +18,8 @@ def main() -> None:
     """Keep it; Ctrl-C is for the tasks, and for the launcher, which ends us."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     listener = socket.socket(fileno=int(sys.argv[1]))
-    with closing(Server(listener, read_secret().encode(), "the launcher")):
+    key = key_at(listener.getsockname()[0])
+    with closing(Server(listener, key, "the launcher")):
         sys.stdin.read()
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
 
+from spartito.cluster.secret import Key
 from spartito.cluster.store.protocol import (
     HEAD,
     HELLO,
@@ -30,8 +32,10 @@ from spartito.cluster.store.protocol import (
     seals,
     size_of,
 )
+from spartito.cluster.tls import ALERT, Encrypted
 from spartito.errors import SpartitoError, UserError
 from spartito.forks import keep_from_forks
+from spartito.names import ENV_TLS
 
 
 class StoreError(SpartitoError):
@@ -73,20 +77,24 @@ class Connection:
     `time.monotonic`.
     """
 
-    def __init__(self, connected: socket.socket, secret: bytes, end: float) -> None:
-        self._socket = connected
+    def __init__(self, connected: socket.socket, key: Key, end: float) -> None:
+        self._socket: socket.socket | Encrypted = connected
         keep_from_forks(connected.fileno())
         own = hello()
         try:
+            if key.encrypts:
+                self._socket = Encrypted(connected, key.secret, listens=False, end=end)
             self._send(own, end)
             magic = self._receive(len(MAGIC), end)
+            if magic == ALERT[: len(MAGIC)]:
+                raise OtherStoreError("encrypts what it sends, and this task does not")
             if magic != MAGIC:
-                raise OtherStoreError("another program replies there")
+                raise OtherStoreError("is no store of Spartito: another program replies there")
             theirs = magic + self._receive(HELLO - len(MAGIC), end)
         except BaseException:
             connected.close()
             raise
-        self._out, self._in = seals(secret, own, theirs)
+        self._out, self._in = seals(key.secret, own, theirs)
 
     def ask(self, request: Request, end: float) -> Reply:
         """The reply to ``request``, which has to come until ``end`` of `time.monotonic`."""
@@ -125,7 +133,7 @@ class Store:
 
     Args:
         connect: Makes a connected socket within the seconds that it gets, or raises `OSError`.
-        secret: The job's secret.
+        key: The job's.
         limit: Seconds in which the store has to reply.
         name: What errors call it.
         keeps: What is to live as long as this store or one made of it does.
@@ -134,12 +142,12 @@ class Store:
     def __init__(
         self,
         connect: Callable[[float], socket.socket],
-        secret: bytes,
+        key: Key,
         limit: float,
         name: str = "the store",
         keeps: object = None,
     ) -> None:
-        self._connect, self._secret, self._limit, self._name = connect, secret, limit, name
+        self._connect, self._key, self._limit, self._name = connect, key, limit, name
         self._prefix, self._keeps = "", keeps
         self._idle: list[Connection] = []
         self._lock = threading.Lock()
@@ -237,14 +245,14 @@ class Store:
                 return self._idle.pop()
         seconds = max(0.01, end - time.monotonic())
         try:
-            return Connection(self._connect(seconds), self._secret, end)
+            return Connection(self._connect(seconds), self._key, end)
         except (OSError, OtherStoreError) as error:
             raise self._meaning(error, 0.0) from error
 
     def _meaning(self, error: BaseException, seconds: float) -> BaseException:
         """What a user is told of it."""
         match error:
-            case OtherSecretError():
+            case OtherSecretError() | ssl.SSLCertVerificationError():
                 return StoreSecretError(
                     f"{self._name} does not know the secret of this task: it is of another job, "
                     "was given another SPARTITO_SECRET, or runs another Spartito",
@@ -253,8 +261,12 @@ class Store:
                 )
             case OtherStoreError():
                 return OtherStoreError(
-                    f"{self._name} is no store of Spartito: another program replies there",
-                    "Correct the address, or end that program.",
+                    f"{self._name} {error}",
+                    f"Correct the address, or end that program; all tasks need the same {ENV_TLS}.",
+                )
+            case ssl.SSLError():
+                return self._meaning(
+                    OtherStoreError("does not encrypt what it sends, or is no store"), seconds
                 )
             case TimeoutError():
                 return StoreSilentError(self._name, seconds + self._limit)

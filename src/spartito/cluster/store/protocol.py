@@ -8,7 +8,7 @@
 The HMAC is over the number of the frame and its body, with a key of this connection and direction
 that both derive from the job's secret and the nonces: who does not know the secret can neither
 read a key nor write one, and no frame can be changed, repeated, left out or sent back. It proves
-who says what; what is said is not encrypted.
+who says what. Where the store's address is not loopback all of it lies inside of TLS.
 """
 
 from __future__ import annotations

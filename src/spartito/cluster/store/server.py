@@ -6,12 +6,14 @@ import os
 import resource
 import selectors
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from spartito.cluster.secret import Key
 from spartito.cluster.store.protocol import (
     HEAD,
     HELLO,
@@ -30,9 +32,12 @@ from spartito.cluster.store.protocol import (
     size_of,
 )
 from spartito.cluster.store.values import Values
+from spartito.cluster.tls import ALERT, Listening, speaks_another
+from spartito.cluster.tls import HELLO as TLS_HELLO
 from spartito.errors import SpartitoError
 from spartito.forks import keep_from_forks
 from spartito.log import RareWarnings, shown
+from spartito.names import ENV_TLS
 
 GREETING_SECONDS = 5.0
 """Seconds in which a caller has to show that it knows the secret, or it is disconnected."""
@@ -46,12 +51,25 @@ CHUNK = 1 << 16
 REST_SECONDS = 0.05
 
 
+class Plain:
+    """The way of bytes that are said as they are."""
+
+    def open(self, data: bytes) -> bytes:
+        """What ``data`` says."""
+        return data
+
+    def close(self, data: bytes = b"") -> bytes:
+        """What must be sent to say ``data``."""
+        return data
+
+
 @dataclass(slots=True, eq=False)
 class Caller:
     """One connection, from its first byte on."""
 
     socket: socket.socket
     address: str
+    way: Plain | Listening
     since: float
     own: bytes = b""
     seals: tuple[Seal, Seal] | None = None
@@ -66,7 +84,7 @@ class Server:
 
     Args:
         listener: A socket that listens; the server closes it.
-        secret: The job's secret.
+        key: The job's.
         name: What its task is called in warnings.
         refused: Gets the address of each caller that does not know the secret, and why.
     """
@@ -74,11 +92,12 @@ class Server:
     def __init__(
         self,
         listener: socket.socket,
-        secret: bytes,
+        key: Key,
         name: str = "the store",
         refused: Callable[[str, SpartitoError], None] | None = None,
     ) -> None:
-        self._listener, self._secret, self._name = listener, secret, name
+        self._listener, self._key, self._name = listener, key, name
+        self._way()  # who comes first does not wait for certificates
         self._refused = refused or self._warn
         self.address: tuple[str, int] = listener.getsockname()[:2]
         self._values: Values[Caller] = Values()
@@ -151,7 +170,8 @@ class Server:
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         keep_from_forks(connection.fileno())
-        caller = Caller(connection, str(address[0]) if address else "", time.monotonic())
+        where = str(address[0]) if address else ""
+        caller = Caller(connection, where, self._way(), time.monotonic())
         self._callers.add(caller)
         self._unknown[caller] = None
         self._selector.register(connection, selectors.EVENT_READ, caller)
@@ -164,13 +184,13 @@ class Server:
                 data = caller.socket.recv(CHUNK)
                 if not data:
                     raise ConnectionResetError
-                caller.came += data
+                self._open(caller, data)
                 self._read(caller)
         except (BlockingIOError, InterruptedError):
             return
         except OtherSecretError as error:
             with suppress(OSError):
-                caller.socket.send(UNKNOWN)
+                caller.socket.send(caller.way.close(UNKNOWN))
             self._refused(shown(caller.address), error)
             self._forget(caller)
         except ProtocolError as error:
@@ -179,17 +199,39 @@ class Server:
         except OSError:
             self._forget(caller)
 
+    def _way(self) -> Plain | Listening:
+        return Listening(self._key.secret) if self._key.encrypts else Plain()
+
+    def _open(self, caller: Caller, data: bytes) -> None:
+        """Take in what came; reply where that is part of encrypting."""
+        try:
+            caller.came += caller.way.open(data)
+        except ssl.SSLError as error:
+            alert, why = caller.way.close(), "it does not know the job's secret"
+            if speaks_another(error):  # OpenSSL says nothing to who is of no version of it
+                alert, why = ALERT, "it does not encrypt, or is no task of Spartito"
+            with suppress(OSError):
+                caller.socket.send(alert)
+            raise ProtocolError(why) from error
+        if reply := caller.way.close():
+            caller.unsent += reply
+            self._send(caller)
+
     def _read(self, caller: Caller) -> None:
         """Do what the bytes that came ask for."""
         if caller.seals is None:
+            if caller.came.startswith(TLS_HELLO) and not self._key.encrypts:
+                with suppress(OSError):
+                    caller.socket.send(MAGIC * 2)  # from which it sees that we do not encrypt
+                raise ProtocolError(f"it encrypts, and this task does not ({ENV_TLS})")
             if not caller.came.startswith(MAGIC[: len(caller.came)]):
                 raise ProtocolError("it is no task of Spartito")
             if len(caller.came) < HELLO:
                 return
             theirs, own = bytes(caller.came[:HELLO]), hello()
             del caller.came[:HELLO]
-            caller.seals = seals(self._secret, theirs, own)
-            caller.unsent += own
+            caller.seals = seals(self._key.secret, theirs, own)
+            caller.unsent += caller.way.close(own)
             self._send(caller)
         while caller.waits_until is None and len(caller.came) >= HEAD:
             head = bytes(caller.came[:HEAD])
@@ -238,9 +280,10 @@ class Server:
     def _reply(self, caller: Caller, reply: Reply) -> None:
         assert caller.seals is not None
         try:
-            caller.unsent += caller.seals[1].close(reply)
+            frame = caller.seals[1].close(reply)
         except TooLongError as error:
-            caller.unsent += caller.seals[1].close(Reply(refused=str(error)))
+            frame = caller.seals[1].close(Reply(refused=str(error)))
+        caller.unsent += caller.way.close(frame)
         self._send(caller)
 
     def _send(self, caller: Caller) -> None:

@@ -1,0 +1,62 @@
+"""The store where its job encrypts: who is in between reads nothing, and a half greeting ends."""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from contextlib import suppress
+
+import pytest
+
+from spartito.cluster.secret import Key
+from spartito.cluster.store import server as serving
+from spartito.cluster.store.client import OtherStoreError
+from spartito.cluster.tls import contexts
+from tests.cluster.stores import KEY, LIMIT, SECRET, TLS, client, is_closed, served
+from tests.wiretap import between
+
+
+@pytest.mark.parametrize("key", [KEY, TLS])
+def test_what_passes_can_be_read_where_tasks_do_not_encrypt_alone(key: Key) -> None:
+    value = b"an address of the job" * 1000
+    with served(key) as server, between(server.address[1]) as (way, heard):
+        each = client(("127.0.0.1", way), key)
+        each.set("a key of it", value)
+        assert each.get("a key of it") == value
+        each.close()
+    assert len(heard) > 2 * len(value)
+    for word in (b"an address", b"a key of it"):
+        assert (word in heard) == (not key.encrypts)
+
+
+@pytest.mark.parametrize(
+    ("key", "other", "error", "noted"),
+    [
+        (TLS, KEY, "encrypts what it sends, and this task does not", "it does not encrypt, or"),
+        (KEY, TLS, "does not encrypt what it sends", "it encrypts, and this task does not"),
+    ],
+)
+def test_who_encrypts_and_who_does_not_find_out(
+    key: Key, other: Key, error: str, noted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with served(key) as server:
+        with pytest.raises(OtherStoreError, match=error):
+            client(server, other).keys()
+        assert client(server, key).keys() == {}
+        assert noted in caplog.text
+
+
+def test_who_begins_to_encrypt_and_stops_is_disconnected_in_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In the middle of the first message; and after it, without a certificate."""
+    monkeypatch.setattr(serving, "GREETING_SECONDS", 0.2)
+    goes = ssl.MemoryBIO()
+    with suppress(ssl.SSLWantReadError):
+        contexts(SECRET).caller.wrap_bio(ssl.MemoryBIO(), goes).do_handshake()
+    hello = goes.read()
+    for words in (hello[:20], hello):
+        with served(TLS) as server, socket.create_connection(server.address, LIMIT) as caller:
+            caller.sendall(words)
+            assert is_closed(caller)
+            assert client(server, TLS).keys() == {}
