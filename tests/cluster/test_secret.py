@@ -17,6 +17,7 @@ from spartito.cluster.secret import (
     job_key,
     new_secret,
     read_secret,
+    warn_if_open,
     with_secret,
 )
 from spartito.errors import UserError
@@ -76,11 +77,12 @@ def test_a_job_that_others_could_join_is_told_so(
 ) -> None:
     variables = cluster(host, index) | env
     with caplog.at_level(logging.WARNING):
-        key = job_key(resolve(variables), variables)
+        warn_if_open(resolve(variables), variables)
+    key = job_key(resolve(variables), variables)
     secret = env.get("SPARTITO_SECRET", "").encode()
     assert key == Key(secret, encrypts=bool(secret))  # to others than the loopback
     assert GIVEN not in repr(key)
-    assert ("this job has no secret: whoever reaches 10.0.0.1" in caplog.text) == warns
+    assert ("this job has no secret, so whoever reaches 10.0.0.1" in caplog.text) == warns
 
 
 def test_secrets_that_differ_are_named_by_task() -> None:

@@ -65,7 +65,7 @@ def _add(name: str, kind: type[Launcher]) -> None:
         job = job_of(Program.find(target, tuple(arguments or ())), given)
         raise typer.Exit(kind(**taken_from(kind, given)).start(job))
 
-    with_options(JobSpec, kind, without=("interface",))(command)
+    with_options(JobSpec, kind, without=("interface", "insecure"))(command)
     about = (kind.__doc__ or name).partition("\n    Args:")[0]
     cluster_app.command(name, help=cleandoc(about))(command)
 

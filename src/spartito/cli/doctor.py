@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -42,7 +43,8 @@ def doctor(
 
     Example: spartito doctor --hosts a,b
     """
-    others = {"--workers": given["workers"], "--hosts": given["hosts"]}
+    insecure = given["insecure"] or None
+    others = {"--workers": given["workers"], "--hosts": given["hosts"], "--insecure": insecure}
     wrong = [name for name, value in others.items() if value is not None]
     if compose is not None and wrong:
         raise UserError(f"{' '.join(wrong)} and --compose exclude each other", "Give one of them.")
@@ -58,6 +60,8 @@ def doctor(
         from spartito.doctor.launch.containers import examine_containers
 
         raise typer.Exit(examine_containers(compose, timeout, as_json=json))
+    if job.insecure:
+        print("spartito: insecure: tasks do not encrypt (--insecure)", file=sys.stderr, flush=True)
     from spartito.doctor.examination import examine
     from spartito.doctor.launch.processes import examine_here
 

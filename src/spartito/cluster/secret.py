@@ -99,20 +99,34 @@ def check_secrets(fingerprints: Mapping[str, str]) -> None:
 def job_key(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> Key:
     """The key by which the tasks of ``cluster`` know each other.
 
-    It is `NO_SECRET` where the environment names none; the chief then warns if others than
-    this machine could come.
+    It is `NO_SECRET` where the environment names none.
     """
-    hosts = open_hosts(cluster)
-    key = key_among(hosts, env)
-    if hosts and not key.encrypts and cluster.is_chief:
-        if not key.secret:
-            warn(
-                "this job has no secret: whoever reaches %s can take part in it. Set %s or %s on "
-                "all tasks (openssl rand -hex 32 makes one)", hosts[0], ENV_SECRET, ENV_SECRET_FILE,
-            )  # fmt: skip
-        else:
-            warn("insecure: what tasks send by %s is not encrypted (%s=off)", hosts[0], ENV_TLS)
-    return key
+    return key_among(open_hosts(cluster), env)
+
+
+def warn_if_open(cluster: ClusterSpec, env: Mapping[str, str] | None = None) -> None:
+    """Have the chief say what others could do to the job of ``cluster``, if anything."""
+    if cluster.is_chief and (said := insecurity(open_hosts(cluster), env)):
+        warn("%s", said)
+
+
+def insecurity(open_hosts: Sequence[str], env: Mapping[str, str] | None = None) -> str:
+    """What others could do to tasks at these hosts, as `key_among` has them; "" for nothing."""
+    key = key_among(open_hosts, env)
+    if not open_hosts or key.encrypts:
+        return ""
+    if key.secret:
+        return f"insecure: what tasks send by {open_hosts[0]} is not encrypted ({ENV_TLS}=off)"
+    said = (
+        f"insecure: this job has no secret, so whoever reaches {open_hosts[0]} can take part in "
+        "it, and read what its tasks send"
+    )
+    if (os.environ if env is None else env).get(ENV_TLS) == "off":
+        return f"{said} ({ENV_TLS}=off)"
+    return (
+        f"{said}. Set {ENV_SECRET} or {ENV_SECRET_FILE} on all tasks (openssl rand -hex 32 makes "
+        f"one); if it is meant, --insecure or {ENV_TLS}=off"
+    )
 
 
 def key_among(open_hosts: Sequence[str], env: Mapping[str, str] | None = None) -> Key:

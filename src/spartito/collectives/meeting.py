@@ -17,7 +17,7 @@ import torch.distributed as dist
 from spartito.cluster.endpoints import rendezvous_endpoint
 from spartito.cluster.identity import Life
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.secret import Key, key_at
+from spartito.cluster.secret import Key, key_at, warn_if_open
 from spartito.cluster.spec import ClusterSpec, split_address
 from spartito.cluster.store.client import Store
 from spartito.cluster.store.server import Server
@@ -79,6 +79,7 @@ def meet(
         TaskLostError: Names those who do not come within ``limit`` seconds.
         UserError: What keeps the store is another program, or has another secret.
     """
+    warn_if_open(cluster)
     kept = os.environ.get(ENV_STORE, "")
     host, port = split_address(kept or cluster.rendezvous or "")
     key = key_at(host)

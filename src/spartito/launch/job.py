@@ -18,6 +18,7 @@ from spartito.names import (
     ENV_PORTS,
     ENV_STRATEGY,
     ENV_STRATEGY_OPTIONS,
+    ENV_TLS,
     RECIPES,
     nearest,
 )
@@ -153,6 +154,7 @@ class JobSpec:
         evaluator: whether a task of its own evaluates each checkpoint.
         ports: the ports at which tasks may listen, as ``29500-29510``.
         interface: the network interface at which they listen, by its name or address.
+        insecure: whether tasks leave out TLS wherever they listen (``SPARTITO_TLS=off``).
         name: what the job is called; after its program by default.
         out: the run folder.
         data: the folder with a recipe's data.
@@ -194,6 +196,9 @@ class JobSpec:
     )
     interface: str | None = option(
         "The network interface at which tasks listen, as eth1, or its address.", metavar="NAME"
+    )
+    insecure: bool = option(
+        "Leave out TLS, also where others could read what the tasks send.", False
     )
     name: str | None = option("The job's name; that of its script by default.", metavar="JOB")
     out: Path | None = option("The run folder; runs/NAME by default.")
@@ -337,6 +342,7 @@ class JobSpec:
             ENV_STRATEGY_OPTIONS: self.strategy_options,
             ENV_PORTS: self.ports,
             ENV_INTERFACE: self.interface,
+            ENV_TLS: "off" if self.insecure else None,
         }
         return {**env, **{name: value for name, value in said.items() if value is not None}}
 

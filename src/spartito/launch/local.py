@@ -13,7 +13,7 @@ from spartito.cluster.endpoints import port_range
 from spartito.cluster.listed import ENV_ADDRESS
 from spartito.cluster.ports import free_port, free_ports
 from spartito.cluster.resolver import Joined, joined
-from spartito.cluster.secret import with_secret
+from spartito.cluster.secret import open_hosts, with_secret
 from spartito.cluster.spec import NO_RANK, REPLICA_ROLES, is_loopback, split_address
 from spartito.device import available_cores
 from spartito.errors import UserError
@@ -126,10 +126,12 @@ class Local(Processes):
             servers = len(joins.spec.addresses.get("ps", ())) if joins and joins.spec else None
             count, here = position.nodes * roles.workers, position.locals * roles.workers
             strategy = job.choose(roles, count, here, servers=servers, env=variables, source=source)
-            for note in _notes(position, roles.workers):
-                print(f"spartito: note: {note}", file=sys.stderr, flush=True)
             if position.task is None and position.nodes == 1:
                 variables = with_secret(variables)  # else others start the rest of the job
+            if position.node == position.local == 0:
+                self.warn(job, _open_hosts(position, joins), variables)
+            for note in _notes(position, roles.workers):
+                print(f"spartito: note: {note}", file=sys.stderr, flush=True)
             command = [sys.executable, *job.argv()]
             if self.recovery is not None and position.task is None and position.nodes == 1:
                 variables = held.enter_context(kept_store(variables))
@@ -351,6 +353,13 @@ def check_number(processes: int, cores: int, yes: bool, where: str = "this machi
     print(f"spartito: {what}: start them all? [y/N] ", end="", file=sys.stderr, flush=True)
     if sys.stdin.readline().strip().lower() not in ("y", "yes"):
         raise UserError(f"{what}: nothing was started", "Give --workers a smaller number.")
+
+
+def _open_hosts(position: Position, joins: Joined | None) -> list[str]:
+    """Where the job's tasks listen that others reach."""
+    if joins is not None and joins.spec is not None:
+        return open_hosts(joins.spec)
+    return [] if is_loopback(position.host) else [position.host]
 
 
 def _notes(position: Position, workers: int) -> list[str]:

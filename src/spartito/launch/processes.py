@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.cluster.recovery import Recovery
+from spartito.cluster.secret import insecurity
 from spartito.errors import UserError
 from spartito.launch.job import JobSpec, option
 from spartito.launch.process import Process
@@ -60,6 +62,23 @@ class Processes:
         env = job.environment(os.environ if self.environment is None else self.environment)
         recovery = self.recovery
         return env if recovery is None else env | {ENV_RECOVERY: recovery.text}
+
+    def warn(self, job: JobSpec, hosts: Sequence[str], env: Mapping[str, str]) -> None:
+        """Say in the job's first line what others could do to it, if anything.
+
+        Args:
+            job: what is to run.
+            hosts: where its tasks listen that others reach.
+            env: what its tasks get.
+
+        Raises:
+            UserError: ``env`` says two things about the secret or TLS.
+        """
+        said = insecurity(hosts, env)
+        if not said and job.insecure:
+            said = "insecure: what tasks send is not encrypted (--insecure)"
+        if said:
+            print(f"spartito: {said}", file=sys.stderr, flush=True)
 
     def stacks(self, job: JobSpec, env: Mapping[str, str]) -> Path | None:
         """Where the stacks of tasks are kept that do not move or lose others.

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from spartito.cluster.endpoints import rendezvous_endpoint, server_endpoint
 from spartito.cluster.handshake import prove
-from spartito.cluster.secret import job_key
+from spartito.cluster.secret import job_key, warn_if_open
 from spartito.cluster.spec import ClusterSpec, Task, split_address
 from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.sockets import dial, listen
@@ -90,6 +90,7 @@ class Job:
         """Pure; raises `UserError` when there are more servers than the model can fill."""
         self.cluster, self.options = cluster, options
         self._key = job_key(cluster)
+        warn_if_open(cluster)
         self.workers = workers_of(cluster)
         self.vector = Vector(model, optimizer)
         self._optimizer = optimizer

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from spartito.cluster.endpoints import port_range
 from spartito.cluster.resolver import check_alone
 from spartito.cluster.secret import with_secret
+from spartito.cluster.spec import is_loopback
 from spartito.errors import UserError
 from spartito.launch.hosts.check import ask_hosts, find_hosts, notes
 from spartito.launch.hosts.facts import Facts, Question
@@ -151,6 +152,8 @@ class Hosts(Processes):
         cores = tuple(one.cores for one in found)
         plan = Plan(hosts, cores, roles, job.argv(), ssh, port, self.env)
         plan.check_ports(allowed)
+        others_reach = [host.address for host in hosts if not is_loopback(host.address)]
+        self.warn(job, others_reach, with_secret(env))
         for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
             _say(line)
         return plan
