@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import socket
 import ssl
+import time
 from contextlib import suppress
 
 import pytest
 
 from spartito.cluster.secret import Key
 from spartito.cluster.store import server as serving
-from spartito.cluster.store.client import OtherStoreError
+from spartito.cluster.store.client import Connection, OtherStoreError
+from spartito.cluster.store.protocol import Set, hello
 from spartito.cluster.tls import contexts
 from tests.cluster.stores import KEY, LIMIT, SECRET, TLS, client, is_closed, served
 from tests.wiretap import between
@@ -54,9 +56,31 @@ def test_who_begins_to_encrypt_and_stops_is_disconnected_in_time(
     goes = ssl.MemoryBIO()
     with suppress(ssl.SSLWantReadError):
         contexts(SECRET).caller.wrap_bio(ssl.MemoryBIO(), goes).do_handshake()
-    hello = goes.read()
-    for words in (hello[:20], hello):
+    first = goes.read()
+    for words in (first[:20], first):
         with served(TLS) as server, socket.create_connection(server.address, LIMIT) as caller:
             caller.sendall(words)
             assert is_closed(caller)
             assert client(server, TLS).keys() == {}
+
+
+def test_who_has_no_certificate_of_the_job_gets_no_reply() -> None:
+    unknown = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    unknown.check_hostname, unknown.verify_mode = False, ssl.CERT_NONE
+    with served(TLS) as server, socket.create_connection(server.address, LIMIT) as raw:
+        with suppress(ssl.SSLError, ConnectionError), unknown.wrap_socket(raw) as end:
+            end.sendall(hello())
+            assert not end.recv(1)
+        assert client(server, TLS).keys() == {}
+
+
+def test_what_is_changed_on_its_way_ends_the_connection(caplog: pytest.LogCaptureFixture) -> None:
+    """Also where who comes is known already: TLS notices before a frame is looked at."""
+    with served(TLS) as server:
+        connected = socket.create_connection(server.address, LIMIT)
+        one = Connection(connected, TLS, time.monotonic() + LIMIT)
+        one.ask(Set("a", b"1"), time.monotonic() + LIMIT)
+        connected.sendall(b"\x17\x03\x03\x00\x20" + bytes(32))
+        assert is_closed(connected)
+        assert client(server, TLS).keys() == {"a": b"1"}
+        assert "what came was changed on its way" in caplog.text

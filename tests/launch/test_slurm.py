@@ -40,10 +40,10 @@ def options(text: str) -> dict[str, str]:
     return dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE))
 
 
-def played(text: str, code: int = 0) -> tuple[list[str], dict[str, str], int]:
+def played(text: str, code: int = 0, **more: str) -> tuple[list[str], dict[str, str], int]:
     """What ``srun`` would be told, in words and by the environment, and the script's exit code."""
     Path("job.sbatch").write_text(text)
-    env = {"SLURM_JOB_ID": "7", "PATH": "/usr/bin:/bin", "CODE": str(code)}
+    env = {"SLURM_JOB_ID": "7", "PATH": "/usr/bin:/bin", "CODE": str(code)} | more
     ended = subprocess.run(["bash", "-c", SRUN], env=env, capture_output=True, text=True)
     assert ended.stderr == ""
     words, _, told = ended.stdout.partition("\0\0")
@@ -103,6 +103,8 @@ def test_a_recipe_gets_its_folders() -> None:
     assert re.fullmatch("[0-9a-f]{64}", told["SPARTITO_SECRET"])
     assert told["SPARTITO_RUN_DIR"] == "runs/mnist-7"
     assert told["SPARTITO_STRATEGY"] == "multi_worker_mirrored"
+    _, told, _ = played(batch_file(plan), SPARTITO_SECRET_FILE="/node/secret")
+    assert (told["SPARTITO_SECRET"], told["SPARTITO_SECRET_FILE"]) == ("", "/node/secret")
 
 
 def test_a_script_is_started_where_it_lies(tmp_path: Path) -> None:

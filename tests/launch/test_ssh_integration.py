@@ -117,9 +117,11 @@ def test_every_task_learns_who_it_is(site: Site, commands: Commands) -> None:
 
 def test_one_machine_is_where_we_are(site: Site, commands: Commands) -> None:
     commands.write("show.py", SHOWS)
-    words = ["run", "--hosts", "near,root@node2", "--ps", "1", "--port", "29600", "show.py"]
+    words = ["run", "--hosts", "near,root@node2", "--ps", "1", "--port", "29600"]
+    words += ["--insecure", "show.py"]
     got = ended(site.start(commands, *words, env={"PASSWORD": "hunter2"}))
     assert got.code == 0, got.err
+    assert got.err.startswith("spartito: insecure: what tasks send by near is not encrypted")
     rows = {name: json.loads(row)[2] for name, row in re.findall(r"\[(.*?)\] (.*)", got.out)}
     cluster = {"worker": ["near:29600", "node2:29600"], "ps": ["near:29601"]}
     for name, env in rows.items():
@@ -127,6 +129,7 @@ def test_one_machine_is_where_we_are(site: Site, commands: Commands) -> None:
         assert told["cluster"] == cluster
         assert f"{told['task']['type']} {told['task']['index']}" == name
         assert ("PASSWORD" in env) == (name != "worker 1")
+        assert env["SPARTITO_TLS"] == "off"
     assert sorted(rows) == ["ps 0", "worker 0", "worker 1"]
     assert "wrote" not in got.err
 

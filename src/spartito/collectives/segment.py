@@ -81,8 +81,8 @@ class Segment:
     def attach(cls, path: Path, size: int) -> Segment:
         """Map the file that another process of this user created.
 
-        Its name comes from a store that asks nobody who he is: a link, or another user's file,
-        is a `UserError`.
+        Its name may come from a store that asks nobody who he is: a link, or what is no file of
+        this user's, is a `UserError`.
         """
         try:  # a pipe of another's must not be waited for
             fd = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)

@@ -72,7 +72,7 @@ class Processes:
             env: what its tasks get.
 
         Raises:
-            UserError: ``env`` says two things about the secret or TLS.
+            UserError: the secret or ``SPARTITO_TLS`` of ``env`` cannot be.
         """
         said = insecurity(hosts, env)
         if not said and job.insecure:

@@ -25,15 +25,23 @@ from spartito.launch.slurm_values import (
     time_seconds,
 )
 from spartito.launch.target import check_folder, inside_here, quoted
-from spartito.names import ENV_PORTS, ENV_RUN_DIR, ENV_SECRET, ENV_STRATEGY, ENV_STRATEGY_OPTIONS
+from spartito.names import (
+    ENV_PORTS,
+    ENV_RUN_DIR,
+    ENV_SECRET,
+    ENV_SECRET_FILE,
+    ENV_STRATEGY,
+    ENV_STRATEGY_OPTIONS,
+)
 from spartito.registry import default_name, strategy_info
 
 NUMBER = "$SLURM_JOB_ID"
 RUN_DIR = f'"${ENV_RUN_DIR}"'
 """The run folder as the command names it: the shell puts it in."""
 
-RANDOM = "$(od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')"
-"""32 random bytes in the shell's words: a secret of this job, which no command line shows."""
+RANDOM = f"$([ -n \"${{{ENV_SECRET_FILE}-}}\" ] || od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')"
+"""32 random bytes in the shell's words: a secret of this job, which no command line shows; none
+where the user names a file that has one."""
 
 KILLED = (129, 137, 143)
 """How srun says that SIGHUP, SIGKILL or SIGTERM ended a task."""

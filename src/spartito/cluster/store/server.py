@@ -210,6 +210,8 @@ class Server:
             alert, why = caller.way.close(), "it does not know the job's secret"
             if speaks_another(error):  # OpenSSL says nothing to who is of no version of it
                 alert, why = ALERT, "it does not encrypt, or is no task of Spartito"
+            elif caller.is_known:
+                why = "what came was changed on its way"
             with suppress(OSError):
                 caller.socket.send(alert)
             raise ProtocolError(why) from error
