@@ -12,6 +12,8 @@ import threading
 _ours: dict[int, tuple[int, int]] = {}
 """Registered descriptors, with the device and inode that they had then: one that was closed
 since then may be another's."""
+CLOSED = -1, -1
+"""What is found of a descriptor that is closed."""
 _turn = threading.Lock()  # of those who change it; a fork asks nobody, as it is alone
 
 
@@ -21,14 +23,15 @@ def keep_from_forks(descriptor: int) -> None:
         for other, identity in list(_ours.items()):
             if _identity(other) != identity:
                 del _ours[other]
-        _ours[descriptor] = _identity(descriptor)
+        if (identity := _identity(descriptor)) != CLOSED:
+            _ours[descriptor] = identity
 
 
 def _identity(descriptor: int) -> tuple[int, int]:
     try:
         status = os.fstat(descriptor)
     except OSError:  # it is closed
-        return -1, -1
+        return CLOSED
     return status.st_dev, status.st_ino
 
 
