@@ -72,7 +72,7 @@ def parts(pictures: Path) -> dict[str, Part]:
          "--faults", ALONE),
     )  # fmt: skip
     found["backups"] = Part(
-        "With `BackupAndRestore(every=20)`",
+        "With `BackupAndRestore(every=20, share=None)`",
         (*FILES, "--strategy", ",".join(SYNCHRONOUS),
          "--faults", "kill,stop,term,exception,torn,disk"),
         (str(pictures),),

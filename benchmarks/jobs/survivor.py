@@ -51,7 +51,7 @@ def main() -> None:
     trainer.fit(
         data.shuffle().batch(4),
         epochs=EPOCHS,
-        callbacks=[sp.callbacks.BackupAndRestore(every=20)],
+        callbacks=[sp.callbacks.BackupAndRestore(every=20, share=None)],
     )
     strategy.close()
 

@@ -83,7 +83,8 @@ def train(
     callbacks: list[sp.Callback] = [rates, seen]
     if folder is not None:
         callbacks.insert(
-            0, sp.callbacks.BackupAndRestore(folder, every, delete_checkpoint=not keep)
+            0,
+            sp.callbacks.BackupAndRestore(folder, every, share=None, delete_checkpoint=not keep),
         )
     x, y = blobs(43)
     train = sp.data.arrays(x, y).shuffle().batch(8)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import spartito as sp
 from spartito.errors import PreemptedError, UserError
@@ -21,12 +25,14 @@ from spartito.training import preemption
 from spartito.training.interval import BySeconds, interval_of
 from tests.training.jobs import data, trainer
 
+LIMIT = 4096  # bytes of a file
+
 SCRIPT = """
 import sys
 import spartito as sp
 from tests.training.jobs import data, trainer
 made = trainer(metrics=["accuracy"])
-backup = sp.callbacks.BackupAndRestore(sys.argv[1], every=1)
+backup = sp.callbacks.BackupAndRestore(sys.argv[1], every=1, share=None)
 history = made.fit(data(), epochs=3, batch_size=3, callbacks=[backup], verbose=0)
 print(history.history, made.step, made.model[0].weight.sum().item())
 """
@@ -59,25 +65,60 @@ class Tell(sp.Callback):
             self.what()
 
 
-def fit(folder: Path, *others: sp.Callback, **options: Any) -> sp.Trainer:
-    made = trainer()
-    backup = sp.callbacks.BackupAndRestore(folder, every=1, **options)
+def fit(
+    folder: Path, *others: sp.Callback, model: nn.Module | None = None, **options: Any
+) -> sp.Trainer:
+    made = trainer(model=model)
+    backup = sp.callbacks.BackupAndRestore(folder, every=1, **{"share": None, **options})
     made.fit(data(), epochs=2, batch_size=5, callbacks=[backup, *others], verbose=0)
     return made
 
 
+@contextmanager
+def no_file_larger_than(size: int) -> Iterator[None]:
+    """Until the block ends, the kernel refuses to write more into a file of this process."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_full_disk_ends_no_training(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, asynchronous: bool
 ) -> None:
-    saving = sp.callbacks.ModelCheckpoint(tmp_path / "checkpoints")
-    full = Tell(2, lambda: monkeypatch.setenv(ENV, "storage.stream.begun:error"))
-    free = Tell(6, lambda: monkeypatch.delenv(ENV))
-    assert fit(tmp_path / "backup", saving, full, free).step == 8
-    assert caplog.text.count("No space left on device") == 1
+    """The first epoch is the best, and cannot be written: so the second is."""
+    saving = sp.callbacks.ModelCheckpoint(
+        tmp_path / "checkpoints", "loss", "max", asynchronous=asynchronous
+    )
+    large = nn.Sequential(nn.Linear(3, 200), nn.Tanh(), nn.Linear(200, 2)).double()
+    with ExitStack() as full:
+
+        def empty() -> None:
+            free.trainer.wait()  # by then what a thread writes has failed
+            full.close()
+
+        fill = Tell(2, lambda: full.enter_context(no_file_larger_than(LIMIT)))
+        free = Tell(6, empty)
+        assert fit(tmp_path / "backup", saving, fill, free, model=large).step == 8
+    assert caplog.text.count("File too large") == 1
     assert [path.name for path in (tmp_path / "checkpoints").glob("step-*")] == ["step-00000008"]
-    monkeypatch.setenv(ENV, "storage.stream.begun:error")
-    with pytest.raises(UserError, match="No space left"):
-        trainer().save(tmp_path / "asked")
+    assert saving.manager.best == tmp_path / "checkpoints" / "step-00000008"
+    with no_file_larger_than(LIMIT), pytest.raises(UserError, match="File too large"):
+        trainer(model=large).save(tmp_path / "asked")
+
+
+def test_backups_take_no_more_than_their_share(tmp_path: Path) -> None:
+    often, rarely = (
+        sp.callbacks.BackupAndRestore(tmp_path, every=1, share=share) for share in (None, 1e-9)
+    )
+    made = trainer()
+    for backup in (often, rarely):
+        made.fit(data(), epochs=2, batch_size=5, callbacks=[backup], verbose=0)
+    assert often.written > 1
+    assert rarely.written == 0  # the first of a process has no cost that is known
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGUSR1", "file"])
@@ -123,7 +164,10 @@ def test_backups_of_another_training_are_refused(tmp_path: Path) -> None:
         made.fit(data(), epochs=2, batch_size=4, callbacks=[backup], verbose=0)
 
 
-def test_a_damaged_backup_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("how", ["flipped", "cut"])
+def test_a_damaged_backup_is_passed_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
     whole = fit(tmp_path / "whole")
     with pytest.raises(PreemptedError):
         fit(tmp_path / "kept", Tell(6, lambda: os.kill(os.getpid(), signal.SIGTERM)))
@@ -131,7 +175,7 @@ def test_a_damaged_backup_is_passed_over(tmp_path: Path, caplog: pytest.LogCaptu
     file = newest / "model.safetensors"
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    file.write_bytes(content)
+    file.write_bytes(content if how == "flipped" else content[:-1])
     again = fit(tmp_path / "kept")
     assert f"{newest.name} is passed over" in caplog.text
     assert again.history == whole.history

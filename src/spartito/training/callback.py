@@ -79,9 +79,13 @@ class Training(Protocol):
         *,
         asynchronous: bool = False,
         then: Callable[[], None] | None = None,
-        automatic: bool = False,
+        otherwise: Callable[[], None] | None = None,
     ) -> Path:
         """Write a checkpoint; all replicas call it."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until it is written; all replicas call it."""
         ...
 
     def load(self, path: str | Path) -> None:

@@ -47,6 +47,8 @@ class Saves:
         self._trainer = trainer
         self._writing: Writing | None = None
         self._refused = False
+        self.cost = 0.0
+        """Seconds that the last one took of this task: its own, and of a thread's processor."""
 
     @property
     def writes(self) -> bool:
@@ -59,7 +61,7 @@ class Saves:
         about: About | None = None,
         then: Then | None = None,
         later: bool = False,
-        automatic: bool = False,
+        otherwise: Then | None = None,
         beside: Beside = dict,
     ) -> bool:
         """Write a checkpoint; all tasks call it, and have the same error where it fails.
@@ -69,7 +71,8 @@ class Saves:
             about: For its manifest.
             then: What the chief does once it is there.
             later: Whether it is written in a thread, from a copy that is taken now.
-            automatic: Whether the training goes on where it cannot be written, with a warning.
+            otherwise: What all tasks do where a disk refuses: then that is a warning, and training
+                goes on.
             beside: Further sections.
 
         Returns:
@@ -79,14 +82,18 @@ class Saves:
             UserError: On all tasks; also for the one before, which was written in a thread.
         """
         self.finish()
+        self.cost, began = 0.0, time.perf_counter()
         try:
             with during(SAVE):
-                self._save(path, about, then, later, automatic, beside)
+                self._save(path, about, then, later, otherwise, beside)
         except UnwritableError as error:
-            if not automatic:
+            if otherwise is None:
                 raise
             self._refuse(error)
+            otherwise()
             return False
+        finally:
+            self.cost += time.perf_counter() - began
         if not later:
             self._refused = False
         return True
@@ -103,7 +110,7 @@ class Saves:
         about: About | None,
         then: Then | None,
         later: bool,
-        automatic: bool,
+        otherwise: Then | None,
         beside: Beside,
     ) -> None:
         trainer = self._trainer
@@ -128,10 +135,12 @@ class Saves:
                         entered.close()
                         if then is not None:
                             then()
+                if later:
+                    self.cost += time.thread_time()
                 return ""
 
             if later:
-                self._writing = Writing(unwritten, end, stack.pop_all(), automatic)
+                self._writing = Writing(unwritten, end, stack.pop_all(), otherwise)
             else:
                 attempt(lambda: end(stack))
 
@@ -139,7 +148,7 @@ class Saves:
         """Wait for the checkpoint that is written in a thread; all tasks call it.
 
         Raises:
-            UserError: On all tasks, if one could not write, unless it was an automatic save.
+            UserError: On all tasks, if one could not write, unless that is none to the training.
         """
         writing, self._writing = self._writing, None
         if writing is None:
@@ -147,9 +156,10 @@ class Saves:
         try:
             self._finish(writing)
         except UnwritableError as error:
-            if not writing.automatic:
+            if writing.otherwise is None:
                 raise
             self._refuse(error)
+            writing.otherwise()
         else:
             self._refused = False
 
@@ -176,7 +186,7 @@ class Writing:
         unwritten: This task's own part.
         end: What is done once the parts of all tasks are there; closes ``entered``.
         entered: On the chief the directory that is being written; left with an error if one comes.
-        automatic: Whether a full disk is no error of the training.
+        otherwise: What all tasks do where a disk refuses, if that is no error of the training.
     """
 
     def __init__(
@@ -184,9 +194,9 @@ class Writing:
         unwritten: Unwritten,
         end: Callable[[ExitStack], str],
         entered: ExitStack,
-        automatic: bool = False,
+        otherwise: Then | None = None,
     ) -> None:
-        self.automatic = automatic
+        self.otherwise = otherwise
         self._unwritten, self._end, self._entered = unwritten, end, entered
         self._written, self._given_up = Event(), Event()
         self._error: UserError | None = None

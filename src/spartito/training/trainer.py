@@ -329,7 +329,7 @@ class Trainer:
         *,
         asynchronous: bool = False,
         then: Callable[[], None] | None = None,
-        automatic: bool = False,
+        otherwise: Callable[[], None] | None = None,
     ) -> Path:
         """Write a checkpoint from which any strategy goes on; every replica calls it.
 
@@ -340,16 +340,17 @@ class Trainer:
                 a thread writes. The next `save` or `load`, `wait` and the
                 end of `fit` wait for it.
             then: What the chief does when the checkpoint is there.
-            automatic: Whether a full disk is a warning and no error: it is written another time.
+            otherwise: What all replicas do where the disk is full, or refuses: then that is a
+                warning and no error.
 
         Returns:
-            The path; the checkpoint is there, unless ``asynchronous`` or ``automatic``.
+            The path; the checkpoint is there, unless ``asynchronous`` or with ``otherwise``.
 
         Raises:
             UserError: On all replicas, when it cannot be written; for an asynchronous one it comes
                 from the call that waits.
         """
-        self.saves.save(Path(path), about, then, asynchronous, automatic)
+        self.saves.save(Path(path), about, then, asynchronous, otherwise)
         return Path(path)
 
     @with_its_pair("save")

@@ -61,7 +61,7 @@ class Loop:
         *,
         asynchronous: bool,
         then: Callable[[], None],
-        automatic: bool,
+        otherwise: Callable[[], None],
     ) -> Path:
         """As a trainer: all call it, the chief writes."""
         state = self.state_dict()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 SOONER = 10
 """Where a backup is still being written when the next is due, it is asked for again so often."""
 
+LONGEST = 25.0
+"""Seconds after a backup from which the next one is written whatever it costs."""
+
 
 class BackupAndRestore(Callback):
     """Lets `fit` with the same arguments go on where it was interrupted, as in Keras.
@@ -45,6 +49,9 @@ class BackupAndRestore(Callback):
             of a trainer has a folder of its own in it, ``fit-1``.
         every: When: after so many global steps (100), so much time ("30s", "5m", "1h" or a
             timedelta), or after each "epoch".
+        share: What part of the time they take at most: one that is due waits for the next turn
+            while the last cost more of the time since then, if that is less than half a minute.
+            None: none waits.
         delete_checkpoint: Whether they are removed at the end of a complete `fit`. Else that is
             backed up too, and the same `fit` returns its history at once.
         save_before_preemption: Whether signals and notices are followed.
@@ -61,6 +68,7 @@ class BackupAndRestore(Callback):
         directory: str | os.PathLike[str] | None = None,
         every: int | str | timedelta = "60s",
         *,
+        share: float | None = 0.01,
         delete_checkpoint: bool = True,
         save_before_preemption: bool = True,
         signals: Sequence[str | int] = PREEMPTING,
@@ -70,13 +78,18 @@ class BackupAndRestore(Callback):
         self.directory = None if directory is None else os.fspath(directory)
         self.every = every
         self.interval = interval_of(every)
+        if share is not None and not (isinstance(share, int | float) and share > 0):
+            raise UserError(f"share={share!r}", "Give a part of the time (0.01), or None.")
+        self.share = share
         self.delete_checkpoint = delete_checkpoint
         numbers = numbers_of(signals)
         self.notice: Notice = (
             Preemption(self._leave, numbers, notice) if save_before_preemption else Notice()
         )
-        self._next, self._owed = NEVER, False
+        self._next, self._owed, self._last = NEVER, False, 0.0
         self._of: dict[str, Any] = {}
+        self.written = 0
+        """How many were begun."""
 
     def find(self, trainer: Trainer, fit: int, of: dict[str, Any]) -> tuple[History, bool] | None:
         """Before the ``fit``-th fit: load the newest backup, if there is one; all tasks call it.
@@ -116,6 +129,7 @@ class BackupAndRestore(Callback):
     def on_train_begin(self) -> None:
         """Find out when to save first."""
         self._next, self._owed = self.interval.begin(self.trainer.step), False
+        self._last = time.monotonic()
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Save when it is due; at the last step of an epoch its end does."""
@@ -147,27 +161,34 @@ class BackupAndRestore(Callback):
     def _meet(self) -> None:
         """Agree whether to save now, and when to meet again: not while one is being written."""
         step, coordination = self.trainer.step, self.trainer.coordination
-        mine = [self._trainer.saves.writes, *self.interval.meet(step)]
+        saves, since = self._trainer.saves, time.monotonic() - self._last
+        mine = [saves.writes, saves.cost, since, *self.interval.meet(step)]
         with coordination.during("save"):
             told = [json.loads(text) for text in coordination.tell_all(json.dumps(mine))]
-            _, due, self._next = told[0]
+            *_, since, due, self._next = told[0]
             if not (due or self._owed):
                 return
             self._owed = any(writes for writes, *_ in told)
             if self._owed:
                 self._next = step + max(1, (self._next - step) // SOONER)
-            else:
+            elif since >= self._wait(max(cost for _, cost, *_ in told)):
+                self._last = time.monotonic()
                 self._save(later=True)
+
+    def _wait(self, cost: float) -> float:
+        """Seconds from one backup to the next, where one costs so many."""
+        return min(cost / self.share, LONGEST) if self.share is not None else 0.0
 
     def _save(self, later: bool, over: bool = False) -> bool:
         trainer, backups = self._trainer, self.backups
+        self.written += 1
         name = f"step-{trainer.step:08d}"
         return trainer.saves.save(
             backups.directory / name,
             lambda: {**backups.begin(name), OF: self._of},
             lambda: backups.end(name),
             later=later,
-            automatic=True,
+            otherwise=lambda: None,
             beside=lambda: {OF: {"history": asdict(trainer.history), "over": over}},
         )
 

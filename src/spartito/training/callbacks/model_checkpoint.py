@@ -97,14 +97,16 @@ class ModelCheckpoint(Callback):
             return
         # The end of the epoch follows at once and saves the same step with its validation.
         if batch + 1 != self.trainer.steps_per_epoch:
-            self._save({}, None)
+            self._save({})
         self._seen = step
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Save the epoch, as the best when it is."""
         if self.trainer.left_to_evaluator and self.monitor.name.startswith(VALIDATION):
-            self._save(logs, None)
+            self._save(logs)
             return
+        if self.asynchronous:  # whether the best so far could be written
+            self.trainer.wait()
         monitor = self._monitor_for(logs)
         value = monitor.read(logs)
         before, is_best = self.best, monitor.better(value, self.best)
@@ -112,7 +114,7 @@ class ModelCheckpoint(Callback):
             self.best = value
         try:
             if is_best or not self.save_best_only:
-                self._save(logs, (monitor.name, value) if is_best else None)
+                self._save(logs, (monitor.name, value) if is_best else None, before)
         except TaskLostError:  # where the training goes on it is saved again
             self.best = before
             raise
@@ -131,12 +133,20 @@ class ModelCheckpoint(Callback):
             return Monitor("loss", self.monitor.mode)
         return self.monitor
 
-    def _save(self, logs: Logs, best: tuple[str, float] | None) -> None:
+    def _save(
+        self, logs: Logs, best: tuple[str, float] | None = None, before: float | None = None
+    ) -> None:
+        """Write it; where a disk refuses, the best one is that of ``before``."""
+
+        def otherwise() -> None:
+            if best is not None:
+                self.best = before
+
         manager, name = self.manager, f"step-{self.trainer.step:08d}"
         self.trainer.save(
             manager.directory / name,
             lambda: manager.begin(name, dict(logs), best),
             asynchronous=self.asynchronous,
-            automatic=True,
+            otherwise=otherwise,
             then=lambda: manager.end(name, best),
         )

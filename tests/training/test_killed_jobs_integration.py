@@ -1,0 +1,78 @@
+"""Jobs of two processes that are killed whole, wherever they are, and while they write."""
+
+from __future__ import annotations
+
+import random
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.commands import SPARTITO, Ended, Program, commands_in, eventually
+
+SCRIPT = """
+import torch
+from torch import nn
+import spartito as sp
+
+class Show(sp.Callback):
+    def on_train_batch_end(self, batch, logs):
+        if self.trainer.is_chief:
+            print("step", self.trainer.step, logs["loss"].hex(), flush=True)
+
+strategy = sp.strategy()
+torch.manual_seed(0)
+net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 3))
+trainer = sp.Trainer(
+    net, optimizer=torch.optim.Adam(net.parameters()), loss=nn.CrossEntropyLoss(),
+    strategy=strategy, seed=1,
+)
+x = torch.randn(400, 4, generator=torch.Generator().manual_seed(2))
+data = sp.data.arrays(x, x[:, :3].argmax(1)).shuffle().batch(8)
+backup = sp.callbacks.BackupAndRestore("kept", every=7, share=None)
+trainer.fit(data, epochs=16, callbacks=[Show(), backup], verbose=0)
+print("ended after", trainer.step, flush=True)
+strategy.close()
+"""
+STEPS = 16 * 50
+
+
+def losses(ended: Ended) -> dict[int, str]:
+    """The losses that were shown, by step."""
+    found = re.findall(r"step (\d+) (-?0x\S+)\n", ended.out)
+    return {int(step): loss for step, loss in found}
+
+
+def killed(program: Program, kept: Path) -> Ended:
+    """SIGKILL for the launcher and all tasks, some steps after the first backup."""
+    assert eventually(lambda: any(kept.glob("fit-1/step-*")), 60.0)
+    for _ in range(random.Random(str(kept)).randrange(100)):
+        program.wait_for("^.*step ")
+    program.kill()
+    return program.end()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", ["mirrored", "parameter_server --ps 1 --chief"])
+def test_it_goes_on_after_all_were_killed(tmp_path: Path, strategy: str) -> None:
+    with commands_in(tmp_path) as commands:
+        script = commands.write("train.py", SCRIPT)
+        job = [*SPARTITO, "run", "--workers", "2", "--strategy", *strategy.split(), str(script)]
+        kept = tmp_path / "kept"
+        parts = [killed(commands.start(*job), kept)]
+        writing = {"SPARTITO_FAILPOINT": "storage.directory.before_manifest:kill:5"}
+        parts.append(commands.start(*job, env=writing).end())
+        assert parts[1].code != 0
+        parts.append(commands.start(*job).end())
+        assert parts[2].code == 0, parts[2].text
+        assert f"ended after {STEPS}" in parts[2].out
+        assert not any(kept.iterdir())
+        assert all("going on after step" in part.text for part in parts[1:])
+        if strategy == "mirrored":
+            for before, after in pairwise(parts):
+                assert 1 < min(losses(after)) <= max(losses(before)) + 1
+            whole = losses(commands.start(*job).end())
+            assert [*whole] == [*range(1, STEPS + 1)]
+            for part in parts:
+                assert losses(part).items() <= whole.items()
