@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import re
+import signal
 from itertools import pairwise
 from pathlib import Path
 
@@ -26,12 +27,17 @@ torch.manual_seed(0)
 net = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.2), nn.Linear(16, 3))
 trainer = sp.Trainer(
     net, optimizer=torch.optim.Adam(net.parameters()), loss=nn.CrossEntropyLoss(),
-    strategy=strategy, seed=1,
+    strategy=strategy, seed=1, run_dir="run",
 )
 x = torch.randn(400, 4, generator=torch.Generator().manual_seed(2))
-data = sp.data.arrays(x, x[:, :3].argmax(1)).shuffle().batch(8)
+y = x[:, :3].argmax(1)
+data = sp.data.arrays(x, y).shuffle().batch(8)
 backup = sp.callbacks.BackupAndRestore("kept", every=7, share=None)
-trainer.fit(data, epochs=16, callbacks=[Show(), backup], verbose=0)
+try:
+    trainer.fit(data, epochs=16, validation_data=(x, y), callbacks=[Show(), backup], verbose=0)
+except sp.PreemptedError:
+    print(strategy.task, "leaves", flush=True)
+    raise
 print("ended after", trainer.step, flush=True)
 strategy.close()
 """
@@ -44,9 +50,14 @@ def losses(ended: Ended) -> dict[int, str]:
     return {int(step): loss for step, loss in found}
 
 
+def begun(kept: Path) -> bool:
+    """Whether there is a backup."""
+    return eventually(lambda: any(kept.glob("fit-1/step-*")), 60.0)
+
+
 def killed(program: Program, kept: Path) -> Ended:
     """SIGKILL for the launcher and all tasks, some steps after the first backup."""
-    assert eventually(lambda: any(kept.glob("fit-1/step-*")), 60.0)
+    assert begun(kept)
     for _ in range(random.Random(str(kept)).randrange(100)):
         program.wait_for("^.*step ")
     program.kill()
@@ -76,3 +87,16 @@ def test_it_goes_on_after_all_were_killed(tmp_path: Path, strategy: str) -> None
             assert [*whole] == [*range(1, STEPS + 1)]
             for part in parts:
                 assert losses(part).items() <= whole.items()
+
+
+@pytest.mark.slow
+def test_an_evaluator_ends_with_the_others_that_are_told_to(tmp_path: Path) -> None:
+    with commands_in(tmp_path) as commands:
+        script = commands.write("train.py", SCRIPT)
+        words = ["run", "--workers", "2", "--strategy", "mirrored", "--evaluator", str(script)]
+        program = commands.start(*SPARTITO, *words)
+        assert begun(tmp_path / "kept")
+        program.send(signal.SIGTERM)
+        told = program.end()
+        assert told.code == 75, told.text
+        assert re.search(r"^.*evaluator\b.* leaves$", told.out, re.MULTILINE), told.text

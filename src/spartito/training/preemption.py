@@ -31,6 +31,9 @@ class Notice:
     text = ""
     """What came; empty: nothing."""
 
+    at_once = False
+    """Whether this task has nothing to save, and leaves where it is."""
+
     @property
     def came(self) -> bool:
         """Whether this task was told to end."""
@@ -80,8 +83,6 @@ class Preemption(Notice):
     ) -> None:
         self.text = ""
         self._save, self._numbers, self._source = save, signals, source
-        self.at_once = False
-        """Whether this task has nothing to save, and leaves where it is."""
 
     @property
     def came(self) -> bool:

@@ -218,6 +218,7 @@ class Trainer:
         backup = next((each for each in callbacks if isinstance(each, BackupAndRestore)), None)
         self.notice = backup.notice if backup else Notice()
         if self.coordination.is_evaluator:
+            self.notice.at_once = True
             with self.notice:
                 self.history = follow(self, self._given, validation, self._fits, bool(verbose))
             return self.history
