@@ -18,7 +18,7 @@ from benchmarks.jobs.plain import make_work
 from benchmarks.jobs.steps import adam
 
 WORK = {"mlp": ("mlp", 32, 4000, 100, 0.01), "cats-vs-dogs": ("xception", 8, 10, 5, None)}
-"""The work, the batch, steps of a window, steps between its backups, and their share of time."""
+"""The work, the batch, steps of a window, steps between its backups, and what they may take."""
 EVERY = 100
 MOST = 0.02
 
