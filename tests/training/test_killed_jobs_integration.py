@@ -77,9 +77,6 @@ def test_it_goes_on_after_all_were_killed(tmp_path: Path, strategy: str) -> None
         assert parts[1].code != 0
         parts.append(commands.start(*job).end())
         assert parts[2].code == 0, parts[2].text
-        ended = re.search(r"ended after (\d+)", parts[2].out)
-        assert ended
-        assert int(ended[1]) >= STEPS  # with servers what was in progress is done again
         assert not any(kept.iterdir())
         assert all("going on after step" in part.text for part in parts[1:])
         if strategy == "mirrored":
