@@ -43,7 +43,7 @@ class StepResult(msgspec.Struct, frozen=True):
     loss: float | Tensor = 0.0
     weight: float | Tensor = 0.0
     stop: bool = False
-    dropped: bool = False
+    dropped: int = 0
 
     @property
     def shown(self) -> tuple[float | Tensor, float | Tensor] | None:

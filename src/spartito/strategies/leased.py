@@ -144,8 +144,8 @@ class LeasedCoordination(Coordination):
         self._seen = furthest(before, self._newest())  # a restarted server counts again
         self._show(self._seen)
         examples, batches, updates = advance(before, self._seen, self.shards)
-        dropped = self.skipped if updates else 0
-        news, self._told = dropped > self._told, max(dropped, self._told)
+        dropped = max(self.skipped - self._told, 0)
+        self._told += dropped
         return StepResult(
             output,
             examples,
@@ -154,7 +154,7 @@ class LeasedCoordination(Coordination):
             loss=loss,
             weight=weight,
             stop=self._stopped,
-            dropped=news,
+            dropped=dropped,
         )
 
     def fetch(self) -> Row | None:

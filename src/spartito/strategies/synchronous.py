@@ -275,12 +275,17 @@ class SynchronousStrategy(ReplicaStrategy):
         pair.passes = 0
         if dropped:
             pair.restore_buffers()
-            self.coordination.skipped += 1
             loss = weight = 0.0
         if self._repeating is not None:
             self._repeating.end(pair)
         return StepResult(
-            output, examples, updates=1, loss=loss, weight=weight, stop=stops > 0, dropped=dropped
+            output,
+            examples,
+            updates=1,
+            loss=loss,
+            weight=weight,
+            stop=stops > 0,
+            dropped=int(dropped),
         )
 
     def _is_dropped(self, pair: Pair, loss: Number) -> bool:

@@ -19,6 +19,7 @@ from spartito.training.metrics import Metric
 from spartito.training.preemption import Notice
 
 if TYPE_CHECKING:
+    from spartito.training.nonfinite import Skips
     from spartito.training.schedule import Schedule
 
 Logs = Mapping[str, Any]
@@ -58,6 +59,7 @@ class Training(Protocol):
     deterministic: bool
     seed: int
     on_nonfinite: str
+    skips: Skips
     run_dir: Path | None
     about: dict[str, Any]
     notice: Notice

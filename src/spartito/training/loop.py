@@ -29,6 +29,7 @@ from spartito.training.history import History
 from spartito.training.metrics import Metric
 from spartito.training.metrics.base import State
 from spartito.training.metrics.gathering import MetricSet, computed
+from spartito.training.nonfinite import SKIP, SKIPPED
 from spartito.training.resume import check_position, meaning, next_epoch
 
 
@@ -107,6 +108,7 @@ class TrainingLoop:
             "loss": loss,
             "weight": weight,
             "metrics": {metric.name: metric.state_dict() for metric in metrics},
+            "skips": self._trainer.skips.state_dict(),
             "random": self._coordination.tell_all(random_state()),
             "tasks": self._coordination.cluster.num_computing,
         }
@@ -122,6 +124,7 @@ class TrainingLoop:
         check_position(state, meaning(self.chain, steps, self._trainer.seed))
         self._batches.load_state_dict(state["data"])
         self._done, self._examples = state["done"], state["examples"]
+        self._trainer.skips.load_state_dict(state.get("skips", {}))
         before = [state["loss"], state["weight"]]
         if self._batches.overlaps:
             self._before = before
@@ -235,6 +238,7 @@ class TrainingLoop:
         self._logs.last = result.shown or self._logs.last
         trainer = self._trainer
         trainer.step += result.updates
+        trainer.skips.came(result.updates, result.dropped)
         if self._coordination.decides:  # under servers the chief's options are everybody's
             trainer.schedule.came(result.batches, result.updates, trainer.steps_per_epoch)
 
@@ -246,7 +250,8 @@ class TrainingLoop:
         }
         loss, weight = self._sums()
         found = {"loss": loss / weight if weight else float("nan")}
-        if not weight and self.clock.examples and self._trainer.is_chief:
+        counts = weight or self._trainer.skips.epoch
+        if not counts and self.clock.examples and self._trainer.is_chief:
             warn(
                 "none of the %d examples of this epoch counts: their targets are all left out "
                 "(ignore_index), or weigh nothing",
@@ -259,7 +264,10 @@ class TrainingLoop:
                 loss / weight,
             )
         self._was_finite = math.isfinite(loss)
-        return found | computed(self._whole_metrics()), timing
+        found |= computed(self._whole_metrics())
+        if self._trainer.on_nonfinite == SKIP:
+            found[SKIPPED] = self._trainer.skips.epoch
+        return found, timing
 
     def sums(self) -> list[float]:
         """This task's sums of the epoch: loss and its weight."""
@@ -287,6 +295,7 @@ class TrainingLoop:
         self._done = self._examples = 0
         self._loss = self._weight = 0.0
         self._before = [0.0, 0.0]
+        self._trainer.skips.epoch = 0
         self._metrics_before = {}
         self._metrics.reset()
 

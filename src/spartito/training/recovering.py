@@ -343,6 +343,7 @@ class RecoveringLoop(TrainingLoop):
             "history": asdict(self._history),
             "found": [self._found_at, dict(self._found)],
             "kept": [kept_by(each) for each in trainer._given],
+            "skips": trainer.skips.state_dict(),
             "stop": [trainer.stop_training, self._ends],
             "begun": self._begun,
             "random": random_state(),
@@ -367,6 +368,7 @@ class RecoveringLoop(TrainingLoop):
             if kept is not None and isinstance(callback, EarlyStopping):
                 callback.kept = partial(trainer.strategy.load, kept)
         trainer.stop_training, self._ends = state["stop"]
+        trainer.skips.load_state_dict(state["skips"])
         trainer.step, trainer.epoch = state["step"], state["epoch"]
         if trainer.scheduler is not None and state["scheduler"] is not None:
             trainer.scheduler.load_state_dict(state["scheduler"])

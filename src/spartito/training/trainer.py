@@ -28,7 +28,7 @@ from spartito.training.history import History
 from spartito.training.loop import Evaluation, TrainingLoop, evaluating
 from spartito.training.loops import make_loop
 from spartito.training.metrics.names import MetricLike, make_metrics
-from spartito.training.nonfinite import checked
+from spartito.training.nonfinite import Skips, checked
 from spartito.training.own_callbacks import with_own
 from spartito.training.pairs import with_its_pair
 from spartito.training.predictions import predicted
@@ -106,7 +106,7 @@ class Trainer:
         self.metrics = make_metrics(metrics, self.loss)
         self.precision, self.deterministic, self.seed = precision, deterministic, seed
         self.about = about or {}
-        self.on_nonfinite = checked(on_nonfinite, self.strategy)
+        self.on_nonfinite, self.skips = checked(on_nonfinite, self.strategy), Skips()
         found = run_dir or os.environ.get(ENV_RUN_DIR)
         self.run_dir = Path(found) if found else None
         self.coordination = self.strategy.coordination

@@ -106,17 +106,10 @@ class BackupAndRestore(Callback):
         """
         self._trainer, self._of = trainer, of
         self.backups = self._backups_of(fit)
-        coordination = trainer.coordination
-        if coordination.joins:
+        if trainer.coordination.joins:
             return None
 
-        def newest() -> str:
-            if not trainer.is_chief or not (name := self.backups.newest()):
-                return ""
-            check_training(self.backups.fetch(name), of)
-            return name
-
-        name = coordination.publish(lambda: coordination.attempt(newest)[0])
+        name = self._newest()
         if not name:
             return None
         path = self.backups.fetch(name)
@@ -126,6 +119,24 @@ class BackupAndRestore(Callback):
             note("going on after step %d, from %s", trainer.step, path)
         return History(**found["history"]), found["over"]
 
+    def go_back(self) -> str:
+        """Have model and optimizer as in the newest backup, with the options of now; all call it.
+
+        Returns:
+            Where that is; "" without one.
+        """
+        trainer = self._trainer
+        trainer.wait()
+        name = self._newest()
+        if not name:
+            return ""
+        path = self.backups.fetch(name)
+        options = [dict(group) for group in trainer.optimizer.param_groups]
+        trainer.strategy.load(path)
+        for group, now in zip(trainer.optimizer.param_groups, options, strict=True):
+            group.update(now)
+        return str(path)
+
     def on_train_begin(self) -> None:
         """Find out when to save first."""
         self._next, self._owed = self.interval.begin(self.trainer.step), False
@@ -133,12 +144,12 @@ class BackupAndRestore(Callback):
 
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Save when it is due; at the last step of an epoch its end does."""
-        if self.trainer.step >= self._next and batch + 1 != self.trainer.steps_per_epoch:
+        if self._is_due and batch + 1 != self.trainer.steps_per_epoch:
             self._meet()
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Save when it is due."""
-        if self.interval.at_epochs or self.trainer.step >= self._next:
+        if self.interval.at_epochs or self._is_due:
             self._meet()
 
     def on_train_end(self) -> None:
@@ -157,6 +168,23 @@ class BackupAndRestore(Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Meet when the others do; a training that begins plans anew."""
         self._next, self._owed = state["next"], state["owed"]
+
+    @property
+    def _is_due(self) -> bool:
+        """Whether to meet; not while no update is finite: the last backup is what to go back to."""
+        return self.trainer.step >= self._next and not self.trainer.skips.row
+
+    def _newest(self) -> str:
+        """The name of the newest backup, of this training; "" if there is none."""
+        trainer, coordination = self._trainer, self._trainer.coordination
+
+        def newest() -> str:
+            if not trainer.is_chief or not (name := self.backups.newest()):
+                return ""
+            check_training(self.backups.fetch(name), self._of)
+            return name
+
+        return coordination.publish(lambda: coordination.attempt(newest)[0])
 
     def _meet(self) -> None:
         """Agree whether to save now, and when to meet again: not while one is being written."""
