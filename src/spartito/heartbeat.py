@@ -13,7 +13,7 @@ import os
 import signal
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -289,6 +289,23 @@ def dump_stacks(why: str) -> str:
     return f" The stacks of this task are in {path}."
 
 
+_met: dict[Path, mmap.mmap] = {}
+
+
+def keep_files(names: Iterable[str]) -> None:
+    """Keep where tasks write that this one has met, for `last_words` of those very processes.
+
+    One that is started again writes into a file of its own.
+
+    Args:
+        names: The tasks, as messages name them.
+    """
+    own = os.environ.get(ENV_HEARTBEAT)
+    for path in [file_of(Path(own).parent, name) for name in names] if own else ():
+        with suppress(OSError, ValueError), path.open("rb") as file:
+            _met[path] = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
+
+
 def last_words(name: str) -> str:
     """What is known here of another task, for the end of a sentence about it.
 
@@ -297,13 +314,15 @@ def last_words(name: str) -> str:
 
     Returns:
         As `` (last seen at step 41, in 'data', 12 s ago; it is stopped by a signal)``; "" for a
-        task of another machine, or of no launcher.
+        task of another machine, or of no launcher. Of one that this task has met nothing is said
+        that its replacement did.
     """
     own = os.environ.get(ENV_HEARTBEAT)
     if not own:
         return ""
+    path = file_of(Path(own).parent, name)
     try:
-        beat = Beat.read_from(file_of(Path(own).parent, name).read_bytes())
+        beat = Beat.read_from(_met[path] if path in _met else path.read_bytes())
     except (OSError, struct.error):
         return ""
     if not beat.phase:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import spartito
 from spartito.launch.hosts import agent, client
 from spartito.launch.hosts.ssh import OPTIONS
 from tests.commands import Commands, Program, commands_in
@@ -36,6 +37,7 @@ signal.signal(signal.SIGTERM, end)
 )
 
 
+SOURCE = str(Path(spartito.__file__).parents[1])
 TOLD = "it's so,\nin 2 lines: \u00e4"
 
 
@@ -52,7 +54,7 @@ def start(commands: Commands) -> Callable[[str], Program]:
     def starter(script: str) -> Program:
         python = [sys.executable, "-S", commands.write("task.py", script)]
         remote = agent.command(list(map(str, python)), sys.executable)
-        told = agent.first_line({"TOLD": TOLD})
+        told = agent.first_line({"TOLD": TOLD, "SPARTITO_NOTICE": "0.5"})
         return commands.start(*client.command("b", remote), env={client.FIRST_LINE: told})
 
     return starter
@@ -126,6 +128,19 @@ def test_a_pause_reaches_the_task_and_ends(start: Callable[[str], Program]) -> N
         wait_until(lambda still=still: [stands_still(pid) for pid in pids] == [still] * 2)  # type: ignore[misc]
     program.send(signal.SIGTERM)
     assert program.end().code == -signal.SIGTERM
+
+
+def test_what_keeps_a_task_says_where_it_stands(start: Callable[[str], Program]) -> None:
+    program = start(
+        f"import sys\nsys.path.insert(0, {SOURCE!r})\n"
+        "import os, signal\nfrom spartito.heartbeat import *\nbegin()\nbeat(41, STEP)\n"
+        "os.kill(os.getpid(), signal.SIGSTOP)\nos.kill(os.getpid(), signal.SIGKILL)"
+    )
+    line = r"^spartito: the task is stopped by a signal \(at step 41, in 'step'\): .* (\d+) lets"
+    os.kill(int(program.wait_for(line)[1]), signal.SIGCONT)
+    ended = program.end()
+    assert ended.code == -signal.SIGKILL
+    assert "spartito: the task was killed (at step 41, in 'step')\n" in ended.err
 
 
 @pytest.mark.parametrize("script", [LEAVES, LEAVES_DAEMON])

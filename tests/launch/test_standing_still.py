@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 import spartito
+from spartito.heartbeat import file_of, keep_files, last_words
+from spartito.launch.heartbeats import Heartbeats
 from tests.launch.supervised import WAITS, Job, Start
 
 SOURCE = Path(spartito.__file__).parents[1]
@@ -88,6 +92,24 @@ def test_what_a_killed_task_did_last_is_known_to_all(
     assert "task1.py" in text
     job.popen.terminate()
     job.end()
+
+
+def test_nothing_that_a_replacement_did_is_said_of_a_lost_task(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    beats = Heartbeats(print)
+    name, other = "worker 1 (10.0.0.1:1234)", file_of(beats.folder, "worker 0")
+    monkeypatch.setenv("SPARTITO_HEARTBEAT", str(other))
+    try:
+        env = {**os.environ, **beats.begin("worker 1", remote=False)}
+        subprocess.run([sys.executable, "-c", TASK + "beat(41, STEP)"], env=env, check=True)
+        keep_files([name])
+        beats.begin("worker 1", remote=False)
+        assert last_words(name).startswith(" (last seen at step 41, in 'step', ")
+        keep_files([name])
+        assert last_words(name) == " (it has not come to a strategy yet)"
+    finally:
+        beats.close()
 
 
 def test_a_child_of_a_task_does_not_speak_for_it(start: Start) -> None:

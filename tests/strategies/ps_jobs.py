@@ -223,6 +223,7 @@ def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, An
         clip_norm=asked.clip,
         deterministic=asked.deterministic,
         seed=11,
+        on_nonfinite="skip" if asked.spoiled else "ignore",
         run_dir=asked.run_dir,
     )
     if asked.load:

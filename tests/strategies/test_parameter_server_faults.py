@@ -428,6 +428,8 @@ def test_gradients_that_are_no_numbers_are_dropped_and_named(tmp_path: Path) -> 
         result = found.result("worker 0")
         losses = result["histories"][0]["loss"]
         assert losses[-1] < losses[0]
+        for name in ("worker 0", "worker 1"):
+            assert sum(found.result(name)["histories"][0]["skipped"]) == 2
         assert result["nans"] > 0, "no callback of the chief was shown what worker 1 had"
 
 

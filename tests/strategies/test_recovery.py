@@ -12,6 +12,7 @@ import socket
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isnan, nan
 from multiprocessing import connection
 from pathlib import Path
 from typing import Any
@@ -87,7 +88,8 @@ class Losses(sp.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         self.here += 1
-        self.seen.setdefault(str(self.trainer.step), float(logs["loss"]))
+        loss = float(logs["loss"])
+        self.seen.setdefault(str(self.trainer.step), -1.0 if isnan(loss) else loss)
 
     def state_dict(self) -> dict[str, Any]:
         return {"seen": self.seen}
@@ -105,6 +107,7 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
         nn.Dropout(given["dropout"]), nn.Linear(8, 3),
     ).double()  # fmt: skip
     losses, x, y = Losses(), *blobs(45)
+    x[given.get("bad", [])] = nan
     with named_strategy(
         options.pop("name", "mirrored"), recovery=plan.recovery, **options
     ) as strategy:
@@ -117,6 +120,7 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
             accumulate=given["accumulate"],
             strategy=strategy,
             deterministic=bool(given.get("norm")),
+            on_nonfinite="skip" if "bad" in given else "ignore",
             run_dir=folder / "run",
         )
         backups = (
@@ -134,6 +138,7 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
         return {
             "history": history.history, "epochs": history.epoch, "losses": losses.seen,
             "weights": weights, "step": trainer.step, "tasks": strategy.cluster.world_size,
+            "skips": trainer.skips.state_dict(),
             **({"here": losses.here} if backups else {}),
         }  # fmt: skip
 
@@ -232,6 +237,7 @@ SCRIPTS: list[tuple[str, Plan]] = [
                 "name": "multi_worker_mirrored", "communication": "sockets", "bucket_bytes": 64
             },
             asks=(1, 14),
+            training={"bad": [30]},
         ),
     ),
 ]  # fmt: skip
@@ -248,6 +254,7 @@ def test_the_chief_and_a_worker_are_killed_and_replaced(plan: Plan, tmp_path: Pa
     assert len(list((tmp_path / "killed").glob("killed *"))) == kills
     for result in killed:
         assert difference(result, expected[0]) == 0.0
+        assert result["skips"]["total"] == (3 if "bad" in plan.training else 0)  # one an epoch
     for name in ("killed", "whole"):
         lines = (tmp_path / name / "run" / "history.jsonl").read_text().splitlines()
         assert len(lines) == 3

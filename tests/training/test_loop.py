@@ -1,15 +1,19 @@
 from __future__ import annotations
 
+import mmap
 import time
 from math import isnan
 
 import pytest
 import torch
 
+from spartito import heartbeat
 from spartito.data.batch import Batch
+from spartito.heartbeat import SIZE, Beat
 from spartito.training.clock import Clock, StepLogs
 from spartito.training.metrics.gathering import MetricSet
 from spartito.training.metrics.names import make_metrics
+from tests.training.jobs import data, trainer
 
 
 @pytest.mark.parametrize(("goes_on", "rate"), [(True, 100 / 15), (False, 100 / 5)])
@@ -41,3 +45,11 @@ def test_what_was_not_seen_is_not_among_the_figures() -> None:
     target = torch.tensor([0, 1, 2, 0])
     metrics.update(torch.eye(4), Batch((torch.eye(4), target), 4, 4, torch.arange(4), 0, 0))
     assert dict(logs) == {"loss": 0.5, "accuracy": 0.75}
+
+
+def test_the_end_of_an_epoch_is_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A chief that computes nothing, or an evaluation, would make a straggler of the task."""
+    memory = mmap.mmap(-1, SIZE)
+    monkeypatch.setattr(heartbeat, "_heart", heartbeat._Heart(memory, -1))
+    trainer().fit(data(), epochs=3, batch_size=5, validation_data=data(), verbose=0)
+    assert Beat.read_from(memory).steps == 3 * 4

@@ -36,7 +36,7 @@ from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
 from spartito.errors import TaskLostError, UserError
-from spartito.heartbeat import CONNECT, RECOVER, during, in_generation
+from spartito.heartbeat import CONNECT, RECOVER, during, in_generation, keep_files
 from spartito.names import nearest
 
 COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
@@ -259,6 +259,7 @@ class Rendezvous:
             return [msgspec.json.decode(text, type=TaskInfo) for text in texts]
 
         tasks = world.ask(exchange)
+        keep_files(world.names)
         try:
             named = dict(zip(world.names, tasks, strict=True))
             check_versions({name: task.versions for name, task in named.items()})

@@ -46,8 +46,6 @@ class Coordination(ABC):
 
     skips_nonfinite = False
     """Whether an update whose loss or gradients are not finite is left out, on all tasks."""
-    skipped = 0
-    """How many updates were left out for that."""
 
     def __init__(self, name: str, job: ClusterSpec, cluster: ClusterSpec, pairs: Pairs) -> None:
         self.name, self.job, self.cluster = name, job, cluster

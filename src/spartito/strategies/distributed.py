@@ -32,8 +32,8 @@ class StepResult(msgspec.Struct, frozen=True):
     trained on, global ``batches`` they make, and ``updates``, which are global steps. ``loss``
     is the sum of losses since the last update and ``weight`` what it is to be divided by; both
     are 0 when the step only accumulated. Strategies that meet in every step return the same
-    numbers on every replica. ``stop`` says that somebody asked for an end, ``dropped`` that some
-    gradients since the last update were not finite, and changed nothing.
+    numbers on every replica. ``stop`` says that somebody asked for an end, ``dropped`` how many
+    updates (pushes to servers) were not finite since then, and changed nothing.
     """
 
     output: Any

@@ -192,7 +192,7 @@ class LeasedCoordination(Coordination):
             set_options(self._pairs.only.optimizer.param_groups, options)
 
     @property
-    def skipped(self) -> int:  # type: ignore[override]
+    def skipped(self) -> int:
         """On the chief: pushes that were not finite, as far as they were reported; ours at once."""
         if self.chief is None:
             return 0

@@ -84,7 +84,7 @@ class NonFinite(Callback):
     def on_train_batch_end(self, batch: int, logs: Logs) -> None:
         """Look at what the last updates were."""
         trainer, skips = self.trainer, self.trainer.skips
-        new, self._told = skips.total - self._told, skips.total
+        new = skips.total - self._told
         if not new:
             return
         ends = trainer.on_nonfinite == STOP and not trainer.stop_training
@@ -97,22 +97,23 @@ class NonFinite(Callback):
         trainer.stop_training = trainer.stop_training or ends
         if skips.row >= IN_A_ROW:
             self._make_progress(trainer.step - skips.row)
+        self._told = skips.total  # last: after the loss of a task all of it is done again
 
     def _make_progress(self, good: int) -> None:
         """Go back to a backup; an error where there is none, or that has not helped."""
         trainer, skips = self.trainer, self.trainer.skips
-        skips.row = 0
         what = f"no update of the last {IN_A_ROW} had a finite loss and gradients"
         meets = isinstance(trainer.coordination, SynchronousCoordination)
         for backup in trainer.callbacks if meets and skips.went_back < GOES_BACK else ():
             if isinstance(backup, BackupAndRestore) and (path := backup.go_back()):
-                skips.went_back += 1
+                skips.went_back, skips.row = skips.went_back + 1, 0
                 if trainer.is_chief:
                     warn(
                         "%s: model and optimizer go back to those of %s, with the data that come "
                         "next (%d of %d times)", what, path, skips.went_back, GOES_BACK,
                     )  # fmt: skip
                 return
+        skips.row = 0
         raise UserError(
             what,
             f"The model is that of step {good}. Go back to a checkpoint, with a smaller "

@@ -18,12 +18,15 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 
-from spartito.cluster import tf_config, torchrun
+from spartito.cluster import resolve, tf_config, torchrun
+from spartito.cluster.limits import seconds_of
 from spartito.device import memory_kills
+from spartito.launch.heartbeats import Heartbeats
 from spartito.launch.process import out_of_memory
 from spartito.launch.reaper import Reaper, die_with_parent
-from spartito.names import ENV_SECRET, ENV_SECRET_FILE
+from spartito.names import ENV_NOTICE, ENV_SECRET, ENV_SECRET_FILE
 
 HEARTBEAT = 5.0
 """Seconds between two lines from the launcher's machine."""
@@ -53,27 +56,79 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
 
     As ssh keeps 255 for itself, a task that ends with it is noted and counts as 1.
     """
-    reaper, before = Reaper(), memory_kills()
+    name = _name_in(env)
+    beats = Heartbeats(lambda text: _say(text.removeprefix(f"{name} ")), notice=_notice_in(env))
+    reaper, before = Reaper(str(beats.folder)), memory_kills()
     try:
         task = subprocess.Popen(
             [os.path.expanduser(argv[0]), *argv[1:]],
-            env={**env, **reaper.mark},
+            env={**env, **reaper.mark, **beats.begin(name, remote=False)},
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=die_with_parent(),  # safe: we have one thread
         )
         reaper.watch([task.pid])
-        threading.Thread(target=_listen, args=(task, silence), daemon=True).start()
-        code = task.wait()
-        if code == -signal.SIGKILL and (why := out_of_memory(memory_kills().since(before))):
-            print(f"spartito: the task was killed{why}", file=sys.stderr)
+        kept = _Kept(name, task)
+        threading.Thread(target=_listen, args=(kept, silence), daemon=True).start()
+        code = _wait(kept, beats)
+        if code == -signal.SIGKILL:
+            why, beat = out_of_memory(memory_kills().since(before)), beats.beat_of(name)
+            if why or beat:
+                _say(f"was killed{why}{f' ({beat})' if beat else ''}")
         _kill(task)  # what it left behind
     finally:
+        beats.close()
         reaper.close()
     if code == OF_SSH:
         print("spartito: exit code 255 becomes 1: ssh has 255 for itself", file=sys.stderr)
         return 1
     return code if code >= 0 else 128 - code
+
+
+@dataclass
+class _Kept:
+    """The task as its heartbeats are looked at."""
+
+    name: str
+    popen: subprocess.Popen[bytes]
+    paused: bool = False
+    starts: int = 1
+    awaited: bool = False
+    missed: str = ""
+
+    @property
+    def pid(self) -> int:
+        return self.popen.pid
+
+    @property
+    def code(self) -> int | None:
+        return self.popen.returncode
+
+
+def _name_in(env: Mapping[str, str]) -> str:
+    """Which task has this environment."""
+    with suppress(Exception):  # the task says it itself
+        return str(resolve(env).task)
+    return "the task"
+
+
+def _notice_in(env: Mapping[str, str]) -> float | None:
+    return seconds_of(env[ENV_NOTICE], ENV_NOTICE) if ENV_NOTICE in env else None
+
+
+def _say(text: str) -> None:
+    """Tell the launcher of the task, whose name it prints before the line."""
+    print(f"spartito: the task {text}", file=sys.stderr, flush=True)
+
+
+def _wait(task: _Kept, beats: Heartbeats) -> int:
+    """Until it ends, saying what is unusual; returns its code."""
+    while True:
+        try:
+            return task.popen.wait(beats.every)
+        except subprocess.TimeoutExpired:
+            if not task.paused:
+                beats.look([task])
 
 
 def main(argv: Sequence[str]) -> int:
@@ -97,14 +152,15 @@ def _read_line(silence: float) -> bytes:
     return b""
 
 
-def _listen(task: subprocess.Popen[bytes], silence: float) -> None:
+def _listen(kept: _Kept, silence: float) -> None:
     """Pass signals on until the connection ends; then end the task."""
-    text = b""
+    task, text = kept.popen, b""
     try:
         while select.select([0], [], [], silence)[0] and (data := os.read(0, 4096)):
             *lines, text = (text + data).split(b"\n")
             for number in map(int, lines):
                 if number in (signal.SIGTSTP, signal.SIGCONT):
+                    kept.paused = number == signal.SIGTSTP
                     _send_all(task, signal.SIGSTOP if number == signal.SIGTSTP else number)
                 elif number:
                     task.send_signal(number)

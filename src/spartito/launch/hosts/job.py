@@ -22,7 +22,7 @@ from spartito.launch.local import check_number, snapshots
 from spartito.launch.process import with_logs
 from spartito.launch.processes import Processes
 from spartito.launch.supervisor import supervise
-from spartito.names import ENV_PORTS, ENV_SNAPSHOT_DIR
+from spartito.names import ENV_NOTICE, ENV_PORTS, ENV_SNAPSHOT_DIR
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,6 +91,8 @@ class Hosts(Processes):
         plan = self.plan(job)
         roles, hosts = plan.roles, plan.hosts
         variables = with_secret(self.variables(job))
+        if self.notice is not None:
+            variables[ENV_NOTICE] = f"{self.notice:g}"
         with snapshots(roles, variables) as (folder, _):
             own = {} if folder is None else {ENV_SNAPSHOT_DIR: folder}  # other machines have theirs
             processes = [

@@ -20,7 +20,7 @@ from spartito.cluster.secret import NO_SECRET, Key
 from spartito.cluster.spec import split_address
 from spartito.collectives.sockets import RETRY_SECONDS, dial
 from spartito.errors import TaskLostError, UserError
-from spartito.heartbeat import last_words
+from spartito.heartbeat import keep_files, last_words
 from spartito.ps.client.vector import Copies, Vector
 from spartito.ps.protocol.codec import PlainCodec, make_codec
 from spartito.ps.protocol.keys import Keys
@@ -314,6 +314,7 @@ class Link:
             if isinstance(welcome, Elsewhere):
                 raise Gone(f"{where.name} is not the primary")
             self._shared = bool(welcome.segment)
+            keep_files([where.name])
             if self._shared:
                 push_at, pull_at, size = areas(self.span)
                 memory = _map(Path(welcome.segment), size)

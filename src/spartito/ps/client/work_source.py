@@ -12,7 +12,7 @@ from spartito.collectives.sockets import reach
 from spartito.collectives.versions import Versions
 from spartito.errors import TaskLostError, UserError
 from spartito.failpoints import failpoint
-from spartito.heartbeat import dump_stacks, last_words
+from spartito.heartbeat import dump_stacks, keep_files, last_words
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
@@ -62,6 +62,7 @@ class WorkerLink(WorkSource):
             raise
         self._wire.header_limit = LONG_HEADER
         self._generation = welcome.generation
+        keep_files([chief])
         every = welcome.heartbeat
         self._heartbeats = runtime.start(lambda: self._beat(every), "spartito-heartbeat")
 
