@@ -330,8 +330,7 @@ class RecoveringLoop(TrainingLoop):
         """What a new task needs beside model and optimizer; of this task alone."""
         trainer, mark = self._recovering, self._mark
         return {
-            "step": trainer.step,
-            "epoch": trainer.epoch,
+            "at": [trainer.step, trainer.epoch],
             "scheduler": scheduler_state(trainer.scheduler),
             "callbacks": callback_states(trainer._given),
             "meaning": meaning(self.chain, self._steps, trainer.seed),
@@ -343,8 +342,7 @@ class RecoveringLoop(TrainingLoop):
             "history": asdict(self._history),
             "found": [self._found_at, dict(self._found)],
             "kept": [kept_by(each) for each in trainer._given],
-            "skips": trainer.skips.state_dict(),
-            "stop": [trainer.stop_training, self._ends],
+            "stop": [trainer.stop_training, self._ends, trainer.skips.state_dict()],
             "begun": self._begun,
             "random": random_state(),
         }
@@ -367,9 +365,9 @@ class RecoveringLoop(TrainingLoop):
         for callback, kept in zip(trainer._given, state["kept"], strict=True):
             if kept is not None and isinstance(callback, EarlyStopping):
                 callback.kept = partial(trainer.strategy.load, kept)
-        trainer.stop_training, self._ends = state["stop"]
-        trainer.skips.load_state_dict(state["skips"])
-        trainer.step, trainer.epoch = state["step"], state["epoch"]
+        trainer.stop_training, self._ends, skips = state["stop"]
+        trainer.skips.load_state_dict(skips)
+        trainer.step, trainer.epoch = state["at"]
         if trainer.scheduler is not None and state["scheduler"] is not None:
             trainer.scheduler.load_state_dict(state["scheduler"])
         self._is_late, self._saved_callbacks = state["begun"] >= self._epoch, state["callbacks"]
