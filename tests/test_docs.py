@@ -30,6 +30,15 @@ import torch
 def loss_fn(output, target):
     return torch.nn.functional.cross_entropy(output, target, reduction="none")
 """,
+    "docs/checkpoints.md": """
+import torch
+import spartito as sp
+data = torch.randn(64, 8), torch.randint(3, (64,))
+net = torch.nn.Linear(8, 3)
+trainer = sp.Trainer(
+    net, optimizer=torch.optim.Adam(net.parameters()), loss=torch.nn.CrossEntropyLoss()
+)
+""",
     "docs/data.md": """
 import pathlib, torch, PIL.Image
 import spartito as sp
