@@ -33,7 +33,7 @@ import spartito as sp
 from tests.training.jobs import data, trainer
 made = trainer(metrics=["accuracy"])
 backup = sp.callbacks.BackupAndRestore(sys.argv[1], every=1, share=None)
-history = made.fit(data(), epochs=3, batch_size=3, callbacks=[backup], verbose=0)
+history = made.fit(data(), epochs=40, batch_size=3, callbacks=[backup], verbose=0)
 print(history.history, made.step, made.model[0].weight.sum().item())
 """
 
@@ -45,7 +45,7 @@ def run(folder: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
 
 
 def test_killed_inside_of_a_save(tmp_path: Path) -> None:
-    killed = run(tmp_path / "a", "storage.directory.before_manifest:kill:6")
+    killed = run(tmp_path / "a", "storage.directory.before_manifest:kill:3")
     assert killed.returncode == -signal.SIGKILL
     resumed, whole = run(tmp_path / "a"), run(tmp_path / "b")
     assert "going on after step" in resumed.stderr
