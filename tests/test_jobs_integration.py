@@ -484,6 +484,7 @@ def check_interrupted_run(folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.slow
 def test_ctrl_c_ends_the_command_and_keeps_what_is_saved(commands: Commands) -> None:
     words = ["train", "mnist", "--workers", "2", "--epochs", "1000", "--out", "stopped"]
     job = commands.start(*SPARTITO, *words)

@@ -80,6 +80,7 @@ def test_moves_of_every_type(replicas: Replicas, size: int, backend: str) -> Non
 
 
 @pytest.mark.parametrize(("size", "backend"), [BACKENDS[1], *BACKENDS[3:]])
+@pytest.mark.slow
 def test_every_shape_and_layout(replicas: Replicas, size: int, backend: str) -> None:
     program = [
         Step(kind, everyone(size), shape=shape, layout=layout, seed=1)

@@ -179,6 +179,7 @@ def test_one_that_never_comes_is_named_on_both_sides(commands: Commands) -> None
     assert "worker 1: 2 of 3 tasks are here" in told.out
 
 
+@pytest.mark.slow
 def test_without_the_first_the_others_say_so_and_who_else_is_there(commands: Commands) -> None:
     own = addresses(3)
     server = start(commands, own, 2)

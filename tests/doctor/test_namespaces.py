@@ -86,6 +86,7 @@ def test_a_way_that_is_open_in_one_direction_only(commands: Commands, hosts: Hos
     assert f"worker 0 finds at beta:{PORT}: no reply" in what(found, "one way")
 
 
+@pytest.mark.slow
 def test_one_that_does_not_reach_the_first_is_not_said_to_be_off(
     commands: Commands, hosts: Hosts
 ) -> None:

@@ -40,6 +40,7 @@ def as_a_user() -> Mapping[str, str]:
     return {"PYTHONPATH": os.pathsep.join(one for one in path if one and one != str(LEAN))}
 
 
+@pytest.mark.slow
 def test_run(commands: Commands) -> None:
     ended = commands.spartito("run", "--workers", "2", "train.py", env=as_a_user())
     assert ended.code == 0, ended.text

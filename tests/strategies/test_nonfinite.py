@@ -200,7 +200,7 @@ def goes_back(strategy: str, folder: str) -> tuple[dict[str, Tensor], list[int],
         )  # fmt: skip
         history = trainer.fit(
             sp.data.arrays(*examples(bad=False)).batch(ROWS), epochs=EPOCHS, verbose=False,
-            callbacks=[Drive(), sp.callbacks.BackupAndRestore(folder, every=2)],
+            callbacks=[Drive(), sp.callbacks.BackupAndRestore(folder, every=2, share=None)],
         )  # fmt: skip
         return weights(chosen, net), history.history["skipped"], trainer.skips.went_back
 
@@ -238,7 +238,7 @@ def in_vain(folder: str) -> tuple[int, int, str]:
         try:
             trainer.fit(
                 (x, torch.arange(len(x)) % 3), batch_size=ROWS, verbose=False,
-                callbacks=sp.callbacks.BackupAndRestore(folder, every=2),
+                callbacks=sp.callbacks.BackupAndRestore(folder, every=2, share=None),
             )  # fmt: skip
         except sp.UserError as error:
             return trainer.skips.went_back, trainer.step, str(error)

@@ -44,6 +44,7 @@ def run(folder: Path, failpoint: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=100)
 
 
+@pytest.mark.slow
 def test_killed_inside_of_a_save(tmp_path: Path) -> None:
     killed = run(tmp_path / "a", "storage.directory.before_manifest:kill:3")
     assert killed.returncode == -signal.SIGKILL
