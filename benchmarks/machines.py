@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.launching import ROOT
-from spartito.chaos.network import Machine, NoNamespacesError, network
+from spartito.launch.link import Link
+from spartito.launch.network import Machine, NoNamespacesError, network
 
 LIMIT = 300.0
 PORT = 29700
@@ -29,7 +30,7 @@ def run_on_machines(job: Sequence[str], *, machines: int, workers: int, rate: st
         try:
             with network(*(f"bench{number}" for number in range(machines))) as made:
                 for machine in made if rate else ():
-                    machine.slow_down(rate)
+                    machine.slow_down(Link.read(rate))
                 _run(made, workers, [*job, f"--out={out}"], Path(folder))
         except NoNamespacesError as error:
             sys.exit(str(error))

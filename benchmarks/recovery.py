@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import secrets
 import signal
 import statistics
 import subprocess
@@ -12,18 +13,21 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from benchmarks.common import Figure, announce, conclude, parser, positive, progress
 from benchmarks.launching import ROOT
+from spartito.launch.network import NoNamespacesError, network
 
 JOB = Path(__file__).parent / "jobs" / "recovering.py"
 LIMIT = 60.0
 STEPPING = 0.5
 """Seconds that all have stepped before one of them is killed."""
+WAIT = 0.5
+"""Seconds for a replacement of a machine."""
 WINDOW = 4.0
 """Seconds of a window of steps without failures."""
 
@@ -81,13 +85,13 @@ class Job:
 
 
 @contextmanager
-def running(workers: int, recover: bool) -> Iterator[Job]:
+def running(strategy: str, workers: int, recover: bool) -> Iterator[Job]:
     """A job, until the block ends."""
     with tempfile.TemporaryDirectory() as folder, open(f"{folder}/said", "w+") as said:
         flags = ["--recover", "--restarts", "1000"] if recover else []
         process = subprocess.Popen(
             [
-                *(sys.executable, "-m", "spartito", "run", "--strategy", "mirrored", *flags),
+                *(sys.executable, "-m", "spartito", "run", "--strategy", strategy, *flags),
                 *("--workers", str(workers), str(JOB), folder),
             ],
             cwd=ROOT,
@@ -116,9 +120,9 @@ def repeated(job: Job, killed: int) -> int:
     return most
 
 
-def recovery(rank: int) -> tuple[float, int]:
+def recovery(strategy: str, rank: int) -> tuple[float, int]:
     """Seconds from the end of one of two workers until both step again, and steps repeated."""
-    with running(2, recover=True) as job:
+    with running(strategy, 2, recover=True) as job:
         job.all_step(0.0)
         time.sleep(STEPPING)
         at = job.kill(rank)
@@ -127,9 +131,63 @@ def recovery(rank: int) -> tuple[float, int]:
         return _gap(job, at), repeated(job, rank)
 
 
-def rate(recover: bool) -> float:
+def machine_lost() -> float | None:
+    """Seconds from the cut of one of two machines of two workers until the others step again.
+
+    The machines are network namespaces, the store is on a third. None where there cannot be any.
+    """
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        said = stack.enter_context(open(f"{folder}/said", "w+"))
+        try:
+            near, *machines = stack.enter_context(network("near", "node1", "node2"))
+        except NoNamespacesError as error:
+            print(f"no machine can be lost here: {error}", flush=True)
+            return None
+        store = f"{near.address}:{29400}"
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "SPARTITO_STORE": store}
+        env["SPARTITO_SECRET"] = secrets.token_hex(16)
+        python = [sys.executable, "-m"]
+        words = [[*near.enters, *python, "spartito.cluster.store", store, f"{folder}/journal"]]
+        flags = ["--strategy", "multi_worker_mirrored", "--recover", "--min-workers", "2"]
+        flags += ["--wait", str(WAIT), "--workers", "2", "--nnodes", "2"]
+        flags += ["--master-addr", f"{machines[0].address}:29500"]
+        words += [
+            [*each.enters, *python, "spartito", "run", *flags, "--node-rank", str(rank)]
+            for rank, each in enumerate(machines)
+        ]
+        for number, one in enumerate(words):
+            job = [str(JOB), folder] if number else []
+            process = subprocess.Popen(
+                [*one, *job], cwd=ROOT, env=env, stdout=said, stderr=said, start_new_session=True
+            )
+            stack.callback(_end, process)
+        noted = Job(Path(folder), 4)
+        noted.all_step(0.0)
+        time.sleep(STEPPING)
+        at = time.monotonic()
+        machines[0].cut()
+
+        def left() -> list[float | None]:
+            return noted.steps_since(at + 0.5)[2:]
+
+        noted.wait(lambda: None not in left(), "a step of those who are left")
+        return max(found for found in left() if found is not None) - at
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def rate(strategy: str, recover: bool) -> float:
     """Steps per second of two workers, without failures."""
-    with running(2, recover) as job:
+    with running(strategy, 2, recover) as job:
         job.all_step(0.0)
         time.sleep(STEPPING + WINDOW)
         ends = [event.at for event in job.events(0) if event.ends]
@@ -137,10 +195,12 @@ def rate(recover: bool) -> float:
     return (len(inside) - 1) / (inside[-1] - inside[0])
 
 
-def progress_made(workers: int, every: float, minutes: float, seed: int) -> tuple[float, int]:
+def progress_made(
+    strategy: str, workers: int, every: float, minutes: float, seed: int
+) -> tuple[float, int]:
     """The fraction of the time in which steps are made, at a failure ``every`` so many seconds."""
     draws, gaps = random.Random(seed), 0.0
-    with running(workers, recover=True) as job:
+    with running(strategy, workers, recover=True) as job:
         job.all_step(0.0)
         began, failures = time.monotonic(), 0
         while time.monotonic() < began + 60 * minutes:
@@ -168,13 +228,16 @@ def main() -> None:
     made.add_argument("--minutes", type=float, default=20.0, help="so long, with --every")
     made.add_argument("--workers", type=positive, default=4, help="with --every")
     made.add_argument("--seed", type=int, default=0, help="of who is killed, with --every")
+    made.add_argument("--strategy", default="mirrored", choices=["mirrored", "sharded"])
     given = made.parse_args()
     here = announce(__doc__)
     conclude(here, _with_failures(given) if given.every else _without(given), given.json)
 
 
 def _with_failures(given: argparse.Namespace) -> list[Figure]:
-    found, failures = progress_made(given.workers, given.every, given.minutes, given.seed)
+    found, failures = progress_made(
+        given.strategy, given.workers, given.every, given.minutes, given.seed
+    )
     return [
         Figure("fraction of the time that makes progress", found, 0.95, measure="fraction"),
         Figure("failures", failures, measure="failures"),
@@ -183,20 +246,27 @@ def _with_failures(given: argparse.Namespace) -> list[Figure]:
 
 def _without(given: argparse.Namespace) -> list[Figure]:
     found: dict[str, list[float]] = {"worker": [], "chief": [], "off": [], "on": []}
-    most = 0
+    most, machines = 0, []
     for number in range(given.rounds):
-        (worker, once), (chief, twice) = recovery(1), recovery(0)
+        if given.strategy == "mirrored" and (machine := machine_lost()) is not None:
+            machines.append(machine)
+            print(f"a machine of two is lost: {machine:.2f} s", flush=True)
+        (worker, once), (chief, twice) = recovery(given.strategy, 1), recovery(given.strategy, 0)
         most = max(most, once, twice)
-        now = {"worker": worker, "chief": chief, "off": rate(False), "on": rate(True)}
+        off, on = rate(given.strategy, False), rate(given.strategy, True)
+        now = {"worker": worker, "chief": chief, "off": off, "on": on}
         for name, value in now.items():
             found[name].append(value)
         progress(number, given.rounds, now, "seconds; steps/s")
-    worker, chief, off, on = (statistics.median(values) for values in found.values())
+    worker, chief, without, with_it = (statistics.median(values) for values in found.values())
+    name = f"a machine of two lost (namespaces), min_workers, wait {WAIT:g} s"
+    lost = [Figure(name, statistics.median(machines), 5.0, "<=", "s")] if machines else []
     return [
+        *lost,
         Figure("steps repeated, at most", most, 1, "<=", "steps"),
         Figure("SIGKILL of a worker until both step", worker, 3.0, "<=", "s"),
         Figure("SIGKILL of the chief until both step", chief, 4.0, "<=", "s"),
-        Figure("steps/s with recovery / without", on / off),
+        Figure("steps/s with recovery / without", with_it / without),
     ]
 
 

@@ -18,11 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.jobs.survivor import draw
+from spartito.chaos.picture import picture
 from spartito.chaos.report import page, summary
+from spartito.chaos.schedule import drawn, written
 from spartito.chaos.suite import read_results
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "survival.md"
+PICTURE = ROOT / "docs" / "pictures" / "survival.svg"
 BEGIN = "<!-- results: python -m benchmarks.survival -->"
 SYNCHRONOUS = (
     "mirrored",
@@ -34,7 +37,16 @@ SYNCHRONOUS = (
 )
 ALONE = "kill,stop,pause,term,exception,spin,clock,disk,slow,memory,torn"
 MNIST = ("mnist", "--workers", "2")
+SERVED = (*MNIST, "--strategy", "parameter_server", "--chief", "--ps", "2")
 FILES = ("benchmarks/jobs/survivor.py", "--workers", "2")
+PANELS = {
+    "plain": (*SYNCHRONOUS, "local_sgd", "one_device", "parameter_server", "files"),
+    "--recover": ("recover", "journal", "two_multi_worker_mirrored", "two_parameter_server"),
+    "replicas=2": ("copies",),
+    "BackupAndRestore": ("backups",),
+    "a machine each": ("machines",),
+}
+"""What the picture shows, by the words above its columns."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +65,7 @@ def parts(pictures: Path) -> dict[str, Part]:
             f"`{name}`, two workers on one machine",
             (*MNIST, "--strategy", name, "--faults", ALONE),
         )
-        for name in SYNCHRONOUS
+        for name in (*SYNCHRONOUS, "local_sgd")  # groups of one worker each
     }
     # Nobody waits for a task that is alone: one that is stopped is named, and stays.
     found["one_device"] = Part(
@@ -63,9 +75,8 @@ def parts(pictures: Path) -> dict[str, Part]:
     )  # fmt: skip
     found["parameter_server"] = Part(
         "`parameter_server`: a chief, two workers, two servers, an evaluator",
-        (*MNIST, "--strategy", "parameter_server", "--chief", "--ps", "2", "--evaluator",
-         "--faults", f"{ALONE},nan"),
-    )  # fmt: skip
+        (*SERVED, "--evaluator", "--faults", f"{ALONE},nan"),
+    )
     found["evaluator"] = Part(
         "An evaluator beside `multi_worker_mirrored`",
         (*MNIST, "--strategy", "multi_worker_mirrored", "--evaluator", "--roles", "evaluator",
@@ -82,6 +93,25 @@ def parts(pictures: Path) -> dict[str, Part]:
         (*MNIST, "--strategy", "mirrored,multi_worker_mirrored,sharded", "--recover",
          "--roles", "worker,chief", "--faults", "kill,stop,pause,spin,exception,memory"),
     )  # fmt: skip
+    found["copies"] = Part(
+        "`parameter_server` with `replicas=2`: each value on two servers",
+        (*SERVED, "--strategy-options", '{"replicas": 2}',
+         "--roles", "ps", "--faults", "kill,stop,pause,term,spin,slow,memory"),
+    )  # fmt: skip
+    found["journal"] = Part(
+        "`parameter_server` with `--recover`: the chief comes back",
+        (*SERVED, "--recover", "--roles", "chief", "--faults", "kill,stop,pause,term,memory"),
+    )  # fmt: skip
+    for name, kinds in (
+        ("multi_worker_mirrored", ("kill", "stop", "pause", "spin")),
+        ("parameter_server", ("kill", "stop", "pause")),
+    ):
+        served = ["--ps", "2", "--chief"] * (name == "parameter_server")
+        found[f"two_{name}"] = Part(
+            f"Two faults by chance: `{name}`, three workers, `--recover`",
+            ("mnist", "--workers", "3", "--strategy", name, "--recover", *served,
+             "--schedule", by_chance(kinds, 8)),
+        )  # fmt: skip
     found["machines"] = Part(
         "Each task on a machine of its own (network namespaces)",
         (*MNIST, "--strategy", "multi_worker_mirrored,sharded,mesh,pipeline,parameter_server",
@@ -96,14 +126,28 @@ def parts(pictures: Path) -> dict[str, Part]:
     return found
 
 
+def by_chance(kinds: Sequence[str], runs: int) -> str:
+    """Schedules of two faults each, drawn from a fixed seed."""
+    workers = [f"worker:{index}" for index in range(3)]
+    early, late = (drawn(seed, runs, kinds, workers, range(begin, begin + 60))
+                   for seed, begin in ((1, 130), (2, 250)))  # fmt: skip
+    return ",".join(written(first + second) for first, second in zip(early, late, strict=True))
+
+
 def write(out: Path, named: dict[str, Part]) -> None:
     """The page of all results so far, behind what people have written."""
     found = {name: read_results(out / name) for name in named}
     together = [result for results in found.values() for result in results]
-    said = [BEGIN, summary(together)] if together else [BEGIN]
+    panels = {
+        words: [result for name in names for result in found[name]]
+        for words, names in PANELS.items()
+    }
+    PICTURE.write_text(picture({words: results for words, results in panels.items() if results}))
+    shown = "![Faults by strategies](pictures/survival.svg)"
+    said = [BEGIN, summary(together), shown] if together else [BEGIN]
     for name, results in found.items():
         if results:
-            said += [f"## {named[name].title}", page(results).strip()]
+            said += [f"## {named[name].title}", page(results).strip().replace("## ", "### ")]
     head = DOCS.read_text().partition(BEGIN)[0].rstrip() if DOCS.exists() else "# Survival"
     DOCS.write_text("\n\n".join([head, *said]) + "\n")
 

@@ -70,9 +70,16 @@ def main() -> None:
 
 def measure(side: str, model: str, rate: str, windows: int, steps: int) -> list[float]:
     """Seconds per step in the windows of one job on two machines of one worker each."""
+    return measure_both(side, model, rate, windows, steps)[0]
+
+
+def measure_both(
+    side: str, model: str, rate: str, windows: int, steps: int
+) -> tuple[list[float], float]:
+    """As `measure`, and the part of the time in which groups waited for their meetings."""
     job = ["-m", "benchmarks.jobs.lines", side, model, f"--windows={windows}", f"--steps={steps}"]
-    found: list[float] = run_on_machines(job, machines=2, workers=1, rate=rate)
-    return found
+    found = run_on_machines(job, machines=2, workers=1, rate=rate)
+    return found["seconds"], found["meetings"]
 
 
 if __name__ == "__main__":

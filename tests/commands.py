@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import IO
 
@@ -241,6 +242,12 @@ def eventually(condition: Callable[[], bool], limit: float = 20.0) -> bool:
 def tf_config(cluster: Mapping[str, Sequence[str]], kind: str, index: int) -> dict[str, str]:
     """``TF_CONFIG`` as a user sets it by hand."""
     return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": {"type": kind, "index": index}})}
+
+
+def cluster_of(**counts: int) -> dict[str, list[str]]:
+    """Free addresses for so many tasks of each role, no two alike."""
+    free = iter(addresses(sum(counts.values())))
+    return {role: list(islice(free, count)) for role, count in counts.items()}
 
 
 def addresses(count: int) -> list[str]:

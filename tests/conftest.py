@@ -26,6 +26,9 @@ settings.register_profile(
 )
 settings.load_profile("patient")
 
+MANY = 200
+"""A file with so many tests takes minutes."""
+
 torch.set_num_threads(1)  # several would wait for each other, spinning, where all cores are busy
 
 
@@ -49,13 +52,18 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long (containers, nodes, whole jobs) first: in the end no worker is left alone."""
+    """What takes long first (containers, nodes, whole jobs, files with many tests).
 
-    def is_short(item: pytest.Item) -> bool:
+    Each file is one worker's, so in the end none is left alone with a long one.
+    """
+    count = Counter(item.path for item in items)
+
+    def order(item: pytest.Item) -> tuple[bool, int]:
         marks = {mark.name for mark in item.iter_markers()}
-        return not marks & {"docker", "slurm"} and not item.path.stem.endswith("_integration")
+        whole = bool(marks & {"docker", "slurm"}) or item.path.stem.endswith("_integration")
+        return not whole and count[item.path] < MANY, -count[item.path]
 
-    items.sort(key=is_short)
+    items.sort(key=order)
 
 
 @pytest.hookimpl(wrapper=True)

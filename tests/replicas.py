@@ -153,6 +153,8 @@ def _environment(rank: int, world_size: int, cluster: dict[str, list[str]]) -> d
 def _serve(pipe: Connection) -> None:
     import torch
 
+    from spartito import strategies
+
     torch.set_num_threads(1)
     os.environ["SPARTITO_TIMEOUT"] = "20"
     while True:
@@ -167,6 +169,7 @@ def _serve(pipe: Connection) -> None:
             outcome = (True, None) if not end.code else (False, _failure(end))
         except BaseException as error:
             outcome = (False, _failure(error))
+        strategies._of_the_job.clear()  # as other strategies end with the job's objects
         pipe.send_bytes(pickle.dumps(outcome))  # torch's own pickler would share the tensors
         gc.collect()
 

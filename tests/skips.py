@@ -27,6 +27,7 @@ KINDS = {
     "composer": "the composer in question: docker-compose, or docker's plugin",
     "data": "a folder of data that is not part of the sources",
     "dev": "a package of the extra 'dev'",
+    "ray": "Ray, of the extra 'ray'",
     "case": "a case that has nothing to test",
 }
 """What a test may lack, by the word that its skip begins with."""

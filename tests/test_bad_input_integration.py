@@ -27,6 +27,7 @@ import spartito as sp
 strategy = sp.strategy()
 net = torch.nn.Linear(4, 2)
 optimizer = torch.optim.Adam(net.parameters())
+torch.manual_seed(0)
 x, y = torch.randn(21, 4), torch.arange(21) % 2
 trainer = sp.Trainer(net, optimizer=optimizer, loss=torch.nn.BCEWithLogitsLoss(), strategy=strategy)
 trainer.fit((x, y), batch_size=6, verbose=0)

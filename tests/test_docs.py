@@ -84,6 +84,7 @@ def calls(page: str) -> list[list[str]]:
     return [line[: next((i for i, w in enumerate(line) if w in ends), len(line))] for line in words]
 
 
+@pytest.mark.slow
 def test_the_site_builds_without_a_broken_link(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", tmp_path],
@@ -134,14 +135,8 @@ def test_the_python_blocks_of_a_page_run(page: str, commands: Commands) -> None:
     assert done.code == 0, done.text
 
 
-TUTORIALS = [
-    pytest.param(page, marks=pytest.mark.slow if "choose" in page else ())
-    for page in PAGES
-    if page.startswith("docs/tutorials/")
-]
-
-
-@pytest.mark.parametrize("page", TUTORIALS)
+@pytest.mark.slow
+@pytest.mark.parametrize("page", [page for page in PAGES if page.startswith("docs/tutorials/")])
 def test_a_tutorial_works_as_it_is_written(page: str, commands: Commands) -> None:
     """Its files are written, then its ``sh`` lines are run in order, as a reader would."""
     for block in blocks(page):

@@ -357,7 +357,11 @@ def test_an_own_script_on_one_device(alone: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("launch", "tasks", "strategy"), LAUNCHES, ids=[case[0].__name__ for case in LAUNCHES]
+    ("launch", "tasks", "strategy"),
+    [
+        pytest.param(*case, id=case[0].__name__, marks=pytest.mark.slow if slow else ())
+        for slow, case in zip((True, True, False, False, True), LAUNCHES, strict=True)
+    ],
 )
 @pytest.mark.usefixtures("no_segments_left")
 def test_two_processes_give_the_numbers_of_one(

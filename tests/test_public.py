@@ -8,7 +8,8 @@ import inspect
 import pkgutil
 import subprocess
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -20,13 +21,13 @@ ROOT = Path(sp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
-    {"errors", "device", "log", "names", "failpoints", "forks", "heartbeat", "_lazy"},
+    {"errors", "device", "log", "names", "failpoints", "forks", "heartbeat", "status", "_lazy"},
     {"registry"},
     {"cluster", "collectives", "data", "storage"},
     {"backend"},
     {"ps.protocol"},
     {"engine", "ps.scheduler", "ps.server", "ps.client", "checkpoint"},
-    {"ps.chief", "mesh"},
+    {"ps.chief", "mesh", "local"},
     {"ps.job", "ps"},
     {"pipeline"},
     {"strategies"},
@@ -90,29 +91,34 @@ def modules() -> Iterator[ModuleType]:
 
 def imports(path: Path, *, of: str = "spartito") -> Iterator[tuple[str, bool]]:
     """Every module ``of`` a package that a file imports, and whether at its import."""
-    tree = ast.parse(path.read_text())
-    only_types: set[ast.AST] = set()
-    inside: set[ast.AST] = set()
-    for node in ast.walk(tree):
+    return ((name, at_once) for name, at_once in all_imports(path) if name.split(".")[0] == of)
+
+
+@cache
+def all_imports(path: Path) -> list[tuple[str, bool]]:
+    """Every module that a file imports but for its types, and whether at its import."""
+    found = list[tuple[str, bool]]()
+
+    def visit(node: ast.AST, at_once: bool) -> None:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            only_types |= {part for child in node.body for part in ast.walk(child)}
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            inside |= set(ast.walk(node))
-    for node in ast.walk(tree):
-        if node in only_types:
-            continue
+            parts: Sequence[ast.AST] = node.orelse
+        else:
+            parts = list(ast.iter_child_nodes(node))
         if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
+            found.extend((alias.name, at_once) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: imports are absolute"
             names = [node.module or ""]
             if node.module and (ROOT.parent / node.module.replace(".", "/")).is_dir():
                 names = [f"{node.module}.{alias.name}" for alias in node.names]
-        else:
-            continue
-        for name in names:
-            if name.split(".")[0] == of:
-                yield name, node not in inside
+            found.extend((name, at_once) for name in names)
+        elif not isinstance(node, ast.expr):
+            at_once = at_once and not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            for part in parts:
+                visit(part, at_once)
+
+    visit(ast.parse(path.read_text()), True)
+    return found
 
 
 def package_of(name: str, among: Collection[str] = LAYER) -> str:
@@ -125,6 +131,7 @@ def package_of(name: str, among: Collection[str] = LAYER) -> str:
     return ""
 
 
+@cache
 def as_module(name: str) -> str:
     """The module that an imported name lives in."""
     while name != "spartito":
@@ -153,6 +160,11 @@ def test_all_is_sorted_complete_and_there(package: ModuleType) -> None:
         if not (alias.asname or alias.name).startswith("_")
     }
     shown -= {"install_excepthook"}
+    shown |= {  # a package that can be called, as its type says
+        node.target.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
     assert shown == set(names)
 
 
@@ -243,6 +255,7 @@ def test_an_import_that_goes_up_is_found(own: str, name: str, wrong: str) -> Non
     assert wrong in "".join(found)
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """What each module of ours imports when it is imported, packages around it among that."""
     return {

@@ -52,11 +52,13 @@ def failure(text: str, test: str) -> str:
     return found[1]
 
 
+@pytest.mark.slow
 def test_a_suite_starts_from_a_known_state(inner: tuple[str, list[str]]) -> None:
     assert "4 failed, 1 passed, 1 skipped" in inner[0]
     assert "FAILED tests/inner/suite.py::test_the_state_is_known" not in inner[0]
 
 
+@pytest.mark.slow
 def test_a_time_limit_shows_the_stacks_of_all_children(inner: tuple[str, list[str]]) -> None:
     text = failure(inner[0], "test_a_time_limit_shows_where_replicas_stand")
     assert text.count("in stands_here") >= 2
@@ -64,6 +66,7 @@ def test_a_time_limit_shows_the_stacks_of_all_children(inner: tuple[str, list[st
     assert "in program_stands_here" in text
 
 
+@pytest.mark.slow
 def test_a_skip_of_what_is_required_is_a_failure(inner: tuple[str, list[str]]) -> None:
     text = failure(inner[0], "test_what_is_required_is_missing")
     assert "skipped, but SPARTITO_REQUIRE says that this machine has network namespaces" in text
@@ -71,6 +74,7 @@ def test_a_skip_of_what_is_required_is_a_failure(inner: tuple[str, list[str]]) -
     assert "a skip names its kind" in failure(inner[0], "test_no_kind")
 
 
+@pytest.mark.slow
 def test_skips_are_counted_and_listed_by_kind(inner: tuple[str, list[str]]) -> None:
     assert "1 skipped: data 1" in inner[0]
     assert inner[1] == ["data: nothing here"]

@@ -29,6 +29,7 @@ trainer = sp.Trainer(
     loss=nn.CrossEntropyLoss(),
     strategy=strategy,
 )
+torch.manual_seed(0)  # all tasks make the same data
 x, y = torch.rand(64, 784), torch.randint(0, 10, (64,))
 trainer.fit((x, y), batch_size=64, callbacks=[FirstStep()], verbose=False)
 strategy.close()

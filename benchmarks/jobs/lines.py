@@ -1,4 +1,4 @@
-"""One side of `benchmarks.thin_lines`: trains, and rank 0 writes its seconds per step to a file."""
+"""One side of `benchmarks.thin_lines`: trains, and rank 0 writes to a file where its time went."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,12 +21,23 @@ from benchmarks.jobs.steps import Plan, adam, time_plain, time_windows
 COMPRESS = {"exact": None, "bf16": "bf16", "powersgd": sp.PowerSGD(4, exact_steps=2)}
 """PowerSGD is timed compressed: two steps are exact, within the window that is not counted."""
 BUCKETS = {"ddp": 25.0, "ddp 1 MB": 1.0}
+EVERY = 20
+LOCAL: dict[str, dict[str, Any]] = {
+    "local": {"every": EVERY},
+    "local 8bit": {"every": EVERY, "compress": "8bit"},
+    "local 4bit": {"every": EVERY, "compress": "4bit"},
+    "overlap": {"every": EVERY, "overlap": True},
+    "overlap 4bit": {"every": EVERY, "overlap": 3 * EVERY // 4, "compress": "4bit"},
+    "no meetings": {"every": 10**9},
+}
+"""local_sgd, a group on each machine; without meetings it is what computing takes."""
+OURS = (*COMPRESS, *LOCAL)
 
 
 def main() -> None:
     """Run the side that the command line names."""
     options = argparse.ArgumentParser()
-    options.add_argument("side", choices=(*COMPRESS, *BUCKETS, "alone"))
+    options.add_argument("side", choices=(*OURS, *BUCKETS, "alone"))
     options.add_argument("model", choices=("mlp", "xception"))
     options.add_argument("--windows", type=int, required=True)
     options.add_argument("--steps", type=int, required=True)
@@ -34,19 +46,22 @@ def main() -> None:
     torch.set_num_threads(1)
     flush_denormals()
     work = make_work(given.model, int(os.environ["WORLD_SIZE"]))
-    if given.model == "xception" and given.side in COMPRESS:
+    if given.model == "xception" and given.side in OURS:
         work = replace(work, model=sp.models.CatsVsDogs())
     plan = Plan(given.windows, given.steps, "fp32")
-    found = (
-        ours(given.side, work, plan) if given.side in COMPRESS else plain(given.side, work, plan)
-    )
+    train = ours if given.side in OURS else plain
+    seconds, meetings = train(given.side, work, plan)
     if os.environ["RANK"] == "0":
-        given.out.write_text(json.dumps(found))
+        given.out.write_text(json.dumps({"seconds": seconds, "meetings": meetings}))
 
 
-def ours(side: str, work: Work, plan: Plan) -> list[float]:
-    """`strategy.step`, as `fit` calls it."""
-    strategy = sp.MultiWorkerMirroredStrategy(compress=COMPRESS[side])
+def ours(side: str, work: Work, plan: Plan) -> tuple[list[float], float]:
+    """`strategy.step`, as `fit` calls it; beside it the part of the time that meetings took."""
+    strategy = (
+        sp.LocalSGDStrategy(groups="machine", **LOCAL[side])
+        if side in LOCAL
+        else sp.MultiWorkerMirroredStrategy(compress=COMPRESS[side])
+    )
     strategy.prepare(work.model, adam(work.model))
     data = sp.data.arrays(work.x, work.y).batch(work.local_batch * strategy.num_replicas_in_sync)
     batches = iter(strategy.distribute(data.repeat()))
@@ -54,17 +69,25 @@ def ours(side: str, work: Work, plan: Plan) -> list[float]:
     def step() -> None:
         strategy.step(next(batches), work.loss)
 
-    found = time_windows(step, plan, meet=strategy.groups.world.barrier)
+    before = iter(range(plan.windows + 1))
+
+    def meet() -> None:
+        if next(before) == 1:  # what was before is not counted
+            strategy.coordination.waits(0.0, 1.0)
+        strategy.groups.world.barrier()
+
+    found = time_windows(step, plan, meet)
+    waits = strategy.coordination.waits(0.0, sum(found) * plan.steps)
     strategy.close()
-    return found
+    return found, waits.get("meeting_wait_fraction", 0.0)
 
 
-def plain(side: str, work: Work, plan: Plan) -> list[float]:
+def plain(side: str, work: Work, plan: Plan) -> tuple[list[float], float]:
     """Plain torch: DistributedDataParallel on gloo, or nobody else."""
     dist.init_process_group("gloo")
     found = time_plain(wrapped(side, work.model), work, plan)
     dist.destroy_process_group()
-    return found
+    return found, 0.0
 
 
 def wrapped(side: str, model: nn.Module) -> nn.Module:

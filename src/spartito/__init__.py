@@ -28,8 +28,10 @@ if TYPE_CHECKING:
     from spartito.engine.compression import PowerSGD
     from spartito.engine.notes import meta
     from spartito.engine.seed import seed_everything
+    from spartito.launch import Launch as _Launch
     from spartito.strategies import (
         CentralStorageStrategy,
+        LocalSGDStrategy,
         MeshStrategy,
         MirroredStrategy,
         MultiWorkerMirroredStrategy,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
     from spartito.training.summary import summary
     from spartito.training.trainer import Trainer
 
+    launch: _Launch
+
 __version__ = "0.1.0"
 
 __getattr__ = _attach(
@@ -56,6 +60,7 @@ __getattr__ = _attach(
         "CentralStorageStrategy": "spartito.strategies",
         "ClusterSpec": "spartito.cluster.spec",
         "History": "spartito.training.history",
+        "LocalSGDStrategy": "spartito.strategies",
         "MeshStrategy": "spartito.strategies",
         "MirroredStrategy": "spartito.strategies",
         "MultiWorkerMirroredStrategy": "spartito.strategies",
@@ -76,6 +81,7 @@ __getattr__ = _attach(
         "callbacks": "spartito.training.callbacks",
         "data": "spartito.data",
         "extend": "spartito.extend",
+        "launch": "spartito.launch",
         "metrics": "spartito.training.metrics",
         "models": "spartito.models",
     },
@@ -88,6 +94,7 @@ __all__ = [
     "ClusterSpec",
     "CorruptSampleError",
     "History",
+    "LocalSGDStrategy",
     "MeshStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",
@@ -106,6 +113,7 @@ __all__ = [
     "callbacks",
     "data",
     "extend",
+    "launch",
     "meta",
     "metrics",
     "models",

@@ -12,6 +12,7 @@ SpartitoError               1
 from __future__ import annotations
 
 import sys
+import traceback
 from types import TracebackType
 
 EXIT_USER = 2
@@ -36,6 +37,12 @@ class SpartitoError(Exception):
             do: What to type instead.
         """
         super().__init__(f"{what}\n  {do}" if do else what)
+
+    def _render_traceback_(self) -> list[str]:
+        """What IPython shows in a notebook: the message where that tells all."""
+        if isinstance(self, UserError | TaskLostError | PreemptedError):
+            return [f"{PREFIX}{self}"]
+        return traceback.format_exception(self)
 
 
 class UserError(SpartitoError):
@@ -63,7 +70,7 @@ class TaskLostError(SpartitoError):
 
 
 class PreemptedError(SpartitoError):
-    """Training was told to end, and saved all: the same command goes on; ends with 75."""
+    """Training was told to end, and saved all: the next run goes on; ends with 75."""
 
     exit_code = EXIT_PREEMPTED
 

@@ -41,9 +41,11 @@ NONE, START, CONNECT, DATA, STEP, EXCHANGE, EVALUATE, SAVE, RECOVER, SERVE, END 
 
 SIZE = 128
 """Bytes of a file."""
-_BEAT = struct.Struct("@7Q")  # step, steps, phase, generation, time, computed, read
+_BEAT = struct.Struct("@8Q")  # step, steps, phase, generation, time, computed, read, time again
 _WHO = struct.Struct("@2Q")  # process id, the signal upon which it writes its stacks
 _WHO_AT = 64
+TRIES, TRY_AGAIN = 20, 0.001
+"""How often, and after how many seconds, one that is just written is read again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +76,20 @@ class Beat:
 
     @classmethod
     def read_from(cls, memory: mmap.mmap | bytes) -> Self:
-        """What the bytes of a file say.
+        """What the bytes of a file say; nothing where it is just being written.
+
+        The writer clears them, and then writes one number after the other, the last one last.
 
         Args:
             memory: `SIZE` bytes.
         """
-        step, steps, phase, generation, at, computed, read = _BEAT.unpack_from(memory)
+        for _ in range(TRIES):
+            step, steps, phase, generation, at, computed, read, again = _BEAT.unpack_from(memory)
+            if at == again and (at or not phase):
+                break
+            time.sleep(TRY_AGAIN)
+        else:
+            phase = NONE
         name = PHASES[phase] if phase < len(PHASES) else ""
         pid, number = _WHO.unpack_from(memory, _WHO_AT)
         return cls(step, steps, name, generation, at / 1e9, computed / 1e9, read / 1e9, pid, number)
@@ -105,7 +115,7 @@ class _Heart:
         self.step, self.phase, self.at = step, phase, now
         _BEAT.pack_into(
             self.memory, 0, step, self.steps, phase, self.generation, now,
-            spent[STEP], spent[DATA],
+            spent[STEP], spent[DATA], now,
         )  # fmt: skip
 
 
@@ -133,6 +143,43 @@ def begin() -> None:
         except BaseException:
             os.close(file)
             raise
+
+
+def keep() -> None:
+    """Count where this process is also where no launcher asks for it."""
+    global _heart
+    begin()
+    if _heart is None:
+        _heart = _Heart(mmap.mmap(-1, SIZE), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """Where this process is, and what its time went for.
+
+    Attributes:
+        phase: One of `PHASES`.
+        step: The global step.
+        steps: How many steps it has begun itself.
+        waited: Seconds in which it waited for other tasks so far.
+        read: Seconds in which it waited for data.
+    """
+
+    phase: str
+    step: int
+    steps: int
+    waited: float
+    read: float
+
+
+def spent() -> Spent:
+    """What this process has said so far; from any thread."""
+    heart = _heart
+    if heart is None:
+        return Spent("", 0, 0, 0.0, 0.0)
+    phase, since = heart.phase, monotonic_ns() - heart.at
+    waited, read = (heart.spent[one] + (since if phase == one else 0) for one in (EXCHANGE, DATA))
+    return Spent(PHASES[phase], heart.step, heart.steps, waited / 1e9, read / 1e9)
 
 
 def _write_stacks_when_asked(path: Path) -> None:

@@ -35,6 +35,8 @@ ENV_NOTICE = "SPARTITO_NOTICE"
 """Seconds after which the launcher names a task that stands still."""
 ENV_EPOCHS = "SPARTITO_EPOCHS"
 """The number of epochs that `fit` trains, whatever the script says."""
+ENV_RESUME = "SPARTITO_RESUME"
+"""Whether a recipe goes on from what its run folder holds, as a pod that was started again does."""
 
 PRECISIONS = {
     "16-mixed": "fp16",

@@ -12,6 +12,8 @@ names is imported when somebody builds the strategy.
 from __future__ import annotations
 
 import importlib
+import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
@@ -117,13 +119,15 @@ BUILT_IN = {
             shares_memory=True,
         ),
         StrategyInfo("mesh", "spartito.strategies.mesh:MeshStrategy"),
-        StrategyInfo("sharded", "spartito.strategies.sharded:ShardedStrategy"),
+        StrategyInfo("sharded", "spartito.strategies.sharded:ShardedStrategy", recovers=True),
         StrategyInfo("pipeline", "spartito.strategies.pipeline:PipelineStrategy"),
+        StrategyInfo("local_sgd", "spartito.strategies.local_sgd:LocalSGDStrategy"),
         StrategyInfo(
             "parameter_server",
             "spartito.strategies.parameter_server:ParameterServerStrategy",
             needs_servers=True,
             asynchronous=True,
+            recovers=True,
         ),
     )
 }
@@ -177,6 +181,12 @@ def simplest_first(name: str) -> tuple[int, str]:
     """Sorts names of strategies from the simplest to the most involved; unknown ones come last."""
     order = list(BUILT_IN)
     return (order.index(name) if name in order else len(order), name)
+
+
+def title_of(strategy: str, options: Mapping[str, Any]) -> str:
+    """What a strategy with these options is called: ``local_sgd every=50 compress=4bit``."""
+    said = {n: v if isinstance(v, str) else json.dumps(v) for n, v in options.items()}
+    return " ".join([strategy, *(f"{name}={value}" for name, value in said.items())])
 
 
 def is_asynchronous(name: str) -> bool:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.chaos.network import NoNamespacesError, network
+from spartito.launch.network import NoNamespacesError, network
 from tests.commands import commands_in
 from tests.skips import skip
 

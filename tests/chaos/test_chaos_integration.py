@@ -18,6 +18,7 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
         yield programs
 
 
+@pytest.mark.slow
 def test_a_worker_that_is_killed(commands: Commands) -> None:
     words = ["chaos", "mnist", "--strategy", "mirrored", "--schedule", "kill@worker:1#40"]
     with nothing_left():

@@ -1,10 +1,14 @@
 """What the environment of one task looks like under each launcher.
 
 Those of Slurm were recorded under Slurm 22.05, those of Open MPI under 4.1; numbers, paths and
-addresses were made neutral. The others are after their manuals.
+addresses were made neutral. Those of Kubeflow and Kubernetes are what the sources of their
+controllers set: training-operator 1.9 (PyTorchJob, TFJob), trainer 2.0 to 2.3 (TrainJob),
+mpi-operator 0.8 (MPIJob), JobSet 0.9. The others are after their manuals.
 """
 
 from __future__ import annotations
+
+import json
 
 NTASKS_PER_NODE, CPUS_PER_TASK = "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK"
 """What is there only where the job was asked for it."""
@@ -285,8 +289,9 @@ def pals(rank: int) -> dict[str, str]:
     }
 
 
-def pytorch_job(node: int) -> dict[str, str]:
-    """The container of a PyTorchJob with one master and one worker."""
+def pytorch_job(node: int, each: str = "auto") -> dict[str, str]:
+    """The container of a PyTorchJob with one master and one worker, of so many processes each."""
+    world = 2 * (int(each) if each.isdecimal() else 1)
     return {
         "KUBERNETES_SERVICE_HOST": "10.96.0.1",
         "MASTER_ADDR": "train-master-0",
@@ -295,22 +300,77 @@ def pytorch_job(node: int) -> dict[str, str]:
         "PET_MASTER_PORT": "23456",
         "PET_NNODES": "2",
         "PET_NODE_RANK": str(node),
+        "PET_NPROC_PER_NODE": each,
         "PYTHONUNBUFFERED": "1",
         "RANK": str(node),
-        "WORLD_SIZE": "2",
+        "WORLD_SIZE": str(world),
     }
 
 
-def train_job(node: int) -> dict[str, str]:
-    """The container of a TrainJob, the later kind, which leaves the processes to torchrun."""
+ELASTIC_PYTORCH_JOB = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "PET_NNODES": "1:2",
+    "PET_NPROC_PER_NODE": "auto",
+    "PET_RDZV_BACKEND": "c10d",
+    "PET_RDZV_ENDPOINT": "train-worker-0:23456",
+    "PYTHONUNBUFFERED": "1",
+}
+"""A pod of an elastic PyTorchJob: the number of nodes is a range, and no pod has a number."""
+
+
+def tf_job(role: str, index: int) -> dict[str, str]:
+    """A pod of a TFJob with a chief, two workers, a server and an evaluator."""
+    counts = {"chief": 1, "evaluator": 1, "ps": 1, "worker": 2}
+    cluster = {
+        each: [f"train-{each}-{i}.ml.svc:2222" for i in range(count)]
+        for each, count in counts.items()
+    }
+    task = {"type": role, "index": index}
+    config = {"cluster": cluster, "task": task, "environment": "cloud"}
+    return {"KUBERNETES_SERVICE_HOST": "10.96.0.1", "TF_CONFIG": json.dumps(config)}
+
+
+DYNAMIC_TF_JOB = {
+    "TF_CONFIG": json.dumps(
+        {
+            "cluster": {"worker": {"1": "train-worker-1.ml.svc:2222"}, "ps": []},
+            "task": {"type": "worker", "index": 1},
+        }
+    )
+}
+"""A worker of a TFJob with enableDynamicWorker: it hears of no other worker."""
+
+MPI_JOB_LAUNCHER = {
+    "KUBERNETES_SERVICE_HOST": "10.96.0.1",
+    "K_MPI_JOB_ROLE": "launcher",
+    "NVIDIA_DRIVER_CAPABILITIES": "",
+    "NVIDIA_VISIBLE_DEVICES": "",
+    "OMPI_MCA_orte_default_hostfile": "/etc/mpi/hostfile",
+    "OMPI_MCA_orte_keep_fqdn_hostnames": "true",
+    "OMPI_MCA_orte_set_default_slots": "1",
+    "OMPI_MCA_plm_rsh_args": "-o ConnectionAttempts=10",
+}
+"""The launcher of an MPIJob of Open MPI, in which mpirun is typed."""
+
+
+def train_job(node: int, each: str = "auto", nodes: int = 3) -> dict[str, str]:
+    """The container of a TrainJob, the later kind: each node's processes are left to torchrun.
+
+    ``each`` is "auto" where it has a GPU, else the CPUs that it asks for, and "1" where it asks
+    for none.
+    """
     return {
         "JOB_COMPLETION_INDEX": str(node),
         "PET_MASTER_ADDR": "train-node-0-0.train",
-        "PET_MASTER_PORT": "29400",
-        "PET_NNODES": "3",
+        "PET_MASTER_PORT": "29500",
+        "PET_NNODES": str(nodes),
         "PET_NODE_RANK": str(node),
-        "PET_NPROC_PER_NODE": "auto",
+        "PET_NPROC_PER_NODE": each,
     }
+
+
+JOB_SET = {"JOB_COMPLETION_INDEX": "1", "KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+"""A pod of a JobSet, which sets no variable beside the Job's."""
 
 
 def indexed_job(index: int) -> dict[str, str]:

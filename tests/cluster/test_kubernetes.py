@@ -7,7 +7,18 @@ from spartito.cluster.kubernetes import from_kubernetes
 from spartito.cluster.resolver import remarks, resolve
 from spartito.cluster.torchrun import from_torchrun
 from spartito.errors import UserError
-from tests.cluster.environments import TORCHRUN, indexed_job, pytorch_job, train_job
+from tests.cluster.environments import (
+    DYNAMIC_TF_JOB,
+    ELASTIC_PYTORCH_JOB,
+    JOB_SET,
+    MPI_JOB_LAUNCHER,
+    TORCHRUN,
+    indexed_job,
+    open_mpi,
+    pytorch_job,
+    tf_job,
+    train_job,
+)
 
 
 def test_a_pytorch_job_is_one_process_per_pod() -> None:
@@ -28,7 +39,7 @@ def test_a_train_job_names_its_first_node() -> None:
     spec = from_kubernetes(train_job(2))
     assert spec is not None
     assert (spec.rank, spec.world_size) == (2, 3)
-    assert spec.rendezvous == "train-node-0-0.train:29400"
+    assert spec.rendezvous == "train-node-0-0.train:29500"
 
 
 def test_torchrun_in_such_a_pod_speaks_for_itself() -> None:
@@ -90,10 +101,62 @@ def test_what_does_not_fit_together_is_named(env: dict[str, str], words: list[st
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_processes_that_kubeflow_counts_from_a_cpu_limit_are_one_under_python() -> None:
-    env = pytorch_job(1) | {"PET_NPROC_PER_NODE": "8"}
+@pytest.mark.parametrize(
+    ("env", "rank", "world"),
+    [
+        (pytorch_job(1, "8"), 1, 2),
+        (train_job(2, "8"), 2, 3),
+        (train_job(0, "4", nodes=1), 0, 1),
+    ],
+)
+def test_processes_that_kubeflow_counts_from_a_cpu_limit_are_one_under_python(
+    env: dict[str, str], rank: int, world: int
+) -> None:
     spec = resolve(env)
-    assert (spec.rank, spec.world_size, spec.local_size) == (1, 2, 1)
+    assert (spec.rank, spec.world_size, spec.local_size) == (rank, world, 1)
     (remark,) = remarks(spec, env)
-    assert "PET_NPROC_PER_NODE=8, but this pod runs one process" in remark
-    assert remarks(spec, env | {"PET_NPROC_PER_NODE": "auto"}) == ()
+    each = env["PET_NPROC_PER_NODE"]
+    assert f"PET_NPROC_PER_NODE={each}, but this pod runs one process" in remark
+    for quiet in ("auto", "1"):
+        assert remarks(spec, env | {"PET_NPROC_PER_NODE": quiet}) == ()
+
+
+def test_an_elastic_job_is_torchruns() -> None:
+    with pytest.raises(UserError, match=r"PET_NNODES='1:2'.*torchrun"):
+        resolve(ELASTIC_PYTORCH_JOB)
+    inside = ELASTIC_PYTORCH_JOB | TORCHRUN
+    assert resolve(inside).world_size == 4
+
+
+def test_a_tf_job_tells_all_roles() -> None:
+    specs = {
+        role: resolve(tf_job(role, index))
+        for role, index in (("chief", 0), ("worker", 1), ("ps", 0), ("evaluator", 0))
+    }
+    assert [str(spec.task) for spec in specs.values()] == [
+        "chief 0",
+        "worker 1",
+        "ps 0",
+        "evaluator 0",
+    ]
+    assert {spec.rendezvous for spec in specs.values()} == {"train-chief-0.ml.svc:2222"}
+    assert specs["worker"].address_of(Task("worker", 1)) == "train-worker-1.ml.svc:2222"
+    with pytest.raises(UserError, match="must be a list"):
+        resolve(DYNAMIC_TF_JOB)
+
+
+def test_an_mpi_job_is_the_processes_of_mpirun() -> None:
+    assert resolve(MPI_JOB_LAUNCHER).world_size == 1
+    started = {**MPI_JOB_LAUNCHER, **open_mpi(3, machines=2)}
+    with pytest.raises(UserError, match="MASTER_ADDR is not set"):
+        resolve(started)
+    spec = resolve(started | {"MASTER_ADDR": "train-worker-0.train"})
+    assert (spec.rank, spec.world_size, spec.local_size) == (3, 4, 2)
+    assert spec.rendezvous == "train-worker-0.train:29500"
+
+
+def test_a_pod_of_a_job_set_knows_its_number_alone() -> None:
+    assert resolve(JOB_SET).world_size == 1
+    pods = {"SPARTITO_WORKERS": "2", "SPARTITO_PODS": "train-task-0-{index}.train:29500"}
+    spec = resolve(JOB_SET | pods)
+    assert (spec.rank, spec.rendezvous) == (1, "train-task-0-0.train:29500")

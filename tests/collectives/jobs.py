@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from spartito.chaos.network import Machine
 from spartito.collectives.collective import Collective
 from spartito.collectives.hierarchical import HierarchicalCollective
 from spartito.collectives.placement import Placement
@@ -32,6 +31,7 @@ from spartito.collectives.store import Membership
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.torch_store import OfTorch
 from spartito.errors import TaskLostError, UserError
+from spartito.launch.network import Machine
 from spartito.log import logger
 from spartito.ps.protocol.messages import Lost
 from spartito.ps.protocol.wire import Wire
@@ -208,7 +208,7 @@ def limit_to(group: Collective, seconds: float) -> None:
         assert members is not None
         group._liveness._group = replace(members, timeout=seconds)
         if isinstance(group, SocketCollective):
-            group._timeout = seconds
+            group.timeout = seconds
         else:
             gloo = dist.distributed_c10d._get_default_group()._get_backend(torch.device("cpu"))
             gloo._set_default_timeout(timedelta(seconds=seconds))

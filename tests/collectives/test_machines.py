@@ -13,14 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from spartito.chaos.network import Machine, NoNamespacesError, network
 from spartito.cluster.endpoints import Endpoint
 from spartito.collectives.sockets import listen
+from spartito.launch.network import Machine, NoNamespacesError, network
 from spartito.log import logger
 from tests.collectives import jobs
 from tests.collectives.group import Group, running
 from tests.commands import SPARTITO, Commands, Program, commands_in, tf_config
 from tests.skips import skip
+
+pytestmark = pytest.mark.slow
 
 EXACT = 1e-12
 LONG = 60.0  # a limit that no passing test comes near

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.chaos.network import Machine, NoNamespacesError, network
+from spartito.launch.network import Machine, NoNamespacesError, network
 from tests.commands import Commands, Program, commands_in
 from tests.skips import skip
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from spartito.cluster import identity
 from spartito.cluster.ports import free_port
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.secret import NO_SECRET
@@ -44,8 +45,14 @@ def train(
     way: str,
     recovery: Recovery,
     limit: float = LONG,
+    is_hidden: bool = False,
 ) -> Any:
-    """Add up ones until the job has `size` tasks and has lost somebody, or for ever."""
+    """Add up ones until the job has `size` tasks and has lost somebody, or for ever.
+
+    With ``is_hidden`` no process can tell by the kernel whether another one lives.
+    """
+    if is_hidden:
+        identity._namespace = lambda: f"machine {rank}"
     os.environ["SPARTITO_STORE"] = store
     kind, _, letters = way.partition(" ")
     meeting = Rendezvous(
@@ -117,6 +124,21 @@ def test_the_others_go_on_without_it_and_it_comes_back() -> None:
             total, generation, joined, own, names = group.result(rank)
             assert (total, generation, joined, own) == (3, 2, rank == 0, rank)
             assert names == ["worker 0", "worker 1", "worker 2"]
+
+
+@pytest.mark.usefixtures("no_segments_left")
+def test_the_store_tells_of_the_death_of_a_task_that_others_cannot_see() -> None:
+    """Also of the one with the lowest rank of two, whose other half could not go on alone."""
+    with kept() as store, running() as group:
+        args = (2, free_port(), store, "sockets", Recovery(min_workers=1, wait=0.2), LONG, True)
+        start(group, range(2), *args)
+        for rank in range(2):
+            assert group.result(rank)[0] == 2
+        group.signal(0, signal.SIGKILL)
+        assert group.result(1) == (1, 1, False, 0, ["worker 1"])
+        group.start(0, train, *args)
+        for rank in range(2):
+            assert group.result(rank)[:2] == (2, 2)
 
 
 @pytest.mark.usefixtures("no_segments_left")

@@ -13,7 +13,7 @@ from tests.collectives import jobs
 from tests.collectives.group import running
 
 
-@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_all_collectives_agree(world_size: int) -> None:
     ways = list(zip(("auto", "process_group", "sockets"), free_ports(3), strict=True))
     with running() as group:

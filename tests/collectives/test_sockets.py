@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import socket
 import threading
+from typing import Any
 
 import pytest
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
 from spartito.cluster.ports import free_port
+from spartito.collectives import sockets
 from spartito.collectives.sockets import dial, listen, open_listener
 from spartito.errors import TaskLostError, UserError
 
@@ -41,6 +44,29 @@ def test_a_task_that_comes_late_is_waited_for() -> None:
         dialling.join(LONG)
     (connection,) = found
     connection.close()
+
+
+def test_a_name_that_comes_to_mean_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a task was, packets vanish: it is looked for anew, as its name may tell."""
+    port, known, asked = free_port(), socket.getaddrinfo, ["127.0.0.2"]
+
+    def moves(_: object, *rest: Any, **more: Any) -> Any:
+        return known(asked.pop() if asked else "127.0.0.1", *rest, **more)
+
+    monkeypatch.setattr(sockets, "ATTEMPT_SECONDS", 0.1)
+    with (
+        listen(Endpoint("ps 0", "127.0.0.1", (port,)), LONG),
+        socket.create_server(("127.0.0.2", port), backlog=0),
+        contextlib.ExitStack() as full,
+    ):
+        for _ in range(4):  # more than wait to be accepted; the next one hears nothing
+            caller = full.enter_context(socket.socket())
+            caller.setblocking(False)
+            caller.connect_ex(("127.0.0.2", port))
+        monkeypatch.setattr(socket, "getaddrinfo", moves)
+        with dial("ps-0.job", port, "ps 0", 1.9) as found:
+            assert found.getpeername()[0] == "127.0.0.1"
+    assert not asked
 
 
 def test_a_task_that_does_not_come_is_named() -> None:

@@ -1,12 +1,16 @@
 from __future__ import annotations
 
 import signal
+import time
+from pathlib import Path
 
 import pytest
 
 from spartito.cluster.ports import free_port
+from spartito.collectives.waiting import HalfTime
 from tests.collectives import jobs
 from tests.collectives.group import running
+from tests.commands import eventually
 
 
 @pytest.mark.parametrize(
@@ -45,3 +49,15 @@ def test_the_first_meeting_says_for_whom_it_waits() -> None:
             assert group.result(rank) == "together"
             group.tell(rank)
         assert [group.result(rank) for rank in range(3)] == [None] * 3
+
+
+def test_stacks_are_written_at_half_of_the_limit_of_a_wait_that_torch_makes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARTITO_STACKS", str(tmp_path))
+    half = HalfTime(0.2)
+    half.since = time.perf_counter()
+    assert eventually(lambda: any("Thread" in file.read_text() for file in tmp_path.iterdir()))
+    (file,) = tmp_path.iterdir()
+    assert "half of the limit of 0.2 s is over" in file.read_text()
+    half.close()

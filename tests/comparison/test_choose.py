@@ -309,3 +309,47 @@ def test_any_figures_give_a_few_sentences(
     assert all(sentence.endswith(".") for sentence in said)
     well = {name for name, epochs, _, _, bad in rows if epochs and not bad}
     assert said[0].split()[1].rstrip(":") in (well or {"run"})
+
+
+def on_line(*runs: dict[str, Any], link: str = "100 Mbit/s") -> list[str]:
+    return sentences(comparison({**record(*runs), "link": link}))
+
+
+def busy(strategy: str, rate: float, waiting: float, sent: int, **changes: Any) -> dict[str, Any]:
+    """A run of 1,250 steps whose two tasks wait for so many of their ten seconds."""
+    told = {"waited_for_tasks_seconds": waiting, "bytes_sent": sent, "bytes_received": sent}
+    return run(strategy, history=history(rate=rate), tasks=workers(2, **told), **changes)
+
+
+def test_what_a_thin_line_costs_and_who_does_without() -> None:
+    said = on_line(
+        busy("multi_worker_mirrored", 600, 9.5, 1_347_000_000),
+        busy("local_sgd", 4_000, 4.0, 75_000_000),
+        busy("local_sgd", 6_000, 1.3, 9_000_000, options={"compress": "4bit"}, setting="4bit"),
+    )
+    assert said[0].startswith("Choose local_sgd compress=4bit: it is clearly the fastest")
+    assert said[1] == (
+        "On a line of 100 Mbit/s multi_worker_mirrored spends 95% of its time sending and waiting "
+        "(2.2 MB a step); local_sgd compress=4bit spends 13% of its time sending and waiting "
+        "(14.4 kB a step), and does 10.0 times the examples/s."
+    )
+
+
+def test_a_line_that_holds_up_nobody() -> None:
+    said = on_line(
+        busy("multi_worker_mirrored", 4_000, 1.0, 1_347_000_000),
+        busy("parameter_server", 4_000, 0.5, 1_347_000_000),
+        link="10 Gbit/s",
+    )
+    assert the("10 Gbit/s", said) == (
+        "On a line of 10 Gbit/s nobody is held up: multi_worker_mirrored spends 10% of its time "
+        "sending and waiting (2.2 MB a step), which is the most."
+    )
+
+
+def test_a_line_on_which_all_send_all_the_time() -> None:
+    alone = run("one_device", 1, history=history(rate=5_000))
+    said = on_line(alone, busy("multi_worker_mirrored", 600, 9.5, 1_347_000_000))
+    assert the("once in so many updates", said).startswith("On a line of 100 Mbit/s multi_worker")
+    assert "under multi_worker_mirrored on a line of 100 Mbit/s do no more" in the("enough", said)
+    assert not [one for one in say(alone, busy("mirrored", 600, 9.5, 9)) if "line" in one]

@@ -14,8 +14,10 @@ from spartito.cli import main
 from spartito.comparison.plan import Plan, make_plan
 from spartito.comparison.run import command
 from spartito.errors import UserError
+from spartito.launch.containers.launcher import Compose
 from spartito.registry import strategy_names
 from tests.commands import SPARTITO, Commands, commands_in
+from tests.skips import skip
 
 KNOWN = ("mirrored", "multi_worker_mirrored", "one_device", "parameter_server")
 
@@ -215,6 +217,56 @@ def test_sweeps_add_the_runs_that_are_not_there_yet() -> None:
     assert {run.batch_size for run in found.runs[:4]} == {128}
 
 
+def test_a_strategy_with_options_is_one_of_its_own() -> None:
+    found = plan(
+        strategies="local_sgd,local_sgd:every=50:compress=topk:0.01,local_sgd:outer=null",
+        known=["local_sgd"],
+        sweeps=["workers=1"],
+    )
+    assert [run.options for run in found.runs[:3]] == [
+        {},
+        {"every": 50, "compress": "topk:0.01"},
+        {"outer": None},
+    ]
+    assert [run.folder for run in found.runs[1:5]] == [
+        "local_sgd-every-50-compress-topk-0.01",
+        "local_sgd-outer-null",
+        "local_sgd-workers-1",
+        "local_sgd-every-50-compress-topk-0.01-workers-1",
+    ]
+    assert str(found.runs[1]) == "local_sgd every=50 compress=topk:0.01, 2 workers"
+    said = '--strategy-options={"every": 50, "compress": "topk:0.01"}'
+    assert said in command(found, found.runs[1])
+    assert not any("options" in word for word in command(found, found.runs[0]))
+
+
+def test_on_a_line_strategies_of_one_machine_are_left_out() -> None:
+    found = plan(link="100mbit,5ms")
+    names = [run.strategy for run in found.runs]
+    assert names == ["one_device", "multi_worker_mirrored", "parameter_server"]
+    (why,) = found.left_out
+    assert why.startswith("mirrored is left out: it is for one machine, and at --link 100mbit,5ms")
+    assert all("--link=100mbit,5ms" in command(found, run) for run in found.runs)
+    alone = plan(link="100mbit", workers=1)
+    assert "mirrored" in [run.strategy for run in alone.runs]
+
+
+def test_every_run_is_on_the_line(commands: Commands) -> None:
+    given = words("--link", "100mbit", strategies="multi_worker_mirrored,local_sgd:every=5")
+    ended = commands.spartito(*given)
+    if "network namespaces" in ended.err:
+        assert ended.code == 2
+        skip("netns", ended.err)
+    assert ended.code == 0, ended.text
+    found = written(commands)
+    assert found["link"] == "100 Mbit/s"
+    assert [run["options"] for run in found["runs"]] == [{}, {"every": 5}]
+    assert "local_sgd every=5" in ended.out
+    page = (commands.directory / "out" / "compare.html").read_text()
+    assert "line of each task" in page
+    assert "local_sgd every=5" in page
+
+
 def test_only_runs_with_the_slow_task_are_slowed() -> None:
     found = plan(slow=["worker:1=0.25", "worker:0=1"], sweeps=["workers=1"], strategies="all")
     assert {run.folder: dict(run.slow) for run in found.runs} == {
@@ -269,6 +321,11 @@ def test_what_a_recipe_is_started_with(tmp_path: Path) -> None:
         ({"slow": ["worker:1"]}, ["'worker:1'"]),
         ({"slow": ["worker:7=0.5"]}, ["worker:7", "worker:1"]),
         ({"slow": ["worker:1=1.5"]}, ["1.5"]),
+        ({"strategies": "mirrored:4bit"}, ["'4bit'", "local_sgd:every=50"]),
+        ({"strategies": "mirored:a=1"}, ["'mirored'", "'mirrored'"]),
+        ({"link": "fast"}, ["'fast'", "100mbit"]),
+        ({"link": "1gbit", "strategies": "mirrored"}, ["mirrored is for one machine", "1gbit"]),
+        ({"link": "1gbit", "containers": Compose()}, ["--link 1gbit", "--on compose"]),
     ],
 )
 def test_each_mistake_names_the_value_and_the_rule(given: dict[str, Any], says: list[str]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from spartito.chaos.network import Machine, NoNamespacesError, network
+from spartito.launch.link import Link
+from spartito.launch.network import Machine, NoNamespacesError, network
 from tests.commands import SPARTITO, Commands, Ended, Program, commands_in, tf_config
 from tests.doctor.test_examination import SHORT, kinds, report, what
 from tests.skips import skip
@@ -104,7 +105,7 @@ def test_one_that_does_not_reach_the_first_is_not_said_to_be_off(
 
 def test_the_ways_of_a_slow_cable_are_marked(commands: Commands, hosts: Hosts) -> None:
     three = hosts("alpha", "beta", "gamma")
-    three[2].slow_down("5mbit")
+    three[2].slow_down(Link.read("5mbit"), both=False)
     found = report(examine(commands, three))
     slow = {(source, target) for source, target in found["slow"]}
     assert slow >= {("worker 2", "worker 0"), ("worker 2", "worker 1")}

@@ -215,7 +215,7 @@ def test_a_parameter_that_another_dtype_came_to_is_refused_by_torch() -> None:
 
 def test_schedules_see_that_the_optimizer_stepped() -> None:
     optimizer = SGD(parameters(), 0.1, momentum=0.9)
-    fuse(optimizer)
+    fuse(optimizer, nn.Module())
     fill(optimizer, 0)
     optimizer.step()
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)

@@ -70,7 +70,7 @@ def test_state_goes_by_name_and_trains_on_alike(make: Any) -> None:
     model = net()
     optimizer = make(model.parameters())
     check_optimizer(optimizer, model, 2)  # fresh
-    fuse(optimizer)
+    fuse(optimizer, model)
     train(model, optimizer, 3)
     with pytest.raises(UserError, match="with state of 4 parameters for 2 replicas"):
         check_optimizer(optimizer, model, 2)
@@ -135,7 +135,7 @@ def test_state_that_does_not_fit_is_refused() -> None:
 def test_fused_where_the_user_did_not_choose() -> None:
     def fused(make: Callable[..., torch.optim.Optimizer], **options: Any) -> Any:
         optimizer = make(net().parameters(), **options)
-        fuse(optimizer)
+        fuse(optimizer, net())
         return optimizer.param_groups[0].get("fused")
 
     assert fused(torch.optim.Adam) is True
@@ -151,7 +151,7 @@ def test_momentum_of_16_bits_is_not_fused_on_cpus(chosen: bool | None) -> None:
     """torch's kernel reads memory that nobody wrote there: its results differ from call to call."""
     model = net().bfloat16()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9, fused=chosen)
-    fuse(optimizer)
+    fuse(optimizer, model)
     assert optimizer.param_groups[0]["fused"] is False
 
 

@@ -24,7 +24,7 @@ policies = job["policies"] or [{} for _ in job["files"]]
 tasks = [Process(f"worker {i}", [sys.executable, "-S", file], dict(os.environ), **policy)
          for i, (file, policy) in enumerate(zip(job["files"], policies, strict=True))]
 sys.exit(supervise(tasks, patience=Patience(**job["patience"]), result_of=job["result_of"],
-                   private=job["private"]))
+                   private=[job["private"]] if job["private"] else []))
 """
 LIMIT = 40.0
 

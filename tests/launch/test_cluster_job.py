@@ -184,6 +184,38 @@ def test_a_container_that_is_gone_is_a_lost_task(tmp_path: Path) -> None:
     assert verdict(made, ends(made)[:1]) == (69, "worker 1")
 
 
+@pytest.mark.parametrize(
+    ("least", "ended", "again", "expected"),
+    [
+        (None, {"worker_1": (137, 1)}, 0, None),  # it is started again
+        (None, {"worker_1": (137, 1)}, 3, (69, "worker 1")),
+        (2, {"worker_1": (137, 1)}, 3, None),
+        (3, {"worker_1": (137, 1)}, 3, (69, "worker 1")),
+        (2, {"worker_0": (137, 2), "worker_1": (137, 1)}, 3, (69, "worker 1")),
+        (None, {"worker_1": (1, 1)}, 0, (1, "worker 1")),
+        (None, {"worker_1": (137, 2), "worker_0": (69, 1)}, 0, (69, "worker 0")),
+        (None, {"worker_0": (0, 1), "worker_1": (0, 1)}, 0, None),
+        (None, {"worker_0": (0, 1), "worker_1": (0, 1), "worker_2": (0, 1)}, 0, (0, "worker 0")),
+        (None, {"worker_0": (0, 1), "worker_1": (0, 1), "worker_2": (69, 1)}, 1, (0, "worker 0")),
+        (None, {"store": (137, 1)}, 9, None),
+    ],
+)
+def test_who_decides_where_tasks_are_replaced(
+    tmp_path: Path,
+    least: int | None,
+    ended: Mapping[str, tuple[int, int]],
+    again: int,
+    expected: tuple[int, str] | None,
+) -> None:
+    path = tmp_path / "compose.yaml"
+    options: dict[str, Any] = {} if least is None else {"min_workers": least}
+    path.write_text(compose_file(plan_containers("mnist", workers=3, recover=True, **options)))
+    made = read_job(path)
+    assert made.tasks == ("worker-0", "worker-1", "worker-2")
+    assert set(made.services) == {*made.tasks, "store"}
+    assert verdict(made, ends(made, **ended), dict.fromkeys(made.tasks, again)) == expected
+
+
 def test_one_that_the_engine_starts_again_has_not_ended(tmp_path: Path) -> None:
     made = job(tmp_path, SERVED)
     states = ends(made)

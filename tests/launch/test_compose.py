@@ -114,6 +114,37 @@ def test_each_task_reads_who_it_is_and_where_the_others_are(roles: Roles, networ
         assert network.host or (port == "29500" and services[name]["hostname"] == name)
 
 
+def test_the_store_of_a_job_that_recovers_outlives_its_tasks() -> None:
+    made = read(plan_containers("mnist", workers=2, recover=True, wait=9.0, restarts=2))
+    *tasks, store = made["services"].values()
+    assert store["command"][2:] == ["spartito.cluster.store", "store:29500", "/snapshots/journal"]
+    assert (store["hostname"], store["restart"], store["read_only"]) == ("store", "always", True)
+    assert store["secrets"] == tasks[0]["secrets"]
+    assert [volume["target"] for volume in store["volumes"]] == ["/snapshots"]
+    assert made["volumes"] == {"store": {}}
+    for task in tasks:
+        assert task["environment"]["SPARTITO_STORE"] == "store:29500"
+        assert task["environment"]["SPARTITO_RECOVERY"] == "wait=9"
+        assert (task["restart"], task["labels"]) == ("no", {"spartito.restarts": "2"})
+        assert task["depends_on"] == {"store": {"condition": "service_started"}}
+    shared = read(plan_containers("mnist", workers=2, recover=True, host_network=True))
+    assert shared["services"]["store"]["command"][3] == "127.0.0.1:29502"
+    assert "store" not in read(plan_containers("mnist", workers=2))["services"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"recover": True, "share_ipc": True}, "the first container has the memory of all"),
+        ({"recover": True, "ps": 1}, "the chief's journal is on no volume"),
+        ({"wait": 3.0}, "--wait 3.0 without --recover"),
+    ],
+)
+def test_what_cannot_recover_in_containers(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UserError, match=re.escape(told)):
+        plan_containers("mnist", workers=2, **options)
+
+
 @settings(max_examples=25)
 @given(CASTS)
 def test_no_task_has_more_rights_than_it_needs(roles: Roles) -> None:

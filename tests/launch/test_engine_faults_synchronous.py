@@ -107,6 +107,32 @@ def test_paused_then_cut_and_rejoined(container_job: Make, tmp_path: Path) -> No
         assert here["loss"] == pytest.approx(there["loss"], rel=1e-3)
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_containers_are_killed_and_the_others_go_on(container_job: Make) -> None:
+    """A worker, the chief, the store, and one that is paused: the numbers are as without."""
+    words = ("--workers", "2", "--recover", "--", "--epochs=6")
+    job, quiet = container_job(*words), container_job(*words)
+    following = job.start("up")
+    for epoch, service in enumerate(("worker-1", "store", "worker-0", "worker-1"), 1):
+        following.until(f"epoch {epoch}/6")
+        docker("kill", job.container(service))
+        following.until(f"{service.replace('-', ' ')} was killed by signal 9; it is started again")
+        if service != "store":
+            following.until("goes on after" if service != "worker-0" else "takes part")
+    following.until("epoch 5/6")
+    job.pause("worker-0")
+    following.until("worker 0 stands still; it is started again")
+    code, text = following.end()
+    assert code == 0, text
+    assert job.remains == []
+    code, text = quiet.does("up")
+    assert code == 0, text
+    for here, there in zip(job.history, quiet.history, strict=True):
+        for name in ("loss", "accuracy", "val_loss", "val_accuracy"):
+            assert here[name] == there[name]
+
+
 def test_killed_or_away_beyond_the_time_limit(container_job: Make) -> None:
     words = ("--workers", "2", "--timeout", "5")
     killed, paused, cut = jobs = [container_job(*words, script=SCRIPT) for _ in range(3)]

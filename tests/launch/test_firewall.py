@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from spartito.chaos.network import Machine, NoNamespacesError, network
+from spartito.launch.network import Machine, NoNamespacesError, network
 from tests.collectives.group import running
 from tests.collectives.jobs import enter
 from tests.commands import SPARTITO, Commands, commands_in, tf_config
@@ -29,6 +29,8 @@ SOCKETS = '{"communication": "sockets"}'
 GLOO = '{"communication": "process_group"}'
 HOLDS = "import signal, socket; s = socket.create_server(('', {})); print('up', flush=True); "
 HOLDS += "signal.pause()"
+pytestmark = pytest.mark.slow
+
 Who = tuple[str, int]
 
 
@@ -136,7 +138,6 @@ def test_sockets_at_a_closed_port(commands: Commands, hosts: list[Machine]) -> N
     assert f"did not reach {where} within 3 s" in ended[1][1]
 
 
-@pytest.mark.slow
 def test_only_the_leaders_of_machines_need_a_way(commands: Commands, hosts: list[Machine]) -> None:
     ports = [FIRST, LAST + 1, FIRST, LAST + 1]
     four = [host for host in hosts for _ in range(2)]
@@ -175,7 +176,6 @@ def test_a_program_at_the_declared_port(commands: Commands, hosts: list[Machine]
     held.kill()
 
 
-@pytest.mark.slow
 def test_process_groups_need_what_the_system_draws(
     commands: Commands, hosts: list[Machine]
 ) -> None:

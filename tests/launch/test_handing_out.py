@@ -12,30 +12,33 @@ import pytest
 
 from spartito.cluster.ports import free_port
 from spartito.launch.containers.compose import compose_file
+from spartito.launch.containers.file import read_job
 from spartito.launch.hosts import client
 from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.plan import Plan
 from spartito.launch.hosts.ssh import Ssh
 from spartito.launch.roles import Roles
 from spartito.launch.slurm import batch_file
-from tests.launch.jobs import plan_batch, plan_containers
+from tests.launch.jobs import LISTS, plan_batch, plan_containers
 
 LIMIT = 120.0
 SECRET = "known to nobody but the tasks"
 ENV = {name: os.environ[name] for name in ("PATH", "HOME", "PYTHONPATH") if name in os.environ}
 TRAINS = """
+import json, os
 import torch
-from pathlib import Path
 from torch import nn
 import spartito as sp
+from spartito.cluster.secret import read_secret
 
 class Looks(sp.Callback):
-    '''Reads the command lines of all processes, as any user of the machine may.'''
     def on_epoch_end(self, epoch, logs):
         if self.trainer.is_chief:
-            lines = [file.read_bytes() for file in Path("/proc").glob("[0-9]*/cmdline")]
-            Path("lines").write_bytes(b"\\n".join(lines))
+            found = listed(read_secret())
+            found.pop(os.getppid(), None)  # the launcher, which was given it so
+            Path("found").write_text(json.dumps([found, listed("SPARTITO_JOB="), listed("store")]))
 
+torch.manual_seed(0)  # all tasks make the same data
 with sp.MirroredStrategy() as strategy:
     trainer = sp.Trainer(
         nn.Linear(2, 1), optimizer=lambda p: torch.optim.SGD(p, lr=0.1), loss=nn.MSELoss(),
@@ -49,16 +52,19 @@ with sp.MirroredStrategy() as strategy:
 """
 
 
-def test_no_file_log_or_command_line_of_a_job_has_its_secret(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text(TRAINS)
-    words = ["--workers=2", "--recover", "--log-dir=logs", "train.py"]
+def test_no_file_log_command_line_or_environment_of_a_job_has_its_secret(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(LISTS + TRAINS)
+    words = ["--workers=2", "--recover", "--slow=worker:1=0.9", "--log-dir=logs", "train.py"]
     env = {"SPARTITO_SECRET": SECRET, "SPARTITO_TLS": "on", "SPARTITO_RUN_DIR": "run"}
     got = subprocess.run(
         [sys.executable, "-m", "spartito", "run", *words],
         capture_output=True, cwd=tmp_path, env=ENV | env, timeout=LIMIT,
     )  # fmt: skip
     assert got.returncode == 0, got.stderr.decode()
-    assert b"spartito.cluster.store" in (tmp_path / "lines").read_bytes()
+    having, tasks, keepers = json.loads((tmp_path / "found").read_text())
+    assert having == {}
+    assert len(tasks) >= 2
+    assert "spartito.cluster.store" in "".join(keepers.values())
     files = {str(path.relative_to(tmp_path)): path for path in tmp_path.rglob("*")}
     assert {"run/config.json", "run/report.html", "logs/worker-1.log", "backup", "saved"} <= {
         *files
@@ -81,6 +87,25 @@ def test_what_is_written_for_a_scheduler_or_an_engine_has_no_secret(
     assert SECRET not in compose + batch
 
 
+def test_an_insecure_job_in_containers_or_under_slurm_says_so_first(tmp_path: Path) -> None:
+    (path := tmp_path / "job.yaml").write_text(
+        secure := compose_file(plan_containers("mnist", workers=2))
+    )
+    assert read_job(path).insecurity == ""
+    assert "SPARTITO_TLS" not in secure
+    path.write_text(compose_file(plan_containers("mnist", workers=2, insecure=True)))
+    assert read_job(path).insecurity.startswith("insecure: what tasks send is not encrypted")
+    path.write_text(secure.replace("SPARTITO_SECRET_FILE", "ANOTHER").replace("\nsecrets:", "\nx:"))
+    assert read_job(path).insecurity.startswith("insecure: this job has no secret")
+    batch = batch_file(plan_batch("mnist", workers=2))
+    assert "SPARTITO_TLS" not in batch
+    open_batch = batch_file(plan_batch("mnist", workers=2, insecure=True))
+    new = [line for line in open_batch.splitlines() if line not in batch.splitlines()]
+    told = "echo 'spartito: insecure: what tasks send is not encrypted (--insecure)' >&2"
+    assert new == ["export SPARTITO_TLS=off", told]
+    assert open_batch.index(told) < open_batch.index("\nsrun ")
+
+
 def test_what_crosses_ssh_is_on_standard_input_alone() -> None:
     hosts = (Host("a", "10.0.0.1"), Host("b", "10.0.0.2"))
     ssh = Ssh(("ssh",), "/job", "python")
@@ -88,7 +113,7 @@ def test_what_crosses_ssh_is_on_standard_input_alone() -> None:
     for task in plan.roles.tasks:
         process = plan.process(task, {"SPARTITO_SECRET": SECRET})
         assert not any(SECRET in word for word in process.argv)
-        assert json.loads(process.env[client.FIRST_LINE])["SPARTITO_SECRET"] == SECRET
+        assert "SPARTITO_SECRET" not in json.loads(process.env[client.FIRST_LINE])
 
 
 TOLD = "spartito: insecure: "

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 from typing import Any
 
@@ -10,7 +11,14 @@ from hypothesis import strategies as st
 
 from spartito.errors import PREFIX
 from spartito.launch import output
-from spartito.launch.output import Channel, ErrorChannel, LineCutter, Sink, begins_error
+from spartito.launch.output import (
+    Channel,
+    ErrorChannel,
+    JsonSink,
+    LineCutter,
+    Sink,
+    begins_error,
+)
 
 
 @given(st.lists(st.binary(max_size=20).map(lambda b: b.replace(b"a", b"\n"))))
@@ -157,3 +165,23 @@ def test_a_pipe_is_drained_without_waiting_for_others_that_hold_it() -> None:
 def test_what_begins_an_error(line: bytes) -> None:
     assert begins_error(line)
     assert not begins_error(b"about " + line)
+
+
+def test_lines_as_json_have_their_task_and_stream() -> None:
+    out, err = io.BytesIO(), io.BytesIO()
+    first, second = JsonSink.pair(out, err)
+    first.write([b'a "line" \xff\n'], first.prefix("worker 1", 1, several=False))
+    first.write_bar(b"50%", b"worker 1")
+    second.say("note: two share a core")
+    first.write_result([b'{"loss": 1}\n'])
+    line, result = out.getvalue().splitlines()
+    found = json.loads(line)
+    assert (found["task"], found["stream"], found["text"]) == (
+        "worker 1",
+        "stdout",
+        'a "line" \ufffd',
+    )
+    assert result == b'{"loss": 1}'
+    said = json.loads(err.getvalue())
+    assert (said["task"], said["stream"]) == (None, "stderr")
+    assert said["text"] == "spartito: note: two share a core"

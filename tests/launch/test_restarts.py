@@ -59,10 +59,10 @@ def test_who_stands_still_when_all_is_done_is_ended(
 ) -> None:
     monkeypatch.setenv("SPARTITO_NOTICE", "0.5")
     stands = "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
-    policies = [CHIEF, WORKER, {"vital": False, "outlives": True}]
-    code, _, err = start("pass", stands, stands, policies=policies, stop=0.05).end()
+    policies = [CHIEF, WORKER, {"vital": False, "outlives": True}, PS]
+    code, _, err = start("pass", stands, stands, stands, policies=policies, stop=0.05).end()
     assert code == 0, err
-    for worker in ("worker 1", "worker 2"):
+    for worker in ("worker 1", "worker 2", "worker 3"):
         assert f"{worker} does not move, and the others have ended; it is ended, too\n" in err
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from spartito.chaos.network import NoNamespacesError
+from spartito.launch.network import NoNamespacesError
 from tests.commands import (
     SPARTITO,
     Commands,
@@ -23,16 +23,19 @@ from tests.commands import (
     running,
     tf_config,
 )
+from tests.launch.jobs import LISTS
 from tests.launch.ssh_hosts import Site, machines, why_not
 from tests.launch.supervised import SLEEPS
 from tests.skips import skip, skip_if
 
-pytestmark = skip_if(bool(why := why_not()), "ssh", why)
+pytestmark = [pytest.mark.slow, skip_if(bool(why := why_not()), "ssh", why)]
 
 SHOWS = """
 import json, os, sys
-print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ)]))
+from spartito.cluster.secret import read_secret
+print(json.dumps([sys.argv[1:], os.getcwd(), dict(os.environ), listed(read_secret())]))
 """
+SHOWS = LISTS + SHOWS
 SAVES = """
 import os, signal, sys, time
 def end(number, frame):
@@ -103,7 +106,8 @@ def test_every_task_learns_who_it_is(site: Site, commands: Commands) -> None:
     rows = sorted(re.findall(r"^\[(.*?)\] (.*)$", got.out, re.MULTILINE))
     assert [name for name, _ in rows] == [f"worker {rank}" for rank in range(4)]
     for rank, (_, row) in enumerate(rows):
-        arguments, folder, env = json.loads(row)
+        arguments, folder, env, having = json.loads(row)
+        assert having == {}  # of all processes here and there
         assert arguments == ["it's", '"a b" $HOME']
         assert folder == str(commands.directory)
         expected = {"RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_RANK": str(rank % 2)}
@@ -134,7 +138,13 @@ def test_one_machine_is_where_we_are(site: Site, commands: Commands) -> None:
     assert "wrote" not in got.err
 
 
-@pytest.mark.parametrize("roles", [[], ["--ps", "1", "--evaluator"]], ids=["synchronous", "ps"])
+@pytest.mark.parametrize(
+    "roles",
+    [
+        pytest.param([], marks=pytest.mark.slow, id="synchronous"),
+        pytest.param(["--ps", "1", "--evaluator"], id="ps"),
+    ],
+)
 def test_digits_are_learned(site: Site, commands: Commands, roles: list[str]) -> None:
     recipe = ["--epochs", "1", "--batch-size", "500", "--out", "run", "--json"]
     words = ["train", "mnist", "--hosts", "node1,node2", *roles, *recipe]
@@ -298,7 +308,26 @@ def test_a_list_of_machines_that_cannot_be(
     assert (got.code, told in got.err, "it ran" in got.text) == (2, True, False), got.text
 
 
-@pytest.mark.slow
+@pytest.mark.timeout(240)
+def test_the_machine_of_rank_0_is_lost_and_the_other_goes_on(
+    site: Site, commands: Commands, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    words = ["--strategy", "multi_worker_mirrored", "--workers", "2", "--epochs", "6"]
+    words += ["--recover", "--min-workers", "2", "--wait", "0.5", "--out", str(out)]
+    job = site.start(commands, "train", "mnist", "--hosts", "node1,node2", *words)
+    job.wait_for("epoch 2/6")
+    try:
+        site.one.cut()
+        job.wait_for(r"goes on after .*: worker 2, worker 3")
+        got = ended(job)
+    finally:
+        site.one.join()
+    assert got.code == 0, got.text
+    rows = [json.loads(line) for line in (out / "history.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in rows] == list(range(1, 7))
+
+
 def test_a_machine_where_something_is_missing(site: Site, commands: Commands) -> None:
     commands.write("never.py", "print('it ran')")
     bare = commands.write("bare", '#!/bin/sh\nexec /usr/bin/env -i python3 -S -I "$@"\n')

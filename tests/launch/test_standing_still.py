@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import spartito
-from spartito.heartbeat import file_of, keep_files, last_words
+from spartito.heartbeat import SIZE, Beat, file_of, keep_files, last_words
 from spartito.launch.heartbeats import Heartbeats
 from tests.launch.supervised import WAITS, Job, Start
 
@@ -51,6 +52,21 @@ def test_a_stopped_task_is_named_until_it_goes_on(start: Start) -> None:
     assert pid in job.pids
     os.kill(pid, signal.SIGCONT)
     assert job.end()[0] == 0
+
+
+def test_a_stopped_task_that_others_miss_is_started_again(start: Start, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    stops = TASK + (
+        f"import signal, pathlib\nbeat(41, STEP)\nagain = pathlib.Path({str(again)!r})\n"
+        "if again.exists(): sys.exit(0)\n"
+        "again.touch()\nos.kill(os.getpid(), signal.SIGSTOP)"
+    )
+    waits = TASK + f"import pathlib\nbeat(41, EXCHANGE)\n{WAITS}"
+    own = {"restarts": 1, "gives_up": 300.0}
+    job = start(stops, waits, policies=[own, own])
+    assert "worker 0 does not move, and the others miss it" in said(job, "is started again (1 of 1")
+    job.popen.terminate()
+    assert job.end()[0] == 143
 
 
 def test_a_loop_that_holds_the_interpreters_lock_is_shown_from_outside(start: Start) -> None:
@@ -101,15 +117,24 @@ def test_nothing_that_a_replacement_did_is_said_of_a_lost_task(
     name, other = "worker 1 (10.0.0.1:1234)", file_of(beats.folder, "worker 0")
     monkeypatch.setenv("SPARTITO_HEARTBEAT", str(other))
     try:
-        env = {**os.environ, **beats.begin("worker 1", remote=False)}
+        env = beats.begin("worker 1", os.environ)
         subprocess.run([sys.executable, "-c", TASK + "beat(41, STEP)"], env=env, check=True)
         keep_files([name])
-        beats.begin("worker 1", remote=False)
+        beats.begin("worker 1", os.environ)
         assert last_words(name).startswith(" (last seen at step 41, in 'step', ")
         keep_files([name])
         assert last_words(name) == " (it has not come to a strategy yet)"
     finally:
         beats.close()
+
+
+def test_a_beat_that_is_just_written_is_not_read_half(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("spartito.heartbeat.TRIES", 1)
+    whole = struct.pack("@8Q", 41, 7, 3, 1, 10**9, 2, 3, 10**9).ljust(SIZE, b"\0")
+    assert Beat.read_from(whole).time == 1.0
+    for count in range(64):
+        part = whole[:count].ljust(SIZE, b"\0")
+        assert part == whole or Beat.read_from(part).phase == ""
 
 
 def test_a_child_of_a_task_does_not_speak_for_it(start: Start) -> None:

@@ -3,11 +3,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from spartito.cluster.limits import NOTICE, notice_limit
 from spartito.heartbeat import PHASES, Beat, Life
-from spartito.launch.watch import NOTICE, Notice, Seen, Watch, missed, stragglers
+from spartito.launch.watch import Notice, Seen, Watch, missed, stragglers
 
 HERE = Beat(7, 7, "step", 0, 0.0, 0.0, 0.0, 4711, 37)
 RUNS, STOPPED = Life("R", 1.0), Life("T", 1.0)
@@ -131,3 +133,61 @@ def test_after_the_launcher_stood_still_itself_nobody_is_blamed() -> None:
     watch = Watch()
     seen = [Seen("worker 0", beat=HERE, life=STOPPED)]
     assert watch.look(0.0, seen) == watch.look(100.0, seen) == watch.look(100.5, seen) == []
+
+
+def lost(seen: Sequence[Seen], seconds: float, watch: Watch | None = None) -> list[str]:
+    """Who is ended, where all stand as they are ``seen`` for so many seconds."""
+    watch = watch or Watch()
+    said = watched([seen] * int(seconds / watch.every), watch)
+    return sorted({notice.name for _, notice in said if notice.is_lost})
+
+
+def test_a_stopped_task_is_ended_only_where_others_wait_for_it_and_can_go_on() -> None:
+    stopped = Seen("worker 1", beat=HERE, life=STOPPED, gives_up=300.0)
+    for phase in ("exchange", "connect", "recover"):
+        waits = Seen("worker 0", beat=replace(HERE, phase=phase), life=RUNS, gives_up=300.0)
+        assert lost([waits, stopped], 20) == ["worker 1"]
+        assert lost([waits, stopped], 4) == []
+        assert lost([waits, replace(stopped, gives_up=None)], 20) == []
+        assert lost([waits, replace(stopped, life=Life("t", 1.0))], 20) == []  # in a debugger
+    other = replace(stopped, name="worker 0")
+    assert lost([other, stopped], 20) == lost([replace(other, life=RUNS), stopped], 20) == []
+
+
+def test_a_task_that_runs_is_ended_once_the_others_have_given_it_up() -> None:
+    waits = Seen("worker 0", beat=replace(HERE, phase="recover"), life=RUNS, gives_up=30.0)
+    for phase in ("step", "data", "exchange", "evaluate", "save"):
+        spins = Seen("worker 1", beat=replace(HERE, phase=phase), life=RUNS, gives_up=30.0)
+        assert lost([waits, spins], 40) == ["worker 1"]
+        assert lost([waits, spins], 29) == []  # it may be slow
+    for phase in ("start", "connect", "recover", "serve", "end"):  # it comes, or is done
+        comes = Seen("worker 1", beat=replace(HERE, phase=phase), life=RUNS, gives_up=30.0)
+        assert lost([waits, comes], 1000) == []
+    patient = replace(waits, beat=replace(HERE, phase="exchange"))  # until its own limit
+    slow = Seen("worker 1", beat=HERE, life=RUNS, gives_up=30.0)
+    assert lost([patient, slow], 1000) == []
+
+
+def test_who_sees_none_of_the_others_waits_longer() -> None:
+    stopped = Seen("worker 1", beat=HERE, life=STOPPED, gives_up=30.0)
+    assert lost([stopped], 9) == []
+    assert lost([stopped], 11) == ["worker 1"]
+    spins = replace(stopped, life=RUNS)
+    assert lost([spins], 39) == []
+    assert lost([spins], 70) == ["worker 1"]
+    assert lost([replace(spins, beat=replace(HERE, phase="exchange"))], 1000) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "env", "seconds"),
+    [
+        (None, {}, 5.0),
+        (None, {"SPARTITO_TIMEOUT": "4"}, 2.0),
+        (None, {"SPARTITO_TIMEOUT": "4", "SPARTITO_NOTICE": "30"}, 30.0),
+        (1.5, {"SPARTITO_NOTICE": "30"}, 1.5),
+    ],
+)
+def test_a_task_is_named_before_the_others_give_it_up(
+    given: float | None, env: dict[str, str], seconds: float
+) -> None:
+    assert notice_limit(given, env) == seconds

@@ -22,6 +22,7 @@ def loss(output, target):
         os.kill(os.getpid(), signal.SIGKILL)
     return nn.functional.mse_loss(output, target)
 
+torch.manual_seed(0)
 x = torch.randn(8, 3)
 trainer = sp.Trainer(
     nn.Sequential(nn.Linear(3, 3), nn.ReLU(), nn.Linear(3, 3)),

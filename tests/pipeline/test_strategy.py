@@ -26,7 +26,9 @@ CASES: list[Any] = [
     ("mlp", "Adam", 2, {"schedule": "interleaved"}),
     ("mlp", "Adam", 4, {"stages": 2, "schedule": "zero_bubble"}),
     ("cats", "SGD", 2, {"microbatches": 2}),
-    ("cats", "Adam", 4, {"microbatches": 3, "schedule": "zero_bubble"}),
+    pytest.param(
+        "cats", "Adam", 4, {"microbatches": 3, "schedule": "zero_bubble"}, marks=pytest.mark.slow
+    ),
     pytest.param("cats", "Adam", 4, {"microbatches": 2, "stages": 2}, marks=pytest.mark.slow),
     ("gpt", "Adam", 2, {"schedule": "zero_bubble"}),  # tied weights, in both stages
     ("gpt", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
@@ -38,7 +40,7 @@ CASES: list[Any] = [
     ("idles", "SGD", 3, {"split": ["1", "3"], "schedule": "zero_bubble", "microbatches": 2}),
     ("functions", "SGD", 2, {"split": ["b"]}),
     ("gpt", "Adam", 4, {"mesh": SQUARE, "schedule": "zero_bubble"}),
-    ("cats", "SGD", 4, {"mesh": SQUARE, "microbatches": 2}),
+    pytest.param("cats", "SGD", 4, {"mesh": SQUARE, "microbatches": 2}, marks=pytest.mark.slow),
     pytest.param("gpt", "SGD", 8, {"mesh": CUBE}, marks=pytest.mark.slow),
     pytest.param("cats", "Adam", 8, {"mesh": CUBE, "microbatches": 2}, marks=pytest.mark.slow),
 ]

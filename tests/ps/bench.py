@@ -46,7 +46,9 @@ class Bench:
         self._copies = Copies(vector, span, shard.values)
         self._model = model
 
-    def push(self, worker: int, push: Push, *numbers: float) -> Outcome:
+    def push(
+        self, worker: int, push: Push, *numbers: float, pulled: torch.Tensor | None = None
+    ) -> Outcome:
         """The gradient of the first parameter is ``numbers``; the other has none."""
         gradient = torch.zeros_like(self.store.shard.values)
         gradient[: 8 * SIZE].view(torch.float64)[: len(numbers)] = torch.tensor(
@@ -54,7 +56,7 @@ class Bench:
         )
         gradient[-64:-56].view(torch.int64)[0] = 1
         with self.store.lock:
-            return self.store.push(worker, push, gradient)[0]
+            return self.store.push(worker, push, gradient, pulled)[0]
 
     def values(self) -> list[float]:
         """The first parameter, as far as it is not zero."""

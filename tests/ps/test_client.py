@@ -367,6 +367,7 @@ class Crowded(SGD):
             self.add_param_group({"params": []})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", WAYS)
 def test_thousands_of_groups_and_passes_fit_into_a_message(job: Start, way: dict[str, Any]) -> None:
     run = job(kind=Crowded, **way)

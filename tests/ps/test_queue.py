@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter, defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -412,3 +412,31 @@ def test_the_course_reads_the_passes_in_order(
             assert course.epoch(batch) == epoch
             batch += 1
         assert course.stop(epoch) == batch
+
+
+@given(
+    st.integers(1, 9), st.integers(1, 3), st.none() | st.integers(1, 11), st.integers(1, 3),
+    st.integers(0, 60), st.integers(0, 1 << 30),
+)  # fmt: skip
+def test_who_goes_on_makes_the_updates_that_are_left(
+    steps: int, repeats: int, virtual: int | None, multiple: int, moves: int, seed: int
+) -> None:
+    """From any moment on, with any epoch: as many as without the interruption."""
+    chance, held = random.Random(seed), dict[int, Lease]()
+    whole = Plan(2, steps, None if virtual else repeats, virtual, 3, multiple=multiple)
+    queue = WorkQueue(whole)
+    for _ in range(moves):
+        worker = chance.randrange(3)
+        if (lease := held.pop(worker, None)) is not None:
+            queue.finish(lease.id, [], None, 0.0)
+        elif (lease := queue.take(worker, 2, 0.0)) is not None:
+            held[worker] = lease
+    every = BatchIndex(whole)
+    for epoch in range(3):
+        if epoch and not queue.is_complete(epoch - 1):
+            break
+        found = queue.settled(epoch)
+        rest = BatchIndex(
+            replace(whole, start=found[:2], first_epoch_done=found.done, epochs=3 - epoch)
+        )
+        assert found.updates + rest.updates(rest.stop(2)) == every.updates(every.stop(2))

@@ -154,7 +154,7 @@ def test_shards_of_any_cut_do_what_the_optimizer_does(
     net, own = Net(), Net()
     optimizer, expected = make(kind, net), make(kind, own)
     if fused:
-        fuse(optimizer)
+        fuse(optimizer, net)
     servers = Servers(net, optimizer, count)
     unused = net.unused.detach().clone()
     for step in range(seed, seed + 4):

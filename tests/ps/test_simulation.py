@@ -67,6 +67,7 @@ def fails(seeds: range, replicas: int = 1) -> bool:
     return any(simulate(seed, replicas) for seed in seeds)
 
 
+@pytest.mark.slow
 def test_what_it_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
     """It fails where a rule is taken away: known work, fences, losses of servers."""
     with monkeypatch.context() as without:
@@ -83,6 +84,7 @@ def test_what_it_would_find(monkeypatch: pytest.MonkeyPatch) -> None:
         assert fails(range(200))
 
 
+@pytest.mark.slow
 def test_what_it_would_find_of_two_servers_with_the_same_values(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -67,9 +67,17 @@ def test_options_hold_from_their_global_step_on() -> None:
 # Stale pushes
 
 
-@pytest.mark.parametrize(("limit", "expected"), [(1, -(1 + 1 + 2 / 3 + 2 / 4)), (3, -4.0)])
-def test_a_stale_push_moves_less_far(limit: int, expected: float) -> None:
-    bench = Bench(Rules(1, limit, "compensate"))
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [
+        (None, -(1 + 1 + 1 / 2 + 1 / 3)),
+        (1, -(1 + 1 + 1 / 2 + 1 / 3)),
+        (2, -(1 + 1 + 1 + 2 / 3)),
+        (3, -4.0),
+    ],
+)
+def test_a_stale_push_moves_less_far(limit: int | None, expected: float) -> None:
+    bench = Bench(Rules(1, limit, "scale"))
     for step in range(4):
         assert bench.push(0, push(step), 1.0) == Outcome.APPLIED
     assert bench.values() == pytest.approx([expected], rel=1e-12)
@@ -143,7 +151,7 @@ def test_an_entry_is_absent_from_a_mean_if_it_is_from_all() -> None:
 
 
 @pytest.mark.parametrize(("kind", "options"), [(SGD, {"momentum": 0.9}), (Adam, {"lr": 0.1})])
-@pytest.mark.parametrize("rules", [Rules(2), Rules(2, aggregate=2), Rules(2, 2, "compensate")])
+@pytest.mark.parametrize("rules", [Rules(2), Rules(2, aggregate=2), Rules(2, 2, "scale")])
 def test_a_restored_store_goes_on_with_the_same_bits(
     kind: type[Optimizer], options: dict[str, Any], rules: Rules
 ) -> None:

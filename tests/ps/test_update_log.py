@@ -70,7 +70,7 @@ def same_state(one: Shard, other: Shard) -> bool:
 
 
 @KINDS
-@pytest.mark.parametrize("rules", [Rules(2), Rules(2, 1, "compensate"), Rules(2, aggregate=2)])
+@pytest.mark.parametrize("rules", [Rules(2), Rules(2, 1, "scale"), Rules(2, aggregate=2)])
 def test_a_replay_gives_the_same_bits(
     kind: type[Optimizer], rules: Rules, opened: Opened, tmp_path: Path
 ) -> None:

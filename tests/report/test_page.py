@@ -231,3 +231,28 @@ def test_a_folder_that_is_no_run_is_named(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="absent is no run folder"):
         write_report(tmp_path / "absent")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_that_train_apart_have_their_curves(tmp_path: Path) -> None:
+    lines = [
+        json.dumps(
+            {
+                "epoch": epoch, "loss": 1 / epoch, "loss_of_group_0": 2.0, "loss_of_group_1": 3.0,
+                "meetings": 4, "drift": 0.5, "bytes_between_groups": 1000,
+                "meeting_wait_fraction": 0.02,
+            }
+        )
+        for epoch in (1, 2)
+    ]  # fmt: skip
+    text = page(history(tmp_path / "run", *lines))
+    titles = ("Loss of each group", "Drift of the groups", "Bytes between", "Waiting for meetings")
+    for words in (*titles, "group 0", "group 1"):
+        assert words in text
+    assert "Loss of group" not in text  # one drawing for all
+    assert "Bytes between sites" not in text
+    sites = (
+        '{"epoch": 1, "loss": 1, "loss_of_group_0": 2, "meetings": 2, "bytes_between_groups": 9, \
+"drift": 1, "meetings_of_sites": 1, "drift_of_sites": 2, "bytes_between_sites": 8}'
+    )
+    assert "Bytes between sites" in page(history(tmp_path / "sites", sites))
+    assert "Loss of each group" not in page(history(tmp_path / "other", '{"epoch": 1, "loss": 1}'))

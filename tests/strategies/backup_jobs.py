@@ -29,7 +29,7 @@ class Interrupt(sp.Callback):
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         self.losses.append(logs["loss"])
         self.drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
-        if self.trainer.step == self.after:
+        if self.after is not None and self.trainer.step >= self.after:
             raise Interrupted
 
     def state_dict(self) -> dict[str, Any]:

@@ -240,9 +240,12 @@ def checkpoint_and_resume(
     train = sp.data.arrays(*blobs(40)).shuffle().batch(8)
 
     class SaveInTheMiddle(sp.Callback):
+        saved = False
+
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
-            here = self.trainer.step == 12 if accumulate == 1 else batch == 2
-            if phase == "save" and self.trainer.epoch == 2 and here:
+            here = self.trainer.step >= 12 if accumulate == 1 else batch >= 2  # or soon after it
+            if phase == "save" and self.trainer.epoch == 2 and here and not self.saved:
+                self.saved = True
                 self.trainer.save(folder)
                 self.trainer.stop_training = True
 
@@ -476,7 +479,7 @@ def stop_by_one(name: str, options: dict[str, Any]) -> int:
     class Stop(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
             last = strategy.cluster.rank == strategy.num_replicas_in_sync - 1
-            self.trainer.stop_training |= last and self.trainer.step == 4
+            self.trainer.stop_training |= last and self.trainer.step >= 4
 
     trainer = sp.Trainer(
         net,

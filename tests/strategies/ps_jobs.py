@@ -34,7 +34,7 @@ from spartito.ps.server.shard import Shard
 from spartito.ps.server.update_log import replay
 from spartito.strategies import strategy as make_strategy
 from spartito.training.evaluator import Evaluator
-from tests.commands import addresses, tf_config
+from tests.commands import cluster_of, tf_config
 from tests.processes import context
 from tests.strategies.jobs import CLASSES, FEATURES, blobs
 
@@ -144,6 +144,7 @@ def callbacks(asked: Asked) -> list[sp.Callback]:
         "stop": [Stop()],
         "early": [sp.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100.0)],
         "save": [sp.callbacks.ModelCheckpoint(asked.checkpoints)],
+        "backup": [sp.callbacks.BackupAndRestore(asked.checkpoints or None, every=2, share=None)],
     }
     return known[asked.callbacks]
 
@@ -372,7 +373,7 @@ class Job:
         self, folder: Path, asked: Asked, environment: dict[str, str], **counts: int
     ) -> None:
         self.folder, self.asked = folder, asked
-        self.cluster = {role: addresses(count) for role, count in counts.items()}
+        self.cluster = cluster_of(**counts)
         self.members: dict[str, Member] = {}
         self.codes: dict[str, int] = {}
         self._environment = environment

@@ -13,6 +13,7 @@ from tests.strategies import changing_jobs as jobs
 from tests.strategies.test_contracts import (
     CASES,
     Case,
+    agree,
     close,
     every_loop,
     every_synchronous,
@@ -34,7 +35,7 @@ IN_TIME = ["add a group", "unfreeze", "take out"]
 def test_parameters_that_change_between_two_fits(
     replicas: Replicas, case: Case, change: str
 ) -> None:
-    close(run(replicas, case, jobs.by_trainer, change=change), jobs.by_torch(change))
+    agree(case, run(replicas, case, jobs.by_trainer, change=change), jobs.by_torch(change))
 
 
 @every_pipeline
@@ -67,7 +68,7 @@ def test_pipelines_refuse_other_parameters(
 @every_loop
 @pytest.mark.parametrize("change", IN_TIME)
 def test_parameters_that_change_in_a_loop(replicas: Replicas, case: Case, change: str) -> None:
-    close(run(replicas, case, jobs.by_hand, change=change), jobs.by_torch(change))
+    agree(case, run(replicas, case, jobs.by_hand, change=change), jobs.by_torch(change))
 
 
 def test_new_parameters_after_a_batch_was_taken_are_refused(replicas: Replicas) -> None:
@@ -88,9 +89,10 @@ def test_accumulation_over_shares_that_are_empty(
 ) -> None:
     names = ("examples", "batch", "accumulate", "steps", "epochs")
     options: dict[str, Any] = dict(zip(names, sizes, strict=True))
-    close(run(replicas, case, jobs.accumulated, **options), jobs.accumulated_by_torch(**options))
+    found = run(replicas, case, jobs.accumulated, **options)
+    agree(case, found, jobs.accumulated_by_torch(**options))
 
 
 @every_loop
 def test_several_backward_passes_add_up_as_in_torch(replicas: Replicas, case: Case) -> None:
-    close(run(replicas, case, jobs.twice), jobs.twice_by_torch())
+    agree(case, run(replicas, case, jobs.twice), jobs.twice_by_torch())

@@ -216,7 +216,7 @@ def test_stale_pushes_are_computed_again(replicas: Replicas, tmp_path: Path) -> 
 
 
 def test_stale_pushes_move_the_values_less(replicas: Replicas, tmp_path: Path) -> None:
-    options = {"max_staleness": 1, "on_stale": "compensate"}
+    options = {"max_staleness": 1, "on_stale": "scale"}
     run = Run(replicas, tmp_path, 3, 1, Asked(epochs=8, options=options))
     run.check()
     learned(run, 0.9)

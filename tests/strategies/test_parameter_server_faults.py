@@ -7,15 +7,17 @@ import os
 import signal
 import socket
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from spartito.cluster.recovery import Recovery
 from spartito.ps.server.update_log import entries
 from spartito.storage import load_tensors
-from tests.commands import SPARTITO, addresses, commands_in, eventually, tf_config
+from tests.commands import SPARTITO, addresses, cluster_of, commands_in, eventually, tf_config
 from tests.strategies.ps_jobs import (
     LIMIT,
     Asked,
@@ -226,6 +228,83 @@ def test_snapshots_are_gone_after_the_job(tmp_path: Path) -> None:
     with job(tmp_path, Asked(epochs=1), worker=1, ps=2, snapshots=0.01) as found:
         found.finish()
         assert list((tmp_path / "snapshots").iterdir()) == []
+
+
+# The chief dies
+
+
+def led(bound: int | None) -> Asked:
+    """Both workers wait in their second epoch; the rate changes with every global step."""
+    return Asked(
+        options={"max_staleness": bound, "recovery": Recovery(wait=LIMIT)},
+        optimizer="SGD", schedule="cycle", epochs=3, validation=True, deterministic=bound == 0,
+        holds={"worker 0": 16, "worker 1": 16},
+    )  # fmt: skip
+
+
+def without_a_chief(found: Job) -> None:
+    """Kill the chief while nobody gets on, and start it again."""
+    found.held("worker 0", "worker 1")
+    found.kill("chief 0")
+    found.start("chief 0")
+    found.go("worker 0", "worker 1")
+    found.finish()
+    assert found.said("chief 0", "chief 0 .* goes on with the job")
+    assert found.said("worker 0", "chief 0 .* is gone: waiting")
+    applied_once(found, 2)
+    result = found.result("chief 0")
+    assert result["steps"] == found.asked.plan
+    assert [len(figures) for figures in result["histories"][0].values()] == [found.asked.epochs] * 4
+    assert result["histories"] == found.result("worker 1")["histories"]
+    lines = (found.folder / "run" / "history.jsonl").read_text().splitlines()
+    assert [json.loads(line)["epoch"] for line in lines] == [1, 2, 3]
+    assert [path.suffix for path in (found.folder / "snapshots").iterdir()] == []
+
+
+def test_another_process_goes_on_as_the_chief(tmp_path: Path) -> None:
+    with job(tmp_path, led(None), chief=1, worker=2, ps=2) as found:
+        without_a_chief(found)
+        scheduled(found, 2)
+
+
+def test_the_death_of_the_chief_changes_no_number(tmp_path: Path) -> None:
+    """Rounds are equal in all runs: to the last bit."""
+    results = []
+    for name, ends in (("killed", without_a_chief), ("whole", None)):
+        asked = led(0) if ends else replace(led(0), holds={})
+        (tmp_path / name).mkdir()
+        with job(tmp_path / name, asked, chief=1, worker=2, ps=2) as found:
+            (ends or Job.finish)(found)
+            results.append(found.result("chief 0"))
+    one, other = results
+    assert one["histories"] == other["histories"]
+    assert all(torch.equal(one["weights"][name], other["weights"][name]) for name in one["weights"])
+    assert (one["lr"], one["evaluated"]) == (other["lr"], other["evaluated"])
+
+
+# All die
+
+
+def test_a_job_that_was_killed_ends_at_its_own_last_step(tmp_path: Path) -> None:
+    """A worker has done more than the other when the backup is written: that is done again."""
+    asked = Asked(optimizer="SGD", schedule="steps", callbacks="backup", epochs=3,
+                  checkpoints=str(tmp_path / "backup"), holds={"worker 0": 18, "worker 1": 3},
+                  )  # fmt: skip
+    with job(tmp_path, asked, chief=1, worker=2, ps=1) as found:
+        found.held("worker 0", "worker 1")
+        assert eventually(lambda: max(map(_step, tmp_path.glob("backup/*/step-*")), default=0) >= 8)
+        found.kill(*found.members)
+    with job(tmp_path, replace(asked, holds={}), chief=1, worker=2, ps=1) as found:
+        found.finish()
+        assert found.said("chief 0", r"going on after step [1-4], from .*step-0000(0008|0009|001.)")
+        result = found.result("chief 0")
+        assert result["steps"] == asked.plan
+        assert result["lr"] == asked.rate * 0.5 ** (asked.plan // 4), found.text
+        assert [len(figures) for figures in result["histories"][0].values()] == [3, 3]
+
+
+def _step(path: Path) -> int:
+    return int(path.name.partition("-")[2])
 
 
 # Tasks that stand still
@@ -485,7 +564,7 @@ else:
 def test_a_loop_of_ones_own_that_raises_is_told_and_a_server_never_runs_on(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
         script = commands.write("train.py", OWN_LOOP)
-        cluster = {"worker": addresses(2), "ps": addresses(1)}
+        cluster = cluster_of(worker=2, ps=1)
         tasks = [("worker", 0), ("worker", 1), ("ps", 0)]
         programs = [
             commands.start(sys.executable, script, env=tf_config(cluster, *task)) for task in tasks
@@ -499,7 +578,7 @@ def test_a_loop_of_ones_own_that_raises_is_told_and_a_server_never_runs_on(tmp_p
 def test_a_server_without_a_chief_ends_whatever_its_script_catches(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
         script = commands.write("train.py", OWN_LOOP)
-        cluster = {"worker": addresses(2), "ps": addresses(1)}
+        cluster = cluster_of(worker=2, ps=1)
         env = {**tf_config(cluster, "ps", 0), "SPARTITO_TIMEOUT": "1"}
         ended = commands.python(script, env=env)
         assert ended.code == LOST, ended.text
@@ -540,6 +619,7 @@ print("end of", strategy.task, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_the_launcher_starts_a_killed_server_again(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
         script = commands.write("train.py", SCRIPT)

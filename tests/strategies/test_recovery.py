@@ -10,8 +10,9 @@ import pickle
 import signal
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import isnan, nan
 from multiprocessing import connection
 from pathlib import Path
@@ -38,6 +39,10 @@ LIMIT = 60.0
 SECRET = "known to the tasks alone"
 
 
+Spot = Callable[[Callable[[], None]], None]
+"""Gets a function that ends the process, to be called within the step that begins now."""
+
+
 @dataclass(frozen=True)
 class Plan:
     """A job of ``workers``: who is killed at which steps, and what is trained how."""
@@ -51,6 +56,8 @@ class Plan:
     slow: float = 0.0
     asks: tuple[int, int] | None = None
     """Who asks for an end after which step, and dies once all have heard of it."""
+    spots: Mapping[tuple[int, int], Spot] = field(default_factory=dict)
+    """Where within a step somebody who is killed there dies."""
 
 
 class Killed(sp.Callback):
@@ -60,7 +67,10 @@ class Killed(sp.Callback):
         self.plan, self.rank, self.folder = plan, rank, folder
 
     def on_train_batch_begin(self, batch: int) -> None:
-        if (self.rank, self.trainer.step) in self.plan.kills:
+        at = self.rank, self.trainer.step
+        if at in self.plan.spots and not (self.folder / f"killed {at[0]} {at[1]}").exists():
+            self.plan.spots[at](partial(self.die_once, self.trainer.step))
+        elif at in self.plan.kills:
             self.die_once()
         time.sleep(self.plan.slow)
 
@@ -72,8 +82,8 @@ class Killed(sp.Callback):
         elif self.trainer.stop_training:
             self.die_once()
 
-    def die_once(self) -> None:
-        done = self.folder / f"killed {self.rank} {self.trainer.step}"
+    def die_once(self, step: int | None = None) -> None:
+        done = self.folder / f"killed {self.rank} {self.trainer.step if step is None else step}"
         if not done.exists():
             done.touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -106,6 +116,7 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
         nn.Linear(6, 8), nn.ReLU(), nn.BatchNorm1d(8) if given.get("norm") else nn.Identity(),
         nn.Dropout(given["dropout"]), nn.Linear(8, 3),
     ).double()  # fmt: skip
+    net[0].requires_grad_(not given.get("frozen"))
     losses, x, y = Losses(), *blobs(45)
     x[given.get("bad", [])] = nan
     with named_strategy(
@@ -113,7 +124,9 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
     ) as strategy:
         trainer = sp.Trainer(
             net,
-            optimizer=lambda p: getattr(torch.optim, given["optimizer"])(p, lr=0.05),
+            optimizer=lambda p: getattr(torch.optim, given["optimizer"])(
+                p, lr=0.05, **given.get("options", {})
+            ),
             loss=nn.CrossEntropyLoss(),
             metrics=given.get("metrics", ["accuracy"]),
             scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 4),

@@ -7,7 +7,7 @@ import torch
 
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import small_jobs as jobs
-from tests.strategies.test_contracts import CASES, Case, close, every_loop, run, servers
+from tests.strategies.test_contracts import CASES, Case, agree, close, every_loop, run, servers
 
 THREE: Case = ("mirrored", 3, {})
 SERVERS: Case = ("parameter_server", 3, {})
@@ -26,7 +26,8 @@ def test_numbers_are_those_of_torch(
     replicas: Replicas, case: Case, kind: str, examples: int, batch: int
 ) -> None:
     options = {"kind": kind, "examples": examples, "batch": batch}
-    close(run(replicas, case, jobs.by_trainer, **options), jobs.by_torch(**options))  # type: ignore[arg-type]
+    found = run(replicas, case, jobs.by_trainer, **options)
+    agree(case, found, jobs.by_torch(**options))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("examples", "batch"), [(26, 6), (18, 4)])

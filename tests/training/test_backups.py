@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem  # type: ignore[import-untyped]
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
@@ -21,9 +23,12 @@ from torch import nn
 import spartito as sp
 from spartito.errors import PreemptedError, UserError
 from spartito.failpoints import ENV
+from spartito.strategies import Strategy
+from spartito.strategies.coordination import SynchronousCoordination
 from spartito.training import preemption
+from spartito.training.backups import LocalBackups
 from spartito.training.interval import BySeconds, interval_of
-from tests.training.jobs import data, trainer
+from tests.training.jobs import data, on_replicas, trainer
 
 LIMIT = 4096  # bytes of a file
 
@@ -67,7 +72,7 @@ class Tell(sp.Callback):
 
 
 def fit(
-    folder: Path, *others: sp.Callback, model: nn.Module | None = None, **options: Any
+    folder: Path | str, *others: sp.Callback, model: nn.Module | None = None, **options: Any
 ) -> sp.Trainer:
     made = trainer(model=model)
     backup = sp.callbacks.BackupAndRestore(folder, every=1, **{"share": None, **options})
@@ -180,6 +185,82 @@ def test_a_damaged_backup_is_passed_over(
     again = fit(tmp_path / "kept")
     assert f"{newest.name} is passed over" in caplog.text
     assert again.history == whole.history
+
+
+@pytest.mark.parametrize(("told", "saved"), [(5, 2), (3, 6)])
+def test_the_newer_of_checkpoint_and_backup_goes_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, told: int, saved: int
+) -> None:
+    with pytest.raises(PreemptedError):
+        fit(tmp_path, Tell(told, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    made, again = trainer(), trainer()
+    save = Tell(saved, lambda: made.save(tmp_path / "saved"))
+    made.fit(data(), epochs=2, batch_size=5, callbacks=[save], verbose=0)
+    again.load(tmp_path / "saved")
+    backup = sp.callbacks.BackupAndRestore(tmp_path)
+    again.fit(data(), epochs=2, batch_size=5, callbacks=[backup], verbose=0)
+    assert ("the checkpoint that was loaded" in caplog.text) == (saved > told)
+    assert torch.equal(again.model[0].weight, made.model[0].weight)  # type: ignore[index]
+
+
+def test_backups_in_a_store(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It refuses for a while, and training goes on; a second run goes on from what it has."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    whole, files, url = fit(tmp_path / "whole"), MemoryFileSystem(), f"memory://{tmp_path}"
+    put = MemoryFileSystem.put_file
+
+    def refuse(*_: object) -> None:
+        monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_: 1 / 0)
+
+    def accept(*_: object) -> None:
+        free.trainer.wait()
+        monkeypatch.setattr(MemoryFileSystem, "put_file", put)
+
+    free, end = Tell(4, accept), Tell(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    with pytest.raises(PreemptedError, match=f"goes on from {url}"):
+        fit(url, Tell(2, refuse), free, end)
+    assert caplog.text.count("cannot be written: division by zero") == 1
+    names = {path.split("/")[-2][:13] for path in files.find(str(tmp_path))}
+    assert (len(names), max(names)) == (2, "step-00000006")
+    again = fit(url)
+    assert f"going on after step 6, from {url}/fit-1/step-00000006" in caplog.text
+    assert again.history == whole.history
+    assert torch.equal(again.model[0].weight, whole.model[0].weight)  # type: ignore[index]
+    assert not files.find(str(tmp_path))
+    assert not [*tmp_path.glob("spartito-*/*")]
+
+
+def test_a_worker_of_servers_comes_when_its_backup_has_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(PreemptedError):
+        fit(tmp_path, Tell(5, lambda: os.kill(os.getpid(), signal.SIGTERM)))
+    monkeypatch.setattr(LocalBackups, "path_of", lambda *_: tmp_path / "gone")
+    with pytest.raises(UserError, match=r"gone has no manifest\.json"):
+        fit(tmp_path)
+    monkeypatch.setattr(SynchronousCoordination, "decides", False)
+    late = fit(tmp_path)
+    assert (late.step, late.epoch) == (6 + 4, 2)  # the second epoch: who has leases is asked
+
+
+def kept_in(strategy: Strategy, url: str) -> list[Any]:
+    """A fit that is kept, and what the same one finds then."""
+    found = []
+    for trains in (True, False):
+        made = trainer(strategy)
+        backup = sp.callbacks.BackupAndRestore(url, delete_checkpoint=False)
+        more = Tell(1, lambda trains=trains: trains or pytest.fail("it trains again"))
+        made.fit(data(), epochs=2, batch_size=5, callbacks=[backup, more], verbose=0)
+        found.append([asdict(made.history), made.step])
+    return found
+
+
+def test_all_tasks_of_a_machine_read_from_a_store(tmp_path: Path) -> None:
+    for first, again in on_replicas(kept_in, 2, f"file://{tmp_path}"):
+        assert first == again
+        assert first[1] == 8
 
 
 def test_a_complete_fit_can_be_kept(tmp_path: Path) -> None:

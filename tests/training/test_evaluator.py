@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,9 @@ from spartito.cluster.spec import Task
 from spartito.errors import TaskLostError, UserError
 from spartito.report.evaluations import EVALUATIONS, keep_until, with_evaluations
 from spartito.report.page import read_run
+from spartito.training.evaluation import Evaluation
 from spartito.training.evaluator import Evaluator
 from spartito.training.heartbeat import FILE, look, process_began
-from spartito.training.loop import Evaluation
 from tests.commands import eventually
 from tests.strategies.ps_jobs import Asked, job
 from tests.training.jobs import data, trainer
@@ -218,11 +219,22 @@ def test_figures_meet_their_epoch_by_the_step() -> None:
 
 
 def test_lines_beyond_a_step_are_forgotten(tmp_path: Path) -> None:
-    keep_until(tmp_path / EVALUATIONS, 4)
     file = tmp_path / EVALUATIONS
-    file.write_text('{"step": 4}\n{"step": 8}\n{"st')
-    keep_until(tmp_path / EVALUATIONS, 4)
-    assert file.read_text() == '{"step": 4}\n'
+    keep_until(file, 4, 1)
+    assert not file.exists()
+    first, second, again = (
+        json.dumps({"epoch": epoch, "step": step}) + "\n"
+        for epoch, step in ((1, 4), (2, 8), (1, 12))
+    )
+    file.write_text(first + second + '{"st')
+    keep_until(file, 4, 1)
+    assert file.read_text() == first
+    file.write_text(first + second)
+    keep_until(file, 3, 1)  # servers had more than the epoch when it was saved
+    assert file.read_text() == first
+    file.write_text(first + second + again)
+    keep_until(file, 8, 2)  # epochs that were counted from 1 again
+    assert file.read_text() == first + second
 
 
 def test_a_process_began_before_its_files(tmp_path: Path) -> None:
@@ -290,6 +302,26 @@ def test_it_ends_when_the_chief_is_gone(tmp_path: Path) -> None:
         assert found.ends("evaluator 0") == [69], found.text
         assert found.said("evaluator 0", "nothing was heard of worker 0")
     assert read_checkpoint_of(tmp_path / "run")
+
+
+class WaitsForSigns(sp.Callback):
+    """Stays in one step, as a chief that waits for a server, until two signs of life came."""
+
+    def __init__(self, signal: Path) -> None:
+        self.signal, self.seen = signal, 0
+
+    def on_train_batch_end(self, batch: int, logs: Any) -> None:
+        for _ in range(2 if batch == 1 else 0):
+            self.seen += eventually(partial(self.differs, self.signal.stat().st_mtime_ns))
+
+    def differs(self, mark: int) -> bool:
+        return self.signal.stat().st_mtime_ns != mark
+
+
+def test_a_chief_that_waits_gives_signs_of_life(tmp_path: Path) -> None:
+    waits = WaitsForSigns(tmp_path / "checkpoints" / FILE)
+    train(tmp_path, epochs=1, callbacks=[sp.callbacks.ModelCheckpoint(), waits])
+    assert waits.seen == 2
 
 
 def read_checkpoint_of(run_dir: Path) -> dict[str, Any]:

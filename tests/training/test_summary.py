@@ -110,6 +110,13 @@ def test_an_example_that_does_not_fit_is_named(wrong: Any) -> None:
         summarize(nn.Linear(3, 2), wrong)
 
 
+def test_a_module_with_a_buffer_alone() -> None:
+    positions = nn.Module()
+    positions.register_buffer("table", torch.arange(6.0).view(2, 3))
+    found = summarize(nn.Sequential(nn.Linear(3, 3), positions))
+    assert [layer.count.fixed for layer in found.layers] == [0, 6]
+
+
 def test_a_model_without_parameters() -> None:
     found = summarize(nn.Flatten())
     assert found.totals == "0 parameters and statistics = 0 trainable + 0 not"

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.errors import UserError
+from tests.replicas import Replicas
 from tests.training.jobs import data, largest, net, on_replicas, stop_early, trainer, uneven_sizes
 
 
@@ -172,6 +173,63 @@ def test_several_trainers_share_a_strategy() -> None:
     for shared, alone, seconds in on_replicas(folds, 2):
         assert shared == alone
         assert seconds == 1
+
+
+def test_trainers_that_are_given_no_strategy_have_one_in_a_job(replicas: Replicas) -> None:
+    assert replicas(without_a_strategy, 2) == [(True, True, [0, 1])] * 2
+
+
+def without_a_strategy() -> tuple[bool, bool, list[int]]:
+    """Whether two have one, whether a third has another after the end, and who trained."""
+    first, second = (sp.Trainer(net(), optimizer=sgd, loss=nn.CrossEntropyLoss()) for _ in "ab")
+    trained = []
+    for number, each in enumerate((second, first)):
+        each.fit(data(), batch_size=8, epochs=1, verbose=0)
+        if each.step == 3:
+            trained.append(number)
+    is_one = first.strategy is second.strategy
+    first.strategy.close()
+    third = sp.Trainer(net(), optimizer=sgd, loss=nn.CrossEntropyLoss())
+    third.fit(data(), batch_size=8, epochs=1, verbose=0)
+    return is_one, third.strategy is not first.strategy, trained
+
+
+def test_tasks_with_other_data_are_refused(replicas: Replicas) -> None:
+    whole, other = replicas(with_data_of_its_own, 2)
+    assert whole == other == ["", "worker 1 was given other data than worker 0"]
+
+
+def with_data_of_its_own() -> list[str]:
+    """What two tasks say of data that differ by rounding, and of data that differ."""
+    x, y = data()
+    said = []
+    for change in (1e-9, 1.0):
+        made = sp.Trainer(net(), optimizer=sgd, loss=nn.CrossEntropyLoss())
+        try:
+            mine = torch.where(x > 0, x + change * made.strategy.cluster.rank, x)
+            made.fit(torch.utils.data.TensorDataset(mine, y), batch_size=8, verbose=0)
+            said.append("")
+        except UserError as error:
+            said.append(str(error).partition(" (")[0].partition("\n")[0])
+    return said
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1)
+
+
+def test_sparse_gradients_of_one_device_are_torchs() -> None:
+    def made() -> nn.Sequential:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Embedding(9, 4, sparse=True), nn.Flatten(), nn.Linear(12, 2))
+
+    x, y = torch.arange(24).view(8, 3) % 9, torch.arange(8) % 2
+    ours, plain = made(), made()
+    trainer(model=ours).fit((x, y), batch_size=8, epochs=1, verbose=0)
+    nn.CrossEntropyLoss()(plain(x), y).backward()
+    sgd(plain.parameters()).step()
+    for mine, its in zip(ours.parameters(), plain.parameters(), strict=True):
+        assert torch.allclose(mine, its, rtol=0, atol=1e-7)
 
 
 def folds(strategy: sp.Strategy) -> tuple[list[Any], list[Any], int]:

@@ -11,9 +11,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from spartito.chaos.network import Machine
 from spartito.chaos.schedule import KINDS
 from spartito.errors import UserError
+from spartito.launch.network import Machine
 from spartito.launch.reaper import die_with_parent
 from spartito.launch.throttle import start_throttle
 

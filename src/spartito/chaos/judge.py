@@ -31,7 +31,7 @@ class Setup:
         strategy: its name.
         asynchronous: whether its curve depends on time.
         served: whether parameter servers hold the values, so that tasks are started again.
-        recovers: whether the others wait for a replacement of a worker.
+        recovers: whether the others wait for a replacement of a worker, or of the chief.
         limit: seconds in which a task that stands still is named.
         batches: of an epoch, over all; 0: unknown.
     """
@@ -81,17 +81,20 @@ def promise_of(fault: Fault, setup: Setup) -> Promise:
     if kind in GOES_ON:
         same = kind not in ("corrupt", "nan")
         return Promise(frozenset({0}), named=False, within=slow, exact=exact and same, figures=same)
-    goes_on = fault.role == "evaluator" or (setup.served and fault.task != "chief:0")
+    chief = fault.task == "chief:0"
+    goes_on = fault.role == "evaluator" or setup.recovers or (setup.served and not chief)
     if kind in KILLS:
-        if goes_on or setup.recovers:
-            return Promise(frozenset({0}), within=15.0, exact=exact)
+        if goes_on:
+            return Promise(frozenset({0, 75} if kind == "term" else {0}), within=15.0, exact=exact)
         lost = {EXIT_TASK_LOST, 75} if kind == "term" else {EXIT_TASK_LOST}
         return Promise(frozenset(lost), exact=exact)
     if kind == "exception":
         return Promise(frozenset({1}), exact=exact)
     if kind == "memory":  # it may have all that it needs already
         return Promise(frozenset({0, 1, EXIT_TASK_LOST}), named=False, within=slow, exact=exact)
-    if goes_on or setup.recovers:  # its work is done by others, in the end without it
+    if setup.recovers and not setup.served:  # it is replaced
+        return Promise(frozenset({0}), within=slow, exact=exact)
+    if goes_on:  # its work is done by others, in the end without it
         return Promise(frozenset({0, EXIT_TASK_LOST}), within=slow, exact=exact)
     return Promise(frozenset({EXIT_TASK_LOST}), within=setup.limit + 10, exact=exact)
 
@@ -261,7 +264,10 @@ def _updates(reference: Record, record: Record) -> tuple[int, int]:
     """How many updates the servers lack, and have twice; 0 where the job began anew by hand."""
     if len(record.outcomes) > 1:
         return 0, 0
-    more = [record.applied.get(name, 0) - wanted for name, wanted in reference.applied.items()]
+    found, wanted = record.applied, reference.applied
+    if found.keys() != wanted.keys():  # a copy has taken over, and each has all
+        found, wanted = ({"": max(counts.values(), default=0)} for counts in (found, wanted))
+    more = [found.get(name, 0) - count for name, count in wanted.items()]
     return -min([0, *more]), max([0, *more])
 
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from spartito.chaos.network import network
 from spartito.chaos.sandbox import Sandbox
 from spartito.chaos.trial import Start
+from spartito.launch.network import network
 from spartito.launch.roles import Roles, task_environment
 from spartito.names import ENV_SECRET
 

@@ -1,4 +1,4 @@
-"""What came of a suite, as a page of text."""
+"""What came of a suite, as a page of text and a picture."""
 
 from __future__ import annotations
 
@@ -7,17 +7,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from spartito.chaos.picture import kinds, picture
 from spartito.chaos.schedule import KINDS
 from spartito.chaos.suite import read_results
 from spartito.storage.atomic import write_file_atomically
 
-PAGE = "survival.md"
+PAGE, PICTURE = "survival.md", "survival.svg"
 HEAD = "| fault | task | step | ended with | seconds | again | repeated | lost | doubled | loss | |"
 RULE = "|---|---|---|---|---|---|---|---|---|---|---|"
 
 
 def write_page(out: Path) -> Path | None:
-    """Write the page of the results in a folder.
+    """Write the page and the picture of the results in a folder.
 
     Args:
         out: the folder of a suite.
@@ -28,7 +29,8 @@ def write_page(out: Path) -> Path | None:
     results = read_results(out)
     if not results:
         return None
-    write_file_atomically(out / PAGE, page(results))
+    write_file_atomically(out / PICTURE, picture({"": results}))
+    write_file_atomically(out / PAGE, f"![What jobs survive]({PICTURE})\n\n{page(results)}")
     return out / PAGE
 
 
@@ -45,8 +47,8 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
     for name in dict.fromkeys(result["strategy"] for result in results):
         rows = [row(result) for result in results if result["strategy"] == name]
         parts.append("\n".join([f"## {name}", "", HEAD, RULE, *rows]))
-    kinds = {fault.partition("@")[0] for r in results for fault in r["schedule"].split("+")}
-    said = [f"* **{kind}**: {KINDS[kind].about}" for kind in KINDS if kind in kinds]
+    seen = {kind for result in results for kind in kinds(result)}
+    said = [f"* **{kind}**: {KINDS[kind].about}" for kind in KINDS if kind in seen]
     parts.append("\n".join(["## Faults", "", *said]))
     return "\n\n".join(parts) + "\n"
 
@@ -55,17 +57,21 @@ def summary(results: Sequence[Mapping[str, Any]]) -> str:
     """One sentence on all of them."""
     broken = sum(bool(result["broken"]) for result in results)
     strategies = len({result["strategy"] for result in results})
-    return (
+    left_out = sum(result["lost"] for result in results if kinds(result) == ["nan"])
+    lost = sum(result["lost"] for result in results) - left_out
+    said = (
         f"{len(results) - broken} of {len(results)} runs under {strategies} strategies ended as "
-        f"promised; {sum(result['lost'] for result in results)} steps were lost."
+        f"promised; {lost} steps were lost."
     )
+    if left_out:
+        said += f" {left_out} updates that were not finite were left out, as asked."
+    return said
 
 
 def row(result: Mapping[str, Any]) -> str:
     """One row of a table."""
     schedule = str(result["schedule"])
     faults = [one.partition("@") for one in schedule.split("+")]
-    kinds = ", then ".join(kind for kind, _, _ in faults)
     tasks = ", ".join(rest.partition("#")[0].replace(":", " ") for _, _, rest in faults)
     steps = ", ".join(rest.partition("#")[2] for _, _, rest in faults)
     off = result["difference"]
@@ -74,7 +80,7 @@ def row(result: Mapping[str, Any]) -> str:
     )
     seconds = result["seconds"]
     cells = [
-        kinds,
+        ", then ".join(kinds(result)),
         tasks,
         steps,
         "hung" if result["code"] is None else str(result["code"]),

@@ -17,7 +17,6 @@ from typing import Any
 
 from spartito.chaos.judge import Record, Setup, Verdict, judge
 from spartito.chaos.machines import machines_for, on_machines
-from spartito.chaos.network import NoNamespacesError
 from spartito.chaos.sandbox import Sandbox, sandbox
 from spartito.chaos.schedule import (
     KINDS,
@@ -33,6 +32,7 @@ from spartito.chaos.traces import read_traces
 from spartito.chaos.trial import LOG, Outcome, Run, Start, run
 from spartito.errors import UserError
 from spartito.launch.job import Program
+from spartito.launch.network import NoNamespacesError
 from spartito.launch.reaper import Reaper
 from spartito.launch.roles import Roles
 from spartito.names import (
@@ -317,7 +317,8 @@ class _Under:
         suite = self.suite
         out = (folder / OUT).resolve()
         program = suite.program
-        if program.kind == "recipe" and next(out.glob("checkpoints/*/manifest.json"), None):
+        saved = (*out.glob("checkpoints/*/manifest.json"), *out.glob("backup/*/*/manifest.json"))
+        if program.kind == "recipe" and saved:
             program = replace(program, arguments=(*program.arguments, "--resume"))
         inherited = {name: v for name, v in os.environ.items() if name not in NOT_INHERITED}
         env = {ENV_TIMEOUT: f"{suite.limit:g}", **inherited, ENV_RUN_DIR: str(out)}

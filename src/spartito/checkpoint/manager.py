@@ -42,6 +42,7 @@ from spartito.storage.atomic import (
     write_directory,
     write_file_atomically,
 )
+from spartito.storage.remote import is_remote
 from spartito.storage.tensors import Json, pack_state, save_tensors, unpack_state
 
 STATE = "state.json"
@@ -157,6 +158,11 @@ class CheckpointManager:
         if keep is not None and keep < 1:
             raise UserError(
                 f"keep is {keep}, and at least 1 checkpoint must stay", "keep=None: all"
+            )
+        if is_remote(os.fspath(directory)):
+            raise UserError(
+                f"checkpoints in {os.fspath(directory)}, and they need a folder",
+                "BackupAndRestore takes the URL of a store; copy checkpoints there afterwards.",
             )
         self.directory = Path(directory)
         self.keep = keep

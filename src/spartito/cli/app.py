@@ -25,6 +25,7 @@ COMMANDS = {
     "compare": "spartito.cli.compare:compare",
     "chaos": "spartito.cli.chaos:chaos",
     "doctor": "spartito.cli.doctor:doctor",
+    "top": "spartito.cli.top:top",
     "predict": "spartito.cli.data:predict",
     "data": "spartito.cli.data:data_app",
     "checkpoint": "spartito.cli.checkpoint:checkpoint_app",

@@ -1,4 +1,4 @@
-"""The commands ``spartito cluster``: the same job in containers, and under Slurm."""
+"""The commands ``spartito cluster``: the same job in containers, Kubernetes, and under Slurm."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from spartito.errors import UserError
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.job import JobSpec, Launcher, Program, added_launchers
+from spartito.launch.kubernetes.launcher import Kubernetes
 from spartito.launch.slurm import Slurm
 
 cluster_app = typer.Typer(
-    help="Run a job in containers, or under Slurm.\n\n"
+    help="Run a job in containers, in Kubernetes, or under Slurm.\n\n"
     "Example: spartito cluster compose mnist --workers 2 > compose.yaml",
     no_args_is_help=True,
 )
@@ -65,7 +66,7 @@ def _add(name: str, kind: type[Launcher]) -> None:
         job = job_of(Program.find(target, tuple(arguments or ())), given)
         raise typer.Exit(kind(**taken_from(kind, given)).start(job))
 
-    with_options(JobSpec, kind, without=("interface", "insecure"))(command)
+    with_options(JobSpec, kind, without=("interface",))(command)
     about = (kind.__doc__ or name).partition("\n    Args:")[0]
     cluster_app.command(name, help=cleandoc(about))(command)
 
@@ -79,7 +80,12 @@ def _refuse(name: str, error: UserError) -> None:
         raise error
 
 
-for _name, _kind in {"compose": Compose, "slurm": Slurm, **added_launchers()}.items():
+for _name, _kind in {
+    "compose": Compose,
+    "kubernetes": Kubernetes,
+    "slurm": Slurm,
+    **added_launchers(),
+}.items():
     if isinstance(_kind, UserError):
         _refuse(_name, _kind)
     else:

@@ -20,7 +20,12 @@ def compare(
         typer.Argument(metavar="-- ARGS...", help="The script's own arguments."),
     ] = None,
     strategies: Annotated[
-        str, typer.Option(help="Which to compare: all, or some with commas.", metavar="NAMES")
+        str,
+        typer.Option(
+            help="Which to compare: all, or some with commas, with options behind colons, as "
+            "local_sgd:every=50:compress=4bit.",
+            metavar="NAMES",
+        ),
     ] = "all",
     workers: Annotated[
         int,
@@ -56,6 +61,14 @@ def compare(
         typer.Option(
             help="Let a process run a fraction of the time only, as worker:1=0.25.",
             metavar="TASK=FRACTION",
+        ),
+    ] = None,
+    link: Annotated[
+        str | None,
+        typer.Option(
+            help="Put each task on a machine of its own (a network namespace: needs root), at a "
+            "line of this rate and delay, as 100mbit or 10mbit,50ms.",
+            metavar="RATE[,DELAY]",
         ),
     ] = None,
     repeat: Annotated[
@@ -108,6 +121,7 @@ def compare(
         goal=goal,
         sweeps=sweep or [],
         slow=slow or [],
+        link=link,
         repeat=repeat,
         data=data,
         batch_size=batch_size,

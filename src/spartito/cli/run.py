@@ -13,14 +13,13 @@ import typer
 
 from spartito.cli.options import Json, job_of, number, taken_from, typed, with_options
 from spartito.errors import UserError
+from spartito.launch.functions import OF_FILES
 from spartito.launch.hosts.job import Hosts
 from spartito.launch.job import JobSpec, Launcher, Program
 from spartito.launch.local import Local
+from spartito.launch.on_ray.job import OnRay
 from spartito.launch.processes import Processes
 from spartito.names import PRECISIONS, RECIPES, nearest, new_run_folder
-
-OF_FILES = ("name", "out", "data")
-"""What a job says to launchers that write a file."""
 
 
 def _precision(text: str) -> str:
@@ -29,7 +28,7 @@ def _precision(text: str) -> str:
     return text
 
 
-@with_options(JobSpec, Local, Hosts, without=OF_FILES)
+@with_options(JobSpec, Local, Hosts, OnRay, without=OF_FILES)
 def run(
     context: typer.Context,
     script: Annotated[str, typer.Argument(help="The script, or with -m the module.")],
@@ -50,7 +49,7 @@ def run(
     raise typer.Exit(launcher_of(given).start(job_of(program, given)))
 
 
-@with_options(JobSpec, Local, Hosts, without=("name",))
+@with_options(JobSpec, Local, Hosts, OnRay, without=("name",))
 def train(
     recipe: Annotated[str, typer.Argument(help=f"One of {', '.join(RECIPES)}.")],
     epochs: Annotated[int | None, number("--epochs", "Passes over the data.", 1)] = None,
@@ -97,10 +96,19 @@ def train(
 
 
 def launcher_of(given: Mapping[str, Any], result: bool = False) -> Launcher:
-    """What starts the job: from here on several machines with ``--hosts``, else on this one.
+    """What starts the job: a Ray cluster, several machines by ssh, else this machine.
 
-    Raises `UserError` for options that belong to the other.
+    Raises `UserError` for options that belong to another.
     """
+    if given.get("ray") is not None:
+        if wrong := [*typed(Local, given, beside=OnRay), *typed(Hosts, given, beside=OnRay)]:
+            raise UserError(f"--ray and {' '.join(wrong)} exclude each other", "Leave them out.")
+        return OnRay(**taken_from(OnRay, given), result=result)
+    beside = (Local, Hosts) if given["hosts"] is None else (Hosts,)
+    if wrong := [
+        flag for flag in typed(OnRay, given) if all(flag not in typed(one, given) for one in beside)
+    ]:
+        raise UserError(f"{' '.join(wrong)} without --ray", "Name the cluster: --ray auto")
     kind, other = (Hosts, Local) if given["hosts"] is not None else (Local, Hosts)
     if wrong := typed(other, given, beside=Processes):
         if kind is Local:

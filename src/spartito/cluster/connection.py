@@ -12,10 +12,7 @@ import socket
 import struct
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
-
-if TYPE_CHECKING:
-    pass
+from typing import Any, Protocol
 
 RECORD = 128 << 10
 """Bytes of a record at most: they fit in the cache of one core."""

@@ -1,6 +1,6 @@
 """The cluster in Kubernetes: a pod of an indexed Job or JobSet, or of Kubeflow's PyTorchJob.
 
-Tested with environments as they are documented, not on a cluster.
+Tested with environments as the sources of the controllers set them, not on a cluster.
 """
 
 from __future__ import annotations
@@ -93,6 +93,12 @@ def _from_job(env: Mapping[str, str]) -> ClusterSpec:
 
 
 def _from_kubeflow(env: Mapping[str, str]) -> ClusterSpec:
+    if ":" in env["PET_NNODES"]:
+        raise UserError(
+            f"PET_NNODES={env['PET_NNODES']!r} is a range, and no pod of an elastic job has a "
+            "number: torchrun deals them out",
+            "Start it by torchrun: command: [torchrun, train.py]; or leave the elastic policy out.",
+        )
     nodes, rank = count(env, "PET_NNODES"), count(env, "PET_NODE_RANK")
     host = env.get("PET_MASTER_ADDR") or env.get("MASTER_ADDR")
     if not host:

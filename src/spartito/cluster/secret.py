@@ -1,7 +1,7 @@
 """The secret of a job, which only its tasks know.
 
-A launcher makes one for each job that it starts and gives it to the tasks by their environment,
-or by a file; never by a command line, which every user of a machine can read.
+A launcher makes one for each job that it starts and gives it to the tasks by a file of this user
+alone; never by a command line or an environment, which are listed and inherited.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import hmac
 import os
 import secrets
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -50,6 +51,29 @@ def with_secret(env: Mapping[str, str]) -> dict[str, str]:
     """``env`` for all tasks of a job, with a new secret unless it has one."""
     given = env.get(ENV_SECRET) or env.get(ENV_SECRET_FILE)
     return dict(env) if given else {**env, ENV_SECRET: new_secret()}
+
+
+def without_secret(env: Mapping[str, str]) -> dict[str, str]:
+    """``env`` for a process that everybody may look at."""
+    return {name: value for name, value in env.items() if name != ENV_SECRET}
+
+
+def in_file(env: Mapping[str, str], folder: Path) -> dict[str, str]:
+    """``env`` for one process, which reads its secret from a new file.
+
+    Args:
+        env: What has the secret as a variable; without one it stays as it is.
+        folder: For the file; of this user alone, and gone after the job.
+
+    Returns:
+        The environment, which names the file instead.
+    """
+    own = dict(env)
+    if secret := own.pop(ENV_SECRET, ""):
+        descriptor, own[ENV_SECRET_FILE] = tempfile.mkstemp(prefix="secret-", dir=folder)
+        with open(descriptor, "w") as file:  # its mode is 0600
+            file.write(secret)
+    return own
 
 
 def read_secret(env: Mapping[str, str] | None = None) -> str:
@@ -150,9 +174,9 @@ def key_among(open_hosts: Sequence[str], env: Mapping[str, str] | None = None) -
     return Key(secret.encode(), encrypts)
 
 
-def key_at(host: str) -> Key:
-    """The key for what listens at ``host`` alone; raises as `key_among` does."""
-    return key_among([] if is_loopback(host) else [host])
+def key_at(host: str, env: Mapping[str, str] | None = None) -> Key:
+    """The key for what listens at ``host`` alone; ``env`` and errors are those of `key_among`."""
+    return key_among([] if is_loopback(host) else [host], env)
 
 
 def open_hosts(cluster: ClusterSpec) -> list[str]:

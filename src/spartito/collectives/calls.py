@@ -25,6 +25,7 @@ OPERATIONS = (
     "gather of rows",
     "gather of bytes",
     "shared memory",
+    "copies of shards",
 )
 PURPOSES = (
     "",

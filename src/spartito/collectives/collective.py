@@ -79,6 +79,10 @@ class Collective(ABC):
     ranks: tuple[int, ...] = (0,)
     """The ranks of its tasks in the job."""
     traffic: Traffic
+    timeout: float
+    """Seconds that a wait for another task may take, unless that moves."""
+    waiting: Waiting
+    """Says for whom this task waits."""
     moved: Callable[[], None] = staticmethod(_nothing)
     """Is called whenever something came or went in a call that takes long."""
 
@@ -169,6 +173,9 @@ class Collective(ABC):
     @abstractmethod
     def close(self) -> None:
         """Leave the group; may be called again."""
+
+    def heartbeat(self) -> None:  # noqa: B027 - few can
+        """Show those who wait for this task that it makes progress: their limit begins anew."""
 
     def _compare(self, peer: int, tag: int, own: int | None = None) -> None:
         """Raise if rank ``peer`` is in the call ``tag``, and we are at another: ``own``."""
@@ -353,9 +360,6 @@ class IdentityCollective(Collective):
 
     def close(self) -> None:
         pass
-
-    def heartbeat(self) -> None:
-        """There is nobody who waits."""
 
 
 def add_piggybacked(parts: Sequence[Piggybacked]) -> Piggybacked:

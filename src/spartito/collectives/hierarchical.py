@@ -22,7 +22,6 @@ from spartito.collectives.collective import (
     Reducer,
 )
 from spartito.collectives.placement import Placement
-from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.collectives.store import error_from_text, error_to_text
 from spartito.errors import MismatchedCallsError, SpartitoError, TaskLostError
 
@@ -31,16 +30,14 @@ T = TypeVar("T")
 ENDS_GROUP = (TaskLostError, MismatchedCallsError)
 PATIENCE = 10.0  # seconds beyond the limit in which a leader finds out whom it lost
 
-Inside = SharedMemoryCollective | IdentityCollective
-"""What joins the replicas of one machine: the output of its reducers is one memory for all."""
-
 
 class HierarchicalCollective(Collective):
     """The group of all replicas, of which those on one machine are joined first.
 
     ``names`` are the tasks' names in rank order, for errors. ``inside`` is the group of this
     machine, in the order of ``placement``. ``meet_leaders`` joins the group of all leaders, in
-    the order of the machines; only leaders call it.
+    the order of the machines; only leaders call it. Any parts of the tasks may stand for machines;
+    a `reducer` is for those whose ``inside`` reduces into one memory for all.
     """
 
     def __init__(
@@ -48,17 +45,17 @@ class HierarchicalCollective(Collective):
         rank: int,
         names: Sequence[str],
         placement: Placement,
-        inside: Inside,
+        inside: Collective,
         meet_leaders: Callable[[], Collective],
     ) -> None:
         super().__init__()
         self.rank = rank
         self.names = names
         self.world_size = placement.world_size
-        self.inside = inside
+        self.inside, self.waiting = inside, inside.waiting
         self.between: Collective = IdentityCollective()
         self._placement = placement
-        self._machine = placement.machine_of(rank)
+        self.machine = placement.machine_of(rank)
         self.is_leader = rank in placement.leaders
 
         def meet() -> None:
@@ -74,7 +71,21 @@ class HierarchicalCollective(Collective):
         self.follow(self.current_call)
 
     def follow(self, current_call: CurrentCall) -> None:
-        self.current_call = self.inside.current_call = self.between.current_call = current_call
+        self.current_call = current_call
+        self.inside.follow(current_call)
+        self.between.follow(current_call)
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a wait for a task of one's own machine may take."""
+        return self.inside.timeout
+
+    @timeout.setter
+    def timeout(self, seconds: float) -> None:
+        self.inside.timeout = seconds
+
+    def heartbeat(self) -> None:
+        self.inside.heartbeat()
 
     def _all_reduce(self, tensor: Tensor) -> Tensor:
         self.within(lambda: self.inside.all_reduce(tensor))
@@ -99,7 +110,7 @@ class HierarchicalCollective(Collective):
 
     def _broadcast(self, tensor: Tensor, source: int) -> Tensor:
         origin = self._placement.machine_of(source)
-        is_here = origin == self._machine
+        is_here = origin == self.machine
         if is_here:
             index = self._placement.members(source).index(source)
             self.within(lambda: self.inside.broadcast(tensor, index))

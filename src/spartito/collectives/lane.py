@@ -81,8 +81,8 @@ class Lane:
     """
 
     def __init__(self, group: Collective) -> None:
-        self._group = group
-        self._sums = self._pending = 0
+        self.group = group
+        self._sums = self._begun = self._ended = 0
         self._waited = 0.0
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
@@ -93,11 +93,11 @@ class Lane:
     @property
     def is_leader(self) -> bool:
         """Whether this task sends what its machine has summed."""
-        return not isinstance(self._group, HierarchicalCollective) or self._group.is_leader
+        return not isinstance(self.group, HierarchicalCollective) or self.group.is_leader
 
     def standing_sum(self, numel: int, dtype: torch.dtype, summing: Summing = exact) -> StandingSum:
         """Make a sum that `begin` can run; all tasks call this together, with nothing under way."""
-        group = self._group
+        group = self.group
         call = group.current_call
         with call.call(encode("new reducer", numel, dtype, self._sums)):
             if isinstance(group, HierarchicalCollective):
@@ -114,8 +114,8 @@ class Lane:
         self._sums += 1
         return made
 
-    def begin(self, work: Work) -> None:
-        """Let the thread do ``work`` once all before is done."""
+    def begin(self, work: Work) -> int:
+        """Let the thread do ``work`` once all before is done; returns its number."""
         if not self.is_open:
             raise UserError("a call to other tasks after close()", "Make a new strategy.")
         if self._thread is None:
@@ -123,16 +123,17 @@ class Lane:
                 target=_serve, args=(self._work, self._done), name="spartito-lane", daemon=True
             )
             self._thread.start()
-        self._pending += 1
+        self._begun += 1
         self._work.put(work)
+        return self._begun
 
-    def wait(self) -> None:
-        """Return when all is done, and raise what was raised there."""
+    def wait(self, number: int | None = None) -> None:
+        """Return when the work of this number is done, or all, and raise what was raised there."""
         began, before = time.perf_counter(), waits()
         failed: BaseException | None = None
-        while self._pending:
+        while self._ended < (self._begun if number is None else number):
             failed = self._done.get() or failed
-            self._pending -= 1
+            self._ended += 1
         self._waited += time.perf_counter() - began
         resume(before)
         if failed is not None:
@@ -140,10 +141,11 @@ class Lane:
 
     def count_for(self, group: Collective) -> None:
         """Count what was sent and received, and the last `wait`, as the traffic of ``group``."""
-        own, total = self._group.traffic, group.traffic
+        own, total = self.group.traffic, group.traffic
         total.sent += own.sent
         total.received += own.received
         total.waited += self._waited
+        total.compression_error = own.compression_error
         own.sent = own.received = 0
         self._waited = 0.0
 
@@ -153,9 +155,9 @@ class Lane:
         if self._thread is None or not self._thread.is_alive():
             return
         self._work.put(None)
-        self._thread.join(0 if self._pending else _PATIENCE)
+        self._thread.join(0 if self._ended < self._begun else _PATIENCE)
         if self._thread.is_alive():
-            self._group.interrupt()
+            self.group.interrupt()
             self._thread.join(_PATIENCE)
 
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+import re
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 
 from spartito.collectives.store import Membership, error_from_text, error_to_text
 from spartito.errors import SpartitoError, TaskLostError, UserError
@@ -18,6 +21,16 @@ class LivenessCheck:
 
     def __init__(self, group: Membership) -> None:
         self._group: Membership | None = group
+        self._silent = False
+
+    def gone(self, names: Collection[str]) -> Sequence[str]:
+        """Those of ``names`` that have certainly ended, as far as that can be told."""
+        return () if self._group is None else self._group.lost(names)
+
+    @property
+    def looks(self) -> bool:
+        """Whether `gone` can tell anything."""
+        return self._group is not None and self._group.recovers
 
     def lost(
         self, error: BaseException, suspects: Collection[str] = (), what: str = ""
@@ -33,11 +46,9 @@ class LivenessCheck:
         if group.recovers:  # those who live find out who does, at once
             named = " and ".join(sorted(suspects)) or "a task"
             return TaskLostError(f"{named} {what or f'is lost: {error}'}")
-        missing, reasons = group.under("alive").sign_in(GRACE)
-        if reasons:  # somebody left because of another loss
-            # The store goes with its keeper, who stays for those that are slower to read it.
-            group.under("informed").sign_in(GRACE if group.is_keeper else 0.0)
-            return error_from_text(reasons[0])
+        missing, reason = _told(group)
+        if reason is not None:
+            return reason
         seen = [name for name in missing if name in suspects]
         if not seen:
             what = f"is gone or did not come within {group.timeout:g} s"
@@ -49,12 +60,32 @@ class LivenessCheck:
             + dump_stacks(f"{error}"),
         )
 
+    def reason(self, error: TaskLostError, grace: float = GRACE) -> SpartitoError | None:
+        """Why the task that ``error`` names has left, if it said so, or does within ``grace``."""
+        if self._group is None or self._is_silent(error):
+            return None
+        return _told(self._group, grace)[1]
+
+    def _is_silent(self, error: SpartitoError) -> bool:
+        """Whether the store's keeper is lost, so that nothing is to be asked or left there."""
+        group = self._group
+        if group is None or self._silent or not _all_named(str(error), [group.keeper]):
+            return self._silent
+        try:
+            group.ask(lambda: group.store.set(str(group.rank), b""), 0.0)
+        except TaskLostError:
+            self._silent = True
+        return self._silent
+
     def leave(self, error: SpartitoError, close: Callable[[], None]) -> None:
         """Leave ``error`` to the others, then ``close`` their connections: they look here."""
         group = self._group
         if group is None:
             return
         if group.recovers and isinstance(error, TaskLostError):
+            close()
+            return
+        if self._is_silent(error):
             close()
             return
         alive, informed = group.under("alive"), group.under("informed")
@@ -68,8 +99,24 @@ class LivenessCheck:
             group.ask(write, GRACE)
         close()
         if group.is_keeper:  # the store goes with us
-            informed.sign_in(LINGER)
+            replace(informed, lost=partial(_all_named, str(error))).sign_in(LINGER)
 
     def close(self) -> None:
         """Let go of the store: its keeper's address is free for the next group."""
         self._group = None
+
+
+def _all_named(text: str, names: Collection[str]) -> Sequence[str]:
+    """``names``, if the error ``text`` is about all of them: none will come to read it."""
+    found = all(re.search(rf"{re.escape(name)}(?!\d)", text) for name in names)
+    return tuple(names) if found else ()
+
+
+def _told(group: Membership, grace: float = GRACE) -> tuple[list[str], SpartitoError | None]:
+    """Who does not sign in, and the reason of a task that left because of another loss."""
+    missing, reasons = group.under("alive").sign_in(grace)
+    if not reasons:
+        return missing, None
+    # The store goes with its keeper, who stays for those that are slower to read it.
+    group.under("informed").sign_in(GRACE if group.is_keeper else 0.0)
+    return missing, error_from_text(reasons[0])

@@ -18,10 +18,11 @@ from spartito.cluster.endpoints import rendezvous_endpoint
 from spartito.cluster.identity import Life
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.secret import Key, key_at, warn_if_open
-from spartito.cluster.spec import ClusterSpec, split_address
+from spartito.cluster.spec import ClusterSpec, is_loopback, split_address
 from spartito.cluster.store.client import Store
 from spartito.cluster.store.server import Server
 from spartito.collectives.generations import Card, Generation
+from spartito.collectives.lifeline import Lifeline
 from spartito.collectives.regrouping import REPLY, Assembly, keys_of
 from spartito.collectives.sockets import RETRY_SECONDS, dial, listen
 from spartito.collectives.store import KeyValues, Membership, ask, lost_with, quiet_torch
@@ -102,7 +103,7 @@ def meet(
         meeting = Meeting(store.under(prefix), keeper)
         try:
             if recovery is not None:
-                return _gathered(meeting, cluster, names, end, limit, recovery)
+                return _gathered(meeting, cluster, names, end, limit, recovery, is_loopback(host))
             count = ask(partial(meeting.store.add, f"rank/{cluster.rank}", 1), limit, keeper)
             if count == 1:
                 break
@@ -129,13 +130,16 @@ def _gathered(
     end: float,
     limit: float,
     recovery: Recovery,
+    is_here: bool,
 ) -> Meeting:
-    """The meeting of a job whose tasks may be replaced."""
+    """The meeting of a job whose tasks may be replaced; ``is_here``: so is its store."""
     assert isinstance(meeting.store, Store)
     rank = cluster.rank
     own = Card(str(cluster.task), rank, cluster.local_rank, secrets.token_hex(8), Life.own())
-    assembly = Assembly(meeting.store.within(REPLY), own, tuple(names), recovery)
+    store, patience = meeting.store.within(REPLY), REPLY if is_here else limit
     with lost_with(meeting.keeper):
+        lifeline = Lifeline(store, own.token)
+        assembly = Assembly(store, own, tuple(names), recovery, patience, lifeline)
         generation = assembly.current()
         if generation is None:
             texts = _sign_in(meeting, cluster, names, end, limit, msgspec.json.encode(own).decode())

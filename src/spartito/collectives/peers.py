@@ -21,6 +21,8 @@ from spartito.collectives.store import Membership
 from spartito.errors import TaskLostError
 from spartito.forks import keep_from_forks
 
+LOOK = 0.5  # seconds between two looks who lives
+SOON = 10.0
 RANK = struct.Struct("<I")
 """What a caller says first: its rank."""
 
@@ -102,7 +104,7 @@ def _call(card: str, group: Membership, other: int, key: Key) -> Connection:
     """A connection to the rank ``other``, which knows our rank from then on."""
     host, port, token = card.split()
     name, purpose = group.names[other], _purpose(group, token)
-    connection = reach(host, int(port), name, group.timeout, key=key, purpose=purpose)
+    connection = reach(host, int(port), name, _limit(group), key=key, purpose=purpose)
     try:
         connection.sendall(RANK.pack(group.rank))
     except OSError as error:
@@ -129,18 +131,28 @@ def _accept_earlier(
 ) -> None:
     """Put into ``connections`` those of all ranks before ours, who call us at ``where``."""
     missing = set(range(group.rank))
-    end = time.monotonic() + group.timeout
+    limit = _limit(group)
+    end = time.monotonic() + limit
     while missing:
         try:
-            other, caller = came.get(timeout=max(0.0, end - time.monotonic()))
+            left = max(0.0, end - time.monotonic())
+            other, caller = came.get(timeout=min(left, LOOK) if group.recovers else left)
         except queue.Empty:
-            late = " and ".join(group.names[other] for other in sorted(missing))
-            raise _late(f"{late} did not reach {where} within {group.timeout:g} s") from None
+            late = [group.names[other] for other in sorted(missing)]
+            if time.monotonic() < end and not group.lost(late):
+                continue
+            late_ones = " and ".join(late)
+            raise _late(f"{late_ones} did not reach {where} within {limit:g} s") from None
         if other in missing:
             missing.discard(other)
             connections[other] = caller
         else:
             caller.close()
+
+
+def _limit(group: Membership) -> float:
+    """Seconds for connections: who recovers has just heard of all, and may try again."""
+    return min(group.timeout, SOON) if group.recovers else group.timeout
 
 
 def _late(what: str) -> TaskLostError:

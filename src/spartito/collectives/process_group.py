@@ -30,6 +30,7 @@ from spartito.collectives.liveness import GRACE, LivenessCheck
 from spartito.collectives.store import Membership
 from spartito.collectives.tcp import HALF
 from spartito.collectives.torch_store import for_torch
+from spartito.collectives.waiting import HalfTime
 from spartito.errors import SpartitoError, install_excepthook
 from spartito.heartbeat import resume, waits
 
@@ -87,6 +88,7 @@ class ProcessGroupCollective(Collective):
         self.world_size = group.size
         self.names = group.names
         self._liveness = LivenessCheck(group)
+        self._half = HalfTime(group.timeout)
         self._device = torch.device("cuda" if backend == "nccl" else "cpu")
         limit = timedelta(seconds=group.timeout)
         options: Any = None
@@ -230,6 +232,7 @@ class ProcessGroupCollective(Collective):
         self._joined, self._store = False, None
         self.__dict__.pop("process_group", None)  # it holds the store, and so the job's address
         self._liveness.close()
+        self._half.close()
 
     def abort(self, error: SpartitoError) -> None:
         self._liveness.leave(error, self.close)
@@ -248,7 +251,7 @@ class ProcessGroupCollective(Collective):
         return tensor
 
     def _named(self) -> _Named:
-        return _Named(self._liveness, self.traffic)
+        return _Named(self._liveness, self.traffic, self._half)
 
 
 class Scalars:
@@ -284,14 +287,15 @@ class Scalars:
 class _Named:
     """Turns the backend's error into one that names the task, and counts the time."""
 
-    def __init__(self, liveness: LivenessCheck, traffic: Traffic) -> None:
-        self._liveness = liveness
-        self._traffic = traffic
+    def __init__(self, liveness: LivenessCheck, traffic: Traffic, half: HalfTime) -> None:
+        self._liveness, self._traffic, self._half = liveness, traffic, half
 
     def __enter__(self) -> None:
         self._began, self._before = time.perf_counter(), waits()
+        self._half.since = self._began
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._half.since = None
         self._traffic.waited += time.perf_counter() - self._began
         if isinstance(error, RuntimeError):
             raise self._liveness.lost(error) from error

@@ -4,20 +4,23 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from spartito.cluster.recovery import Recovery
-from spartito.cluster.store.client import FencedError, Store, StoreError
+from spartito.cluster.store.client import FencedError, Store, StoreError, StoreGoneError
 from spartito.collectives.generations import Card, Generation, Seen, Vote, next_generation
+from spartito.collectives.lifeline import LIVES, Lifeline
 from spartito.errors import TaskLostError
 
 LOOK = 0.03  # seconds between two looks who has come
 WATCH = 0.25  # seconds between two looks whether somebody comes
 REPLY = 3.0  # seconds in which the store has to reply
+GONE = 0.3  # seconds without a lifeline after which a process counts as dead
+SOON = 0.5  # seconds in which the store has to reply to who only looks
 
 _CURRENT = "generation"
 _generation = msgspec.msgpack.Decoder(Generation)
@@ -35,13 +38,45 @@ def keys_of(number: int) -> str:
 class Assembly:
     """A process that takes part in the generations of a job.
 
-    ``names`` are all tasks of the job, by rank; ``own`` is this process.
+    ``names`` are all tasks of the job, by rank; ``own`` is this process. A store that is out of
+    reach is waited for, up to ``patience`` seconds.
     """
 
     store: Store
     own: Card
     names: tuple[str, ...]
     recovery: Recovery
+    patience: float = REPLY
+    lifeline: Lifeline | None = None
+    _missed: dict[str, float] = field(default_factory=dict)
+
+    def lost(self, names: Collection[str], members: Collection[Card]) -> list[str]:
+        """Those of ``names``, of a generation's ``members``, that have certainly ended.
+
+        A process that has no connection to the store any more cannot go on either: nobody does
+        without it. So it counts as ended, even where it cannot be seen from here.
+        """
+        asked = [card for card in members if self.names[card.rank] in names]
+        with suppress(StoreError):
+            dead = self._dead(asked, self.store.within(SOON).keys(LIVES))
+            return [self.names[rank] for rank in sorted(dead)]
+        return []
+
+    def close(self) -> None:
+        """Leave. May be called again."""
+        if self.lifeline is not None:
+            self.lifeline.close()
+
+    def _dead(self, cards: Collection[Card], lives: Collection[str]) -> frozenset[int]:
+        now, dead = time.monotonic(), set()
+        for card in cards:
+            if card.life.is_over:
+                dead.add(card.rank)
+            elif f"{LIVES}{card.token}" in lives:
+                self._missed.pop(card.token, None)
+            elif now - self._missed.setdefault(card.token, now) >= GONE:
+                dead.add(card.rank)
+        return frozenset(dead)
 
     def begin(self, cards: tuple[Card, ...]) -> Generation:
         """The generation of the job now; the first one is of ``cards``."""
@@ -56,7 +91,8 @@ class Assembly:
 
     def comes(self) -> bool:
         """Whether a newcomer that may live waits at the store."""
-        return any(not card.life.is_over for card in self._comers().values())
+        comers = self._comers()
+        return len(self._dead(comers.values(), self.store.keys(LIVES))) < len(comers)
 
     def regroup(self, last: Generation | None, lost: bool) -> Generation:
         """The next generation that this process is of, after ``last``; None for a newcomer.
@@ -64,25 +100,33 @@ class Assembly:
         Raises:
             TaskLostError: There is none.
         """
-        start = came = time.monotonic()
+        start = came = heard = time.monotonic()
         people: tuple[Card, ...] = ()
         while True:
-            now = self.current()
-            if now is None:
-                raise TaskLostError("the job's store has no generation", "Start the job again.")
-            if now.has(self.own) and (last is None or now.number > last.number):
-                self._enter(now)
-                return now
             try:
+                now = self.current()
+                if now is None:
+                    raise TaskLostError("the job's store has no generation", "Start the job again.")
+                if now.has(self.own) and (last is None or now.number > last.number):
+                    self._enter(now)
+                    return now
                 seen = self._sign(now, lost)
             except FencedError:  # there is another generation meanwhile
                 continue
+            except StoreGoneError:
+                came = time.monotonic()
+                if came - heard > self.patience:
+                    raise
+                time.sleep(WATCH)
+                continue
+            heard = time.monotonic()
             if seen.people != people:
                 people, came = seen.people, time.monotonic()
             waited = time.monotonic() - came
             made = next_generation(seen, len(self.names), self.recovery, waited)
             if made is not None and made.has(self.own):
-                self.store.swap(_CURRENT, _encode(now), _encode(made))
+                with suppress(StoreGoneError):
+                    self.store.swap(_CURRENT, _encode(now), _encode(made))
             elif waited > self._patience(seen, now):
                 raise self._too_few(seen, time.monotonic() - start)
             else:
@@ -90,7 +134,8 @@ class Assembly:
 
     def _sign(self, now: Generation, lost: bool) -> Seen:
         """Say that we are here, and look who else is."""
-        dead = frozenset(card.rank for card in now.members if card.life.is_over)
+        lives = self.store.keys(LIVES)
+        dead = self._dead(now.members, lives)
         key = f"vote/{now.number + 1}/"
         if now.has(self.own):
             vote = Vote(self.own, tuple(sorted(dead)), lost)
@@ -98,7 +143,9 @@ class Assembly:
         else:
             self.store.set(f"comes/{self.own.rank}", _encode(self.own))
         votes = {int(k[len(key) :]): _vote.decode(v) for k, v in self.store.keys(key).items()}
-        comes = {rank: card for rank, card in self._comers().items() if not card.life.is_over}
+        comers = self._comers()
+        ended = self._dead(comers.values(), lives)
+        comes = {rank: card for rank, card in comers.items() if rank not in ended}
         return Seen(now, votes, comes, dead)
 
     def _comers(self) -> dict[int, Card]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Self
 
 import msgspec
@@ -24,14 +24,14 @@ from spartito.cluster.secret import check_secrets, fingerprint, job_key, read_se
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.generations import cluster_of
-from spartito.collectives.hierarchical import HierarchicalCollective, Inside
+from spartito.collectives.hierarchical import HierarchicalCollective
 from spartito.collectives.meeting import Meeting, meet
 from spartito.collectives.peers import check_connections
 from spartito.collectives.placement import PROCESS_GROUP, Placement
 from spartito.collectives.process_group import ProcessGroupCollective
 from spartito.collectives.regrouping import Watch
 from spartito.collectives.shared_memory import Cores, SharedMemoryCollective, host_key, supported
-from spartito.collectives.store import KeyValues, Membership, lost_with, quiet_torch
+from spartito.collectives.store import KeyValues, Membership, lost_with, nobody, quiet_torch
 from spartito.collectives.tcp import SocketCollective
 from spartito.collectives.versions import Versions, check_versions
 from spartito.device import cgroup_quota
@@ -42,6 +42,7 @@ from spartito.names import nearest
 COMMUNICATION = ("auto", "ddp", "process_group", "sockets")
 WORLD = "world"
 """The group of all tasks that train."""
+MOST_TRIES = 10  # to go on after a loss, without a step in between
 FAREWELL = 10.0  # seconds that the keeper of the store stays for those who are refused with it
 
 
@@ -97,9 +98,11 @@ class Rendezvous:
         self._host = host
         self._everybody = self._names = [cluster.name_of(n) for n in range(cluster.world_size)]
         self._groups: dict[str, Collective] = {}
-        self._watch, self._trains = Watch(), False
+        self._watch, self._trains, self._tries = Watch(), False, 0
 
-    def group(self, name: str = WORLD, ranks: Sequence[int] | None = None) -> Collective:
+    def group(
+        self, name: str = WORLD, ranks: Sequence[int] | None = None, *, beside: bool = False
+    ) -> Collective:
         """The group of this name, which is made when it is asked for the first time.
 
         All of its tasks call this together, and tasks that are in several groups ask for these in
@@ -109,6 +112,8 @@ class Rendezvous:
             name: What errors call the group.
             ranks: Its tasks by their rank in the job, this one included; None is all. Their rank
                 in the group follows that in the job.
+            beside: Whether its calls run beside a computation: by sockets, whose waits need no
+                core.
 
         Raises:
             TaskLostError: Names the tasks that did not come within the time limit.
@@ -132,12 +137,24 @@ class Rendezvous:
                 "Give each group of a task a name of its own.",
             )
         if name not in self._groups:
-            made = self._made(name, members)
+            made = self._made(name, members, beside)
             made.name, made.ranks = name, members
             if self._groups:  # what calls are for is the same in all groups
                 made.follow(next(iter(self._groups.values())).current_call)
             self._groups[name] = made
         return self._groups[name]
+
+    def placement(self) -> Placement:
+        """Which tasks are on which machine: those that share memory; all tasks call it."""
+        return Placement.of([task.host for task in self._tasks])
+
+    def keep(self, group: Collective) -> None:
+        """Close ``group``, which was made of others of these, before them.
+
+        Args:
+            group: It has a name that none of them has.
+        """
+        self._groups[group.name] = group
 
     def members(self, name: str, ranks: Sequence[int]) -> tuple[Membership, bool, bool]:
         """Where some tasks can meet for connections of their own.
@@ -159,7 +176,9 @@ class Rendezvous:
         while self._groups:
             self._groups.popitem()[1].close()
         self._watch.stop()
-        self.__dict__.pop("_meeting", None)
+        meeting: Meeting | None = self.__dict__.pop("_meeting", None)
+        if meeting is not None and meeting.assembly is not None:
+            meeting.assembly.close()
 
     def __enter__(self) -> Self:
         return self
@@ -196,6 +215,13 @@ class Rendezvous:
         recovers = self._recovery is not None and self._job.world_size > 1
         if not recovers or (meeting := self._meeting).assembly is None:
             raise cause or UserError("a job that does not recover has no generations")
+        self._tries += 1
+        if self._tries > MOST_TRIES:
+            raise TaskLostError(
+                f"the tasks have agreed {MOST_TRIES} times who is there, and could not go on: "
+                f"{str(cause).partition(chr(10))[0]}",
+                "All reach the job's store: do they reach each other?",
+            )
         joins = meeting.is_newcomer
         self._trains |= joins
         self._watch.stop()
@@ -225,6 +251,7 @@ class Rendezvous:
 
     def somebody_waits(self) -> bool:
         """Whether a newcomer was seen: all members are to `regroup` after the same step."""
+        self._tries = 0  # there was a step since the last loss
         return self._watch.seen
 
     def _look_for_newcomers(self) -> None:
@@ -252,13 +279,11 @@ class Rendezvous:
         rank = self.cluster.rank
         here = (self._host or host_key()) if supported() else f"rank {rank}"
         own = TaskInfo(here, Versions.own(), Cores.own(), fingerprint(read_secret()))
-
-        def exchange() -> list[TaskInfo]:
-            world.store.set(f"came as/{rank}", msgspec.json.encode(own))
-            texts = [world.store.get(f"came as/{other}") for other in range(world.size)]
-            return [msgspec.json.decode(text, type=TaskInfo) for text in texts]
-
-        tasks = world.ask(exchange)
+        text = msgspec.json.encode(own).decode()
+        missing, texts = world.under("came as").sign_in(self._timeout, text)
+        if missing:
+            raise TaskLostError(f"{' and '.join(missing)} is gone")
+        tasks = [msgspec.json.decode(each, type=TaskInfo) for each in texts]
         keep_files(world.names)
         try:
             named = dict(zip(world.names, tasks, strict=True))
@@ -276,10 +301,17 @@ class Rendezvous:
         rank = ranks.index(self.cluster.rank)
         return Membership(
             rank, names, store, self._timeout, self._meeting.keeper, self.generation,
-            self._meeting.assembly is not None,
+            self._meeting.assembly is not None, self._lost(),
         )  # fmt: skip
 
-    def _made(self, name: str, ranks: tuple[int, ...]) -> Collective:
+    def _lost(self) -> Callable[[Collection[str]], Sequence[str]]:
+        """Which of the members have certainly ended, for who waits for them."""
+        meeting = self._meeting
+        if meeting.assembly is None:
+            return nobody
+        return partial(meeting.assembly.lost, members=meeting.generation.members)
+
+    def _made(self, name: str, ranks: tuple[int, ...], beside: bool) -> Collective:
         if len(self._names) == 1:
             return IdentityCollective()
         tasks = self._tasks  # all come, also to a group of one
@@ -289,9 +321,10 @@ class Rendezvous:
         if self._uses_process_group:
             return self._process_group(group, None if name == WORLD else ranks)
         placement = Placement.of([tasks[rank].host for rank in ranks])
-        if self._shares_memory and len(placement.machines) == 1:
+        shares = self._shares_memory and not beside
+        if shares and len(placement.machines) == 1:
             return SharedMemoryCollective(group, self._spins)
-        if self._shares_memory and placement.is_layered:
+        if shares and placement.is_layered:
             return self._hierarchical(group, placement)
         return SocketCollective(group, peer_endpoint(self.cluster), job_key(self.cluster))
 
@@ -306,7 +339,7 @@ class Rendezvous:
     def _hierarchical(self, group: Membership, placement: Placement) -> Collective:
         """Shared memory among the tasks of this machine, sockets among the leaders."""
         machine, members = placement.machine_of(group.rank), placement.members(group.rank)
-        inside: Inside = IdentityCollective()
+        inside: Collective = IdentityCollective()
         if len(members) > 1:
             names = [group.names[member] for member in members]
             neighbours = replace(group, rank=members.index(group.rank), names=names)

@@ -21,6 +21,7 @@ from spartito.errors import TaskLostError, UserError
 from spartito.log import note, warn
 
 RETRY_SECONDS = 0.02  # between two looks for a task that does not listen yet
+ATTEMPT_SECONDS = 3.0  # for one connection: a name may soon mean another machine
 RESOLVE_SECONDS = 0.25  # between two questions to a name service that does not know a name yet
 BACKLOG = 1024
 
@@ -108,8 +109,9 @@ def dial(host: str, port: int, name: str, limit: float, end: float | None = None
     waiting = Waiting(0, [name + where])
     while True:
         try:
-            until = min(end, start + waiting.after)
-            return _connected(host, port, max(0.01, until - time.monotonic()))
+            now = time.monotonic()
+            until = min(end, start + waiting.after, now + ATTEMPT_SECONDS)
+            return _connected(host, port, max(0.01, until - now))
         except OSError as error:
             if time.monotonic() + RETRY_SECONDS >= end:
                 raise TaskLostError(

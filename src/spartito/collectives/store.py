@@ -6,7 +6,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +50,11 @@ class KeyValues(Protocol):
         """The keys below ``prefix`` of these."""
 
 
+def nobody(names: Collection[str]) -> Sequence[str]:
+    """As `Membership.lost`, where it cannot be told."""
+    return ()
+
+
 @dataclass(frozen=True)
 class Membership:
     """A group of tasks as one of them sees it.
@@ -62,6 +67,7 @@ class Membership:
         keeper: The task in whose process the store is, of this group or not; "" is rank 0.
         generation: That of the job's tasks that the group is of.
         recovers: Whether the tasks agree anew on who is there when one is lost.
+        lost: Those of some names that have certainly ended, where that can be told.
     """
 
     rank: int
@@ -71,6 +77,7 @@ class Membership:
     keeper: str = ""
     generation: int = 0
     recovers: bool = False
+    lost: Callable[[Collection[str]], Sequence[str]] = nobody
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "keeper", self.keeper or self.names[0])
@@ -119,6 +126,8 @@ class Membership:
                     missing.discard(int(other))
                 waited = time.monotonic() - start
                 if not missing or waited >= limit:
+                    return
+                if seconds and self.lost([self.names[other] for other in missing]):
                     return
                 if waiting is not None:
                     waiting.look(waited, missing, limit)

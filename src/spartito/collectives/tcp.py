@@ -36,6 +36,7 @@ MAX_BUFFERS = 512  # of one system call; the system takes 1024
 MAX_WAIT = 1e6  # seconds of one poll
 HEAD = 8  # bytes in front of each message: the number of the call that it is part of
 HALF = (torch.bfloat16, torch.float16)
+FIRST_LOOK, LOOK = 0.5, 0.25  # seconds of a wait until one looks who lives, and until the next
 ALIGNED = 64  # bytes: where a part of the scratch memory may begin
 
 Views = list[memoryview]
@@ -114,8 +115,8 @@ class SocketCollective(Collective):
         self.rank = rank = group.rank
         self.world_size = group.size
         self.names = group.names
-        self._timeout = group.timeout
-        self._waiting = Waiting(rank, group.names)
+        self.timeout = group.timeout
+        self.waiting = Waiting(rank, group.names)
         self._liveness = LivenessCheck(group)
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self.peers = [other for other in range(self.world_size) if other != rank]
@@ -227,7 +228,7 @@ class SocketCollective(Collective):
             ready = self._wait(waiter, flows) if flows else []
             if flows and not ready:
                 late = [self.names[flow.peer] for flow in flows.values()]
-                what = f"did not come within {self._timeout:g} s"
+                what = f"did not come within {self.timeout:g} s"
                 raise self._liveness.lost(TimeoutError(what), late, what)
             self.moved()
         for swap in swaps:
@@ -247,14 +248,21 @@ class SocketCollective(Collective):
 
     def _wait(self, waiter: select.poll, flows: Mapping[int, Flow]) -> list[int]:
         """The flows that can move; none after the time limit."""
-        limit = min(self._timeout, MAX_WAIT)
+        limit = min(self.timeout, MAX_WAIT)
         waited = 0.0
         while waited < limit:
-            end = self._waiting.due(limit)
+            end = self.waiting.due(limit)
+            if self._liveness.looks:
+                end = min(end, max(FIRST_LOOK, waited + LOOK))
             if ready := waiter.poll((end - waited) * 1000):
                 return [number for number, _ in ready]
             waited = end
-            self._waiting.look(waited, [flow.peer for flow in flows.values()], self._timeout)
+            late = [flow.peer for flow in flows.values()]
+            self.waiting.look(waited, late, self.timeout)
+            if self._liveness.looks and (
+                gone := self._liveness.gone([self.names[peer] for peer in late])
+            ):
+                raise self._liveness.lost(TimeoutError(), gone, "is out of reach")
         return []
 
     def _in_place(self, tensor: Tensor, call: Callable[[Tensor], object]) -> Tensor:

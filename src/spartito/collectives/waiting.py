@@ -5,6 +5,8 @@ At half of the limit the stacks of those who wait are written into the folder fo
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Collection, Sequence
 
 from spartito.heartbeat import dump_stacks
@@ -13,6 +15,30 @@ from spartito.log import note
 FIRST = 2.0  # seconds of the first wait that is logged
 FACTOR = 10  # the next one that is logged is so many times longer
 SHOWN = 4  # names in a line
+
+
+class HalfTime:
+    """Writes the stacks once half of the ``limit`` of a wait is over that another program makes.
+
+    A thread looks, as such a wait tells nobody how long it takes. ``since`` is when it began, by
+    `time.perf_counter`, None between two waits.
+    """
+
+    def __init__(self, limit: float) -> None:
+        self.since: float | None = None
+        self._limit, self._over = limit, threading.Event()
+        threading.Thread(target=self._look, name="half time", daemon=True).start()
+
+    def close(self) -> None:
+        """No wait comes any more."""
+        self._over.set()
+
+    def _look(self) -> None:
+        while not self._over.wait(self._limit / 20):
+            since = self.since
+            if since is not None and time.perf_counter() - since >= self._limit / 2:
+                dump_stacks(f"half of the limit of {self._limit:g} s is over")
+                return
 
 
 class Waiting:

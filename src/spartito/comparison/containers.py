@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Mapping
@@ -65,6 +66,7 @@ def job_for(plan: Plan, options: Compose, planned: Planned) -> Containers:
     asked = JobSpec(
         program=plan.program_of(planned),
         strategy=planned.strategy,
+        strategy_options=json.dumps(dict(planned.options)) if planned.options else None,
         workers=planned.workers,
         ps=planned.ps,
         data=plan.data,

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from spartito.comparison.variants import ALL, Variant, read_variants
 from spartito.errors import UserError
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.job import Program
+from spartito.launch.link import Link
 from spartito.launch.target import check_program
 from spartito.launch.throttle import FULL, slow_tasks
 from spartito.names import ENV_EPOCHS, RECIPE_SEED, nearest
-from spartito.registry import default_name, simplest_first, strategy_info, strategy_names
+from spartito.registry import default_name, strategy_info, strategy_names
 
-ALL = "all"
 SWEEPS = ("workers", "batch_size")
 PROCESSES, COMPOSE = "processes", "compose"
 RUNNERS = (PROCESSES, COMPOSE)
@@ -38,13 +40,20 @@ class Planned:
     sweep: str | None = None
     slow: Mapping[str, float] = field(default_factory=dict)
     repeat: int = 1
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """The strategy and its options."""
+        return Variant(self.strategy, self.options).title
 
     @property
     def setting(self) -> str:
-        """What its repeats have in common, and no other run has."""
+        """What its repeats have in common, and no other run has; a name for a folder."""
+        name = re.sub(r"[^\w.]+", "-", self.title).strip("-")
         if self.sweep is None:
-            return self.strategy
-        return f"{self.strategy}-{self.sweep.replace('_', '-')}-{getattr(self, self.sweep)}"
+            return name
+        return f"{name}-{self.sweep.replace('_', '-')}-{getattr(self, self.sweep)}"
 
     @property
     def folder(self) -> str:
@@ -53,7 +62,7 @@ class Planned:
 
     def __str__(self) -> str:
         """As progress says it: ``mirrored, 2 workers``."""
-        parts = [self.strategy, f"{self.workers} worker{'s' if self.workers > 1 else ''}"]
+        parts = [self.title, f"{self.workers} worker{'s' if self.workers > 1 else ''}"]
         parts += [f"repeat {self.repeat}"] if self.repeat > 1 else []
         parts += [f"{self.ps} ps"] if self.ps else []
         parts += [f"batch size {self.batch_size}"] if self.batch_size is not None else []
@@ -65,7 +74,8 @@ class Planned:
 class Plan:
     """A whole comparison: what is trained, how, and in which runs.
 
-    The runs are jobs in ``containers``, or of processes here where that is None. ``left_out``
+    The runs are jobs in ``containers``, or of processes here where that is None; these are on
+    machines of their own where ``link`` says at what line. ``left_out``
     says of each strategy that has no run why it has none. Repeats of a recipe have seeds of
     their own: ``seed``, or the recipe's, and those that follow it.
     """
@@ -79,6 +89,7 @@ class Plan:
     seed: int | None = None
     containers: Compose | None = None
     left_out: Sequence[str] = ()
+    link: Link | None = None
 
     def seed_of(self, planned: Planned) -> int | None:
         """The seed that the run ``planned`` gets; None: that of the recipe, or the script's own."""
@@ -138,9 +149,17 @@ def containers_for(on: str, options: Compose) -> Compose | None:
     return None
 
 
-def _against(options: Compose, strategy: str) -> str | None:
-    """Why ``strategy`` cannot have several workers in such containers; None where it can."""
-    lacking = options.lacks(strategy)
+def _against(options: Compose | None, link: Link | None, strategy: str) -> str | None:
+    """Why ``strategy`` cannot have several workers there; None where it can."""
+    if link is not None:
+        info = strategy_info(strategy)
+        if not info.one_machine or info.most_replicas == 1:
+            return None
+        return (
+            f"{strategy} is left out: it is for one machine, and at --link {link} each task is on "
+            "a machine of its own"
+        )
+    lacking = [] if options is None else options.lacks(strategy)
     if not lacking:
         return None
     return (
@@ -166,25 +185,32 @@ def make_plan(
     seed: int | None = None,
     out: Path | None = None,
     containers: Compose | None = None,
+    link: str | None = None,
     known: Sequence[str] | None = None,
 ) -> Plan:
     """The runs for what the user typed; raises `UserError` for what cannot be.
 
     The table's runs come first, one per strategy; each sweep adds its other values. Then all of
     it is repeated, ``repeat`` times altogether, so that what disturbs the machine for a while
-    does not disturb one strategy alone. Of ``all`` strategies those that ``containers`` do not
-    allow are left out.
+    does not disturb one strategy alone. Of ``all`` strategies those that ``containers`` or a
+    ``link`` do not allow are left out.
     """
     program = _program(target, arguments)
-    chosen = _strategies(strategies, strategy_names() if known is None else known)
-    apart = containers if workers > 1 else None
-    against = {name: apart and _against(apart, name) for name in chosen}
+    chosen = read_variants(strategies, strategy_names() if known is None else known)
+    line = None if link is None else Link.read(link)
+    if line and containers:
+        raise UserError(f"--link {line} is for processes", "Leave --on compose out.")
+    apart = (containers, line) if workers > 1 else (None, None)
+    against = {one.strategy: _against(*apart, one.strategy) for one in chosen}
     left_out = [why for why in against.values() if why] if strategies == ALL else []
-    chosen = [name for name in chosen if not (left_out and against[name])]
+    if line and not left_out and any(against.values()):
+        why = next(filter(None, against.values())).replace(" is left out: it", "")
+        raise UserError(why, f"Compare others, as {default_name(2, 0)}, or leave --link out.")
+    chosen = [one for one in chosen if not (left_out and against[one.strategy])]
     if ps is not None and ps < 1:
         raise UserError(f"--ps {ps} is less than 1")
-    infos = {name: strategy_info(name) for name in chosen}
-    if ps is not None and not any(info.needs_servers for info in infos.values()):
+    infos = [strategy_info(one.strategy) for one in chosen]
+    if ps is not None and not any(info.needs_servers for info in infos):
         raise UserError(
             f"--ps {ps} is for {default_name(1, ps)}, which is not among {strategies}",
             "Leave --ps out, or compare that strategy too.",
@@ -202,12 +228,13 @@ def make_plan(
             )
     table = [
         Planned(
-            strategy,
+            one.strategy,
             min(workers, info.most_replicas or workers),
             (ps or 1) if info.needs_servers else 0,
             batch_size,
+            options=one.options,
         )
-        for strategy, info in infos.items()
+        for one, info in zip(chosen, infos, strict=True)
     ]
     runs = table + [run for sweep in wanted for run in _added(table, sweep, wanted[sweep])]
     slow = list(slow)
@@ -232,6 +259,7 @@ def make_plan(
         seed,
         containers,
         left_out,
+        line,
     )
 
 
@@ -245,18 +273,6 @@ def _program(target: str, arguments: Sequence[str]) -> Program:
             "Its options are those of spartito compare.",
         )
     return program
-
-
-def _strategies(text: str, known: Sequence[str]) -> list[str]:
-    if text == ALL:
-        return sorted(known, key=simplest_first)
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    if not names:
-        raise UserError(f"--strategies {text!r} names none", nearest("", [ALL, *known]))
-    for name in names:
-        if name not in known:
-            raise UserError(f"{name!r} is not a strategy", nearest(name, [ALL, *known]))
-    return list(dict.fromkeys(names))
 
 
 def _goal(text: str | None) -> tuple[str, float] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 import signal
@@ -22,9 +23,11 @@ from spartito.comparison.containers import ContainerRunner
 from spartito.comparison.plan import Launch, Plan, Planned
 from spartito.device import available_cores
 from spartito.errors import UserError
+from spartito.launch.linked import machines_on
 from spartito.launch.output import LineCutter, binary
 from spartito.launch.pause import pausing
 from spartito.launch.reaper import Reaper
+from spartito.launch.roles import Roles
 from spartito.names import ENV_EPOCHS, ENV_RUN_DIR, ENV_STRATEGY, ENV_STRATEGY_OPTIONS, nearest
 
 NOT_INHERITED = ("TF_CONFIG", ENV_STRATEGY, ENV_STRATEGY_OPTIONS, ENV_RUN_DIR, ENV_EPOCHS)
@@ -88,6 +91,9 @@ def compare_strategies(plan: Plan, env: Mapping[str, str] | None = None) -> int:
     runner: Runner = ProcessRunner(plan)
     if plan.containers:
         runner = ContainerRunner.of(plan, plan.containers)
+    if plan.link:
+        with machines_on(plan.link, Roles(1)):  # what cannot be is said before the first run
+            pass
     results = _Results(plan, runner)
     for why in plan.left_out:
         _say(why)
@@ -175,6 +181,7 @@ class _Results:
             "started": self.started,
             "planned": len(plan.runs),
             "goal": goal,
+            "link": plan.link and plan.link.spoken,
             "machine": machine_facts() | dict(self.runner.facts),
             "runs": self.runs,
         }
@@ -193,6 +200,7 @@ class _Results:
         self.runs.append(
             {
                 "strategy": planned.strategy,
+                "options": dict(planned.options),
                 "workers": planned.workers,
                 "ps": planned.ps,
                 "batch_size": planned.batch_size or fit.get("batch_size"),
@@ -242,6 +250,9 @@ def command(plan: Plan, planned: Planned) -> list[str]:
     words = [sys.executable, "-m", "spartito", "run", f"--strategy={planned.strategy}"]
     words += [f"--workers={planned.workers}"]
     words += [f"--ps={planned.ps}"] if planned.ps else []
+    if planned.options:
+        words += [f"--strategy-options={json.dumps(dict(planned.options))}"]
+    words += [f"--link={plan.link}"] if plan.link else []
     words += [f"--slow={task}={fraction}" for task, fraction in planned.slow.items()]
     data = None if plan.data is None else str(plan.data)
     out = str(plan.out / planned.folder)

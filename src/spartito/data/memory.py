@@ -6,12 +6,13 @@ change the user's arrays, and with them every later epoch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import TensorDataset
 
 from spartito.data.collate import leaves, rows
 from spartito.errors import UserError
@@ -49,6 +50,10 @@ class Arrays:
 
     def __getitem__(self, index: int) -> Any:
         return rows(self._tree, lambda tensor: tensor[index].clone())
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All arrays."""
+        return leaves(self._tree)
 
     def gather(self, indices: slice | Tensor) -> Any:
         """The rows at ``indices``, copied."""
@@ -105,3 +110,27 @@ def _tensor(array: Any) -> Tensor:
         return torch.as_tensor(array)
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"an array of {type(array).__name__} is no tensor: {error}") from error
+
+
+def few_rows(source: object) -> list[Tensor]:
+    """Some rows of each array of a source in memory, to compare with another task's.
+
+    Args:
+        source: Of a data set.
+
+    Returns:
+        Float64, none of it infinite or no number; empty where ``source`` is not in memory.
+    """
+    if isinstance(source, Arrays):
+        tensors = list(source.tensors())
+    elif type(source) is TensorDataset:
+        tensors = list(source.tensors)
+    else:
+        return []
+    found = []
+    for tensor in tensors:
+        if tensor.layout == torch.strided and len(tensor):
+            rows = tensor[torch.linspace(0, len(tensor) - 1, 8).long()]
+            numbers = torch.view_as_real(rows) if rows.is_complex() else rows
+            found.append(numbers.double().nan_to_num(0.0, 0.0, 0.0))
+    return found

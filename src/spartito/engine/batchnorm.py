@@ -33,7 +33,7 @@ class _SyncNormalize(torch.autograd.Function):
         counts: bool,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         count, mean, squares = merge(collective, *local_moments(input if counts else input[:0]))
-        variance = squares / count
+        variance = squares / count.clamp(min=1)
         inverse = torch.rsqrt(variance + eps)
         normalized = (input - _wide(mean, input)) * _wide(inverse, input)
         output = normalized
@@ -87,6 +87,8 @@ class SynchronizedForward:
         output, mean, variance, count = _SyncNormalize.apply(  # type: ignore[no-untyped-call]
             input, self.weight, self.bias, self.eps, context.collective, counts
         )
+        if not count:  # nobody here has a row: what is computed counts for nothing
+            return output
         here = input.numel() // input.shape[1] if counts else 0
         if here <= 1 and count.item() <= 1:  # as torch says on one device
             raise ValueError(

@@ -83,14 +83,18 @@ class DividedUpdates(PackedGradients):
     """
 
     def __init__(
-        self, optimizer: Optimizer, collective: Collective, owners: Collective | None = None
+        self,
+        optimizer: Optimizer,
+        collective: Collective,
+        owners: Collective | None = None,
+        learned: Sequence[nn.Parameter] = (),
     ) -> None:
         self.spans: dict[int, list[Span]] = {}
         """Who of ``owners`` updates what, by the ids of the parameters; what is given out stays."""
         self._owners = collective if owners is None else owners
         self._parts: dict[int, Owned] = {}
         self._state: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        super().__init__(optimizer, collective)
+        super().__init__(optimizer, collective, learned)
 
     def update(self, step: Callable[[], None]) -> None:
         """Call ``step`` while the optimizer has this replica's elements, and nothing else."""

@@ -43,13 +43,14 @@ class Gradients(ABC):
 
     The optimizer is asked for its parameters before every backward pass and every update: groups
     that are added, and parameters that are unfrozen, replaced or taken out later, are followed.
+    ``learned``: parameters that did so under gradients before these.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, learned: Sequence[nn.Parameter] = ()) -> None:
         self._optimizer = optimizer
         self._given: list[nn.Parameter] = []
         self._frozen: list[nn.Parameter] = []
-        self.parameters: list[nn.Parameter] = []
+        self.parameters = list(learned)
         """Those that learn, or did."""
         self.loss_divisor = 0.0
         self.weight: Number = 0.0
@@ -177,6 +178,9 @@ class Gradients(ABC):
     def leave(self) -> None:  # noqa: B027 - few have something to do
         """Let go of the parameters: other gradients replace these."""
 
+    def written(self) -> None:  # noqa: B027 - few have something to do
+        """Others have given new values to the parameters, in place and alike on all replicas."""
+
     def compared(self) -> None:  # noqa: B027 - few have something to do
         """The parameters are equal on all replicas now: compared, or just loaded."""
 
@@ -266,11 +270,13 @@ class PackedGradients(Gradients):
     gets copies.
     """
 
-    def __init__(self, optimizer: Optimizer, collective: Collective) -> None:
+    def __init__(
+        self, optimizer: Optimizer, collective: Collective, learned: Sequence[nn.Parameter] = ()
+    ) -> None:
         self._collective = collective
         self.absent = 0.0
         """Parameters without a gradient in the last update, counted over the replicas."""
-        super().__init__(optimizer)
+        super().__init__(optimizer, learned)
 
     def _plan(self) -> None:
         self._checked = False

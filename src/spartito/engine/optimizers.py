@@ -143,8 +143,15 @@ def optimizer_parameters(optimizer: Optimizer) -> list[nn.Parameter]:
     return list(chain.from_iterable([group["params"] for group in groups]))
 
 
-def fuse(optimizer: Optimizer) -> None:
+def has_sparse_gradients(model: nn.Module) -> bool:
+    """Whether a module of ``model``, as `nn.Embedding` may, gets gradients that are not dense."""
+    return any(getattr(module, "sparse", False) is True for module in model.modules())
+
+
+def fuse(optimizer: Optimizer, model: nn.Module) -> None:
     """Let torch update all parameters in one pass where it can and the user did not choose."""
+    if has_sparse_gradients(model):
+        return
     for group in optimizer.param_groups:
         tensors: Sequence[Tensor] = group["params"]
         if isinstance(optimizer, SGD) and group["momentum"] and any(map(_is_half_on_cpu, tensors)):

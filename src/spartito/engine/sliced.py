@@ -137,6 +137,10 @@ class SlicedGradients(PackedGradients):
         self._versions = [*map(VERSION, self.parameters)]
         self._shows_values = self._divided
 
+    def written(self) -> None:
+        self._shows_values = False
+        self._versions = [*map(VERSION, self.parameters)]
+
     def compared(self) -> None:
         versions = [parameter._version for parameter in self.parameters]
         if self._was_touched or versions != self._versions:

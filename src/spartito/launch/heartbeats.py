@@ -12,11 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Protocol
 
-from spartito.cluster.limits import seconds_of
+from spartito.cluster.limits import notice_limit
+from spartito.cluster.secret import in_file
 from spartito.heartbeat import SIZE, Beat, file_of, life_of, stacks_file
-from spartito.launch.watch import NOTICE, Notice, Seen, Watch
-from spartito.names import ENV_HEARTBEAT, ENV_NOTICE, ENV_STACKS
+from spartito.launch.watch import Notice, Seen, Watch
+from spartito.names import ENV_HEARTBEAT, ENV_STACKS
 
+MEMORY = "/dev/shm"
 SHOWN = 4
 """Frames of a stack in a message."""
 STACKS_SECONDS = 0.5
@@ -56,6 +58,15 @@ class Watched(Protocol):
         """Whether the others cannot do without it."""
         ...
 
+    @property
+    def gives_up(self) -> float | None:
+        """Seconds for which the others wait for it, where it may be replaced then."""
+        ...
+
+    def end(self) -> None:
+        """End it at once, with all that it started."""
+        ...
+
 
 class Heartbeats:
     """A folder of this machine's memory with a file for each task.
@@ -64,17 +75,21 @@ class Heartbeats:
         say: Gets a line for the user.
         stacks: Where the stacks of tasks that do not move are kept; None: nowhere.
         notice: Seconds within which a task that stands still is named; None: what
-            ``SPARTITO_NOTICE`` says, or 5.
+            `notice_limit` says.
+        beside: A folder that the tasks see too, for these files.
     """
 
     def __init__(
-        self, say: Callable[[str], None], stacks: Path | None = None, notice: float | None = None
+        self,
+        say: Callable[[str], None],
+        stacks: Path | None = None,
+        notice: float | None = None,
+        beside: str = MEMORY,
     ) -> None:
         self._say, self._stacks = say, stacks
-        given = os.environ.get(ENV_NOTICE) if notice is None else notice
-        self._watch = Watch(NOTICE if given is None else seconds_of(given, ENV_NOTICE))
-        memory = "/dev/shm" if os.path.isdir("/dev/shm") else None
-        self.folder = Path(tempfile.mkdtemp(prefix="spartito-", dir=memory))
+        self._watch = Watch(notice_limit(notice))
+        there = beside if os.path.isdir(beside) else None
+        self.folder = Path(tempfile.mkdtemp(prefix="spartito-", dir=there))
         self._files: dict[str, mmap.mmap] = {}
         self._next = 0.0
 
@@ -83,18 +98,20 @@ class Heartbeats:
         """Seconds between two looks."""
         return self._watch.every
 
-    def begin(self, name: str, remote: bool) -> Mapping[str, str]:
-        """Make the file of a task that is about to start.
+    def begin(self, name: str, env: Mapping[str, str], remote: bool = False) -> dict[str, str]:
+        """Make the files of a task that is about to start.
 
         Args:
             name: The task.
-            remote: Whether it runs on another machine, whose launcher makes it.
+            env: Its environment; a secret in it goes into a file.
+            remote: Whether it runs on another machine, whose launcher makes its heartbeat.
 
         Returns:
-            What the task's environment says of it.
+            The environment that says where the files are.
         """
+        env = in_file(env, self.folder)
         if remote:
-            return {}
+            return env
         path = file_of(self.folder, name)
         for old in (path, stacks_file(path)):
             old.unlink(missing_ok=True)
@@ -104,9 +121,8 @@ class Heartbeats:
             self._files[name] = mmap.mmap(file, SIZE)
         finally:
             os.close(file)
-        return {ENV_HEARTBEAT: str(path)} | (
-            {} if self._stacks is None else {ENV_STACKS: str(self._stacks)}
-        )
+        stacks = {} if self._stacks is None else {ENV_STACKS: str(self._stacks)}
+        return env | {ENV_HEARTBEAT: str(path)} | stacks
 
     def look(self, tasks: Sequence[Watched]) -> None:
         """Say what there is to say of the tasks; those that are missed are told so.
@@ -126,6 +142,7 @@ class Heartbeats:
                 None if task.code is not None else life_of(task.pid),
                 task.code,
                 task.awaited,
+                task.gives_up,
             )
             for task in tasks
         ]
@@ -135,6 +152,8 @@ class Heartbeats:
                 named[notice.name].missed = notice.text
             else:
                 self._say(f"{notice.name} {notice.text}{self._stacks_of(notice)}")
+            if notice.is_lost:
+                named[notice.name].end()
 
     def beat_of(self, name: str) -> Beat | None:
         """What a task said last, None if nothing.

@@ -7,6 +7,7 @@ import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 from spartito.cluster import Task, tf_config
 from spartito.cluster.endpoints import port_range
@@ -20,7 +21,9 @@ from spartito.errors import UserError
 from spartito.launch.gpus import count_gpus
 from spartito.launch.job import JobSpec, option
 from spartito.launch.keeping import kept_store
-from spartito.launch.process import Patience, Process, process_of, with_logs
+from spartito.launch.link import Link
+from spartito.launch.linked import at_machines, line_of, machines_on
+from spartito.launch.process import Patience, Process, process_of
 from spartito.launch.processes import Processes
 from spartito.launch.roles import HOST, SEVERAL_MACHINES, Roles, task_environments
 from spartito.launch.supervisor import supervise
@@ -64,7 +67,10 @@ class Local(Processes):
         node_rank: which of them this is.
         master_addr: where they meet, as ``host:port``.
         slow: tasks that run only a fraction of the time, as ``worker:1=0.25``.
+        link: the line at which each task is on a machine of its own, as ``100mbit,50ms``: network
+            namespaces, which need root. Such a job starts on this machine only.
         log_dir: a folder where what each task prints goes into a file as well.
+        log_format: ``"text"``, or ``"json"``: an object for each line that a task prints.
         notice: seconds until a task that stands still is named; None: ``SPARTITO_NOTICE``, or 5.
         yes: whether to start far more processes than cores; without it a terminal is asked.
         recover: whether a worker that is killed is started again, and gets its state from the
@@ -75,6 +81,9 @@ class Local(Processes):
         result: whether the last line that the first process prints to stdout is the result of the
             job: it is printed last, without the task's name.
         environment: what the tasks inherit; this process's own environment by default.
+        private: folders of the job, which are removed at its end, even when we are killed.
+        on_end: called when all tasks have ended, with the failure that ended the job, if any; its
+            traceback is then not shown.
     """
 
     nnodes: int | None = option(
@@ -86,6 +95,11 @@ class Local(Processes):
         "Let a task run a fraction of the time only, as worker:1=0.25; for trials.",
         (),
         metavar="TASK=FRACTION",
+    )
+    link: str | None = option(
+        "Put each task on a machine of its own (a network namespace: needs root), at a line of "
+        "this rate and delay, as 100mbit or 10mbit,50ms; for trials.",
+        metavar="RATE[,DELAY]",
     )
 
     def start(self, job: JobSpec) -> int:
@@ -111,6 +125,9 @@ class Local(Processes):
         check_number(len(roles.tasks), available_cores(), self.yes)
         if roles.asked and (machines > 1 or self.master_addr is not None):
             raise UserError(f"{roles.asked} starts on one machine only", SEVERAL_MACHINES)
+        if self.link is not None:
+            alone = self.nnodes is None and self.master_addr is None and joins is None
+            return self._start_on(line_of(self.link, alone, self.recover), job, roles, variables)
         with ExitStack() as held:  # the job's ports
             if joins is None:
                 at = None if roles.asked else held
@@ -131,23 +148,50 @@ class Local(Processes):
             if position.node == position.local == 0:
                 self.warn(job, _open_hosts(position, joins), variables)
             for note in _notes(position, roles.workers):
-                print(f"spartito: note: {note}", file=sys.stderr, flush=True)
+                self.say(f"note: {note}")
             command = [sys.executable, *job.argv()]
-            if self.recovery is not None and position.task is None and position.nodes == 1:
+            if self.keeps_store(roles) and position.task is None and position.nodes == 1:
                 variables = held.enter_context(kept_store(variables))
             with snapshots(roles, variables) as (folder, variables):
                 started = _processes(command, variables, position, roles, slow, held)
                 started = self.recovering(started, strategy, roles)
                 # Elsewhere nobody sees what fails here unless one of our tasks says it.
                 others = position.nodes > position.locals
-                return supervise(
-                    with_logs(started, self.log_dir),
-                    patience=Patience(report=LAST_REPORT) if others else Patience(),
-                    result_of=0 if self.result else None,
-                    private=folder,
-                    stacks=self.stacks(job, variables),
-                    notice=self.notice,
-                )
+                patience = Patience(report=LAST_REPORT) if others else Patience()
+                return self._follow(started, job, variables, folder, patience=patience)
+
+    def _start_on(self, link: Link, job: JobSpec, roles: Roles, env: dict[str, str]) -> int:
+        """Start each task on a machine of its own, at that line."""
+        job.choose(roles, here=1, env=env)
+        slow, cores = slow_tasks(self.slow), available_cores()
+        with machines_on(link, roles) as machines, snapshots(roles, with_secret(env)) as found:
+            folder, env = found
+            self.warn(job, [machine.address for machine in machines], env)
+            settings = [defaults(roles.threads(task, cores)) for task in roles.tasks]
+            command = [sys.executable, *job.argv()]
+            started = at_machines(machines, roles, command, env, settings, slow)
+            # Each machine has a /dev/shm of its own.
+            return self._follow(started, job, env, folder, beside=tempfile.gettempdir())
+
+    def _follow(
+        self,
+        started: Sequence[Process],
+        job: JobSpec,
+        env: Mapping[str, str],
+        folder: str | None,
+        **more: Any,
+    ) -> int:
+        """Watch over the processes to their end; ``more`` is for `supervise`."""
+        return supervise(
+            self.logged(started, job, env),
+            result_of=0 if self.result else None,
+            private=(*self.private, *([folder] if folder else [])),
+            stacks=self.stacks(job, env),
+            notice=self.notice,
+            on_end=self.on_end,
+            sink=self.sink,
+            **more,
+        )
 
 
 @contextmanager

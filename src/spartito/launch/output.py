@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import codecs
 import io
+import json
 import os
 import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from typing import Any, BinaryIO, TextIO, cast
 
 from spartito.errors import PREFIX
@@ -159,14 +161,54 @@ class Sink:
             rest = rest[self.stream.write(rest) :]
         self.stream.flush()
 
-    def prefix(self, name: str, index: int) -> bytes:
-        """What stands before each line of the task ``name``, the ``index``-th; "" has nothing."""
-        if not name:
+    def write_result(self, lines: list[bytes]) -> None:
+        """Print the result of the job as it is."""
+        self.write(lines)
+
+    def prefix(self, name: str, index: int, several: bool = True) -> bytes:
+        """What stands before each line of the task ``name``, the ``index``-th of ``several``."""
+        if not several:
             return b""
         text = f"[{name}] "
         if self.coloured:
             text = f"\033[{COLOURS[index % len(COLOURS)]}m[{name}]\033[0m "
         return text.encode()
+
+
+@dataclass
+class JsonSink(Sink):
+    """Each line as a JSON object: its time, the task (null: the launcher), the stream, the text."""
+
+    name: str = ""
+
+    @classmethod
+    def pair(cls, out: BinaryIO, err: BinaryIO) -> tuple[Sink, Sink]:
+        """One for each of our two streams."""
+        return cls(out, False, False, name="stdout"), cls(err, False, False, name="stderr")
+
+    def write(self, lines: list[bytes], prefix: bytes = b"") -> None:
+        """Print ``lines`` of the task that ``prefix`` names."""
+        task = prefix.decode() or None
+        self._put(b"".join(as_json(task, self.name, line) for line in lines))
+
+    def write_result(self, lines: list[bytes]) -> None:
+        """Print the result of the job as it is."""
+        self._put(b"".join(lines))
+
+    def write_bar(self, bar: bytes, prefix: bytes) -> None:
+        """A bar is for eyes."""
+
+    def prefix(self, name: str, index: int, several: bool = True) -> bytes:
+        """The task's name."""
+        return name.encode()
+
+
+def as_json(task: str | None, stream: str, line: bytes) -> bytes:
+    """A line of output as a JSON object on a line; ``task`` is None for the launcher's own."""
+    text = line.decode(errors="replace").rstrip("\r\n").rpartition("\r")[2]
+    now = datetime.now(UTC).isoformat(timespec="milliseconds")
+    record = {"time": now, "task": task, "stream": stream, "text": text}
+    return json.dumps(record, ensure_ascii=False).encode() + b"\n"
 
 
 @dataclass
@@ -224,7 +266,7 @@ class Channel:
         """Print the line that was kept, if any, as it is when it is a result."""
         last, self.last = self.last, []
         if as_result:
-            self.sink.write(last)
+            self.sink.write_result(last)
         else:
             self.show(last)
 

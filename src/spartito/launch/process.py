@@ -43,6 +43,9 @@ class Patience:
 
 USUAL = Patience()
 
+AGAIN = "SPARTITO_STARTED_AGAIN"
+"""The variable that says of a task on another machine that it is not its first start."""
+
 
 @dataclass(frozen=True, slots=True)
 class Process:
@@ -51,7 +54,8 @@ class Process:
     When it is killed from outside it is started again ``restarts`` times; after that the others
     go on without it unless it is ``vital``. It runs only ``fraction`` of the time. One that
     ``outlives`` the job ends by itself, however long after all vital ones. ``log`` is a file for
-    all that it prints. One that is ``remote`` stands for a task on another machine.
+    all that it prints. One that is ``remote`` stands for a task on another machine. ``gives_up``
+    are the seconds for which the others wait for it where a new process can stand for it.
     """
 
     name: str
@@ -63,6 +67,13 @@ class Process:
     outlives: bool = False
     remote: bool = False
     log: Path | None = None
+    gives_up: float | None = None
+
+    def started(self, starts: int) -> Process:
+        """As it is started for the ``starts``-th time."""
+        if not self.remote or starts == 1:
+            return self
+        return replace(self, env={**self.env, AGAIN: "1"})
 
 
 def process_of(
@@ -132,6 +143,16 @@ class Running:
     def awaited(self) -> bool:
         """Whether the others cannot do without it."""
         return self.process.vital and not self.process.outlives and not self.let_go
+
+    @property
+    def gives_up(self) -> float | None:
+        """Seconds for which the others wait for it, where they can do without it then."""
+        goes_on = self.starts <= self.process.restarts or not self.process.vital
+        return self.process.gives_up if goes_on else None
+
+    def end(self) -> None:
+        """End it at once, with all that it started."""
+        self.signal_group(signal.SIGKILL)
 
     def send(self, number: int) -> None:
         """Signal the process itself, if it runs; nothing slows it down any more."""
@@ -240,6 +261,15 @@ class Running:
         last = next((line for line in reversed(held) if line.strip()), b"")
         killed = (self.code or 0) < 0
         return self.lost_a_peer or killed or last.startswith(b"KeyboardInterrupt")
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """The failure that ended a job: the task, how it failed, and what it printed of its error."""
+
+    task: str
+    how: str
+    text: str
 
 
 def were_preempted(tasks: Sequence[Running]) -> bool:

@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from spartito.cluster.recovery import Recovery
+from spartito.cluster.limits import time_limit
 from spartito.cluster.secret import insecurity
 from spartito.errors import UserError
 from spartito.launch.job import JobSpec, option
-from spartito.launch.process import Process
-from spartito.launch.roles import RESTARTS, Roles
-from spartito.names import ENV_RECOVERY, ENV_RUN_DIR
-from spartito.registry import strategy_info, strategy_names
+from spartito.launch.output import JsonSink, Sink, binary
+from spartito.launch.process import Failure, Process, with_logs
+from spartito.launch.recovering import Recovering
+from spartito.launch.roles import Roles
+from spartito.names import ENV_RECOVERY, ENV_RUN_DIR, nearest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Processes:
+class Processes(Recovering):
     """What the launchers that start processes themselves have in common."""
 
     log_dir: Path | None = option(
@@ -29,23 +30,15 @@ class Processes:
     notice: float | None = option(
         "Seconds until a task that stands still is named; 5 by default.", metavar="SECONDS"
     )
-    recover: bool = option(
-        "Go on when a worker is killed: it is started again, and gets its state from the others.",
-        False,
-    )
-    min_workers: int | None = option(
-        "With --recover: go on with so many where no replacement comes; else all must be there.",
-        least=1,
-    )
-    wait: float | None = option(
-        "With --recover: seconds that the others wait for a replacement, 30 by default.",
-        metavar="S",
-    )
-    restarts: int | None = option(
-        f"With --recover: how often each worker is started again, {RESTARTS} by default.", least=0
+    log_format: str = option(
+        "How what tasks print is shown: text, or json for an object a line.",
+        "text",
+        metavar="FORMAT",
     )
     result: bool = False
     environment: Mapping[str, str] | None = None
+    private: tuple[str, ...] = ()
+    on_end: Callable[[Failure | None], None] | None = None
 
     def variables(self, job: JobSpec) -> dict[str, str]:
         """The environment that the tasks get from here.
@@ -63,6 +56,48 @@ class Processes:
         recovery = self.recovery
         return env if recovery is None else env | {ENV_RECOVERY: recovery.text}
 
+    @property
+    def sink(self) -> type[Sink]:
+        """How lines are shown; raises `UserError` for a format that does not exist."""
+        sinks = {"text": Sink, "json": JsonSink}
+        if self.log_format not in sinks:
+            raise UserError(
+                f"--log-format {self.log_format} is unknown", nearest(self.log_format, sinks)
+            )
+        return sinks[self.log_format]
+
+    def say(self, text: str) -> None:
+        """Print a line of the launcher's own.
+
+        Args:
+            text: What it says.
+        """
+        self.sink.pair(binary(sys.stdout), binary(sys.stderr))[1].say(text)
+
+    def logged(
+        self, processes: Sequence[Process], job: JobSpec, env: Mapping[str, str]
+    ) -> list[Process]:
+        """The processes with a file for what each prints: in the run folder, unless one is named.
+
+        Args:
+            processes: all of them; one that is alone has none unless a folder is named.
+            job: what is to run.
+            env: what its tasks get.
+
+        Returns:
+            The same, with their files.
+
+        Raises:
+            UserError: the folder that is named cannot be written.
+        """
+        run = job.out or env.get(ENV_RUN_DIR)
+        if self.log_dir is not None or not run or len(processes) == 1:
+            return with_logs(processes, self.log_dir)
+        try:
+            return with_logs(processes, Path(run) / "logs")
+        except UserError:  # the tasks say it, who write more there
+            return list(processes)
+
     def warn(self, job: JobSpec, hosts: Sequence[str], env: Mapping[str, str]) -> None:
         """Say in the job's first line what others could do to it, if anything.
 
@@ -78,7 +113,7 @@ class Processes:
         if not said and job.insecure:
             said = "insecure: what tasks send is not encrypted (--insecure)"
         if said:
-            print(f"spartito: {said}", file=sys.stderr, flush=True)
+            self.say(said)
 
     def stacks(self, job: JobSpec, env: Mapping[str, str]) -> Path | None:
         """Where the stacks of tasks are kept that do not move or lose others.
@@ -93,19 +128,16 @@ class Processes:
         where = self.log_dir or job.out or env.get(ENV_RUN_DIR)
         return Path(where).resolve() / "stacks" if where else None
 
-    @property
-    def recovery(self) -> Recovery | None:
-        """How the job goes on when a worker is lost; None: it ends."""
-        said = {"min_workers": self.min_workers, "wait": self.wait}
-        given = {name: value for name, value in said.items() if value is not None}
-        if self.recover:
-            return Recovery(**given)  # type: ignore[arg-type]
-        if self.restarts is not None:
-            given["restarts"] = self.restarts
-        for name, value in given.items():
-            flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} {value} without --recover", f"Add --recover, or drop {flag}.")
-        return None
+    def keeps_store(self, roles: Roles) -> bool:
+        """Whether the job's store outlives its tasks.
+
+        Args:
+            roles: the tasks of the job.
+
+        Returns:
+            Whether a task that may be lost would keep it otherwise.
+        """
+        return self.recovery is not None and not roles.ps
 
     def recovering(
         self, processes: Sequence[Process], strategy: str, roles: Roles
@@ -126,17 +158,18 @@ class Processes:
         recovery = self.recovery
         if recovery is None:
             return list(processes)
-        if not strategy_info(strategy).recovers:
-            able = [name for name in strategy_names() if strategy_info(name).recovers]
-            raise UserError(
-                f"--recover under --strategy {strategy}, which cannot give a new task its state",
-                f"Leave it out, or choose {' or '.join(able)}, with two workers at least.",
-            )
-        least = recovery.min_workers
-        if least is not None and least > roles.workers:
-            raise UserError(f"--min-workers {least} of {roles.workers} workers")
-        restarts = RESTARTS if self.restarts is None else self.restarts
+        self.check_recovers(strategy, roles)
+        restarts, least = self.restarts_of_each, recovery.min_workers
+        if roles.ps:
+            return [one if one.outlives else replace(one, restarts=restarts) for one in processes]
         return [
-            one if one.outlives else replace(one, restarts=restarts, vital=least is None)
+            one
+            if one.outlives
+            else replace(
+                one,
+                restarts=restarts,
+                vital=least is None,
+                gives_up=time_limit(env=one.env),
+            )
             for one in processes
         ]

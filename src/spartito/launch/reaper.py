@@ -46,6 +46,7 @@ class Reaper:
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
+            env={"PATH": os.environ.get("PATH", os.defpath)},  # nothing that others should not see
             start_new_session=True,
             bufsize=0,
         )

@@ -32,6 +32,7 @@ from spartito.names import (
     ENV_SECRET_FILE,
     ENV_STRATEGY,
     ENV_STRATEGY_OPTIONS,
+    ENV_TLS,
 )
 from spartito.registry import default_name, strategy_info
 
@@ -157,6 +158,7 @@ class Slurm:
             out=None if job.out is None else _named(job.out),
             memory=None if self.memory is None else _memory(self.memory, self.nodes, roles),
             ports=None if job.ports is None else parse_range(job.ports, "--ports"),
+            insecure=job.insecure,
         )
         check_lines(self.sbatch, [*(name for name, _ in _options(planned)), "ntasks-per-node"])
         return planned
@@ -193,7 +195,8 @@ class BatchJob:
     """A job for Slurm, checked: see `Slurm.plan`.
 
     ``command`` is what every task runs, in the shell's words. ``out`` is the run folder; None
-    means one by the job's number. ``memory`` is in MiB for each node. ``asked`` has the rest.
+    means one by the job's number. ``memory`` is in MiB for each node. With ``insecure`` tasks do
+    not encrypt what they send. ``asked`` has the rest.
     """
 
     name: str
@@ -206,6 +209,7 @@ class BatchJob:
     out: str | None = None
     memory: int | None = None
     ports: range | None = None
+    insecure: bool = False
 
     @property
     def tasks(self) -> int:
@@ -300,6 +304,8 @@ def _variables(job: BatchJob) -> Iterator[tuple[str, str | int]]:
         yield ENV_EVALUATOR, 1
     if job.tasks > 1:
         yield ENV_SECRET, RANDOM
+    if job.insecure:
+        yield ENV_TLS, "off"
     if job.ports is not None:
         yield ENV_PORTS, f"{job.ports[0]}-{job.ports[-1]}"
     yield ENV_RUN_DIR, job.run_dir
@@ -311,6 +317,8 @@ def _variables(job: BatchJob) -> Iterator[tuple[str, str | int]]:
 
 def _step(job: BatchJob) -> Iterator[str]:
     """The one line that starts the tasks, and what is made of its exit code."""
+    if job.insecure:
+        yield "echo 'spartito: insecure: what tasks send is not encrypted (--insecure)' >&2"
     if job.asked.signal is not None:
         yield "# The signal goes to each task. With BackupAndRestore all save one step and end."
         yield "# Without it, and without a handler of the script's own, training goes on."

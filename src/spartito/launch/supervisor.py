@@ -18,12 +18,14 @@ from typing import BinaryIO
 from spartito.device import MemoryKills, memory_kills
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, UserError
 from spartito.failpoints import failpoint
-from spartito.launch.heartbeats import Heartbeats
+from spartito.launch.ending import done_at, done_beside, failure_of, report_failure
+from spartito.launch.heartbeats import MEMORY, Heartbeats
 from spartito.launch.logs import TaskLog
 from spartito.launch.output import Channel, ErrorChannel, Sink, binary
 from spartito.launch.pause import pausing
 from spartito.launch.process import (
     USUAL,
+    Failure,
     Patience,
     Process,
     Running,
@@ -46,9 +48,12 @@ def supervise(
     *,
     patience: Patience = USUAL,
     result_of: int | None = None,
-    private: str | None = None,
+    private: Sequence[str] = (),
     stacks: Path | None = None,
     notice: float | None = None,
+    on_end: Callable[[Failure | None], None] | None = None,
+    beside: str = MEMORY,
+    sink: type[Sink] = Sink,
     out: BinaryIO | None = None,
     err: BinaryIO | None = None,
 ) -> int:
@@ -66,18 +71,21 @@ def supervise(
     the others because they had done their work.
 
     ``result_of`` is the index of a process whose last line on stdout is the result of the job:
-    it is printed last and as it is. ``private`` is a folder of the job that is removed at its
+    it is printed last and as it is. ``private`` are folders of the job that are removed at its
     end, even when we are killed. ``stacks`` is a folder for the stacks of tasks that do not move,
-    ``notice`` the seconds until one that stands still is named. ``out`` and ``err`` default to our
-    own streams, which may be a notebook's. What a task started ends with the job, in a session of
-    its own too. Must be called from the main thread, as it takes over signals. Raises `UserError`
-    when a process cannot be started.
+    ``notice`` the seconds until one that stands still is named, ``beside`` a folder that all
+    tasks see, for their heartbeats. ``on_end`` is called when all have ended, with the failure
+    that decided, if any, whose traceback is then not shown. ``sink`` is how lines are shown;
+    ``out`` and ``err`` default to our own streams, which may be a notebook's. What a task started
+    ends with the job, in a session of its own too. Must be called from the main thread, as it
+    takes over signals. Raises `UserError` when a process cannot be started.
     """
     has_terminal = out is None and err is None and hasattr(sys.stdout, "buffer")
-    sinks = Sink.pair(out or binary(sys.stdout), err or binary(sys.stderr))
-    keeps_terminal = len(processes) == 1 and has_terminal
-    beats = Heartbeats(sinks[1].say, stacks, notice)
-    return _Supervisor(processes, patience, *sinks, beats, result_of, keeps_terminal).run(private)
+    sinks = sink.pair(out or binary(sys.stdout), err or binary(sys.stderr))
+    keeps_terminal = len(processes) == 1 and has_terminal and on_end is None and sink is Sink
+    beats = Heartbeats(sinks[1].say, stacks, notice, beside)
+    job = _Supervisor(processes, patience, *sinks, beats, result_of, on_end, keeps_terminal)
+    return job.run(private)
 
 
 @dataclass
@@ -88,6 +96,7 @@ class _Supervisor:
     err: Sink
     beats: Heartbeats
     result_of: int | None
+    on_end: Callable[[Failure | None], None] | None = None
     keeps_terminal: bool = False
     tasks: list[Running] = field(default_factory=list)
     cause: Running | None = None
@@ -105,9 +114,9 @@ class _Supervisor:
         """The tasks that have not ended, as far as we know."""
         return [task for task in self.tasks if task.code is None]
 
-    def run(self, private: str | None) -> int:
+    def run(self, private: Sequence[str]) -> int:
         with self._signals(), pausing(self._pause, self._resume):
-            reaper = Reaper(private, str(self.beats.folder))
+            reaper = Reaper(*private, str(self.beats.folder))
             self.mark = reaper.mark
             try:
                 for index in range(len(self.processes)):
@@ -122,7 +131,10 @@ class _Supervisor:
                         reaper.watch(self._groups())
                     self._end_late()
                     self._decide()
-                return self._report()
+                code = self._report()
+                if self.on_end is not None:
+                    self.on_end(None if self.cause is None else failure_of(self.cause))
+                return code
             finally:
                 self._kill()
                 for task in self.tasks:
@@ -181,13 +193,13 @@ class _Supervisor:
 
     def _start(self, index: int, starts: int = 1) -> None:
         """Start the task with this index, or start it again."""
-        process = self.processes[index]
+        process = self.processes[index].started(starts)
         log = TaskLog(process.log, starts > 1, self.err.say) if process.log else None
         pipe = None if self.keeps_terminal and log is None else subprocess.PIPE
         try:
             popen = subprocess.Popen(
                 list(process.argv),
-                env={**process.env, **self.mark, **self.beats.begin(process.name, process.remote)},
+                env=self.beats.begin(process.name, {**process.env, **self.mark}, process.remote),
                 stdin=None if self.keeps_terminal else subprocess.DEVNULL,
                 stdout=pipe,
                 stderr=pipe,
@@ -201,8 +213,8 @@ class _Supervisor:
             ) from error
         channels: list[Channel] = []
         if popen.stdout is not None and popen.stderr is not None:
-            name = process.name if len(self.processes) > 1 else ""
-            prefix = self.out.prefix(name, index), self.err.prefix(name, index)
+            name, several = process.name, len(self.processes) > 1
+            prefix = [sink.prefix(name, index, several) for sink in (self.out, self.err)]
             write = None if log is None else log.write
             last = index == self.result_of
             channels = [
@@ -310,33 +322,29 @@ class _Supervisor:
             elif (task.was_lost or task.was_preempted) and not process.vital:
                 self.err.say(f"{task.name} {task.how_it_failed}; the others go on without it")
                 self._let_go(task)
-            elif task.lost_a_peer and self._done_beside(task):
+            elif task.lost_a_peer and done_beside(task, self.tasks):
                 self.err.say(f"{task.name} found the others done; the job ends without it")
                 self._let_go(task)
 
-    def _done_at(self) -> float | None:
-        """When the last of the vital tasks ended well; None as long as one has not."""
-        vital = [task for task in self.tasks if task.process.vital and not task.let_go]
-        if not vital or any(task.code != 0 for task in vital):
-            return None
-        return max(task.ended_at for task in vital)
-
-    def _done_beside(self, task: Running) -> bool:
-        """Whether the others had done their work when ``task`` was lost, or started again."""
-        if not task.process.vital and self._done_at() is not None:
-            return True
-        others = [other for other in self.tasks if other is not task and not other.let_go]
-        return task.starts > 1 and bool(others) and all(other.code == 0 for other in others)
+    def _lags(self, task: Running) -> bool:
+        """Whether one stands still that the others would have replaced, or done without."""
+        dispensable = task.process.restarts > 0 or not task.process.vital
+        return task.code is None and dispensable and self.beats.stands(task.name)
 
     def _end_late(self) -> None:
         """End those that wait for a job that has ended, or stand still when it has."""
-        since = self._done_at()
+        since = done_at([task for task in self.tasks if not self._lags(task)])
         if since is None or time.monotonic() <= since + self.patience.stop:
             return
         for task in [task for task in self.running if not task.let_go]:
+            if task.process.gives_up is not None:
+                if task.starts > 1 and task.process.remote:
+                    task.let_go = True
+                    task.popen.send_signal(signal.SIGUSR1)  # it tries to reach its machine no more
+                continue  # who came too late sees that itself
             if task.starts > 1 and not task.process.outlives:
                 why = "came too late; the job has ended"
-            elif not task.process.vital and self.beats.stands(task.name):
+            elif self._lags(task):
                 why = "does not move, and the others have ended; it is ended, too"
             else:
                 continue
@@ -380,7 +388,7 @@ class _Supervisor:
         self.cause = first
         self.kill_at = now + self.patience.stop
         for task in self.tasks:
-            task.send(signal.SIGTERM)
+            task.send(signal.SIGKILL if self.beats.stands(task.name) else signal.SIGTERM)
             task.send(signal.SIGCONT)  # one that is stopped would not see it
 
     def _kill(self) -> None:
@@ -401,20 +409,6 @@ class _Supervisor:
             self.err.say(f"stopped by {self.interrupted.name}")
             return 128 + self.interrupted
         if self.cause is not None:
-            self._report_failure(self.cause)
+            report_failure(self.cause, self.tasks, self.err, shows=self.on_end is None)
             return exit_code(self.cause.outcome)
         return 0 if any(task.code == 0 for task in self.tasks) else EXIT_TASK_LOST
-
-    def _report_failure(self, cause: Running) -> None:
-        errors = cause.errors
-        if errors is not None and errors.is_own_error:
-            self.err.write(errors.held)
-            return
-        if others := [t.name for t in self.tasks if t.code and not t.let_go and t is not cause]:
-            verb = "was" if len(others) == 1 else "were"
-            why = f"{cause.name} {cause.how_it_failed}"
-            self.err.say(f"{', '.join(others)} {verb} stopped because {why}")
-        elif errors is not None or cause.missed or (cause.code or 0) < 0:
-            self.err.say(f"{cause.name} {cause.how_it_failed}")  # else its own words suffice
-        if errors is not None:
-            self.err.write(errors.held)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from types import FrameType
 
+from spartito.cluster.secret import without_secret
 from spartito.errors import SpartitoError, UserError, show
 from spartito.names import nearest
 
@@ -72,6 +73,7 @@ def start_throttle(
         [sys.executable, "-m", "spartito.launch.throttle", str(pid), repr(fraction)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
+        env=without_secret(os.environ),
         start_new_session=True,
         preexec_fn=before_exec,  # safe: we have one thread
     )

@@ -10,10 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 
+from spartito.cluster.limits import NOTICE
 from spartito.heartbeat import Beat, Life
 
-NOTICE = 5.0
-"""Seconds within which a task that is stopped is named."""
 LOOKS = 10
 """Looks at the tasks within that time."""
 STANDS = 0.6
@@ -32,6 +31,10 @@ WINDOW = 2
 LEAST_STEPS = 3
 LEAST_SECONDS = 0.001
 """What a straggler loses with each step at least."""
+WAITING = ("exchange", "connect", "recover")
+"""Where a task waits for others."""
+ALONE = ("start", "connect", "recover", "serve", "end")
+"""Where the others do not wait for a task's next step."""
 MISSED = 2.0
 """Seconds for which others wait before a task that ended without them is missed."""
 
@@ -47,6 +50,7 @@ class Seen:
         life: What the kernel says of its process; None where that has ended.
         code: Its exit code, None while it runs.
         vital: Whether the others cannot do without it.
+        gives_up: Seconds for which the others wait for it, where it may be replaced then.
     """
 
     name: str
@@ -55,6 +59,7 @@ class Seen:
     life: Life | None = None
     code: int | None = None
     vital: bool = True
+    gives_up: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +71,14 @@ class Notice:
         text: What it does, without its name.
         stacks: Whether its stacks would tell more.
         ends: Whether the job cannot go on.
+        is_lost: Whether it is to be ended, so that it is started again.
     """
 
     name: str
     text: str
     stacks: bool = False
     ends: bool = False
+    is_lost: bool = False
 
 
 @dataclass(slots=True)
@@ -131,7 +138,12 @@ class Watch:
             if asleep:
                 known.state, known.still_since = "", now
         notices = [notice for task in running for notice in self._of(task, now)]
-        return [*notices, *self._stragglers(now, running), *missed(now, seen)]
+        lost = [
+            Notice(task.name, "does not move, and the others miss it: it is ended", is_lost=True)
+            for task in running
+            if is_given_up(now, task, running, self.stands(task.name), self.limit)
+        ]
+        return [*notices, *self._stragglers(now, running), *missed(now, seen), *lost]
 
     def stands(self, name: str) -> bool:
         """Whether it was said of a task that it stands still or does not move, and holds yet.
@@ -241,6 +253,37 @@ def stragglers(own: Mapping[str, float]) -> dict[str, float]:
         if others and seconds > max(SLOW * median(others), median(others) + LEAST_SECONDS):
             found[name] = median(others)
     return found
+
+
+def is_given_up(
+    now: float, task: Seen, running: Sequence[Seen], stands: bool, limit: float
+) -> bool:
+    """Whether the others miss a task that does not move, so that it has to be replaced.
+
+    One that is stopped by a signal, when another one has waited ``limit`` seconds; one that runs,
+    when they have given it up by their own time limit. Where none of the others is seen from
+    here, what it says itself has to do.
+
+    Args:
+        now: Seconds of the machine's monotonic clock.
+        task: It.
+        running: All tasks of the launcher that run.
+        stands: Whether it was named as one that stands still or does not move.
+        limit: Seconds within which such a task is named.
+    """
+    if task.gives_up is None or task.beat is None or task.life is None or task.life.state == "t":
+        return False
+    beats = [other.beat for other in running if other.name != task.name and other.beat is not None]
+    silent = now - task.beat.time
+    if task.life.state == "T":
+        missed = any(b.phase in WAITING and now - b.time >= limit for b in beats)
+        return stands and (missed if beats else silent >= 2 * limit)
+    stands = stands or silent >= task.gives_up
+    if task.beat.phase in ALONE or not stands:
+        return False
+    if beats:
+        return any(b.phase == "recover" and now - b.time >= limit for b in beats)
+    return task.beat.phase != "exchange" and silent >= task.gives_up + 2 * limit
 
 
 def missed(now: float, seen: Sequence[Seen]) -> list[Notice]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
+
+import msgspec
 
 from spartito.errors import SpartitoError
 from spartito.failpoints import failpoint
 from spartito.log import note, warn
-from spartito.ps.client.appointments import Appointments
+from spartito.ps.client.appointments import Appointments, View
 from spartito.ps.client.control import Control
 from spartito.ps.protocol.histogram import Histogram
-from spartito.ps.protocol.messages import Flush, GetRecord, Lost, Status, Values
+from spartito.ps.protocol.messages import Flush, GetRecord, Status, Values
 from spartito.ps.protocol.runtime import Joinable
 from spartito.ps.protocol.timetable import Timetable
 from spartito.ps.protocol.work import Lease
 from spartito.ps.scheduler.coordinator import Coordinator
+from spartito.ps.scheduler.ledger import Appointed, Met, Scheduled, loss
 from spartito.ps.scheduler.plan import Plan
 from spartito.ps.scheduler.planner import Planner
 from spartito.ps.scheduler.queue import WorkRange
@@ -28,6 +31,14 @@ OnLost = Callable[[int, Lease | None], None]
 """Is called with a worker that is lost, and the lease that it had."""
 OnCame = Callable[[int, int], None]
 """Is called with a worker that connects, and the generation of its process."""
+
+
+def views_of(appointed: Mapping[int, Appointed]) -> list[View]:
+    """What another chief had decided, by span."""
+    return [
+        View(one.term, one.primary, None if one.backup < 0 else one.backup)
+        for _, one in sorted(appointed.items())
+    ]
 
 
 class Chief:
@@ -47,23 +58,47 @@ class Chief:
         """
         self.control, self.job = control, job
         self.coordinator = make(self._worker_lost, control.fence)
+        self.book = self.coordinator.book
         self._appointments = appointments or Appointments([], job)
         self._appointments.fail = self.coordinator.fail
+        if self.book.goes_on:
+            control.loaded.update(range(len(control.links)))
         self._appointments.loaded = control.loaded
-        self.lost = 0
+        self._appointments.follow(self._appointed)
+        self.lost = self.book.ledger.lost_items
         """Work items whose updates were lost with a server, and are computed again."""
         self.planner: Planner | None = None
         """Knows what options the servers are to have, and when."""
         self._shards = data_shards
-        self._streams: list[int] = []
+        self._streams = sorted(self.book.ledger.queues)
         self._over = self.coordinator.runtime.event()
         self._repairing = self.coordinator.runtime.lock()
-        self._published = JOB
+        self.published = JOB
+        """The key of the last value."""
         self._watch: Joinable | None = None
 
     def begin(self) -> None:
-        """Let the workers come: the servers have their values."""
-        self.coordinator.key_values.publish(JOB, self.job.encode())
+        """Let the workers come: the servers have their values.
+
+        Where another process was the chief before, the servers are told what it may have had no
+        time for, and what they have forgotten meanwhile is leased again.
+        """
+        ledger, links = self.book.ledger, self.control.links
+        if self.book.goes_on:
+            sessions = {n: known.last for n, known in ledger.workers.items()}
+            self.control.go_on(ledger.timetable, sessions, ledger.told)
+            self.control.restarted.update(
+                number
+                for number, link in enumerate(links)
+                if link.incarnation != ledger.servers.get(number)
+            )
+            self._look_at_servers()
+        else:
+            for number, link in enumerate(links):
+                ledger.servers[number] = link.incarnation
+            ledger.values[JOB] = self.job.encode()
+            self.coordinator.key_values.publish(JOB, ledger.values[JOB])
+        self.book.begin()
         self._watch = self.coordinator.runtime.start(self._look_after, "spartito-watch")
 
     def gather(self, seconds: float) -> None:
@@ -73,9 +108,10 @@ class Chief:
             warn("%s did not come within %g s: the others begin", " and ".join(absent), seconds)
 
     def open(self, stream: int, plan: Plan) -> None:
-        """Begin to give out the work of a stream."""
-        self._streams.append(stream)
-        self.coordinator.open(stream, plan)
+        """Begin to give out the work of a stream, unless another chief did so."""
+        if stream not in self._streams:
+            self._streams.append(stream)
+            self.coordinator.open(stream, plan)
 
     def stop(self) -> None:
         """Give out no more work of the stream that is open."""
@@ -113,8 +149,23 @@ class Chief:
 
     def publish(self, value: Any) -> None:
         """Plain values for all who wait for the next ones."""
-        self._published += 1
-        self.coordinator.key_values.publish(self._published, json.dumps(value).encode())
+        self.published += 1
+        self.coordinator.publish(self.published, json.dumps(value).encode())
+
+    def recall(self) -> list[Any]:
+        """The next value, in a list, where another chief has published it; else nothing."""
+        value = self.book.ledger.values.get(self.published + 1)
+        if value is None:
+            return []
+        self.published += 1
+        return [json.loads(value)]
+
+    def go_on(self, planner: Planner, state: dict[str, Any], step: int) -> None:
+        """Tell the servers the options from ``step`` on, where another chief had looked last."""
+        with planner.lock:
+            planner.load_state_dict(state)
+            told = planner.write(step)
+            self._tell(planner.extend(self.progress().pushes // self._shards) or told)
 
     def schedule(self, step: int) -> None:
         """Send all tasks the options from global step ``step`` on, unless they have them."""
@@ -125,6 +176,7 @@ class Chief:
     def close(self) -> None:
         """End the job: the workers leave, then the servers end."""
         self.coordinator.close()
+        self.book.remove()
         self._over.set()
         if self._watch is not None:
             self._watch.join()
@@ -133,9 +185,12 @@ class Chief:
         self.control.close()
         self._appointments.close(end=True)
 
+    def _appointed(self, span: int, view: View) -> None:
+        backup = -1 if view.backup is None else view.backup
+        self.coordinator.note(Appointed(span, view.term, view.primary, backup))
+
     def _worker_lost(self, worker: int, lease: Lease | None) -> None:
-        group, size = (lease.group, lease.stop - lease.start) if lease else (0, 0)
-        self.control.lose(Lost(worker, group, size))
+        self.control.lose(loss(worker, lease))
 
     def _look_after(self) -> None:
         try:
@@ -161,6 +216,7 @@ class Chief:
 
     def _tell(self, timetable: Timetable | None) -> None:
         if timetable is not None:
+            self.coordinator.note(Scheduled(msgspec.msgpack.encode(timetable)))
             self.control.schedule(timetable)
         self.coordinator.timetable = self.control.timetable
 
@@ -179,7 +235,9 @@ class Chief:
             ]
             count += self.coordinator.reopen(stream, sorted(missing))
         self.lost += count
-        name = self.control.links[server].address.name
+        link = self.control.links[server]
+        self.coordinator.note(Met(server, link.incarnation, count))
+        name = link.address.name
         if count:
             warn("%s was started again: %d work items are done again", name, count)
         else:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+import sys
 import tempfile
 import time
 from collections.abc import Sequence
@@ -19,15 +20,16 @@ from torch.optim import Optimizer
 
 from spartito.cluster.endpoints import rendezvous_endpoint, server_endpoint
 from spartito.cluster.handshake import prove
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.secret import job_key, warn_if_open
 from spartito.cluster.spec import ClusterSpec, Task, split_address
 from spartito.collectives.shared_memory import host_key, supported
 from spartito.collectives.sockets import dial, listen
 from spartito.collectives.versions import Versions
-from spartito.errors import UserError
+from spartito.errors import SpartitoError, UserError
 from spartito.log import note
 from spartito.names import ENV_SNAPSHOT_DIR
-from spartito.ps.chief import JOB, Chief, OnCame, OnLost
+from spartito.ps.chief import JOB, Chief, OnCame, OnLost, views_of
 from spartito.ps.client.appointments import SILENT_SECONDS, Appointments
 from spartito.ps.client.appointments import Server as Watched
 from spartito.ps.client.control import Control
@@ -45,8 +47,11 @@ from spartito.ps.protocol.slots import is_elementwise, merge_state, slots, split
 from spartito.ps.protocol.wire import Wire
 from spartito.ps.protocol.work import WorkSource
 from spartito.ps.scheduler.coordinator import Coordinator
+from spartito.ps.scheduler.journal import FileJournal, Journal, NoJournal
+from spartito.ps.scheduler.ledger import Book
 from spartito.ps.scheduler.listener import WorkerListener
 from spartito.ps.scheduler.local import LocalLink
+from spartito.ps.server.compensation import check_compensation
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.snapshot import Snapshot
@@ -68,6 +73,12 @@ class Options:
     nan_limit: int
     push_log: str | None
     shared_memory: bool
+    recovery: Recovery | None = None
+
+    @property
+    def patience(self) -> float:
+        """Seconds that the others wait for another process that is the chief."""
+        return 0.0 if self.recovery is None else self.recovery.wait
 
     def __post_init__(self) -> None:
         if self.min_shard_bytes < 1:
@@ -101,10 +112,12 @@ class Job:
             min_shard_bytes=options.min_shard_bytes,
             wire_dtype=options.wire_dtype,
         )
+        check_compensation(self.rules, self.vector.layout.learned_dtypes)
         self._whole = not is_elementwise(optimizer)
         self._spans = cut(
             self.vector.layout, self.rules.spans, options.min_shard_bytes, self._whole
         )
+        self._book = Book("")
         # A chief that computes nothing is nobody among the workers.
         self._index = self.workers.index(cluster.task) if cluster.task in self.workers else -1
 
@@ -112,7 +125,7 @@ class Job:
         """What a ps is: it listens, and is to serve until the job ends."""
         cluster, options, number = self.cluster, self.options, self.cluster.task.index
         host, port = split_address(self._addresses[number])
-        folder = options.snapshot_dir or os.environ.get(ENV_SNAPSHOT_DIR) or _private_folder()
+        folder = self._folder()
         log = PushLog(Path(options.push_log) / f"ps-{number}.log") if options.push_log else None
         part, layout = number // self.rules.replicas, self.vector.layout
         span = self._spans[part]
@@ -127,6 +140,7 @@ class Job:
             timeout=options.timeout,
             snapshot=Snapshot(Path(folder) / f"ps-{number}-{port}.safetensors", name),
             seconds=options.snapshot_seconds,
+            patience=options.patience,
             shares=options.shared_memory,
             key=self._key,
         )
@@ -134,24 +148,53 @@ class Job:
     def begin(self) -> Chief:
         """As the chief: give the servers our values, and let the workers come."""
         listener = listen(rendezvous_endpoint(self.cluster), self.options.timeout)
-        name = secrets.token_hex(8)
-        links: list[Link] = []
+        self._book = book = Book(
+            secrets.token_hex(8), self._journal(), f"{self.vector.layout.digest} {self.rules}"
+        )
+        name, links = book.ledger.job, list[Link]()
         appointments = Appointments(self._watched(name), name)
         try:
-            appointments.begin(self.options.timeout)
+            appointments.begin(self.options.timeout, views_of(book.ledger.primaries))
             for number in range(len(self._spans)):
                 links.append(self._link(number, name, control=True))
-        except UserError:
-            Control(links).end()  # the others would wait for us
-            appointments.close(end=True)
+        except SpartitoError as error:
+            book.remove()  # whoever comes next begins anew
+            if isinstance(error, UserError):
+                Control(links).end()  # the others would wait for us
+            appointments.close(end=isinstance(error, UserError))
             raise
-        chief = Chief(self._coordinator, Control(links), name, len(self.workers), appointments)
-        self.give(chief)
+        control = Control(links, scheduled=not self.rules.every)
+        chief = Chief(self._coordinator, control, name, len(self.workers), appointments)
+        if not book.goes_on:
+            self.give(chief)
         chief.begin()
         WorkerListener(chief.coordinator).listen(listener, self._key)
+        if book.goes_on:
+            self._go_on(chief)
+            return chief
         for line in shares(self.vector.layout, self._spans, [link.address.name for link in links]):
             note("%s", line)
         return chief
+
+    def _go_on(self, chief: Chief) -> None:
+        """Say that another process was the chief; the job ends if it had ended all the same."""
+        if self._book.ledger.ended:
+            note("the job was done when its chief was lost")
+            chief.close()
+            sys.exit(0)
+        note("%s goes on with the job", self.cluster.name_of(0))
+
+    def _journal(self) -> Journal:
+        """What another process goes on from if this one is lost."""
+        if self.options.recovery is None:
+            return NoJournal()
+        port = split_address(self.cluster.rendezvous or "")[1]
+        return FileJournal(Path(self._folder()) / f"chief-{port}.journal")
+
+    def _folder(self) -> str | Path:
+        """Where lies what tasks go on from that are started again."""
+        named = self.options.snapshot_dir or os.environ.get(ENV_SNAPSHOT_DIR)
+        return named or _private_folder()
 
     def work(self, chief: Chief | None) -> tuple[WorkSource | None, str]:
         """Where our work comes from, None if we compute nothing, and the job's name."""
@@ -161,8 +204,9 @@ class Job:
         host, port = split_address(self.cluster.rendezvous or "")
         name = self.cluster.name_of(0)
         link = WorkerLink.connect(
-            host, port, name, self._index, timeout=self.options.timeout, key=self._key
-        )
+            host, port, name, self._index, timeout=self.options.timeout, key=self._key,
+            patience=self.options.patience,
+        )  # fmt: skip
         return link, link.published(JOB).decode()
 
     def connect(self, name: str, work: WorkSource | None) -> Servers:
@@ -220,8 +264,10 @@ class Job:
             timeout=self.options.timeout,
             on_lost=on_lost,
             on_came=on_came,
-            expect_all=self.rules.together,
+            expect_all=self.rules.in_step,
             bad_limit=self.options.nan_limit,
+            book=self._book,
+            rules=self.rules,
         )
 
     def _link(self, part: int, job: str, *, control: bool, generation: int = 0) -> Link:
@@ -244,8 +290,8 @@ class Job:
             versions=Versions.own(),
             rules=str(self.rules),
             host="",
-            generation=generation,
-            loaded=not control,
+            generation=self._book.ledger.reign if control else generation,
+            loaded=not control or self._book.goes_on,
         )
 
     def _address(self, number: int) -> Address:

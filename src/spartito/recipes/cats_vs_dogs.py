@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.data.images import read_image
-from spartito.recipes.options import finish, parse, run_folder
+from spartito.recipes.options import finish, go_on, parse, run_folder
 
 
 def main() -> None:
@@ -58,8 +58,7 @@ def main() -> None:
         run_dir=out,
         about={"recipe": {"name": "cats_vs_dogs"}, "data": {"classes": list(photos.classes)}},
     )
-    if options.resume:
-        trainer.load(out / "checkpoints")
+    backups = go_on(trainer, options)
     trainer.fit(
         train,
         epochs=options.epochs,
@@ -67,6 +66,7 @@ def main() -> None:
         callbacks=[
             sp.callbacks.ModelCheckpoint(monitor="val_accuracy", keep=3),
             sp.callbacks.TensorBoard(),
+            backups,
         ],
     )
     finish(trainer, options)

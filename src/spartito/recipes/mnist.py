@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.data.images import read_image
-from spartito.recipes.options import finish, parse, run_folder
+from spartito.recipes.options import finish, go_on, parse, run_folder
 
 
 def main() -> None:
@@ -43,13 +43,12 @@ def main() -> None:
         run_dir=out,
         about={"recipe": {"name": "mnist"}, "data": {"classes": list(train.classes)}},
     )
-    if options.resume:
-        trainer.load(out / "checkpoints")
+    backups = go_on(trainer, options)
     trainer.fit(
         train.shuffle().batch(options.batch_size),
         epochs=options.epochs,
         validation_data=validation.batch(500),
-        callbacks=[sp.callbacks.ModelCheckpoint(keep=3), sp.callbacks.TensorBoard()],
+        callbacks=[sp.callbacks.ModelCheckpoint(keep=3), sp.callbacks.TensorBoard(), backups],
     )
     finish(trainer, options)
     strategy.close()

@@ -4,15 +4,23 @@ from __future__ import annotations
 
 import argparse
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import UserError
-from spartito.names import ENV_RUN_DIR, RECIPE_SEED, new_run_folder
+from spartito.names import ENV_RESUME, ENV_RUN_DIR, RECIPE_SEED, new_run_folder
 from spartito.report.lines import line_of
 from spartito.strategies import Strategy
+from spartito.training.backups import BACKUPS, LocalBackups, folder_of
+from spartito.training.callbacks import BackupAndRestore
 from spartito.training.trainer import Trainer
+
+EVERY = 100
+"""Global steps from one backup to the next, where they take no more than their share."""
+CHECKPOINTS = "checkpoints"
+ENV_QUEUED_AGAIN = "SLURM_RESTART_COUNT"
+"""How often Slurm has put this job into its queue again."""
 
 
 @dataclass(frozen=True)
@@ -46,14 +54,21 @@ def parse(recipe: str, epochs: int, batch_size: int, precision: str = "fp32") ->
         raise UserError(
             f"--epochs {options.epochs} --batch-size {options.batch_size}", "Both are 1 or more."
         )
-    if options.resume and (
-        options.named is None or CheckpointManager(options.named / "checkpoints").latest() is None
-    ):
+    saved = options.named is not None and _goes_on_from(options.named)
+    if saved and any(os.environ.get(name, "0") != "0" for name in (ENV_QUEUED_AGAIN, ENV_RESUME)):
+        return replace(options, resume=True)
+    if options.resume and not saved:
         raise UserError(
             f"--resume: {options.named or 'no run folder'} holds no checkpoint to go on from",
             "Name the run folder by --out, or start anew without --resume.",
         )
     return options
+
+
+def _goes_on_from(out: Path) -> bool:
+    """Whether a run folder holds a checkpoint or a backup."""
+    folders = CHECKPOINTS, BACKUPS / folder_of(1)
+    return any(CheckpointManager(out / folder).all() for folder in folders)
 
 
 def run_folder(options: Options, strategy: Strategy, recipe: str) -> Path:
@@ -72,13 +87,30 @@ def run_folder(options: Options, strategy: Strategy, recipe: str) -> Path:
     return Path(strategy.coordination.tell_all(new_run_folder(recipe))[0])
 
 
+def go_on(trainer: Trainer, options: Options) -> BackupAndRestore:
+    """Have ``--resume`` go on from the newest checkpoint or backup; the callback is for `fit`.
+
+    Without it backups of another run in this folder are removed.
+    """
+    out, coordination = trainer.run_dir, trainer.coordination
+    assert out is not None
+    if not coordination.joins:
+        if options.resume:
+            saved = "yes" if CheckpointManager(out / CHECKPOINTS).all() else ""
+            if any(coordination.tell_all(saved)):
+                trainer.load(out / CHECKPOINTS)
+        elif trainer.is_chief and not coordination.is_evaluator:
+            LocalBackups(out / BACKUPS / folder_of(1)).remove()
+    return BackupAndRestore(every=EVERY)
+
+
 def finish(trainer: Trainer, options: Options) -> None:
     """On the chief: say what came out, and where it lies."""
     out = trainer.run_dir
     if out is None or not trainer.is_chief:
         return
     last = {name: values[-1] for name, values in trainer.history.history.items() if values}
-    model = CheckpointManager(out / "checkpoints").latest()
+    model = CheckpointManager(out / CHECKPOINTS).latest()
     where = {
         "model": str(_model_in(model)) if model else None,
         "report": str(out / "report.html"),

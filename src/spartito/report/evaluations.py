@@ -37,19 +37,30 @@ def append_evaluation(run_dir: Path, record: Record) -> None:
         file.write(line_of(record) + "\n")
 
 
-def keep_until(file: Path, step: int) -> None:
-    """Forget lines beyond global step ``step``, where a training begins or goes on."""
+def keep_until(file: Path, step: int, epoch: int) -> None:
+    """Forget lines beyond global step ``step``, where a training begins or goes on.
+
+    That is after ``epoch`` epochs. The line of the last of them may have a greater step: workers
+    of parameter servers had begun the next one, which is done again.
+    """
     if not file.exists():
         return
     lines = file.read_text(errors="replace").splitlines(keepends=True)
-    kept = [line for line in lines if _step(line) <= step]
+    kept: list[str] = []
+    last = 0
+    for line in lines:
+        at, number = _position(line)
+        if at <= step or (number == last + 1 <= epoch):
+            kept.append(line)
+            last = number
     if len(kept) < len(lines):
         write_file_atomically(file, "".join(kept))
 
 
-def _step(line: str) -> float:
-    """The step of one line; infinity for a line that says nothing, as when it was cut short."""
+def _position(line: str) -> tuple[float, int]:
+    """Step and epoch of one line; an infinite step for one that says nothing, as if cut short."""
     try:
-        return float(json.loads(line)["step"])
+        record = json.loads(line)
+        return float(record["step"]), int(record["epoch"])
     except (ValueError, KeyError, TypeError):
-        return float("inf")
+        return float("inf"), 0

@@ -7,8 +7,20 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-BOOKKEEPING = ("epoch", "step", "seconds", "examples_per_second", "data_wait_fraction")
+BOOKKEEPING = (
+    "epoch", "step", "seconds", "examples_per_second", "data_wait_fraction",
+    "meetings", "drift", "bytes_between_groups",
+    "merges", "merged_alone", "staleness", "rejected",
+    "meetings_of_sites", "drift_of_sites", "bytes_between_sites",
+    "meeting_wait_fraction",
+)  # fmt: skip
 """Keys of an epoch's logs that say how it ran, not how well the model did."""
+
+GROUP_LOSS = "loss_of_group_"
+"""Before the number of a group of replicas."""
+
+OF_GROUPS = (GROUP_LOSS, "merges_of_group_")
+"""All that is."""
 
 VALIDATION = "val_"
 NOTHING = "–"
@@ -31,7 +43,8 @@ def scalars(logs: Mapping[str, Any]) -> dict[str, Any]:
 
 def metric_names(logs: Iterable[str]) -> list[str]:
     """The names in ``logs`` that say how well the model did, without ``val_``, loss first."""
-    names = dict.fromkeys(n.removeprefix(VALIDATION) for n in logs if n not in BOOKKEEPING)
+    quality = (n for n in logs if n not in BOOKKEEPING and not n.startswith(OF_GROUPS))
+    names = dict.fromkeys(name.removeprefix(VALIDATION) for name in quality)
     return sorted(names, key=lambda name: name != "loss")
 
 
@@ -47,7 +60,7 @@ def figure(name: str, value: float | None) -> str:
     if math.isinf(value):
         return "∞" if value > 0 else "−∞"
     if is_fraction(name):
-        return f"{value:.2%}" if name != "data_wait_fraction" else f"{value:.1%}"
+        return f"{value:.1%}" if name.endswith("_wait_fraction") else f"{value:.2%}"
     if name in ("epoch", "step"):
         return f"{value:,.0f}"
     if name == "examples_per_second":

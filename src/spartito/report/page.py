@@ -12,10 +12,11 @@ from typing import Any
 
 from spartito.errors import UserError
 from spartito.report.bars import Bars, staleness_bars
-from spartito.report.charts import NEUTRAL, TRAINING, Chart, Line, drawn, page_colour
+from spartito.report.charts import NEUTRAL, SERIES, TRAINING, Chart, Line, drawn, page_colour
 from spartito.report.charts import VALIDATION as VALIDATION_COLOUR
 from spartito.report.evaluations import EVALUATIONS, with_evaluations
 from spartito.report.figures import (
+    GROUP_LOSS,
     NOTHING,
     VALIDATION,
     duration,
@@ -160,8 +161,43 @@ def charts(run: Run) -> list[Chart]:
         )
         for name in metric_names(name for epoch in run.epochs for name in epoch)
     ]
+    groups = sorted(
+        {name for epoch in run.epochs for name in epoch if name.startswith(GROUP_LOSS)},
+        key=lambda name: int(name.removeprefix(GROUP_LOSS)),
+    )
+    losses = [
+        (name.removeprefix("loss_of_").replace("_", " "), name, SERIES[number % len(SERIES)])
+        for number, name in enumerate(groups)
+    ]
+    apart = [chart("Loss of each group", *losses)]
+    if any("staleness" in epoch for epoch in run.epochs):
+        merges = [(name, f"merges_of_{name.replace(' ', '_')}", colour)
+                  for name, _, colour in losses]  # fmt: skip
+        apart += [
+            chart("Merges of each group", *merges, reach=0.0),
+            chart("Staleness", ("merges since a group began", "staleness", NEUTRAL), reach=0.0),
+        ]
+    for level in ("groups", "sites"):
+        sent = f"bytes_between_{level}"
+        drift = "drift" if level == "groups" else "drift_of_sites"
+        if any(sent in epoch for epoch in run.epochs):
+            apart += [
+                chart(
+                    f"Drift of the {level}", ("distance from their mean", drift, NEUTRAL), reach=0.0
+                ),
+                chart(f"Bytes between {level}", ("bytes", sent, NEUTRAL), reach=0.0),
+            ]
+    apart.append(
+        chart(
+            "Waiting for meetings",
+            ("fraction of the epoch", "meeting_wait_fraction", NEUTRAL),
+            percent=True,
+            reach=0.05,
+        )
+    )
     return [
         *quality,
+        *(apart if groups else ()),
         chart("Throughput", ("examples per second", "examples_per_second", NEUTRAL), reach=0.0),
         chart(
             "Waiting for data",

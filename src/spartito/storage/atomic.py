@@ -119,7 +119,20 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
     """
     file = Path(path) / MANIFEST
     try:
-        raw = json.loads(file.read_bytes())
+        return manifest_in(file.read_bytes(), path)
+    except FileNotFoundError:
+        raise UserError(
+            f"{path} has no {MANIFEST}: nothing was saved there, or it is not complete",
+            "Name a checkpoint directory that was written to its end.",
+        ) from None
+    except OSError as error:
+        raise UserError(f"{file} cannot be read: {error.strerror}") from error
+
+
+def manifest_in(content: bytes, path: str | os.PathLike[str]) -> Manifest:
+    """The manifest that a file of the directory ``path`` holds; raises as `read_manifest`."""
+    try:
+        raw = json.loads(content)
         if raw["format"] > FORMAT:
             raise NewerFormatError(
                 f"{path} has format {raw['format']}, and this version of Spartito reads up to "
@@ -128,15 +141,8 @@ def read_manifest(path: str | os.PathLike[str]) -> Manifest:
             )
         files = {_relative(n): FileFact(f["size"], f["sha256"]) for n, f in raw["files"].items()}
         return Manifest(files, dict(raw["about"]))
-    except FileNotFoundError:
-        raise UserError(
-            f"{path} has no {MANIFEST}: nothing was saved there, or it is not complete",
-            "Name a checkpoint directory that was written to its end.",
-        ) from None
-    except OSError as error:
-        raise UserError(f"{file} cannot be read: {error.strerror}") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file} is not a manifest: {error}", _TAKE_ANOTHER) from error
+        raise UserError(f"{path}/{MANIFEST} is not a manifest: {error}", _TAKE_ANOTHER) from error
 
 
 def verify(path: str | os.PathLike[str], only: Collection[str] | None = None) -> Manifest:

@@ -16,6 +16,7 @@ from spartito.registry import default_name, strategy_info
 from spartito.strategies.base import Strategy
 from spartito.strategies.central_storage import CentralStorageStrategy
 from spartito.strategies.distributed import StepResult
+from spartito.strategies.local_sgd import LocalSGDStrategy
 from spartito.strategies.mesh import MeshStrategy
 from spartito.strategies.mirrored import MirroredStrategy
 from spartito.strategies.multi_worker_mirrored import MultiWorkerMirroredStrategy
@@ -59,6 +60,25 @@ def strategy(name: str | None = None, **options: Any) -> Strategy:
     return made
 
 
+_of_the_job: dict[str, Strategy] = {}
+
+
+def job_strategy() -> Strategy:
+    """The strategy of trainers that were given none.
+
+    They share one in each process of a job, until it is closed: two would listen at one address.
+    It keeps all models that they prepare. A process alone makes one for each.
+    """
+    cluster = resolve()
+    if cluster.world_size == 1 and not cluster.addresses.get("ps"):
+        return strategy()
+    asked = repr((cluster, *map(os.environ.get, (ENV_STRATEGY, ENV_STRATEGY_OPTIONS))))
+    known = _of_the_job.get(asked)
+    if known is None or known.groups.is_closed:
+        known = _of_the_job[asked] = strategy()
+    return known
+
+
 def strategy_class(name: str) -> Callable[..., Strategy]:
     """The class of the strategy ``name``; `UserError` where it has none."""
     info = strategy_info(name)
@@ -99,6 +119,7 @@ def _environment_options() -> dict[str, Any]:
 
 __all__ = [
     "CentralStorageStrategy",
+    "LocalSGDStrategy",
     "MeshStrategy",
     "MirroredStrategy",
     "MultiWorkerMirroredStrategy",

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from zlib import crc32
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -103,6 +103,28 @@ class Coordination(ABC):
         """The ``text`` of every task, by rank; all call it. Where they do not meet: ``[text]``."""
         return [text]
 
+    def compare_data(self, rows: Sequence[Tensor]) -> None:
+        """Refuse a task that was given other data; all call it where a training begins.
+
+        Args:
+            rows: Some of this task's, the same ones on each.
+
+        Raises:
+            UserError: If they differ by more than rounding.
+        """
+        if self.joins:
+            return
+        total, norm = moments(rows)
+        told = [text.split() for text in self.tell_all(f"{total!r} {norm!r}")]
+        for rank, is_other in enumerate(drifted([(float(a), float(b)) for a, b in told])):
+            if is_other:
+                raise UserError(
+                    f"{self.cluster.name_of(rank)} was given other data than "
+                    f"{self.cluster.name_of(0)}",
+                    "Each task takes its part of the whole, which all make alike: seed what draws "
+                    "it. Where each has data of its own: sp.data.per_worker(...).",
+                )
+
     def attempt(self, work: Callable[[], str]) -> list[str]:
         """What ``work`` returns on every task, by rank; all call it, and return together.
 
@@ -128,9 +150,12 @@ class Coordination(ABC):
     def agree_to_stop(self, asked: bool) -> bool:
         """Whether any task asked for an end of the training; all call it after an epoch."""
 
-    def mean(self, value: float) -> float:
-        """The mean of a figure over the tasks that meet; where they do not, ``value``."""
-        return value
+    def waits(self, data: float, seconds: float) -> dict[str, float]:
+        """Parts of an epoch of so many seconds in which tasks waited: the means of those that meet.
+
+        ``data`` is this task's part for data. All call it at the end of an epoch.
+        """
+        return {"data_wait_fraction": data}
 
     def synchronize(self) -> None:  # noqa: B027 - a single replica has nothing to do
         """Make equal what may differ between replicas: the running statistics of BatchNorm."""
@@ -142,8 +167,10 @@ class Coordination(ABC):
         Where replicas do not meet, nothing is compared.
         """
 
-    def follow(self, schedule: LRScheduler | None) -> None:  # noqa: B027 - few have to
+    def follow(self, schedule: LRScheduler | None, ahead: int = 0) -> None:  # noqa: B027 - few do
         """``schedule`` steps once per global step; None: nobody knows the options to come.
+
+        It is ``ahead`` by so many steps, which it leaves out.
 
         For strategies whose updates are made by other tasks than those that have the schedule.
         """
@@ -153,6 +180,13 @@ class Coordination(ABC):
 
     def failed(self, error: BaseException) -> None:  # noqa: B027 - most notice it anyway
         """``error`` ends a training on this task: tell others that would not notice."""
+
+    def figures(self, own: Sequence[float]) -> dict[str, float]:
+        """What an epoch came to beside loss and metrics, equal on all tasks, which all call this.
+
+        ``own`` are this task's sums of the epoch: loss and its weight.
+        """
+        return {}
 
     def record(self, figures: dict[str, Any]) -> None:
         """Keep what this task did in the run folder, if there is one."""
@@ -178,8 +212,8 @@ class SynchronousCoordination(Coordination):
 
     @property
     def traffic(self) -> Traffic:
-        groups = {id(group): group for group in self._groups.values()}.values()
-        each = [group.traffic for group in groups]
+        found = [group.traffic for group in self._groups.values()]
+        each = {id(one): one for one in found}.values()
         return Traffic(
             sum(one.sent for one in each),
             sum(one.received for one in each),
@@ -202,8 +236,8 @@ class SynchronousCoordination(Coordination):
     def agree_to_stop(self, asked: bool) -> bool:
         return self._sum(float(asked)) > 0
 
-    def mean(self, value: float) -> float:
-        return self._sum(value) / self._groups.world.world_size
+    def waits(self, data: float, seconds: float) -> dict[str, float]:
+        return super().waits(self._mean(data), seconds)
 
     def synchronize(self) -> None:
         for pair in self._pairs.in_use:
@@ -261,6 +295,9 @@ class SynchronousCoordination(Coordination):
         """Those here of all prepared models. Buffers may differ: not all are synchronized."""
         models = [pair.model for pair in self._pairs.all]
         return [p for model in models for p in model.parameters() if not p.is_meta]
+
+    def _mean(self, value: float) -> float:
+        return self._sum(value) / self._groups.world.world_size
 
     def _sum(self, value: float) -> float:
         return self._groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()

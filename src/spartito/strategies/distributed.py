@@ -67,6 +67,9 @@ class Distributed(Protocol):
     overlaps: bool
     """Whether other tasks begin the next epoch while this one still evaluates the last."""
 
+    alike: bool
+    """Whether the results of steps are equal on all tasks."""
+
     def __iter__(self) -> Generator[Batch]:
         """From the present position to the end of the epoch; the next iteration is the next one."""
         ...
@@ -104,6 +107,14 @@ class Distributed(Protocol):
     def state_dict(self) -> dict[str, Any]:
         """The position of the next batch."""
         ...
+
+    def settled(self, step: int, done: int, ended: bool) -> tuple[dict[str, Any], int, int]:
+        """The position to go on from, its global step, and how many batches of its epoch are done.
+
+        These are ``step`` and ``done`` where all that was counted comes before it; ``ended`` says
+        that the epoch which was trained last is over.
+        """
+        return self.state_dict(), step, done
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go to that position.

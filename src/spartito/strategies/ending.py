@@ -14,6 +14,7 @@ from threading import current_thread, main_thread
 from types import FrameType
 from typing import NoReturn
 
+from spartito import status
 from spartito.errors import PreemptedError, SpartitoError, TaskLostError, show
 from spartito.ps.job import Job
 from spartito.strategies.record import write_record
@@ -54,6 +55,7 @@ def serve_and_end(job: Job, record_to: Path | None) -> NoReturn:
 
 def _serve(job: Job, record_to: Path | None) -> None:
     server = job.server()
+    status.staleness = lambda: server.store.staleness.mean
 
     def end(number: int, frame: FrameType | None) -> None:
         if not server.ends_with_chief(_Told(number)):  # the chief may fetch what we have

@@ -42,6 +42,7 @@ class Groups(Mapping[str, Collective]):
         self._rendezvous, self._cluster, self.connect = rendezvous, cluster, connect
         self._found: Mapping[str, Collective] = {}
         self._alone = dict.fromkeys((WORLD, DATA, MODEL), IdentityCollective())
+        self.is_closed = False
 
     @classmethod
     def alone(cls) -> Groups:
@@ -118,6 +119,7 @@ class Groups(Mapping[str, Collective]):
 
     def close(self) -> None:
         """Leave all groups; who never met has nothing to leave."""
+        self.is_closed = True
         self._leave_lane()
         self._rendezvous.close()
 

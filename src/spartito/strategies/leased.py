@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+import msgspec
 from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.spec import ClusterSpec
@@ -14,10 +15,12 @@ from spartito.errors import UserError
 from spartito.ps.chief import JOB, Chief
 from spartito.ps.job import Job
 from spartito.ps.protocol.messages import Values, advance, furthest
-from spartito.ps.protocol.options import set_options
+from spartito.ps.protocol.options import set_options, settings
 from spartito.ps.protocol.timetable import Row, Timetable, decode_timetable
 from spartito.ps.protocol.work import WorkSource
+from spartito.ps.scheduler.ledger import Kept
 from spartito.ps.scheduler.planner import Planner
+from spartito.strategies import decoupled
 from spartito.strategies.coordination import Coordination
 from spartito.strategies.distributed import StepResult
 from spartito.strategies.ending import told
@@ -49,12 +52,56 @@ class LeasedCoordination(Coordination):
         self._stopped = False
         self._encoded, self._timetable = b"", Timetable()
         self._seen = Values(0, 0, 0, 0)
+        self._went_on = False
+        self._first_epoch = self._opened = 0
 
     def join(self, job: Job, chief: Chief | None, work: WorkSource | None, pusher: Pusher) -> None:
         """Take part in a job that has begun."""
         self._job, self.chief, self.work, self.pusher = job, chief, work, pusher
         if chief is not None:
-            self._planner = chief.planner = Planner(pusher.pair.optimizer)
+            self._planner = chief.planner = Planner(pusher.pair.optimizer, job.rules.every)
+
+    # What another process goes on from, if this one is the chief and is lost
+
+    @property
+    def keeps(self) -> bool:
+        """Whether another process could go on as the chief."""
+        return self.chief is not None and self.chief.book.keeps
+
+    @property
+    def kept(self) -> bytes:
+        """Where another process was in a training that it led; b"" where there was none."""
+        if self.chief is None or self._went_on or not self.chief.book.goes_on:
+            return b""
+        return self.chief.book.ledger.kept
+
+    def keep(self, state: bytes) -> None:
+        """Have another process find ``state`` when this one is lost."""
+        if self.chief is not None:
+            self.chief.coordinator.note(Kept(state))
+
+    def state_dict(self) -> dict[str, Any]:
+        """How far the chief has counted, and what it has told the others."""
+        if self.chief is None or self._planner is None:
+            return {}
+        return {
+            "seen": msgspec.structs.astuple(self._seen)[:4],
+            "told": self._told,
+            "opened": self._opened,
+            "published": self.chief.published,
+            "options": settings(self._pairs.only.optimizer),
+            "planner": self._planner.state_dict(),
+        }
+
+    def go_on(self, state: dict[str, Any], first: int) -> None:
+        """Be where another process was that was the chief; ``first``: its epoch of the stream."""
+        if self.chief is None or self._planner is None:
+            return
+        self._went_on, self._first_epoch = True, first
+        self._seen, self._told = Values(*state["seen"]), state["told"]
+        self._opened, self.chief.published = state["opened"], state["published"]
+        set_options(self._pairs.only.optimizer.param_groups, state["options"])
+        self.chief.go_on(self._planner, state["planner"], self._seen.pushes // self.shards)
 
     # What every kind of coordination has
 
@@ -62,6 +109,10 @@ class LeasedCoordination(Coordination):
     def decides(self) -> bool:
         """Only the chief evaluates and has callbacks."""
         return self.cluster.is_chief
+
+    @property
+    def joins(self) -> bool:
+        return bool(self.kept)
 
     @property
     def traffic(self) -> Traffic:
@@ -72,12 +123,22 @@ class LeasedCoordination(Coordination):
         if self._job is None or self.chief is None:
             return super().describe()
         figures = {"servers": self._job.table(), "staleness": self.chief.staleness()}
+        if self._job.rules.every:
+            figures["staleness"] = self.chief.coordinator.meetings.staleness()
         return {**super().describe(), **figures}
+
+    def figures(self, own: Sequence[float]) -> dict[str, float]:
+        """Of groups that train apart: their losses, merges, staleness, rejections and bytes."""
+        if self.chief is None or self._job is None or not self._job.rules.every:
+            return {}
+        return decoupled.figures(self.chief.coordinator.meetings.take(), self.shards)
 
     def publish(self, work: Callable[[], T]) -> T:
         if self.chief is not None:
-            found = work()
-            self.chief.publish(found)
+            known: list[T] = self.chief.recall()
+            found = known[0] if known else work()
+            if not known:
+                self.chief.publish(found)
             return found
         if self.work is None:  # an evaluator
             return work()
@@ -97,9 +158,9 @@ class LeasedCoordination(Coordination):
             self.pusher.look()
             self._show(furthest(self._seen, self._newest()))
 
-    def follow(self, schedule: LRScheduler | None) -> None:
+    def follow(self, schedule: LRScheduler | None, ahead: int = 0) -> None:
         if self._planner is not None:
-            self._planner.schedule = schedule
+            self._planner.schedule, self._planner.ahead = schedule, ahead
 
     def publish_rates(self) -> None:
         self.announce_options()
@@ -120,11 +181,19 @@ class LeasedCoordination(Coordination):
             )
         return self.pusher
 
-    def next_stream(self) -> int:
-        """The number of a new stream, equal on all tasks."""
+    def next_stream(self) -> tuple[int, int]:
+        """The number of a new stream, equal on all tasks, and its first epoch that is not done."""
         self._streams += 1
-        self._stopped = False
-        return self._streams
+        first, self._first_epoch = self._first_epoch, 0
+        if not first:
+            self._opened = self._seen.pushes // self.shards
+        self._stopped = bool(self.chief and self._streams in self.chief.book.ledger.stopped)
+        return self._streams, first
+
+    @property
+    def counted(self) -> int:
+        """The global steps of this stream that a result has told of, in any order."""
+        return self._seen.pushes // self.shards - self._opened
 
     def announce_options(self) -> None:
         """As the chief: have the servers know which options of the optimizer hold when."""
@@ -134,9 +203,13 @@ class LeasedCoordination(Coordination):
 
     def take_options(self, timetable: bytes) -> None:
         """From now on show the options of the chief's timetable."""
-        if self.chief is None and timetable != self._encoded:
+        if timetable != self._encoded:
             self._encoded = timetable
             self._timetable = decode_timetable(timetable) if timetable else Timetable()
+
+    def options_of(self, update: int) -> Row | None:
+        """What the schedule says of an update that is so many after those that were counted."""
+        return self._timetable.at(self._seen.pushes // self.shards + update)
 
     def progress(self, output: Any = None, loss: float = 0.0, weight: float = 0.0) -> StepResult:
         """How far the whole training has come since the last result."""
@@ -165,10 +238,13 @@ class LeasedCoordination(Coordination):
         if self.chief is None or self._job is None or self._planner is None:
             return None
         self.computing.arrive()
-        return self._planner.counters(self._job.fetch(self.chief))
+        served = self._job.fetch(self.chief)
+        return None if self._job.rules.every else self._planner.counters(served)
 
     def give(self) -> None:
         """On the chief: the model's values and the optimizer's state to the servers."""
+        if self.kept:
+            return  # the servers' are newer
         if self._planner is not None:
             self._planner.begin()
         if self.chief is not None and self._job is not None:
@@ -188,7 +264,7 @@ class LeasedCoordination(Coordination):
     def _show(self, now: Values) -> None:
         """Give our own optimizer the options of the global step, as the servers have them."""
         options = self._timetable.at(now.pushes // self.shards)
-        if options is not None:
+        if options is not None and self.chief is None:  # the chief's are the schedule's own
             set_options(self._pairs.only.optimizer.param_groups, options)
 
     @property

@@ -66,6 +66,7 @@ class Leased(Distributed):
     """Batches of the leases that this task gets: none on a chief that computes nothing."""
 
     overlaps = True
+    alike = False
 
     def __init__(self, computer: Computer, chain: Dataset, seed: int) -> None:
         if isinstance(chain.source, PerWorker):
@@ -115,14 +116,16 @@ class Leased(Distributed):
         self, count: int, steps: int | None, done: int, figures: Figures
     ) -> Generator[Generator[Batch]]:
         coordination, chief = self._coordination, self._coordination.chief
-        stream = coordination.next_stream()
+        stream, first = coordination.next_stream()
         if chief is not None:
             coordination.announce_options()  # before anybody pushes
             plan = self._computer.plan(self._chain, count, steps)
             chief.open(stream, replace(plan, start=self._start, first_epoch_done=done))
-        self._stream, self._last = stream, count - 1
+            if first:
+                chief.coordinator.close_epoch(stream, first - 1)
+        self._stream, self._last = stream, first + count - 1
         try:
-            for epoch in range(count):
+            for epoch in range(first, first + count):
                 self._epoch, self._partial, self._partial_metrics = epoch, [], b""
                 yield self._run_epoch(stream, epoch, figures)
                 if chief is not None:
@@ -158,6 +161,15 @@ class Leased(Distributed):
     def state_dict(self) -> dict[str, Any]:
         number, step = self._where()
         return {"pass": number, "step": step}
+
+    def settled(self, step: int, done: int, ended: bool) -> tuple[dict[str, Any], int, int]:
+        chief, pusher = self._coordination.chief, self._coordination.pusher
+        current = pusher.current if pusher else None
+        if chief is None or self._stream is None or (current is not None and current.lease.group):
+            return self.state_dict(), step, done
+        found = chief.coordinator.settled(self._stream, self._epoch + ended)
+        step += found.updates - self._coordination.counted
+        return {"pass": found.pass_, "step": found.step}, step, found.done
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         if waiting := state.get(WAITING):

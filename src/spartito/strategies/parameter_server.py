@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from spartito.checkpoint.saved import Saved
 from spartito.cluster.limits import time_limit
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
@@ -22,15 +23,18 @@ from spartito.engine.context import enter
 from spartito.engine.denormals import flushed
 from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import OptimizerLike, named_state, unwrap
+from spartito.engine.optimizers import OptimizerLike, has_sparse_gradients, named_state, unwrap
 from spartito.errors import UserError
 from spartito.heartbeat import CONNECT, during
+from spartito.local.outer import Outer, load_outer_state, outer_state
+from spartito.local.plan import TOKENS, Asked
 from spartito.names import PRECISIONS
 from spartito.ps.job import Job, Options, workers_of
 from spartito.ps.protocol.codec import check_wire_dtype
 from spartito.ps.protocol.options import set_options
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.scheduler.plan import Plan
+from spartito.strategies.decoupled import EVERY, SECTION, Apart, GroupPusher, apart
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.ending import serve_and_end, uncaught
 from spartito.strategies.leased import LeasedCoordination
@@ -57,9 +61,27 @@ class ParameterServerStrategy(ReplicaStrategy):
             can get staler than s updates; 0 averages one push per worker, which equals
             `MirroredStrategy`.
         on_stale: What becomes of a push beyond the bound: "wait" lets it not happen, "reject" has
-            it computed again, "compensate" applies it with a learning rate that shrinks with its
-            staleness.
+            it computed again, "scale" divides its learning rate by its staleness (Zhang et al.
+            2016, arXiv:1511.05950) in units of the bound, "compensate" corrects its gradient g for
+            what the values w moved meanwhile: ``g + compensation * g * g * (w_now - w_pulled)``
+            (DC-ASGD, Zheng et al. 2017, arXiv:1609.08326). The last two take None as a bound of 0.
+        compensation: The strength of "compensate", 0 or more; None is as published: 0.04, and 2
+            with ``mean_square``.
+        mean_square: A decay, 0.95 as published, has the strength adapt: it is divided by the root
+            of a moving mean of each element's squared gradients.
         aggregate: How many pushes make one update.
+        groups: Each worker is a group that trains apart, with its own optimizer, and pushes what it
+            has moved: their number, ``[[0], [1]]``, or "machine" (one worker on each). The servers
+            run the outer optimizer. None: workers push gradients.
+        every: How many updates a group makes from one push to the next.
+        outer: What servers make of the mean of what groups have moved, as under
+            `LocalSGDStrategy`: None averages the models.
+        quorum: So many groups are waited for and merged together; 1: nobody waits. A group that
+            missed its meeting is merged alone when it comes; what is more than ``max_staleness``
+            merges old is rejected, and computed again from newer values.
+        grace: Seconds that others may come, once a quorum has.
+        weights: "tokens": a group counts for what its losses were divided by since its last push;
+            "equal": all count the same.
         replicas: 2 keeps every value on two servers, either of which may die: an update has its
             reply when both have it. It takes an even number of servers.
         min_shard_bytes: Tensors are cut over the servers where each part keeps so many bytes.
@@ -73,6 +95,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         push_log: A directory where every server records all its updates.
         shared_memory: False sends everything by sockets, on one machine too.
         flush_denormals: Whether denormal numbers are 0 on workers and servers, which is faster.
+        recovery: Lets the job outlive a chief that computes nothing: another process goes on from
+            its journal, and is waited for. None asks ``SPARTITO_RECOVERY``; unset: the job ends.
 
     Raises:
         UserError: For a cluster without a ps, or options that exclude each other.
@@ -86,7 +110,15 @@ class ParameterServerStrategy(ReplicaStrategy):
         cluster: ClusterSpec | None = None,
         max_staleness: int | None = None,
         on_stale: str = "wait",
+        compensation: float | None = None,
+        mean_square: float | None = None,
         aggregate: int = 1,
+        groups: Asked | None = None,
+        every: int = EVERY,
+        outer: Outer = None,
+        quorum: int = 1,
+        grace: float = 0.0,
+        weights: str = TOKENS,
         replicas: int = 1,
         min_shard_bytes: int = 256 << 10,
         wire_dtype: str | None = None,
@@ -99,8 +131,12 @@ class ParameterServerStrategy(ReplicaStrategy):
         push_log: str | None = None,
         shared_memory: bool = True,
         flush_denormals: bool = True,
+        recovery: Recovery | None = None,
     ) -> None:
-        rules = Rules(0, max_staleness, on_stale, aggregate)
+        rules = Rules(
+            0, max_staleness, on_stale, aggregate,
+            compensation=compensation, mean_square=mean_square,
+        )  # fmt: skip
         self._options = Options(
             min_shard_bytes=min_shard_bytes,
             wire_dtype=check_wire_dtype(wire_dtype),
@@ -111,8 +147,15 @@ class ParameterServerStrategy(ReplicaStrategy):
             nan_limit=nan_limit,
             push_log=push_log,
             shared_memory=shared_memory,
+            recovery=Recovery.from_environment() if recovery is None else recovery,
         )
         super().__init__(cluster, device, False, flush_denormals)
+        if self._options.recovery is not None and "chief" not in self.job.addresses:
+            raise UserError(
+                "recovery under parameter_server, where a worker is the chief, which cannot be "
+                "replaced",
+                "Add a chief that computes nothing (--chief), or leave it out.",
+            )
         if self.task.type == "ps":
             self.device = torch.device("cpu")
         servers = len(self.cluster.addresses.get("ps", ()))
@@ -122,9 +165,16 @@ class ParameterServerStrategy(ReplicaStrategy):
                 "A server that copies from another has no record of the updates before: "
                 "leave one of them out.",
             )
+        workers = workers_of(self.cluster)
+        asked = Apart(every, outer, quorum, grace, weights)
+        self._groups_apart = apart(groups, asked, rules, self.cluster, workers)
         self._rules = dataclasses.replace(
-            rules, workers=len(workers_of(self.cluster)), servers=servers, replicas=replicas
+            rules, workers=len(workers), servers=servers, replicas=replicas
         )
+        if self._groups_apart is not None:
+            self._rules = dataclasses.replace(
+                self._rules, every=every, quorum=quorum, grace=float(grace)
+            )
         self.coordination: LeasedCoordination = LeasedCoordination(
             self.name, self.job, self.cluster, self._pairs, self._rules.workers
         )
@@ -164,6 +214,11 @@ class ParameterServerStrategy(ReplicaStrategy):
             raise UserError(
                 "precision='fp16' under parameter_server",
                 "Workers would scale their losses apart. Choose 'bf16', or a synchronous strategy.",
+            )
+        if has_sparse_gradients(model):
+            raise UserError(
+                "sparse gradients under parameter_server",
+                "Gradients are sent as dense tensors: build the Embedding with sparse=False.",
             )
         means = self._rules.together or self._rules.aggregate > 1
         self._deterministic = deterministic
@@ -223,6 +278,11 @@ class ParameterServerStrategy(ReplicaStrategy):
         served = self.coordination.fetch()
         model = unwrap(pair.model)
         optimizer = named_state(model, pair.optimizer)
+        if self._groups_apart is not None:
+            names = {id(parameter): name for name, parameter in model.named_parameters()}
+            outer = outer_state(self._served, names)
+            self._served.state.clear()
+            return {"model": dict(model.state_dict()), "optimizer": optimizer, SECTION: outer}
         if served is not None:
             set_options(optimizer["groups"], served)
         pair.optimizer.state.clear()  # it lives on the servers
@@ -233,8 +293,11 @@ class ParameterServerStrategy(ReplicaStrategy):
             given = {section: saved.whole(section) for section in saved}
             saved = Saved.of({**self.state_dict(), **given})  # the servers keep theirs
         super()._load(saved)
+        if self._groups_apart is not None and SECTION in saved:
+            named = dict(unwrap(self._pairs.only.model).named_parameters())
+            load_outer_state(self._served, named, saved.whole(SECTION))
         self.coordination.give()
-        self._pairs.only.optimizer.state.clear()
+        self._served.state.clear()
 
     def close(self) -> None:
         """Leave the job; the chief ends it once the workers have left."""
@@ -257,16 +320,18 @@ class ParameterServerStrategy(ReplicaStrategy):
         Returns:
             The plan by which the chief leases them.
         """
+        every = self._rules.every
         return Plan(
             data_shards=self._rules.workers,
             steps_per_pass=chain.steps_per_pass,
             passes_per_epoch=chain.repeats,
             epoch_steps=steps,
             epochs=count,
-            gated=self._rules.max_staleness is not None,
+            gated=self._rules.in_step or (self._rules.max_staleness is not None and not every),
             together=self._rules.together,
-            multiple=self._pairs.only.accumulate,
-            fixed_length=self._deterministic,
+            multiple=self._pairs.only.accumulate * max(1, every),
+            accumulate=self._pairs.only.accumulate,
+            fixed_length=self._deterministic or every > 0,
         )
 
     # Inside: one step
@@ -304,16 +369,28 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     def _join(self, pair: Pair) -> None:
         """Join the job: a ps serves, all others return with connections."""
+        self._served = (
+            pair.optimizer
+            if self._groups_apart is None
+            else self._groups_apart.optimizer(pair.optimizer)
+        )
         if self.is_evaluator:
             return
-        job = Job(self.cluster, self._rules, self._options, unwrap(pair.model), pair.optimizer)
+        job = Job(self.cluster, self._rules, self._options, unwrap(pair.model), self._served)
         coordination = self.coordination
         if self.task.type == "ps":
             serve_and_end(job, coordination.record_to)
         with during(CONNECT):
             chief = job.begin() if self.is_chief else None
             work, name = job.work(chief)
-            pusher = Pusher(pair, job.connect(name, work), self._rules, self._again)
+            servers = job.connect(name, work)
+            if self._groups_apart is None:
+                pusher = Pusher(pair, servers, self._rules, self._again)
+            else:
+                weights, options_of = self._groups_apart.weights, coordination.options_of
+                pusher = GroupPusher(
+                    pair, servers, self._rules, self._again, work, weights, options_of
+                )
             coordination.join(job, chief, work, pusher)
             if chief is not None:
                 chief.gather(min(START_SECONDS, self._options.timeout))

@@ -72,6 +72,10 @@ class ElsewhereError(TaskLostError):
     """A task that came back is elsewhere in its script: nobody can go on with it."""
 
 
+class ShardsLostError(TaskLostError):
+    """A part of the newest state is nowhere any more."""
+
+
 class Repeating:
     """Steps that can be made again, with the same numbers, by whoever has the data shard.
 
@@ -113,6 +117,8 @@ def share_state(
     pairs: Sequence[Pair],
     own: Standing,
     training: Callable[[], dict[str, Any]],
+    has: Callable[[Pair], dict[str, Any]] | None = None,
+    take: Callable[[Pair, dict[str, Any]], None] | None = None,
 ) -> tuple[Standing, dict[str, Any] | None]:
     """Give those who are new, or behind, the state of the first of those who are furthest.
 
@@ -121,6 +127,8 @@ def share_state(
         pairs: The prepared models and optimizers.
         own: How far this task is.
         training: The state of everything else, of this task.
+        has: What every task has of a pair; None: all of it.
+        take: Takes what ``has`` returned elsewhere.
 
     Returns:
         How far all are now, and the state of everything else where this task took it over.
@@ -128,6 +136,7 @@ def share_state(
     Raises:
         TaskLostError: Another one is lost, or a new one cannot take part.
     """
+    has, take = has or state_of, take or load_state
     texts = group.all_gather_bytes(msgspec.json.encode(own))
     all_ = [msgspec.json.decode(text, type=Standing) for text in texts]
     able = [rank for rank, each in enumerate(all_) if not each.is_new] or [0]
@@ -140,7 +149,7 @@ def share_state(
     tree: Any = None
     tensors: dict[str, Tensor] = {}
     if group.rank == source or group.rank not in behind:
-        tree, tensors = pack_state({"pairs": [_state(pair) for pair in pairs], **training()})
+        tree, tensors = pack_state({"pairs": [has(pair) for pair in pairs], **training()})
     kinds = {name: (list(t.shape), _name(t.dtype)) for name, t in tensors.items()}
     said = json.dumps([tree, kinds]).encode() if group.rank == source else b""
     tree, kinds = json.loads(group.all_gather_bytes(said)[source])
@@ -155,7 +164,7 @@ def share_state(
         return best, None
     state = unpack_state(tree, dict(zip(kinds, into, strict=True)))
     for pair, saved in zip(pairs, state.pop("pairs"), strict=True):
-        _load(pair, saved)
+        take(pair, saved)
     return best, state
 
 
@@ -170,7 +179,7 @@ def _check(group: Collective, all_: Sequence[Standing], best: Standing) -> None:
             )
 
 
-def _state(pair: Pair) -> dict[str, Any]:
+def state_of(pair: Pair) -> dict[str, Any]:
     """All that a task needs to go on with a pair."""
     model = unwrap(pair.model)
     saved = dict(model.state_dict())
@@ -195,9 +204,10 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _load(pair: Pair, saved: Mapping[str, Any]) -> None:
+def load_state(pair: Pair, saved: dict[str, Any], strict: bool = True) -> None:
+    """Take what `state_of` returned elsewhere; not ``strict``: it may be of a part of the model."""
     model, learns = unwrap(pair.model), set(saved["learns"])
-    model.load_state_dict(saved["model"])
+    model.load_state_dict(saved["model"], strict=strict)
     buffers = dict(model.named_buffers())
     with torch.no_grad():
         for name, value in saved["buffers"].items():

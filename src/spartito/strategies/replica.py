@@ -112,7 +112,7 @@ class ReplicaStrategy(SavingStrategy):
         convert(model, precision)
         made = make_optimizer(optimizer, model)
         check_optimizer(made, model, self.cluster.world_size)
-        fuse(made)
+        fuse(made, model)
         if self.device.type == "cpu" and self.cluster.rank != NO_RANK:
             check_memory(optimizer_parameters(made), made, self._state_fraction)
         synchronized = deterministic if self._sync_batchnorm is None else self._sync_batchnorm
@@ -123,7 +123,7 @@ class ReplicaStrategy(SavingStrategy):
         self._seed = seed
         self._needs_context = self._needs_context or synchronized or deterministic
         tensors = _tensors(model)
-        self._group, self._parts = self.groups.data, self.groups.model
+        self._group, self._parts = self._summing(), self.groups.model
         self._share(model, list(tensors.values()))
         clipping.watch(self._pairs, self._holds_parts, self._are_summed_later)
         whole, gradients = self._gradients(model, made)
@@ -215,10 +215,10 @@ class ReplicaStrategy(SavingStrategy):
             batch: The batch that is computed next.
         """
         self._entered = batch
-        for pair in self._pairs.all:
+        for pair in self._pairs.in_use:
             if pair.new:
                 self._welcome(pair)
-        for pair in self._pairs.all:
+        for pair in self._pairs.in_use:
             pair.gradients.before_forward(pair.passes + 1 >= pair.accumulate)
         if self._needs_context:
             seed = self._seed if self._pairs.used is None else self._pairs.used.seed
@@ -237,6 +237,10 @@ class ReplicaStrategy(SavingStrategy):
                 size, parts - size // 2, parts,
             )  # fmt: skip
         return replace(chain, least=2)
+
+    def _summing(self) -> Collective:
+        """The tasks whose gradients make one update."""
+        return self.groups.data
 
     @property
     def _holds_parts(self) -> bool:
@@ -273,7 +277,7 @@ class ReplicaStrategy(SavingStrategy):
         """Take in what was put into the model after it was prepared."""
         model = unwrap(pair.model)
         check_members(pair.optimizer, model)
-        fuse(pair.optimizer)
+        fuse(pair.optimizer, model)
         if self._synchronized:
             synchronize_batchnorm(model)
         known, pair.shared = pair.shared, _tensors(model)

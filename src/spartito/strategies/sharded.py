@@ -11,25 +11,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
 
 from spartito.checkpoint.boxes import Cut, SpanCut
 from spartito.checkpoint.saved import Saved
 from spartito.checkpoint.saving import Unwritten
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
-from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.pages import PAGE
-from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.data.batch import Batch
-from spartito.engine import fused
-from spartito.engine.divided import ELEMENTWISE
-from spartito.engine.gradients import Gradients
+from spartito.engine.gradients import Gradients, LocalGradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.memory import give_back_memory
 from spartito.engine.notes import value_of
-from spartito.engine.optimizers import OptimizerLike, optimizer_parameters, unwrap
+from spartito.engine.optimizers import OptimizerLike, unwrap
 from spartito.engine.precision import choose_precision
 from spartito.engine.sharding.blocks import Members, divide
+from spartito.engine.sharding.copies import check_group
 from spartito.engine.sharding.gathering import Shown, gather_around
 from spartito.engine.sharding.gradients import ShardedGradients
 from spartito.engine.sharding.hidden import asleep
@@ -38,42 +37,26 @@ from spartito.engine.sharding.homes import (
     Home,
     SharedHome,
     WholeHome,
-    settle,
 )
 from spartito.engine.sharding.stage import Stage, make_stage
 from spartito.engine.unmade import make_buffers, told
-from spartito.errors import UserError
+from spartito.errors import TaskLostError, UserError
 from spartito.names import divisors
-from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.distributed import StepResult
-from spartito.strategies.groups import DATA, MODEL
 from spartito.strategies.pair import Pair
+from spartito.strategies.recovering import Standing, share_state
+from spartito.strategies.resharding import Kept, load_rest, rest_of
+from spartito.strategies.shards import (
+    COPIES,
+    SHARDS,
+    ShardedCoordination,
+    check_optimizer,
+    connect,
+)
 from spartito.strategies.synchronous import SynchronousStrategy
 
-SHARDS, COPIES = "shards", "copies"
 BLOCK = 4 << 20
 """Bytes from which on a module is a block."""
-
-
-class ShardedCoordination(SynchronousCoordination):
-    """Replicas that do not each have all values; what they wrote into these is settled first."""
-
-    homes: Mapping[int, Home] = {}
-    is_whole = False
-
-    def compare(self, order: int = 0) -> None:
-        self.settle()
-        super().compare(order)
-
-    def settle(self) -> None:
-        """Make what all have written into parameters their values; all call this."""
-        homes = dict.fromkeys(self.homes.values())
-        if homes:
-            writers = self._sum(float(any(home.is_written for home in homes)))
-            settle(homes, self._groups.data, writers)
-
-    def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
-        return super().checksum(parameters) if self.is_whole else 0
 
 
 class ShardedStrategy(SynchronousStrategy):
@@ -101,12 +84,17 @@ class ShardedStrategy(SynchronousStrategy):
         timeout: Seconds that a wait for another task may take; None is ``SPARTITO_TIMEOUT``.
         communication: "auto", "sockets" or "process_group", as in `MirroredStrategy`.
         flush_denormals: As in `MirroredStrategy`.
+        recovery: How `Trainer.fit` goes on when a task is lost; None asks ``SPARTITO_RECOVERY``.
+            Each shard of parameters and optimizer's state is then kept twice more, in memory of
+            the machine, or by the next task.
 
     Raises:
         UserError: For options or a device that it cannot have.
     """
 
     name = "sharded"
+    _recovers = True
+    coordination: ShardedCoordination
 
     def __init__(
         self,
@@ -121,6 +109,7 @@ class ShardedStrategy(SynchronousStrategy):
         timeout: float | None = None,
         communication: str = "auto",
         flush_denormals: bool = True,
+        recovery: Recovery | None = None,
     ) -> None:
         if zero not in (1, 2, 3):
             raise UserError(
@@ -139,6 +128,7 @@ class ShardedStrategy(SynchronousStrategy):
             timeout=timeout,
             communication=communication,
             flush_denormals=flush_denormals,
+            recovery=recovery,
         )
         if self.device.type != "cpu":
             raise UserError(
@@ -155,10 +145,19 @@ class ShardedStrategy(SynchronousStrategy):
                 f"copies={copies} of the model on {world} replicas",
                 f"It divides their number: one of {divisors(world)}.",
             )
-        self.groups.connect = partial(_connect, copies)
+        if copies > 1 and self.recovery is not None:
+            raise UserError(
+                f"copies={copies} with recovery, which keeps copies of its own",
+                "Leave one of them out.",
+            )
+        self.groups.connect = partial(connect, copies)
+        self._members: list[Members] = []
         self._homes: dict[int, Home] = {}
         self._stage: Stage | None = None
         self._shown: dict[nn.Module, Shown] = {}
+        self._hooks: list[RemovableHandle] = []
+        self._learned: list[nn.Parameter] = []
+        self._kept = Kept()
         self.coordination = ShardedCoordination(
             self.name, self.job, self.cluster, self._pairs, self.groups
         )
@@ -183,7 +182,7 @@ class ShardedStrategy(SynchronousStrategy):
                     "Choose bf16, or mirrored.",
                 )
             if isinstance(optimizer, Optimizer):
-                _check_optimizer(optimizer)
+                check_optimizer(optimizer)
         with asleep():
             return super().prepare(
                 model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
@@ -205,8 +204,13 @@ class ShardedStrategy(SynchronousStrategy):
     def _state_fraction(self) -> float:
         return self._copies / self.num_replicas_in_sync
 
+    @property
+    def _has_shards(self) -> bool:
+        """Whether there may be more replicas than this one, perhaps after a loss."""
+        return self.num_replicas_in_sync > 1 or self.recovery is not None
+
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
-        if self.num_replicas_in_sync == 1:
+        if not self._has_shards:
             return
         parameters = {id(tensor) for tensor in tensors if isinstance(tensor, nn.Parameter)}
         super()._share(model, [tensor for tensor in tensors if id(tensor) not in parameters])
@@ -214,27 +218,45 @@ class ShardedStrategy(SynchronousStrategy):
 
     def _lay_out(self, model: nn.Module) -> None:
         make_buffers(model)
-        if self.num_replicas_in_sync == 1:
+        if not self._has_shards or self.groups.joins:
             super()._lay_out(model)
         else:
             self._settle(model)
 
     def _settle(self, model: nn.Module) -> None:
-        """Find homes for the parameters that have none, and bring the chief's values there."""
+        """Find homes for the parameters that have none, and bring the chief's values there.
+
+        Who joins a training later gets all from the others, in `meet_again`.
+        """
+        known = [id(parameter) for each in self._members for parameter in each.parameters]
+        members = divide(model, self._block_bytes, known)
+        self._members += members
+        if self.groups.joins:
+            return
+        if self.recovery is not None:
+            check_group(self.groups.world)
         if self._stage is None:
             self._stage = make_stage(self.groups[SHARDS])
-        members = divide(model, self._block_bytes, self._homes)
         homes = list(self._make_homes(members, self._stage))
         for home in homes:
-            whole: Callable[[Tensor], Tensor] = partial(told, self.groups.world)
-            if home.is_shared and self._copies == 1:  # the chief writes them for all
-                whole = value_of if self.is_chief else Tensor.detach
-            with self.coordination.during("prepare"):
-                home.fill(map(whole, home.parameters))
+            self._fill_with_chiefs(home)
+        self._move_in(model, homes)
+
+    def _fill_with_chiefs(self, home: Home) -> None:
+        whole: Callable[[Tensor], Tensor] = partial(told, self.groups.world)
+        if home.is_shared and self._copies == 1:  # the chief writes them for all
+            whole = value_of if self.is_chief else Tensor.detach
+        with self.coordination.during("prepare"):
+            home.fill(map(whole, home.parameters))
+
+    def _move_in(self, model: nn.Module, homes: Sequence[Home]) -> None:
+        """All shards have values: from now on ``model`` has its parameters there."""
+        for home in homes:
+            home.watches = self.recovery is not None
             self._homes |= {id(parameter): home for parameter in home.parameters}
         self.groups.world.barrier()
         give_back_memory()
-        gather_around(model, [home for home in homes if isinstance(home, GatheredHome)])
+        self._hooks += gather_around([home for home in homes if isinstance(home, GatheredHome)])
         if self._zero == 3:
             own = unwrap(model)  # of a compiled one
             self._shown.setdefault(own, Shown()).watch(own, homes)
@@ -283,65 +305,99 @@ class ShardedStrategy(SynchronousStrategy):
         return found
 
     def _load(self, saved: Saved) -> None:
+        self._kept.look(self._homes, self._pairs.all, is_settled=False)
         with self._as_shards():
             super()._load(saved)
         if self._zero == 3:
             for home in dict.fromkeys(self._homes.values()):
                 home.loaded()
+        if self.aboard is not None:
+            self.keep_copies()
 
     @contextmanager
     def _as_shards(self) -> Generator[None]:
         """A block in which models show the elements that are this replica's."""
-        shown = self._shown.get(unwrap(self._pairs.only.model), Shown())
-        shown.as_shards = True
+        for shown in self._shown.values():
+            shown.as_shards = True
         try:
             with asleep():
                 yield
         finally:
-            shown.as_shards = False
+            for shown in self._shown.values():
+                shown.as_shards = False
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
-        if self.num_replicas_in_sync == 1:
-            return super()._gradients(model, optimizer)
-        _check_optimizer(optimizer)
+        if not self._has_shards or self.groups.joins:
+            return model, LocalGradients(optimizer)
+        check_optimizer(optimizer)
         made = ShardedGradients(
-            optimizer, self.groups.data, self._homes, self.groups[SHARDS], self.groups[COPIES]
-        )
+            optimizer, self.groups.data, self._homes, self.groups[SHARDS], self.groups[COPIES],
+            self._learned,
+        )  # fmt: skip
         return model, made
 
     def _optimize(self, pair: Pair) -> None:
-        if self.num_replicas_in_sync > 1:
-            _check_optimizer(pair.optimizer)
+        if self._has_shards:
+            check_optimizer(pair.optimizer)
+        keeps = self.aboard is not None  # a training that recovers
+        if isinstance(pair.gradients, ShardedGradients):
+            pair.gradients.are_met = keeps
+        if keeps:
+            self._kept.look(self._homes, self._pairs.all, is_settled=True)
         super()._optimize(pair)
+        if keeps:
+            self._kept.keep(self._homes, self._pairs.all)
 
+    def keep_copies(self) -> None:
+        if self.recovery is not None:
+            self.coordination.settle()
+            self._kept.join(self.groups.world, self.cluster.local_rank)
+            self._kept.keep(self._homes, self._pairs.all)
 
-def _connect(copies: int, rendezvous: Rendezvous, cluster: ClusterSpec) -> dict[str, Collective]:
-    """The groups of all replicas, and the rows and columns of the mesh of copies and shards."""
-    world, alone = rendezvous.group(), IdentityCollective()
-    found: dict[str, Collective] = {WORLD: world, DATA: world, MODEL: alone}
-    if copies == 1:
-        return {**found, SHARDS: world, COPIES: alone}
-    size = cluster.world_size // copies
-    row = cluster.rank - cluster.rank % size
-    column = range(cluster.rank % size, cluster.world_size, size)
-    return {
-        **found,
-        SHARDS: rendezvous.group(SHARDS, range(row, row + size)) if size > 1 else alone,
-        COPIES: rendezvous.group(COPIES, column),
-    }
+    def regroup(self, cause: TaskLostError | None) -> bool:
+        comes = cause is None and self._kept.is_current  # somebody, and nobody was lost
+        self._kept.look(self._homes, self._pairs.all, is_settled=False)
+        if comes:
+            try:
+                self.keep_copies()
+            except TaskLostError as error:
+                cause = error
+        self._kept.is_current = False
+        return super().regroup(cause)
 
+    def meet_again(
+        self, own: Standing, training: Callable[[], dict[str, Any]]
+    ) -> tuple[Standing, dict[str, Any] | None]:
+        if own.is_new:
+            self._kept.forget()
+        found = super().meet_again(own, training)
+        self.keep_copies()
+        return found
 
-def _check_optimizer(optimizer: Optimizer) -> None:
-    """Refuse one whose step on a shard is not a part of its step."""
-    name = type(optimizer).__name__
-    if type(optimizer) not in ELEMENTWISE and optimizer_parameters(optimizer):
-        raise UserError(
-            f"{name} under sharded: it may look at whole parameters, and a replica has parts",
-            "Choose AdamW, SGD or another that updates each element by itself, or mirrored.",
-        )
-    if fused.has_hooks(optimizer):
-        raise UserError(
-            f"an {name} with hooks on its steps under sharded",
-            "A replica's step has only its shard of the gradients and of the new values: "
-            "choose mirrored, or do it before or after strategy.update.",
-        )
+    def _share_all(
+        self, own: Standing, training: Callable[[], dict[str, Any]]
+    ) -> tuple[Standing, dict[str, Any] | None]:
+        with self._as_shards():
+            found = share_state(self._group, self._pairs.all, own, training, rest_of, load_rest)
+        world, pairs = self.groups.world, self._pairs.all
+        healing = self._kept.heal(world, self.cluster.local_rank, self._members, pairs)
+        for home in dict.fromkeys(self._homes.values()):
+            home.leave()
+        for hook in self._hooks:
+            hook.remove()
+        for shown in self._shown.values():
+            shown.homes = []
+        self._hooks, self._learned = [], []
+        self._homes.clear()
+        self._stage = make_stage(self.groups[SHARDS])
+        homes = list(self._make_homes(self._members, self._stage))
+        for home in homes:
+            if healing is None:
+                self._fill_with_chiefs(home)
+            else:
+                self._learned += healing.fill(home)
+        for pair in pairs:
+            own_ones = {id(p) for p in unwrap(pair.model).parameters()}
+            own_homes = [h for h in homes if id(h.parameters[0]) in own_ones]
+            self._move_in(pair.model, own_homes)
+        return found

@@ -48,6 +48,7 @@ class Placed(Distributed):
     """Batches on the strategy's device, each announced to the modules that want to know."""
 
     overlaps = False
+    alike = True
 
     def __init__(
         self,
@@ -128,7 +129,12 @@ class Placed(Distributed):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self._batches.load_state_dict(state)
         if self._pairs is not None and state.get(WAITING):
-            self._pairs.only.go_on_accumulating(self._group.rank)
+            self._pairs.only.go_on_accumulating(self._rank)
+
+    @property
+    def _rank(self) -> int:
+        """This task's among those whose waiting gradients are summed; the first takes what was."""
+        return self._group.rank
 
     def _on_device(self, batches: Iterator[Batch]) -> Generator[Batch]:
         elsewhere = self._device.type != "cpu"

@@ -78,9 +78,10 @@ class SynchronousStrategy(ReplicaStrategy):
             find_unused_parameters: With "ddp": True searches in every step for parameters that
                 get no gradient, False refuses them, None does what the first update needs.
             flush_denormals: Whether denormal numbers are 0 where replicas compute, which is faster.
-            recovery: How `Trainer.fit` goes on when a task is lost, under mirrored and
-                multi_worker_mirrored on CPUs; None asks ``SPARTITO_RECOVERY``, without which a
-                loss ends the training. Each replica then makes the whole update.
+            recovery: How `Trainer.fit` goes on when a task is lost, under mirrored,
+                multi_worker_mirrored and sharded on CPUs; None asks ``SPARTITO_RECOVERY``, without
+                which a loss ends the training. Each replica then makes the whole update, or keeps
+                a second copy of its shard.
 
         Raises:
             UserError: For a cluster, device or communication that this strategy cannot have.
@@ -88,7 +89,7 @@ class SynchronousStrategy(ReplicaStrategy):
         super().__init__(cluster, device, sync_batchnorm, flush_denormals)
         if recovery is not None and not self._recovers:
             raise UserError(
-                f"recovery under {self.name}", "Choose mirrored or multi_worker_mirrored."
+                f"recovery under {self.name}", "Choose mirrored, multi_worker_mirrored or sharded."
             )
         self.recovery: Recovery | None = None
         if self._recovers:
@@ -168,13 +169,22 @@ class SynchronousStrategy(ReplicaStrategy):
         Raises:
             TaskLostError: Another one is lost; then all `regroup` once more.
         """
-        self._group, self._parts = self.groups.data, self.groups.model
+        self._group, self._parts = self._summing(), self.groups.model
         with self.coordination.during("prepare"):
-            found = share_state(self._group, self._pairs.all, own, training)
+            found = self._share_all(own, training)
             for pair in self._pairs.all:
                 pair.gradients = self._gradients(pair.model, pair.optimizer)[1]
         clipping.watch(self._pairs, self._holds_parts, self._are_summed_later)
         return found
+
+    def _share_all(
+        self, own: Standing, training: Callable[[], dict[str, Any]]
+    ) -> tuple[Standing, dict[str, Any] | None]:
+        """Bring all tasks to one state; as `share_state`."""
+        return share_state(self._group, self._pairs.all, own, training)
+
+    def keep_copies(self) -> None:
+        """Before a training that recovers, on all tasks: what one of them alone has, is kept."""
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
         with self._group.current_call.during("step"):
@@ -226,9 +236,9 @@ class SynchronousStrategy(ReplicaStrategy):
                 send(self.groups.world, tensors)
 
     def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
-        if self.num_replicas_in_sync == 1:
-            return model, LocalGradients(optimizer)
         group = self._group
+        if group.world_size == 1:
+            return model, LocalGradients(optimizer)
         if self._overlaps and isinstance(group, ProcessGroupCollective):
             whole = Overlapped(model, group)
             self._overlapped.append(whole)
@@ -262,8 +272,6 @@ class SynchronousStrategy(ReplicaStrategy):
         pair.gradients.summed = True
         if randomness is not None:
             randomness.check(rest[:2])
-        if aboard is not None:
-            aboard.brought(rest[len(drawn) :])
         dropped = False
         with skipping(pair.optimizer, float(weight) if scaled else weight) as is_due:
             if is_due:
@@ -278,6 +286,8 @@ class SynchronousStrategy(ReplicaStrategy):
             loss = weight = 0.0
         if self._repeating is not None:
             self._repeating.end(pair)
+        if aboard is not None:  # last: an update of shards may still be undone
+            aboard.brought(rest[len(drawn) :])
         return StepResult(
             output,
             examples,

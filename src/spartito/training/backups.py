@@ -15,6 +15,9 @@ from spartito.storage.atomic import read_manifest, sweep
 OF = "backup"
 """What a manifest says of the training; also the section with what a checkpoint lacks."""
 
+BACKUPS = Path("backup")
+"""Where they are in a run folder."""
+
 KEPT = 2
 """The newest, and the one before it, should a disk damage the newest."""
 
@@ -23,7 +26,7 @@ class Backups(Protocol):
     """The backups of one fit."""
 
     directory: Path
-    """Where they are written."""
+    """Where they are written, on the chief's machine."""
 
     def newest(self) -> str:
         """The name of the newest that is whole, which is to be fetched; empty: there is none."""
@@ -31,6 +34,18 @@ class Backups(Protocol):
 
     def fetch(self, name: str) -> Path:
         """Where this task reads it."""
+        ...
+
+    def path_of(self, name: str) -> Path:
+        """Where that is, whether it is there or not."""
+        ...
+
+    def release(self) -> None:
+        """It was read."""
+        ...
+
+    def where(self, name: str) -> str:
+        """What a user calls it."""
         ...
 
     def begin(self, name: str) -> dict[str, Any]:
@@ -44,6 +59,11 @@ class Backups(Protocol):
     def remove(self) -> None:
         """All of them, as the training is complete."""
         ...
+
+
+def folder_of(fit: int) -> str:
+    """The folder of the backups of a trainer's ``fit``-th fit, from 1, beside those of others."""
+    return f"fit-{fit}"
 
 
 class LocalBackups(Backups):
@@ -64,6 +84,15 @@ class LocalBackups(Backups):
 
     def fetch(self, name: str) -> Path:
         return self.directory / name
+
+    def path_of(self, name: str) -> Path:
+        return self.directory / name
+
+    def release(self) -> None:
+        pass
+
+    def where(self, name: str) -> str:
+        return str(self.directory / name)
 
     def begin(self, name: str) -> dict[str, Any]:
         return self._manager.begin(name)

@@ -133,6 +133,9 @@ class Callback:
     def on_epoch_begin(self, epoch: int) -> None:
         """Before an epoch, and before any task works on it.
 
+        It is called again where a training goes on in the middle of the epoch: what changes a
+        value relative to itself keeps the epoch in its `state_dict`.
+
         Args:
             epoch: Its number, counted from 0.
         """

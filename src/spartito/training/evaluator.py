@@ -25,9 +25,9 @@ from spartito.training.callback import Callback, Training
 from spartito.training.callbacks.early_stopping import EarlyStopping
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
 from spartito.training.callbacks.tensorboard import TensorBoard
+from spartito.training.evaluation import Evaluation
 from spartito.training.heartbeat import Observation, Signal, look, process_began
 from spartito.training.history import History
-from spartito.training.loop import Evaluation
 
 POLL_SECONDS = 0.25
 SAY_AFTER, SAY_EVERY = 2.0, 30.0
@@ -187,7 +187,7 @@ class Evaluator:
             return
         trainer.strategy.load({"model": state["model"]})
         saved: dict[str, Any] = state.get("trainer") or {"epoch": 0, "step": 0}
-        trainer.epoch, trainer.step = saved["epoch"], saved["step"]
+        trainer.epoch, trainer.step = saved["epoch"], saved.get("counted", saved["step"])
         figures = {f"{VALIDATION}{n}": value for n, value in self._evaluation.run().items()}
         seconds = time.perf_counter() - began
         begun = bool((saved.get("loop") or {}).get("done"))  # saved within the next epoch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Literal
 from spartito.checkpoint.manager import CheckpointManager
 from spartito.errors import UserError
 from spartito.storage.atomic import write_file_atomically
-from spartito.training.callback import Callback, Logs
+from spartito.training.callback import Callback
 
 FILE = "training.json"
 BEAT_SECONDS = 1.0
@@ -73,7 +74,8 @@ def process_began() -> float:
 class Heartbeat(Callback):
     """Keeps the signal beside the checkpoints of a `fit`; the chief alone has one.
 
-    It comes after all other callbacks: what it announces has been written.
+    It comes after all other callbacks: what it announces has been written. A thread gives the
+    signs of life, so that a chief that waits for another task, or evaluates, still gives them.
     """
 
     def __init__(self, manager: CheckpointManager, fit: int) -> None:
@@ -81,32 +83,31 @@ class Heartbeat(Callback):
         self._manager, self._fit = manager, fit
         self._file = manager.directory / FILE
         self._first = self._start = 0
-        self._next = 0.0
+        self._over = threading.Event()
 
     def on_train_begin(self) -> None:
         """Say that the training runs, in place of what an earlier one left."""
-        self._first, self._start = self._manager.next_sequence, self.trainer.step
+        self._over.set()  # of an `on_train_begin` before this one, where a task came back
+        before = look(self._manager.directory) if self.trainer.went_on else None
+        if before is not None and before.signal.fit == self._fit:  # another process's, of this fit
+            self._first, self._start = before.signal.first, before.signal.start
+        else:
+            self._first, self._start = self._manager.next_sequence, self.trainer.step
         self._tell("running")
-
-    def on_train_batch_end(self, batch: int, logs: Logs) -> None:
-        """Give a sign of life when it is time to."""
-        if time.monotonic() >= self._next:
-            self._beat()
-
-    def on_epoch_begin(self, epoch: int) -> None:
-        """Give a sign of life."""
-        self._beat()
-
-    def on_epoch_end(self, epoch: int, logs: Logs) -> None:
-        """Give a sign of life."""
-        self._beat()
+        self._over = threading.Event()
+        beats = threading.Thread(
+            target=self._beat, args=(self._over,), name="spartito-signal", daemon=True
+        )
+        beats.start()
 
     def on_train_end(self) -> None:
         """Say that no more checkpoints come."""
+        self._over.set()
         self._tell("finished")
 
     def on_train_error(self, error: BaseException) -> None:
         """Say that no more checkpoints come, if it was ever said that some would."""
+        self._over.set()
         if self._first:
             self._tell("failed")
 
@@ -114,11 +115,10 @@ class Heartbeat(Callback):
         epoch, step = self.trainer.epoch, self.trainer.step
         signal = Signal(state, self._fit, self._first, self._start, epoch, step)
         write_file_atomically(self._file, json.dumps(asdict(signal)) + "\n")
-        self._next = time.monotonic() + BEAT_SECONDS
 
-    def _beat(self) -> None:
-        self._next = time.monotonic() + BEAT_SECONDS
-        try:
-            os.utime(self._file)
-        except FileNotFoundError:  # somebody cleared the folder; the training goes on
-            self._tell("running")
+    def _beat(self, over: threading.Event) -> None:
+        while not over.wait(BEAT_SECONDS):
+            try:
+                os.utime(self._file)
+            except FileNotFoundError:  # somebody cleared the folder; the training goes on
+                self._tell("running")

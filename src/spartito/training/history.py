@@ -30,3 +30,14 @@ class History:
         self.epoch.append(epoch)
         for name, value in logs.items():
             self.history.setdefault(name, []).append(value)
+
+    def take(self, epoch: list[int], history: Mapping[str, list[Any]]) -> None:
+        """Become what another one is.
+
+        Args:
+            epoch: Its numbers.
+            history: Its figures.
+        """
+        self.epoch[:] = epoch
+        self.history.clear()
+        self.history.update(history)

@@ -1,30 +1,28 @@
-"""The loops inside `Trainer.fit` and `Trainer.evaluate`."""
+"""The loop inside `Trainer.fit`."""
 
 from __future__ import annotations
 
 import json
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
-from itertools import chain as flatten
-from itertools import islice
+from collections.abc import Callable, Generator, Iterator
+from contextlib import closing
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
-from spartito.engine.loss import LossFunction
+from spartito.data.memory import few_rows
 from spartito.engine.seed import random_state, set_random_state
-from spartito.errors import UserError
 from spartito.failpoints import watched
 from spartito.heartbeat import DATA, EVALUATE, SERVE, STEP, beat
 from spartito.log import warn
-from spartito.strategies import StepResult, Strategy
-from spartito.training.callback import Callback, Training, hooks
+from spartito.strategies import StepResult
+from spartito.training.callback import Training, hooks
 from spartito.training.clock import Clock, StepLogs
+from spartito.training.evaluation import Evaluation
 from spartito.training.history import History
 from spartito.training.metrics import Metric
 from spartito.training.metrics.base import State
@@ -43,6 +41,7 @@ class TrainingLoop:
         self.chain = chain
         self._trainer = trainer
         self._strategy, self._coordination = trainer.strategy, trainer.coordination
+        self._coordination.compare_data(few_rows(chain.source))
         self._batches = trainer.strategy.distribute(chain, seed=trainer.seed)
         self.clock = Clock(lambda: self._batches.waited, self._batches.overlaps)
         if before is not None:  # other data, but no order of passes that was seen already
@@ -54,7 +53,7 @@ class TrainingLoop:
         self._steps: int | None = None
         self._own_examples = self._own_batches = 0
         self._waited = 0.0  # for other tasks, inside of epochs
-        self._was_finite = True
+        self._was_finite, self._running = True, 0
         watched(trainer)
         self._random = ""  # of the moment at which a resumed epoch goes on
         self._forget()
@@ -74,13 +73,16 @@ class TrainingLoop:
         batches = self._batches.epochs(len(epochs), steps, self._done, self)
         with closing(batches):
             for epoch in epochs:
-                for callback in callbacks:
-                    callback.on_epoch_begin(epoch)  # before the next line gives out any work
+                self._begin_epoch(epoch)  # before the next line gives out any work
                 self._run_epoch(epoch, next(batches), validation, history)
                 if self._agree_to_stop(last=epoch + 1 == epochs.stop):
                     break
         for callback in callbacks:
             callback.on_train_end()
+
+    def _begin_epoch(self, epoch: int) -> None:
+        for callback in self._trainer.callbacks:
+            callback.on_epoch_begin(epoch)
 
     def record(self) -> dict[str, Any]:
         """What this task did so far, and where its time went."""
@@ -100,13 +102,17 @@ class TrainingLoop:
         """Where the loop is: the position in the data, and the sums of the epoch over all."""
         loss, weight = self._sums()
         metrics = self._whole_metrics() if self._done else []
+        ended = self._trainer.epoch > self._running
+        data, step, done = self._batches.settled(self._trainer.step, self._done, ended)
         return {
-            "data": self._batches.state_dict(),
+            "data": data,
+            "step": step,
             "meaning": meaning(self.chain, self._steps, self._trainer.seed),
-            "done": self._done,
+            "done": done,
             "examples": self.clock.examples if self._done else 0,
             "loss": loss,
             "weight": weight,
+            "own": self._own_sums(),
             "metrics": {metric.name: metric.state_dict() for metric in metrics},
             "skips": self._trainer.skips.state_dict(),
             "random": self._coordination.tell_all(random_state()),
@@ -126,8 +132,9 @@ class TrainingLoop:
         self._done, self._examples = state["done"], state["examples"]
         self._trainer.skips.load_state_dict(state.get("skips", {}))
         before = [state["loss"], state["weight"]]
-        if self._batches.overlaps:
+        if not self._batches.alike:
             self._before = before
+            self._take_own(state.get("own", []))
         else:  # all have the same sums, and go on adding where they were: bitwise
             self._loss, self._weight = before
         cluster, found = self._coordination.cluster, state.get("random", ())
@@ -146,6 +153,7 @@ class TrainingLoop:
         history: History,
     ) -> None:
         trainer, callbacks = self._trainer, self._trainer.callbacks
+        self._running = epoch
         with closing(batches):
             self._train_epoch(batches)
         trainer.epoch = epoch + 1
@@ -244,9 +252,10 @@ class TrainingLoop:
 
     def _figures(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The epoch's loss and metrics over all replicas, and where its time went."""
+        clock = self.clock
         timing = {
-            "examples_per_second": self.clock.rate,
-            "data_wait_fraction": self._coordination.mean(self.clock.wait_fraction),
+            "examples_per_second": clock.rate,
+            **self._coordination.waits(clock.wait_fraction, clock.seconds),
         }
         loss, weight = self._sums()
         found = {"loss": loss / weight if weight else float("nan")}
@@ -267,6 +276,7 @@ class TrainingLoop:
         found |= computed(self._whole_metrics())
         if self._trainer.on_nonfinite == SKIP:
             found[SKIPPED] = self._trainer.skips.epoch
+        found |= self._coordination.figures(self.sums())
         return found, timing
 
     def sums(self) -> list[float]:
@@ -281,6 +291,20 @@ class TrainingLoop:
         """The same over all replicas, with what came before a checkpoint."""
         total = self._batches.total(self.sums(), ())
         return [now + before for now, before in zip(total, self._before, strict=True)]
+
+    def _own_sums(self) -> list[list[float]]:
+        """The sums of each task, where they differ and all meet: for a bitwise resume."""
+        if self._batches.alike or self._batches.overlaps:
+            return []
+        return [json.loads(each) for each in self._coordination.tell_all(json.dumps(self.sums()))]
+
+    def _take_own(self, found: list[list[float]]) -> None:
+        """Go on from one's own sums, if those of all tasks are still what they were together."""
+        cluster = self._coordination.cluster
+        if len(found) == cluster.num_computing and cluster.rank < len(found):
+            mine = found[cluster.rank]
+            if self._batches.total(mine, ()) == self._before:
+                (self._loss, self._weight), self._before = mine, [0.0, 0.0]
 
     def _whole_metrics(self) -> list[Metric]:
         """The epoch's metrics over all replicas, with what came before a checkpoint."""
@@ -320,93 +344,3 @@ class TrainingLoop:
             if text:
                 name = coordination.cluster.name_of(rank) if len(told) > 1 else coordination.task
                 trainer.notice.leave(f"{text} came to {name}")
-
-
-class Evaluation:
-    """Loss and metrics over a data set, exact over all replicas."""
-
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: nn.Module,
-        loss: LossFunction | None,
-        metrics: Sequence[Metric],
-        chain: Dataset,
-        steps: int | None,
-    ) -> None:
-        self._strategy, self._model, self._loss = strategy, model, loss
-        self._metrics = MetricSet(metrics)
-        self._chain, self._steps = chain, steps
-        self.distribute()
-
-    def distribute(self) -> None:
-        """Take this task's part of the data, anew where others are there than before."""
-        self._batches = self._strategy.distribute(self._chain, training=False)
-
-    def run(self, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
-        """The figures, equal on all replicas: ``{"loss": ..., "accuracy": ...}``."""
-        self._metrics.reset()
-        begin, end = (hooks(callbacks, f"on_test_batch_{when}") for when in ("begin", "end"))
-        logs = StepLogs(self._metrics)
-        for callback in callbacks:
-            callback.on_test_begin()
-        losses = [0.0, 0.0]
-        examples = 0
-        self._strategy.coordination.synchronize()
-        with evaluating(self._model):
-            # It is kept, so that a corrupt example is named once.
-            self._batches.load_state_dict({"pass": 0, "step": 0})
-            with closing(self._once()) as batches:
-                for number, batch in enumerate(batches):
-                    beat(number, EVALUATE)
-                    for hook in begin:
-                        hook(number)
-                    loss, weight, output = self._strategy.evaluate(batch, self._loss)
-                    losses[0] += loss
-                    losses[1] += weight
-                    examples += batch.size
-                    self._metrics.update(output, batch)
-                    if end and losses[1]:
-                        logs.last = losses[0], losses[1]
-                    for hook in end:
-                        hook(number, logs)
-        loss, weight, examples_in_all = self._batches.total((), [*losses, examples])
-        if not examples_in_all:
-            raise UserError("an evaluation without examples", "Give it some data.")
-        if not weight:
-            raise UserError(
-                f"an evaluation of {examples_in_all:.0f} examples of which none counts",
-                "Their targets are all left out (ignore_index), or weigh nothing.",
-            )
-        found = {"loss": loss / weight}
-        if self._metrics:
-            parts = self._batches.collect(self._metrics.state())
-            found |= computed(self._metrics.merged(parts, {}))
-        for callback in callbacks:
-            callback.on_test_end(found)
-        return found
-
-    def _once(self) -> Generator[Batch]:
-        """The batches of one epoch, no more than the steps that were asked for."""
-        if self._chain.repeats is None:
-            yield from flatten.from_iterable(self._batches.epochs(1, self._steps, 0))
-            return
-        done = 0
-        for batch in islice(self._batches, self._steps):
-            done += 1
-            yield batch
-        if self._steps is not None and done < self._steps:
-            warn("%d steps to evaluate, and the data has %d batches", self._steps, done)
-            self._steps = None  # said once
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model in evaluation mode, without gradients, and then as it was."""
-    training = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(training)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from spartito.data.dataset import Dataset
+from spartito.strategies.leased import LeasedCoordination
+from spartito.training.journaled import JournaledLoop
 from spartito.training.loop import TrainingLoop
 from spartito.training.recovering import RecoveringLoop
 
@@ -14,5 +16,8 @@ if TYPE_CHECKING:
 
 def make_loop(trainer: Trainer, chain: Dataset, before: TrainingLoop | None) -> TrainingLoop:
     """The loop of a trainer over a data set: one that recovers where its strategy does."""
+    if isinstance(trainer.coordination, LeasedCoordination):
+        keeps = trainer.coordination.keeps
+        return (JournaledLoop if keeps else TrainingLoop)(trainer, chain, before)
     recovers = getattr(trainer.strategy, "recovery", None) is not None
     return (RecoveringLoop if recovers else TrainingLoop)(trainer, chain, before)

@@ -2,8 +2,7 @@
 
 Each task remembers where the last update left it. When it hears of a loss it goes back there,
 leaves the groups, meets those who live and those who are new, and all go on from the state of one
-that was furthest. What every task needs to know of the others' rows, the sums of the metrics,
-rides along with the updates.
+that was furthest. What all need to know of the others' rows rides along with the updates.
 """
 
 from __future__ import annotations
@@ -25,15 +24,16 @@ from spartito.heartbeat import RECOVER, during
 from spartito.log import note
 from spartito.strategies import StepResult
 from spartito.strategies.groups import Groups
-from spartito.strategies.recovering import ElsewhereError, Standing
+from spartito.strategies.recovering import ElsewhereError, ShardsLostError, Standing
 from spartito.strategies.sharing import Placed
 from spartito.training.callback import hooks
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
-from spartito.training.callbacks.early_stopping import EarlyStopping, kept_by
+from spartito.training.callbacks.early_stopping import give_kept, kept_by
 from spartito.training.called import keys_of, missed
 from spartito.training.clock import StepLogs
+from spartito.training.evaluation import Evaluation
 from spartito.training.history import History
-from spartito.training.loop import Evaluation, TrainingLoop
+from spartito.training.loop import TrainingLoop
 from spartito.training.metrics import Metric
 from spartito.training.metrics.carried import CarriedMetrics
 from spartito.training.own_callbacks import take_office
@@ -67,6 +67,7 @@ class RecoveringLoop(TrainingLoop):
         self._found: dict[str, Any] = {}
         self._found_at = 0
         self._saved_callbacks: list[list[Any]] = []
+        self._nowhere: ShardsLostError | None = None
 
     @property
     def _groups(self) -> Groups:
@@ -90,13 +91,13 @@ class RecoveringLoop(TrainingLoop):
         self._keep_mark()
         self._meeting.aboard, self._meeting.fits = self, self._meeting.fits + 1
         try:
-            joins = self._groups.joins
-            if joins:
+            if joins := self._groups.joins:
                 self._recovering.went_on = True
                 if self._meet(None, is_new=True):
                     epochs = self._begin_anew(epochs)
                 take_office(self._recovering)
             else:
+                self._meeting.keep_copies()
                 self._groups.training_begins()
             for callback in self._trainer.callbacks:
                 callback.on_train_begin()
@@ -113,7 +114,7 @@ class RecoveringLoop(TrainingLoop):
                 except _SomebodyWaits:
                     pass
                 with during(RECOVER):
-                    self._recover(cause)
+                    epochs = self._recover(cause, epochs)
         finally:
             self._meeting.aboard = None
 
@@ -145,7 +146,7 @@ class RecoveringLoop(TrainingLoop):
         with closing(self._batches.epochs(epochs.stop - first, self._steps, done, self)) as batches:
             while self._stage < END and self._epoch < epochs.stop:
                 if self._stage == TRAIN:
-                    self._begin_epoch()
+                    self._begin_epoch(self._epoch)
                     with closing(next(batches)) as given:
                         self._train_epoch(given)
                     trainer.epoch = self._epoch + 1
@@ -168,11 +169,10 @@ class RecoveringLoop(TrainingLoop):
         for callback in callbacks:
             callback.on_train_end()
 
-    def _begin_epoch(self) -> None:
-        if self._begun < self._epoch:
-            for callback in self._trainer.callbacks:
-                callback.on_epoch_begin(self._epoch)
-            self._begun = self._epoch
+    def _begin_epoch(self, epoch: int) -> None:
+        if self._begun < epoch:
+            super()._begin_epoch(epoch)
+            self._begun = epoch
 
     def _train_epoch(self, batches: Any) -> None:
         if self._hook != ALL:
@@ -223,9 +223,8 @@ class RecoveringLoop(TrainingLoop):
             self._keep_mark()
 
     def _whole_metrics(self) -> list[Metric]:
-        if not self._metrics:
-            return []
-        return self._metrics.merged(self._metrics.carried(), self._metrics_before)
+        metrics = self._metrics
+        return metrics.merged(metrics.carried(), self._metrics_before) if metrics else []
 
     def _call(self, name: str, *given: Any) -> None:
         """Call a hook of the callbacks from where this task is on."""
@@ -247,13 +246,11 @@ class RecoveringLoop(TrainingLoop):
 
     def _go_back(self) -> None:
         """To the last update: what came since then comes again."""
-        mark = self._mark
-        self._done = mark.done
-        self._examples = mark.examples
+        self._done, self._examples = self._mark.done, self._mark.examples
         self._metrics.forget_step()
         self._welcomes = False
 
-    def _recover(self, cause: TaskLostError | None) -> None:
+    def _recover(self, cause: TaskLostError | None, epochs: range) -> range:
         began = time.perf_counter()
         if cause is not None:
             note("%s", str(cause).partition("\n")[0])
@@ -268,15 +265,16 @@ class RecoveringLoop(TrainingLoop):
             try:
                 self._recovering.saves.finish()  # who is new has none to wait for
             except TaskLostError as error:
-                self._recover(error)
-                return
+                return self._recover(error, epochs)
         self._recovering.went_on = True
         self._go_back()
         before = self._trainer.step, self._epoch, self._stage, self._hook
-        self._meet(cause, is_new=False)
+        if self._meet(cause, is_new=False):
+            epochs = self._begin_anew(epochs)
         self._take_office()
         self._make_up_for(*before)
         self._say("goes on", f" after {time.perf_counter() - began:.2f} s")
+        return epochs
 
     def _say(self, what: str, when: str = "") -> None:
         cluster = self._meeting.cluster
@@ -287,10 +285,10 @@ class RecoveringLoop(TrainingLoop):
     def _meet(self, cause: TaskLostError | None, is_new: bool) -> bool:
         """Meet the others; afterwards all are equally far. Returns whether all of them are new."""
         meeting, trainer = self._meeting, self._recovering
+        progress = trainer.step, self._epoch, self._stage, self._hook
         while True:
             is_new = not meeting.regroup(cause) or is_new
             self._metrics.compact()
-            progress = trainer.step, self._epoch, self._stage, self._hook
             own = Standing(progress, is_new, meeting.fits, len(meeting._pairs.all))
             try:
                 best, state = meeting.meet_again(own, self._state)
@@ -299,6 +297,8 @@ class RecoveringLoop(TrainingLoop):
                 raise
             except TaskLostError as error:
                 cause = error
+                if isinstance(error, ShardsLostError):  # on all tasks: nobody has the state
+                    self._nowhere, is_new = error, True
         self._batches = meeting.distribute(self.chain, seed=trainer.seed)
         if self._validation is not None:
             self._validation.distribute()
@@ -317,12 +317,15 @@ class RecoveringLoop(TrainingLoop):
         found = backup and backup.find(trainer, trainer._fits, of)
         saved, trainer._restored, self._saved_callbacks = trainer._restored, None, []
         if not found or saved is None:
+            if self._nowhere is not None:
+                raise self._nowhere
             return epochs
-        self._history.epoch[:] = found[0].epoch
-        self._history.history.update(found[0].history)
+        self._history.take(found[0].epoch, found[0].history)
+        self._metrics.reset()
         self.load_state_dict(saved["loop"], self._steps, whole=False)
         restore(trainer._given, saved["callbacks"])
-        self._epoch, self._begun = trainer.epoch, trainer.epoch - 1
+        self._epoch, self._begun, self._ends = trainer.epoch, trainer.epoch - 1, False
+        self._stage, self._hook = TRAIN, ALL
         self._keep_mark()
         return range(trainer.epoch, trainer.epoch if found[1] else epochs.stop)
 
@@ -358,13 +361,10 @@ class RecoveringLoop(TrainingLoop):
         self._logs.last = tuple(state["last"]) or None
         self._metrics.load_state_dict(state["metrics"])
         self._metrics_before = state["metrics_before"]
-        self._history.epoch[:] = state["history"]["epoch"]
-        self._history.history.clear()
-        self._history.history.update(state["history"]["history"])
+        self._history.take(**state["history"])
         self._found_at, self._found = state["found"]
         for callback, kept in zip(trainer._given, state["kept"], strict=True):
-            if kept is not None and isinstance(callback, EarlyStopping):
-                callback.kept = partial(trainer.strategy.load, kept)
+            give_kept(callback, kept, trainer.strategy)
         trainer.stop_training, self._ends, skips = state["stop"]
         trainer.skips.load_state_dict(skips)
         trainer.step, trainer.epoch = state["at"]
@@ -385,7 +385,7 @@ class RecoveringLoop(TrainingLoop):
         """Begin the epoch that the others have begun: what callbacks set then is set already."""
         rates = [dict(group) for group in self._trainer.optimizer.param_groups]
         if self._stage == TRAIN and self._is_late:
-            self._begin_epoch()
+            self._begin_epoch(self._epoch)
             for group, before in zip(self._trainer.optimizer.param_groups, rates, strict=True):
                 group.update(before)
 

@@ -40,8 +40,9 @@ class RunFolder(Callback):
         write_file_atomically(self._directory / CONFIG, json.dumps(self._config(), indent=2))
         if self.trainer.epoch == 0:
             write_file_atomically(self._directory / HISTORY, "")
-        for file in (HISTORY, EVALUATIONS):
-            keep_until(self._directory / file, self.trainer.step)
+        keep_until(self._directory / HISTORY, self.trainer.step, self.trainer.epoch)
+        if not self.trainer.went_on:  # else the checkpoints that were evaluated hold
+            keep_until(self._directory / EVALUATIONS, self.trainer.step, self.trainer.epoch)
 
     def on_epoch_end(self, epoch: int, logs: Logs) -> None:
         """Append the epoch to the history."""

@@ -270,12 +270,16 @@ def _position(trainer: Trainer) -> dict[str, Any]:
 
 def _state(trainer: Trainer) -> dict[str, Any]:
     """What training needs to go on beside model and optimizer; all replicas call it."""
+    loop = trainer._loop.state_dict() if trainer._loop else None
+    step = loop["step"] if loop else trainer.step
     return {
-        "step": trainer.step,
+        "step": step,
+        "counted": trainer.step,  # as the line of the epoch in the history
         "epoch": trainer.epoch,
         "seed": trainer.seed,
         "scheduler": scheduler_state(trainer.scheduler),
-        "loop": trainer._loop.state_dict() if trainer._loop else None,
+        "ahead": trainer.step - step + trainer.schedule.ahead,
+        "loop": loop,
         "callbacks": callback_states(trainer._given),
     }
 

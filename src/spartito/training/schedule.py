@@ -40,12 +40,24 @@ class Schedule:
         self._monitor = None if monitor is None else Monitor(monitor)
         self._check_monitor()
         self._warned = False
+        self.ahead = 0
+        """So many steps it leaves out first."""
         self.begin_epoch()
 
     @property
     def by_step(self) -> LRScheduler | None:
         """The scheduler, if it is stepped once per global step."""
         return None if self._by_epoch else self.scheduler
+
+    def go_on(self, state: dict[str, Any] | None, ahead: int) -> None:
+        """Be as was saved, and ``ahead`` of the position by so many steps, or behind."""
+        if self.scheduler is not None and state is not None:
+            self.scheduler.load_state_dict(state)
+        if self.by_step is None:
+            return
+        self.ahead = max(0, ahead)
+        for _ in range(-ahead):
+            self.by_step.step()
 
     def check_figures(self, metrics: Iterable[str], validates: bool) -> None:
         """Raise `UserError` when no epoch of a fit will report the figure to watch."""
@@ -64,7 +76,9 @@ class Schedule:
         """After ``batches`` of the epoch's ``steps``, which made ``updates`` global steps."""
         if self.scheduler is None or self._by_epoch:
             return
-        for _ in range(updates):
+        left_out = min(self.ahead, updates)
+        self.ahead -= left_out
+        for _ in range(updates - left_out):
             self.scheduler.step()
         self._seen += batches
         self._low = self._low + batches if self._rate() < COLLAPSE * self._first else 0

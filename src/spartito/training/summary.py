@@ -156,7 +156,7 @@ def _layers(model: nn.Module, shapes: Shapes) -> Iterator[Layer]:
 
 def _rows(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for name, module in model.named_modules():
-        own = any(True for _ in module.parameters(recurse=False)) or any(_statistics(module))
+        own = any(True for _ in module.parameters(recurse=False)) or bool(_statistics(module))
         if own or not any(True for _ in module.children()):
             yield name, module
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from spartito import status
 from spartito.checkpoint.manager import read_sections
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.loss import LossFunction, make_loss
@@ -17,15 +17,14 @@ from spartito.engine.optimizers import NoOptimizer, OptimizerLike, unwrap
 from spartito.engine.recompute import Recompute, recompute
 from spartito.errors import PreemptedError, UserError
 from spartito.log import note
-from spartito.names import ENV_RUN_DIR
-from spartito.strategies import Strategy
-from spartito.strategies import strategy as chosen_strategy
+from spartito.strategies import Strategy, job_strategy
 from spartito.training.arguments import asked_epochs, known_names
 from spartito.training.callback import Callback, check_given
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
+from spartito.training.evaluation import Evaluation, evaluating
 from spartito.training.evaluator import check_callbacks, first_checkpoint, follow, own_checkpoint
 from spartito.training.history import History
-from spartito.training.loop import Evaluation, TrainingLoop, evaluating
+from spartito.training.loop import TrainingLoop
 from spartito.training.loops import make_loop
 from spartito.training.metrics.names import MetricLike, make_metrics
 from spartito.training.nonfinite import Skips, checked
@@ -49,7 +48,8 @@ class Trainer:
             one loss per example, their mean, or ``(sum, weight)``; None for a model that
             computes its own.
         metrics: Names, functions, objects of ``sp.metrics`` or of torchmetrics, one or several.
-        strategy: What `sp.strategy` returns; None lets the launcher or the cluster decide.
+        strategy: What `sp.strategy` returns; None lets the launcher or the cluster decide, once
+            for all trainers of a process.
         scheduler: One of torch's, or a function of the optimizer that makes it.
         scheduler_interval: "step": it is stepped once per global step, or "epoch": after each
             epoch, as `ReduceLROnPlateau` always is.
@@ -101,15 +101,14 @@ class Trainer:
     ) -> None:
         if not isinstance(model, nn.Module):
             raise UserError(f"model={model!r} is no module", "Give an object: Net(), not Net.")
-        self.strategy = chosen_strategy() if strategy is None else strategy
+        self.strategy = job_strategy() if strategy is None else strategy
         self.loss = make_loss(loss)
         self.metrics = make_metrics(metrics, self.loss)
         self.precision, self.deterministic, self.seed = precision, deterministic, seed
         self.about = about or {}
         self.on_nonfinite, self.skips = checked(on_nonfinite, self.strategy), Skips()
-        found = run_dir or os.environ.get(ENV_RUN_DIR)
-        self.run_dir = Path(found) if found else None
         self.coordination = self.strategy.coordination
+        self.run_dir = status.begin(run_dir, str(self.coordination.cluster.task))
         self.is_chief = self.coordination.cluster.is_chief
         self._folder = RunFolder(self.run_dir) if self.run_dir and self.is_chief else None
         self.coordination.record_to = self.run_dir
@@ -127,9 +126,7 @@ class Trainer:
         self.schedule = Schedule(self.scheduler, scheduler_interval, scheduler_monitor)
         self.coordination.follow(self.schedule.by_step)
 
-        self.step = 0
-        self.epoch = 0
-        self.epochs = 0
+        self.step = self.epoch = self.epochs = 0
         self.steps_per_epoch: int | None = None
         self.batch_size: int | None = None
         self.examples: int | None = None
@@ -226,7 +223,7 @@ class Trainer:
         if found:
             initial_epoch = None
         restored, self._restored = self._restored, None
-        first = self.epoch if restored else 0
+        first = self.epoch if restored or found else 0
         first = first if initial_epoch is None else initial_epoch
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch or chain.steps_per_epoch
         self.batch_size, self.examples = chain.batch_size, chain.examples
@@ -382,8 +379,8 @@ class Trainer:
         if saved is None:  # a model alone
             return
         self.step, self.epoch = saved["step"], saved["epoch"]
-        if self.scheduler is not None and saved["scheduler"] is not None:
-            self.scheduler.load_state_dict(saved["scheduler"])
+        self.schedule.go_on(saved["scheduler"], saved.get("ahead", 0))
+        self.coordination.follow(self.schedule.by_step, self.schedule.ahead)
         self._restored = saved if saved["loop"] else None
         if self._restored and (waiting := state.get("accumulated")):  # of an earlier version
             saved["loop"]["data"].setdefault("accumulated", waiting["batches"])
@@ -397,6 +394,11 @@ class Trainer:
     def examples_per_second(self) -> float:
         """Examples that all replicas trained on per second of this epoch so far."""
         return self._loop.clock.rate if self._loop else 0.0
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the next `fit` goes on where `load` has found that another one was."""
+        return self._restored is not None
 
     def _all_callbacks(self) -> list[Callback]:
         return with_own(self, self._given, self._folder, self._fits, self._verbose)

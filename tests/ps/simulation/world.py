@@ -20,7 +20,7 @@ from torch.optim import SGD
 
 from spartito.collectives.versions import Versions
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.ps.chief import JOB, Chief
+from spartito.ps.chief import JOB, Chief, views_of
 from spartito.ps.client.appointments import SILENT_SECONDS, Appointments
 from spartito.ps.client.appointments import Server as Watched
 from spartito.ps.client.control import Control
@@ -54,6 +54,8 @@ from spartito.ps.protocol.work import (
     WorkSource,
 )
 from spartito.ps.scheduler.coordinator import Coordinator
+from spartito.ps.scheduler.journal import Journal
+from spartito.ps.scheduler.ledger import Book, Kept
 from spartito.ps.scheduler.listener import WorkerListener
 from spartito.ps.scheduler.plan import Plan
 from spartito.ps.server.copies import COPY_SECONDS
@@ -89,6 +91,8 @@ class Facts:
     """When, for how long, and who. A frozen worker is replaced by another process meanwhile."""
     snapshot_seconds: float
     chief_dies: float | None
+    chief_kills: tuple[float, ...] = ()
+    """When it is killed; another process goes on as the chief a while later."""
 
     @classmethod
     def drawn(cls, random: Random) -> Facts:
@@ -120,6 +124,17 @@ class Facts:
             snapshot_seconds=random.choice([0.3, 1.0, 3.0]),
             chief_dies=random.random() * 4 if random.random() < 0.03 else None,
         )
+
+    def with_chiefs(self, random: Random) -> Facts:
+        """The same with a chief that is killed, frozen and replaced, in one of three."""
+        if self.chief_dies is not None or random.random() > 1 / 3:
+            return self
+        end = max(self.faults.calm, 4.0)
+        kills = sorted(random.random() * end for _ in range(random.choice([1, 1, 2, 3])))
+        freezes = [*self.freezes]
+        if random.random() < 0.3:
+            freezes.append((random.random() * end, random.random() * 8, "chief"))
+        return replace(self, chief_kills=tuple(kills), freezes=tuple(freezes))
 
     def with_replicas(self, random: Random) -> Facts:
         """The same with every value on two servers, more of them killed, and partitions."""
@@ -155,6 +170,25 @@ class Disk:
     updates: int = 0
     log: list[list[int]] = field(default_factory=list)
     """The work items of every update that counts."""
+
+
+class MemoryJournal(Journal):
+    """Of a chief: what it wrote outlives it."""
+
+    def __init__(self, records: list[bytes]) -> None:
+        self._records, self.size = records, 0
+
+    def read(self) -> list[bytes]:
+        return list(self._records)
+
+    def append(self, record: bytes) -> None:
+        self._records.append(record)
+
+    def rewrite(self, record: bytes) -> None:
+        self._records[:] = [record]
+
+    def remove(self) -> None:
+        self._records.clear()
 
 
 class DiskCounter(Counter):
@@ -302,6 +336,7 @@ class World:
     def __init__(self, seed: int, replicas: int = 1) -> None:
         self.random = Random(seed)
         self.facts = Facts.drawn(self.random)
+        self.facts = self.facts.with_chiefs(Random(f"chiefs {seed}"))
         if replicas > 1:
             self.facts = self.facts.with_replicas(Random(f"replicas {seed}"))
         rules = self.rules = self.facts.rules
@@ -328,7 +363,10 @@ class World:
         self.stores: dict[int, Store] = {}
         self.replicas: dict[int, Replica] = {}
         self.primaries: dict[int, int] = {}
-        self.sums: list[list[float]] = []
+        self.sums: dict[int, list[float]] = {}
+        self.records: list[bytes] = []
+        self.reigns = 0
+        self.begun = False
         self.versions: dict[str, int] = {}
         self.generations: dict[Process | None, tuple[int, int]] = {}
         self.welcomed: dict[int, int] = {}  # the newest generation that each worker was told
@@ -418,9 +456,12 @@ class World:
         return self.primaries.get(part, part * self.rules.replicas)
 
     def lead(self, process: Process) -> None:
-        rules, hello = self.rules, self.hello("worker 0", -1, 0, True)
+        rules, book = self.rules, Book("job", MemoryJournal(self.records))
+        self.reigns += 1
+        hello = self.hello("worker 0", -1, book.ledger.reign, True)
+        hello = structs.replace(hello, loaded=book.goes_on)
         appointments = Appointments(self.watched(process, hello), "job", process)
-        appointments.begin(TIMEOUT)
+        appointments.begin(TIMEOUT, views_of(book.ledger.primaries))
         links = [SimulatedLink(self, process, part, hello) for part in range(rules.spans)]
         control = Control(links, process)
 
@@ -428,25 +469,35 @@ class World:
             return Coordinator(
                 [f"worker {n}" for n in range(rules.workers)],
                 lease_seconds=LEASE_SECONDS, timeout=TIMEOUT, on_lost=on_lost, on_came=on_came,
-                expect_all=rules.together, runtime=process,
+                expect_all=rules.together, book=book, runtime=process,
             )  # fmt: skip
 
         chief = Chief(coordinator, control, "job", rules.workers, appointments)
         values = [allocate(span) for span in self.spans]
         options = settings(SGD(self.vector_of(process).tensors, lr=1.0))
-        control.load("job", values, [{} for _ in values], options)
+        if not book.goes_on:
+            control.load("job", values, [{} for _ in values], options)
         chief.begin()
+        self.begun = True
         listener = WorkerListener(chief.coordinator)
         self.network.listen("chief", process, listener.serve, ToCoordinator)
+        if book.ledger.ended:
+            self.finished = True
+            chief.close()
+            return
         chief.open(STREAM, self.plan)
-        for epoch in range(self.plan.epochs):
+        first = int(book.ledger.kept or 0)
+        if first:
+            chief.coordinator.close_epoch(STREAM, first - 1)
+        for epoch in range(first, self.plan.epochs):
+            chief.coordinator.note(Kept(str(epoch).encode()))
             while True:
                 while not chief.coordinator.poll(STREAM, epoch, 0.5):
                     pass
                 chief.flush()
                 if chief.is_settled(STREAM, epoch):
                     break
-            self.sums.append(chief.coordinator.sums(STREAM, epoch).sums)
+            self.sums[epoch] = chief.coordinator.sums(STREAM, epoch).sums
             if rules.max_staleness is not None or epoch == self.plan.epochs - 1:
                 self.settled(epoch)
             chief.coordinator.close_epoch(STREAM, epoch)
@@ -457,11 +508,16 @@ class World:
 
     def compute(self, worker: int, process: Process) -> None:
         began = process.now()
+
+        def dial(seconds: float | None) -> Channel:
+            wire = self.network.connect(process, "chief", ToWorker, MAX_PUBLISHED)
+            wire.timeout = TIMEOUT
+            return wire
+
+        patience = TIMEOUT if self.facts.chief_kills else 0.0
         while True:
             try:
-                wire = self.network.connect(process, "chief", ToWorker, MAX_PUBLISHED)
-                wire.timeout = TIMEOUT
-                source = WorkerLink(wire, "the chief", worker, process)
+                source = WorkerLink(dial, "the chief", worker, process, patience)
                 break
             except OSError:
                 if process.now() > began + TIMEOUT:
@@ -546,7 +602,7 @@ class World:
         """The whole job; raises `Failure` with what does not hold."""
         for number in range(self.rules.servers):
             self.process(f"ps {number}", self.server(number))
-        chief = self.process("chief", self.lead)
+        self.process("chief", self.lead)
         for worker in range(self.rules.workers):
             self.process(f"worker {worker}", self.worker(worker))
         supervisor = Process(self.simulation, "supervisor")
@@ -555,7 +611,7 @@ class World:
             if self.facts.chief_dies is not None:
                 self.simulation.run(lambda: all(p.ended for p in self.processes.values()))
             else:
-                self.simulation.run(lambda: (chief.ended and self.finished) or self.over())
+                self.simulation.run(self.is_done)
                 supervisor.kill()
                 self.simulation.run(lambda: all(p.ended for p in self.processes.values()))
         except Stuck as stuck:
@@ -563,6 +619,9 @@ class World:
         finally:
             self.end()
         self.check()
+
+    def is_done(self) -> bool:
+        return (self.processes["chief"].ended and self.finished) or self.over()
 
     def over(self) -> bool:
         crashes = self.simulation.crashes
@@ -585,7 +644,9 @@ class World:
         ]
         if self.facts.chief_dies is not None:
             events.append((self.facts.chief_dies, "chief", 0.0))
+        events += [(at, "chief", 0.0) for at in self.facts.chief_kills]
         events.sort()
+        absent = 0.0
         while not self.finished:
             process.sleep(0.25)
             while events and events[0][0] <= process.now():
@@ -596,10 +657,23 @@ class World:
                     if name.startswith("worker") and self.random.random() < 0.5:
                         self.old.append(victim)
                         self.process(name, self.worker(int(name.split()[1])))
+                    split = self.begun and not self.rules.together
+                    if name == "chief" and split and self.random.random() < 0.7:
+                        # A port and a lock prevent that on one machine; a round that the old one
+                        # began would be waited for until the time limit. Before the beginning
+                        # each chief has a job of its own, with another name.
+                        self.old.append(victim)
+                        self.records = list(self.records)  # what it writes is of no file any more
+                        self.process(name, self.lead)
                 elif not victim.ended:
                     victim.kill()
             if self.processes["chief"].dead():
-                return
+                if self.facts.chief_dies is not None:
+                    return
+                absent = absent or process.now() + self.random.random() * 5
+                if process.now() >= absent:
+                    absent = 0.0
+                    self.process("chief", self.lead)
             for name, task in list(self.processes.items()):
                 if name != "chief" and (task.dead() or task.ended) and not self.finished:
                     kind, _, number = name.partition(" ")
@@ -638,7 +712,8 @@ class World:
             if wrong := [item for item in range(until) if found[item] != 1]:
                 self.wrong.append(f"epoch {epoch} is done, but not on ps {number}: {wrong}")
             one_by_one = not self.rules.together and self.rules.aggregate == 1
-            if one_by_one and self.stores[number].ready and self.rules.on_stale != "compensate":
+            as_they_are = self.rules.on_stale in ("reject", "wait")
+            if one_by_one and self.stores[number].ready and as_they_are:
                 values = self.stores[number].shard.values.view(torch.float64)[:until]
                 if not torch.equal(values, torch.full_like(values, -1.0)):
                     self.wrong.append(f"the values of ps {number} are {values.tolist()}")
@@ -659,6 +734,8 @@ class World:
         name = task.process.name
         if self.finished and name.startswith("ps"):  # started again when the chief had left
             return isinstance(error, TaskLostError)
+        if task.process in self.old and name == "chief":
+            return isinstance(error, TaskLostError)
         return isinstance(error, TaskLostError | UserError) and name.startswith("worker")
 
     def check(self) -> None:
@@ -672,19 +749,22 @@ class World:
         if not self.finished:
             wrong.append("the chief did not finish")
         per_epoch = self.facts.steps * self.rules.workers
-        for epoch, sums in enumerate(self.sums):
+        if sorted(self.sums) != list(range(self.plan.epochs)):
+            wrong.append(f"there are totals of epochs {sorted(self.sums)}")
+        for epoch, sums in self.sums.items():
             items = range(epoch * per_epoch, (epoch + 1) * per_epoch)
             if sums != [float(len(items)), float(sum(items))]:
                 wrong.append(f"the totals of epoch {epoch} are {sums}, of items {items}")
         for number, store in self.stores.items():
             limit = self.rules.max_staleness
-            bounded = limit is not None and self.rules.on_stale != "compensate"
+            bounded = limit is not None and self.rules.on_stale in ("reject", "wait")
             if bounded and store.staleness.max > (limit or 0):
                 wrong.append(f"ps {number} took a push {store.staleness.max} updates late")
             faults = self.facts.faults
             slow = self.rules.replicas > 1 and faults.latency > 0.1  # longer than a lease at first
             disturbed = faults.calm or faults.partitions or slow
             quiet = not (self.facts.kills or self.facts.freezes or disturbed)
+            quiet = quiet and not self.facts.chief_kills
             if quiet and self.rules.waits and store.refused:
                 wrong.append(f"ps {number} granted pulls that led to {store.refused} stale pushes")
             if self.rules.together and quiet:

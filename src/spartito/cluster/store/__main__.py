@@ -1,25 +1,45 @@
-"""Keep a store at a socket that is open already, until standard input ends: for launchers.
+"""Keep a store, for launchers and for containers.
 
-python -m spartito.cluster.store DESCRIPTOR
+python -m spartito.cluster.store HOST DESCRIPTOR: at a socket that is open already, until standard
+input ends; its first line is the secret of the job, empty where it has none.
+python -m spartito.cluster.store HOST:PORT JOURNAL: at a port, until SIGTERM, with what a file
+has of one that was here before.
+HOST is what the tasks call this machine: where that is no loopback, the store encrypts.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import sys
 from contextlib import closing
+from pathlib import Path
 
 from spartito.cluster.secret import key_at
+from spartito.cluster.spec import is_loopback, split_address
+from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.server import Server
+from spartito.names import ENV_SECRET
+
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 def main() -> None:
-    """Keep it; Ctrl-C is for the tasks, and for the launcher, which ends us."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    listener = socket.socket(fileno=int(sys.argv[1]))
-    key = key_at(listener.getsockname()[0])
-    with closing(Server(listener, key, "the launcher")):
+    """Keep it."""
+    where, what = sys.argv[1:]
+    if not what.isdigit():
+        host, port = split_address(where)
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # in the server's thread too
+        listener = socket.create_server((host if is_loopback(host) else "", port))
+        journal = Journal(Path(what))
+        with closing(Server(listener, key_at(host), "the store", journal=journal)):
+            signal.sigwait(ENDING)
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that is for the launcher, which ends us
+    listener = socket.socket(fileno=int(what))
+    env = {**os.environ, ENV_SECRET: sys.stdin.readline()}
+    with closing(Server(listener, key_at(where, env), "the launcher")):
         sys.stdin.read()
 
 

@@ -19,6 +19,7 @@ from spartito.cluster.store.protocol import (
     Add,
     Delete,
     Gather,
+    Hold,
     Keys,
     OtherSecretError,
     ProtocolError,
@@ -32,6 +33,7 @@ from spartito.cluster.store.protocol import (
     seals,
     size_of,
 )
+from spartito.cluster.store.reach import look_after
 from spartito.cluster.tls import ALERT, Encrypted
 from spartito.errors import SpartitoError, UserError
 from spartito.forks import keep_from_forks
@@ -102,6 +104,17 @@ class Connection:
         head = self._receive(HEAD, end)
         body = self._receive(size_of(head), end)
         return reply_of(self._in.open(head, body))
+
+    def outlast(self) -> None:
+        """Return when the store closes it, or when `end` does."""
+        self._socket.settimeout(None)
+        with suppress(OSError):
+            self._socket.recv(1)
+
+    def end(self) -> None:
+        """End it, also for a thread that waits in `outlast`."""
+        with suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Close it."""
@@ -205,6 +218,18 @@ class Store:
     def keys(self, prefix: str = "") -> dict[str, bytes]:
         """The values of all keys that begin with ``prefix``."""
         return self._found(self._ask(Keys(self._prefix + prefix)))
+
+    def hold(self, key: str) -> Connection:
+        """Give ``key`` an empty value as long as the connection that is returned stays open."""
+        end = time.monotonic() + self._limit
+        try:
+            connected = self._connect(self._limit)
+            look_after(connected)
+            connection = Connection(connected, self._key, end)
+            connection.ask(Hold(self._prefix + key, b""), end)
+        except Exception as error:
+            raise self._meaning(error, 0.0) from error
+        return connection
 
     def retire(self, prefix: str) -> None:
         """Forget all below ``prefix``, and refuse it to everybody from now on."""

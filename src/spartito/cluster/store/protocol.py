@@ -93,13 +93,20 @@ class Keys(msgspec.Struct, frozen=True, tag=True, array_like=True):
     prefix: str
 
 
+class Hold(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Give ``key`` a value for as long as this connection stays open."""
+
+    key: str
+    value: bytes
+
+
 class Retire(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Forget all that begins with ``prefix``, and refuse it from now on."""
 
     prefix: str
 
 
-Request = Set | Add | Swap | Delete | Gather | Keys | Retire
+Request = Set | Add | Swap | Delete | Gather | Keys | Hold | Retire
 
 
 class Reply(msgspec.Struct, frozen=True, array_like=True):

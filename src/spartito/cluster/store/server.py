@@ -14,6 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from spartito.cluster.secret import Key
+from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.protocol import (
     HEAD,
     HELLO,
@@ -31,6 +32,7 @@ from spartito.cluster.store.protocol import (
     seals,
     size_of,
 )
+from spartito.cluster.store.reach import look_after
 from spartito.cluster.store.values import Values
 from spartito.cluster.tls import ALERT, Listening, speaks_another
 from spartito.cluster.tls import HELLO as TLS_HELLO
@@ -87,6 +89,7 @@ class Server:
         key: The job's.
         name: What its task is called in warnings.
         refused: Gets the address of each caller that does not know the secret, and why.
+        journal: What an earlier store was told, and this one is; None: it begins empty.
     """
 
     def __init__(
@@ -95,12 +98,16 @@ class Server:
         key: Key,
         name: str = "the store",
         refused: Callable[[str, SpartitoError], None] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._listener, self._key, self._name = listener, key, name
         self._way()  # who comes first does not wait for certificates
         self._refused = refused or self._warn
         self.address: tuple[str, int] = listener.getsockname()[:2]
-        self._values: Values[Caller] = Values()
+        self._values: Values[Caller | None] = Values()
+        self._journal = journal
+        for request in journal.requests() if journal is not None else ():
+            self._values.apply(request, None)
         self._callers: set[Caller] = set()
         self._unknown: dict[Caller, None] = {}  # in the order of their coming
         self._waiting: set[Caller] = set()
@@ -169,6 +176,7 @@ class Server:
         connection.setblocking(False)
         with suppress(OSError):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        look_after(connection)
         keep_from_forks(connection.fileno())
         where = str(address[0]) if address else ""
         caller = Caller(connection, where, self._way(), time.monotonic())
@@ -246,12 +254,14 @@ class Server:
             del caller.came[:end]
             caller.is_known = True
             self._unknown.pop(caller, None)
-            self._do(caller, request_of(body))
+            self._do(caller, request_of(body), body)
         if caller.waits_until is not None and len(caller.came) > CHUNK:
             raise ProtocolError("it asks on while it waits")
 
-    def _do(self, caller: Caller, request: Request) -> None:
+    def _do(self, caller: Caller, request: Request, body: bytes) -> None:
         reply = self._values.apply(request, caller)
+        if self._journal is not None and reply is not None and not reply.refused:
+            self._journal.write(request, body)
         if reply is not None:
             self._reply(caller, reply)
         elif isinstance(request, Gather):
@@ -261,6 +271,7 @@ class Server:
     def _end_ready(self) -> None:
         while ready := self._values.ready():
             for caller, reply in ready:
+                assert caller is not None
                 self._end_wait(caller, reply)
 
     def _end_late(self, now: float) -> None:
@@ -303,7 +314,7 @@ class Server:
         self._callers.discard(caller)
         self._unknown.pop(caller, None)
         self._waiting.discard(caller)
-        self._values.give_up(caller)
+        self._values.leave(caller)
         with suppress(OSError, KeyError, ValueError):
             self._selector.unregister(caller.socket)
         caller.socket.close()

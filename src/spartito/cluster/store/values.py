@@ -13,6 +13,7 @@ from spartito.cluster.store.protocol import (
     Add,
     Delete,
     Gather,
+    Hold,
     Keys,
     Reply,
     Request,
@@ -47,6 +48,7 @@ class Values(Generic[Who]):
         self._waits: dict[str, set[Wait[Who]]] = {}
         self._by_who: dict[Who, Wait[Who]] = {}
         self._ready: list[tuple[Who, Reply]] = []
+        self._held: dict[str, Who] = {}
         self._most, self._bytes = most, 0
 
     def apply(self, request: Request, who: Who) -> Reply | None:
@@ -70,6 +72,9 @@ class Values(Generic[Who]):
                 return self._gather(keys, seconds, who)
             case Keys(prefix):
                 return self._of([key for key in self._values if key.startswith(prefix)])
+            case Hold(key, value):
+                self._held[key] = who
+                return self._put(key, value) or Reply()
             case Retire(prefix):
                 return self._retire(prefix)
 
@@ -89,6 +94,13 @@ class Values(Generic[Who]):
             if not waits:
                 self._waits.pop(key, None)
         return self._of(wait.keys)
+
+    def leave(self, who: Who) -> None:
+        """Forget what ``who`` waits for, and the keys that it held."""
+        self.give_up(who)
+        for key in [key for key, holder in self._held.items() if holder is who]:
+            del self._held[key]
+            self._drop(key)
 
     def _gather(self, keys: tuple[str, ...], seconds: float, who: Who) -> Reply | None:
         if len(keys) > MOST_KEYS:

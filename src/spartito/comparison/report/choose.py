@@ -45,7 +45,18 @@ def sentences(found: Comparison) -> list[str]:
     """
     if not found.done:
         return ["No run of this comparison ended well, so there is nothing to choose from."]
-    rules = (_goal, _speed, _quality, _slow, _one_device, _batch, _workers, _memory, _staleness)
+    rules = (
+        _goal,
+        _line,
+        _speed,
+        _quality,
+        _slow,
+        _one_device,
+        _batch,
+        _workers,
+        _memory,
+        _staleness,
+    )
     said = [words for rule in rules if (words := rule(found))]
     failed = _failures(found)
     headline = " ".join(filter(None, (_recommendation(found), _slowed(found))))
@@ -67,9 +78,9 @@ def _recommendation(found: Comparison) -> str:
         pick = simplest(equal)
         after = duration(seconds_of(pick))
         if len(equal) == 1:
-            return f"Choose {pick.strategy}: it is the first to reach {found.goal}, after {after}."
+            return f"Choose {pick.title}: it is the first to reach {found.goal}, after {after}."
         return (
-            f"Choose {pick.strategy}: no other reaches {found.goal} clearly earlier ({after}), "
+            f"Choose {pick.title}: no other reaches {found.goal} clearly earlier ({after}), "
             f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
             + _doubt(equal)
         )
@@ -80,16 +91,16 @@ def _recommendation(found: Comparison) -> str:
     speed = _per_second(pick)
     if faster:
         return (
-            f"Choose {pick.strategy} ({speed}): {_names(faster)} "
+            f"Choose {pick.title} ({speed}): {_names(faster)} "
             f"{'is' if len(faster) == 1 else 'are'} faster, but at a worse {label(pick.quality)}."
         )
     if len(equal) > 1:
         return (
-            f"Choose {pick.strategy}: no other is clearly faster ({speed}), "
+            f"Choose {pick.title}: no other is clearly faster ({speed}), "
             f"and it is the simplest of {_count(equal)} that cannot be told apart in this."
             + _doubt(equal)
         )
-    return f"Choose {pick.strategy}: it is clearly the fastest ({speed})" + (
+    return f"Choose {pick.title}: it is clearly the fastest ({speed})" + (
         f" and its {label(pick.quality)} is not behind the others'." if noise_known(done) else "."
     )
 
@@ -100,7 +111,7 @@ def _doubt(equal: Sequence[Figures]) -> str:
     if len(worst.rates) > 1 or variation(worst) < UNSTEADY:
         return ""
     return (
-        f" But the speed of {worst.strategy} varied by {variation(worst):.0%} from epoch to "
+        f" But the speed of {worst.title} varied by {variation(worst):.0%} from epoch to "
         "epoch, so repeat this with --repeat 3 before you rely on it."
     )
 
@@ -134,8 +145,8 @@ def _goal(found: Comparison) -> str | None:
             return f"No run reports {label(found.goal.name)}."
         closest = pick(best, key=lambda run: run.best or 0.0)
         value = figure(closest.quality, closest.best)
-        return f"No strategy reached {found.goal}; {closest.strategy} came closest with {value}."
-    times = ", ".join(f"{run.strategy} after {duration(seconds_of(run))}" for run in reached)
+        return f"No strategy reached {found.goal}; {closest.title} came closest with {value}."
+    times = ", ".join(f"{run.title} after {duration(seconds_of(run))}" for run in reached)
     return f"Training until {found.goal}: {times}" + (
         f"; {_names(missed)} did not reach it." if missed else "."
     )
@@ -145,7 +156,7 @@ def _speed(found: Comparison) -> str | None:
     """The fastest, and by how much."""
     first, *others = sorted(found.done, key=rate_of, reverse=True)
     if not others:
-        return f"{first.strategy} does {_per_second(first)}."
+        return f"{first.title} does {_per_second(first)}."
     second = others[0]
     near = [run for run in others if is_same_speed(run, first)]
     if near and all(is_close(run, first) for run in near):
@@ -154,7 +165,7 @@ def _speed(found: Comparison) -> str | None:
             f"between {_per_second(first)} and {_per_second(near[-1])}."
         )
     if near:
-        speeds = _listed([f"{run.strategy} {_per_second(run)}" for run in (first, *near)])
+        speeds = _listed([f"{run.title} {_per_second(run)}" for run in (first, *near)])
         why = (
             "their repeats overlap"
             if all(len(run.rates) > 1 for run in (first, *near))
@@ -164,8 +175,8 @@ def _speed(found: Comparison) -> str | None:
         return f"Which is faster cannot be told: {speeds} ({why})."
     ratio = rate_of(first) / rate_of(second)
     return (
-        f"{first.strategy} does {_per_second(first)}, {ratio:.2f} times as many as "
-        f"{second.strategy} with {_per_second(second)}."
+        f"{first.title} does {_per_second(first)}, {ratio:.2f} times as many as "
+        f"{second.title} with {_per_second(second)}."
     )
 
 
@@ -176,8 +187,8 @@ def _quality(found: Comparison) -> str | None:
         return None
     name = runs[0].quality
     best, worst = ranked(runs)[0], ranked(runs)[-1]
-    ends = f"{figure(name, best.final)} ({best.strategy})"
-    ends += f" and {figure(name, worst.final)} ({worst.strategy})"
+    ends = f"{figure(name, best.final)} ({best.title})"
+    ends += f" and {figure(name, worst.final)} ({worst.title})"
     if not noise_known(runs):
         return (
             f"The final {label(name)} lies between {ends}; with fewer than {SHORTEST_CURVE} "
@@ -188,7 +199,7 @@ def _quality(found: Comparison) -> str | None:
     if behind:
         return (
             f"{_names(behind)} {'ends' if len(behind) == 1 else 'end'} at a worse {label(name)}: "
-            f"{_values(behind)} against {figure(name, best.final)} of {best.strategy}, "
+            f"{_values(behind)} against {figure(name, best.final)} of {best.title}, "
             f"and the noise of this difference is {points(name, spread)}."
         )
     return (
@@ -213,17 +224,48 @@ def _slow(found: Comparison) -> str | None:
         other = max(free, key=rate_of)
         if rate_of(other) > rate_of(synchronous) and not is_same_speed(other, synchronous):
             return (
-                f"{given}, {other.strategy} does {rate_of(other) / rate_of(synchronous):.2f} times "
-                f"the examples/s of {synchronous.strategy}, whose replicas wait for the slowest "
+                f"{given}, {other.title} does {rate_of(other) / rate_of(synchronous):.2f} times "
+                f"the examples/s of {synchronous.title}, whose replicas wait for the slowest "
                 "at every step."
             )
-        return f"{given}, {other.strategy} is still not faster than {synchronous.strategy}."
+        return f"{given}, {other.title} is still not faster than {synchronous.title}."
     if synchronous.waited_for_tasks is None:
         return None
     return (
-        f"{given}, the tasks of {synchronous.strategy} spend "
+        f"{given}, the tasks of {synchronous.title} spend "
         f"{synchronous.waited_for_tasks:.0%} of their time waiting for one another."
     )
+
+
+HELD_UP = 0.2
+"""The fraction of its time from which a line holds a strategy up."""
+
+
+def _line(found: Comparison) -> str | None:
+    """What the line costs those that send at every step, and spares the others."""
+    runs = [run for run in found.done if run.workers > 1 and run.waited_for_tasks is not None]
+    if not found.link or not runs:
+        return None
+    at = f"On a line of {found.link}"
+    most = max(runs, key=lambda run: run.waited_for_tasks or 0.0)
+    best = max(runs, key=rate_of)
+    if (most.waited_for_tasks or 0.0) < HELD_UP:
+        return f"{at} nobody is held up: {_sends(most)}, which is the most."
+    if best is most or is_same_speed(best, most):
+        couples = any(run.strategy == "local_sgd" for run in runs)
+        return f"{at} {_sends(most)}." + (
+            ""
+            if couples
+            else " local_sgd, which sends once in so many updates, is not among these."
+        )
+    times = rate_of(best) / rate_of(most)
+    return f"{at} {_sends(most)}; {_sends(best)}, and does {times:.1f} times the examples/s."
+
+
+def _sends(run: Figures) -> str:
+    """How much of its time a run spends on the line, and for how many bytes."""
+    moved = "" if run.bytes_per_step is None else f" ({size(run.bytes_per_step)} a step)"
+    return f"{run.title} spends {run.waited_for_tasks:.0%} of its time sending and waiting{moved}"
 
 
 def _one_device(found: Comparison) -> str | None:
@@ -238,8 +280,9 @@ def _one_device(found: Comparison) -> str | None:
     waits = best.waited_for_tasks
     why = "" if waits is None else f"; {waits:.0%} of their time goes into waiting for one another"
     slowed = "".join(f", of which {_given(best)}," for _ in best.slow)
+    at = f" on a line of {found.link}" if found.link else ""
     return (
-        f"One device is enough here: {best.workers} workers under {best.strategy}{slowed} do no "
+        f"One device is enough here: {best.workers} workers under {best.title}{at}{slowed} do no "
         f"more ({_per_second(best)} against {_per_second(alone)}){why}."
     )
 
@@ -270,7 +313,7 @@ def _workers(found: Comparison) -> str | None:
     first, last = runs[0], runs[-1]
     grown = last.workers / first.workers
     return (
-        f"From {first.workers} to {last.workers} workers {last.strategy} goes from "
+        f"From {first.workers} to {last.workers} workers {last.title} goes from "
         f"{_per_second(first)} to {_per_second(last)}, {rate_of(last) / rate_of(first):.2f} times; "
         f"{grown:g} times would be ideal."
     )
@@ -315,7 +358,7 @@ def _staleness(found: Comparison) -> str | None:
     if run is None or run.mean_staleness is None:
         return None
     return (
-        f"Under {run.strategy} a gradient is {run.mean_staleness:.1f} updates late on average, "
+        f"Under {run.title} a gradient is {run.mean_staleness:.1f} updates late on average, "
         f"and {max(run.staleness)} at most."
     )
 
@@ -328,7 +371,7 @@ def _failures(found: Comparison) -> list[str]:
         verb = "failed and says" if len(failed) == 1 else "failed and say"
         said.append(f"{_names(failed)} {verb} nothing here; the table has the reason.")
     if some:
-        parts = [f"{len(run.failures)} of {run.strategy}" for run in some]
+        parts = [f"{len(run.failures)} of {run.title}" for run in some]
         said.append(f"Some repeats failed and are left out: {_listed(parts)}.")
     return said
 
@@ -342,7 +385,7 @@ def _values(runs: Sequence[Figures]) -> str:
 
 
 def _names(runs: Sequence[Figures]) -> str:
-    return _listed([run.strategy for run in runs])
+    return _listed([run.title for run in runs])
 
 
 def _listed(words: Sequence[str]) -> str:

@@ -94,7 +94,7 @@ def _speed_margin(one: Figures, other: Figures) -> float:
 
 def simplest(runs: Sequence[Figures]) -> Figures:
     """The run whose strategy takes the least to understand."""
-    return min(runs, key=lambda run: simplest_first(run.strategy))
+    return min(runs, key=lambda run: (simplest_first(run.strategy), len(run.options)))
 
 
 def rate_of(run: Figures) -> float:

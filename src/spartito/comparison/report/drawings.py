@@ -20,7 +20,7 @@ SWEPT = {"workers": ("workers", "workers"), "batch_size": ("the batch", "global 
 
 def strategy_colours(found: Comparison) -> dict[str, str]:
     """One colour per strategy, the same in every drawing."""
-    names = dict.fromkeys(run.strategy for run in found.all_runs)
+    names = dict.fromkeys(run.title for run in found.all_runs)
     return {name: _series_colour(index) for index, name in enumerate(names)}
 
 
@@ -36,7 +36,7 @@ def curve_charts(found: Comparison, colours: Colours) -> list[Chart]:
             f"{label(name).capitalize()} over {'steps' if axis == 'steps' else 'time'}",
             words,
             [
-                Line(run.strategy, getattr(run, axis), run.series(key), colours[run.strategy], low)
+                Line(run.title, getattr(run, axis), run.series(key), colours[run.title], low)
                 for run in runs
                 for key, low in ((name, VALIDATION + name in there), (VALIDATION + name, False))
             ],

@@ -74,13 +74,13 @@ def render_comparison(record: Record) -> str:
 def run_name(run: Figures, found: Comparison) -> str:
     """What a run is called: its strategy, and what a sweep changed."""
     if run.sweep is None:
-        return run.strategy
-    return f"{run.strategy}, {label(run.sweep)} {getattr(run, run.sweep):,}"
+        return run.title
+    return f"{run.title}, {label(run.sweep)} {getattr(run, run.sweep):,}"
 
 
 def _is_drawn(strategy: str, found: Comparison) -> bool:
     """Whether a curve of ``strategy`` can be seen."""
-    return any(run.strategy == strategy and run.epochs for run in found.runs)
+    return any(run.title == strategy and run.epochs for run in found.runs)
 
 
 def _subtitle(found: Comparison, record: Record) -> str:
@@ -95,6 +95,7 @@ def _subtitle(found: Comparison, record: Record) -> str:
             plural(workers, "worker") if workers else "",
             plural(servers, "parameter server") if servers else "",
             plural(int(cores), "core") if cores else "",
+            found.link,
         )
         if part
     )
@@ -103,7 +104,7 @@ def _subtitle(found: Comparison, record: Record) -> str:
 def _tasks(record: Record, found: Comparison) -> list[tuple[str, list[list[str]]]]:
     """What every task of every run took: memory, time, bytes, waiting."""
     tasks = {str(run.get("run", "")): run.get("tasks") or [] for run in record["runs"]}
-    rows = [(run.strategy, [_task_row(task) for task in tasks[run.run]]) for run in found.runs]
+    rows = [(run.title, [_task_row(task) for task in tasks[run.run]]) for run in found.runs]
     return [(strategy, its_rows) for strategy, its_rows in rows if its_rows]
 
 
@@ -135,18 +136,20 @@ def _settings(found: Comparison, record: Record) -> list[tuple[str, list[tuple[s
     job = [("arguments", arguments)] if arguments else []
     job += [(label(name), str(fit[name])) for name in names if fit.get(name) is not None]
     job += [("repeats", str(repeats))] if repeats > 1 else []
+    if found.link:
+        job.append(("line of each task", found.link))
     if found.goal:
         job.append(("goal", str(found.goal)))
     slow = {task: share for run in found.all_runs for task, share in run.slow.items()}
     under = {
-        task: ", ".join(dict.fromkeys(r.strategy for r in found.all_runs if task in r.slow))
+        task: ", ".join(dict.fromkeys(r.title for r in found.all_runs if task in r.slow))
         for task in slow
     }
     job += [
         (f"slow {task}", f"{share:.0%} of its speed, under {under[task]}")
         for task, share in slow.items()
     ]
-    threads = [(r.strategy, f"{r.workers} × {r.threads}") for r in found.runs if r.threads]
+    threads = [(r.title, f"{r.workers} × {r.threads}") for r in found.runs if r.threads]
     machine = [(str(k).replace("_", " "), _fact(k, v)) for k, v in found.machine.items()]
     folders = [(run_name(run, found), run.run) for run in found.all_runs if run.run]
     parts = [

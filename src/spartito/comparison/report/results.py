@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from spartito.errors import UserError
+from spartito.registry import title_of
 from spartito.report.figures import (
     VALIDATION,
     figure,
@@ -85,6 +86,7 @@ class Figures:
     """
 
     strategy: str
+    options: Mapping[str, Any]
     workers: int
     ps: int
     batch_size: int | None
@@ -111,6 +113,11 @@ class Figures:
     rates: Sequence[float] = ()
     finals: Sequence[float] = ()
     failures: Sequence[tuple[str, str]] = ()
+
+    @property
+    def title(self) -> str:
+        """What it is called: its strategy and the options of that."""
+        return title_of(self.strategy, self.options)
 
     @property
     def is_done(self) -> bool:
@@ -145,12 +152,16 @@ class Figures:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """All runs of a comparison: those of the table first, then what sweeps added."""
+    """All runs of a comparison: those of the table first, then what sweeps added.
+
+    ``link`` is the line at which each task was on a machine of its own, "" where there was none.
+    """
 
     target: str
     goal: Goal | None
     machine: Mapping[str, Any]
     all_runs: Sequence[Figures]
+    link: str = ""
 
     @property
     def runs(self) -> list[Figures]:
@@ -169,7 +180,7 @@ class Comparison:
         found: dict[str, list[Figures]] = {}
         for run in self.all_runs:
             if run.is_done and run.sweep in (None, sweep) and getattr(run, sweep) is not None:
-                found.setdefault(run.strategy, []).append(run)
+                found.setdefault(run.title, []).append(run)
         return {
             strategy: sorted(runs, key=lambda run: int(getattr(run, sweep)))
             for strategy, runs in found.items()
@@ -205,6 +216,7 @@ def comparison(record: Record) -> Comparison:
         goal,
         record.get("machine") or {},
         [_pooled(runs) for runs in repeats.values()],
+        record.get("link") or "",
     )
 
 
@@ -270,6 +282,7 @@ def _figures(run: Record, epochs: Sequence[Epoch], quality: str, goal: Goal | No
     batch_size = run.get("batch_size") or _part(config, "fit").get("batch_size")
     return Figures(
         strategy=str(run["strategy"]),
+        options=run.get("options") or {},
         workers=int(run["workers"]),
         ps=int(run.get("ps") or 0),
         batch_size=batch_size,

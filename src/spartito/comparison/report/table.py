@@ -94,7 +94,7 @@ def _columns(found: Comparison) -> list[Column]:
     loss = next((n for run in found.runs for n in run.noise if n.endswith("loss")), "loss")
     higher, goal = higher_is_better(name), found.goal
     return [
-        Column("strategy", "", lambda run: run.strategy),
+        Column("strategy", "", lambda run: run.title),
         Column("workers", "tasks that compute", lambda run: str(run.workers)),
         Column(
             f"final {label(name)}",
@@ -158,7 +158,7 @@ def bars(found: Comparison) -> list[Bars]:
     paint = {name: page_colour(colour) for name, colour in strategy_colours(found).items()}
     groups = [_throughput(found, paint)]
     for name in sorted({name for run in found.runs for name in run.noise}):
-        values = {r.strategy: r.noise[name] for r in found.runs if name in r.noise}
+        values = {r.title: r.noise[name] for r in found.runs if name in r.noise}
         longest = max(values.values()) or 1.0
         rows = [
             Bar(strategy, value / longest, points(name, value), paint[strategy])
@@ -167,7 +167,7 @@ def bars(found: Comparison) -> list[Bars]:
         note = NOISE_IS if len(groups) == 1 else ""  # once is enough
         groups.append(Bars(f"Noise of the {label(name)}", rows, note))
     groups += [
-        staleness_bars(f"Staleness of {run.strategy}", run.staleness, paint[run.strategy])
+        staleness_bars(f"Staleness of {run.title}", run.staleness, paint[run.title])
         for run in found.runs
     ]
     return [group for group in groups if group.rows]
@@ -175,16 +175,16 @@ def bars(found: Comparison) -> list[Bars]:
 
 def _throughput(found: Comparison, paint: Mapping[str, str]) -> Bars:
     """The speeds, and how far those of repeats lie apart."""
-    rates = {run.strategy: run.rate for run in found.done if run.rate is not None}
+    rates = {run.title: run.rate for run in found.done if run.rate is not None}
     longest = max(
         (rate for run in found.done for rate in (run.rate, *run.rates) if rate), default=1.0
     )
     rows = [
         Bar(
-            run.strategy,
-            rates[run.strategy] / longest,
+            run.title,
+            rates[run.title] / longest,
             figure("examples_per_second", run.rate),
-            paint[run.strategy],
+            paint[run.title],
             (min(run.rates) / longest, max(run.rates) / longest) if len(run.rates) > 1 else None,
         )
         for run in found.done

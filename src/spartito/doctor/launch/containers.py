@@ -14,11 +14,11 @@ import yaml
 from spartito.doctor.examination import TIMEOUT, checked
 from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.launch.containers import job as cluster_job
-from spartito.launch.containers.compose import dump
 from spartito.launch.containers.engine import ASK_SECONDS, Engine, TaskState, run
 from spartito.launch.containers.file import JobFile, read_job
 from spartito.launch.containers.secret import make_secret
 from spartito.launch.containers.watch import say
+from spartito.launch.written import dump
 
 START_SECONDS = 30.0
 """How long after its time limit a doctor may end: a fraction of a CPU starts Python slowly."""

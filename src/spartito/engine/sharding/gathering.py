@@ -10,22 +10,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.hooks import RemovableHandle
 
 from spartito.engine.sharding.homes import GatheredHome, Home, whole_homes
 
 
-def gather_around(model: nn.Module, homes: Sequence[GatheredHome]) -> None:
-    """Hook the modules of these blocks of ``model``.
+def gather_around(homes: Sequence[GatheredHome]) -> list[RemovableHandle]:
+    """Hook the modules of these blocks, and return the hooks.
 
     The order of calls must be the same on all replicas.
     """
     by_module: dict[nn.Module, list[GatheredHome]] = {}
     for home in homes:
         by_module.setdefault(home.members.module, []).append(home)
+    made = []
     for module, blocks in by_module.items():
         around = _Around(blocks)
-        module.register_forward_pre_hook(torch.compiler.disable(around.before), prepend=True)
-        module.register_forward_hook(torch.compiler.disable(around.after), always_call=True)
+        before, after = torch.compiler.disable(around.before), torch.compiler.disable(around.after)
+        made.append(module.register_forward_pre_hook(before, prepend=True))
+        made.append(module.register_forward_hook(after, always_call=True))
+    return made
 
 
 class Shown:
@@ -35,11 +39,13 @@ class Shown:
         self.as_shards = False
         """This replica's elements, flat; else copies of the whole, which all replicas ask for."""
         self.homes: list[Home] = []
+        self._watches = False
 
     def watch(self, model: nn.Module, homes: Sequence[Home]) -> None:
         """Add blocks of ``model``."""
-        if not self.homes:
+        if not self._watches:
             model.register_state_dict_post_hook(partial(Shown._replace, self))
+        self._watches = True
         self.homes += homes
 
     def _replace(self, model: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -47,14 +47,17 @@ class ShardedGradients(DividedUpdates):
         homes: Mapping[int, Home],
         owners: Collective,
         replicas: Collective,
+        learned: Sequence[nn.Parameter] = (),
     ) -> None:
         self._homes, self._replicas = homes, replicas
         self._hooks: list[RemovableHandle] = []
         self._blocks: list[_Block] = []
         self._is_early = self._discards = self._is_passing = False
+        self.are_met = False
+        """Whether all meet behind each update anyway."""
         self._next = 0  # the block that is reduced next in this backward pass
         self._used: set[int] = set()  # by id: had a gradient here since the last update
-        super().__init__(optimizer, collective, owners)
+        super().__init__(optimizer, collective, owners, learned)
 
     @contextmanager
     def early(self) -> Generator[None]:
@@ -105,8 +108,17 @@ class ShardedGradients(DividedUpdates):
         for block in self._blocks:
             block.home.publish()
             block.home.updated()
-        if any(block.home.is_shared for block in self._blocks):
+        if not self.are_met and any(block.home.is_shared for block in self._blocks):
             self._owners.barrier()
+
+    def leave(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    def own_state(self) -> Iterator[tuple[nn.Parameter, Mapping[str, Any]]]:
+        """The optimizer's state of this replica's elements, by the parameters."""
+        self.adopt()
+        return ((part.whole, part.state) for part in self._parts.values() if part.state)
 
     def reduce(self, piggybacked: Piggybacked = ()) -> tuple[Number, Number, Piggybacked]:
         self.refresh()
@@ -178,8 +190,7 @@ class ShardedGradients(DividedUpdates):
 
     def _plan(self) -> None:
         self._checked = False
-        for hook in self._hooks:
-            hook.remove()
+        self.leave()
         waiting = {id(block.home): block.sums for block in self._blocks}
         learn = {id(parameter) for parameter in self.parameters}
         homes = dict.fromkeys(self._homes[key] for key in map(id, self.parameters))

@@ -30,6 +30,10 @@ class Home(ABC):
 
     is_shared = False
     """Whether the values of an update are there for all once all have made theirs."""
+    was_written = False
+    """Whether it has taken values that were written beside the updates."""
+    watches = False
+    """Whether `was_written` has to be right: writes may be looked for at some cost."""
 
     def __init__(self, members: Members, stage: Stage) -> None:
         self.members, self.stage = members, stage
@@ -75,6 +79,13 @@ class Home(ABC):
 
     def updated(self) -> None:  # noqa: B027 - most have no need
         """An update is over."""
+
+    def seen(self, rank: int) -> Tensor | None:
+        """The shard of another replica, where this one has it and writes leave no trace."""
+        return None
+
+    def leave(self) -> None:  # noqa: B027 - most have nothing to undo
+        """The parameters get another home."""
 
     def loaded(self) -> None:
         """All shards have loaded values: whatever was done to the parameters does not count."""
@@ -162,6 +173,9 @@ class WholeHome(Home):
     def show_new(self) -> None:
         self._version = sum(p._version for p in self.parameters)
 
+    def seen(self, rank: int) -> Tensor | None:
+        return self._flat.view(self.layout.shards, -1)[rank]
+
     def publish(self) -> None:
         self.stage.spread(self.own, self._flat.view(self.layout.shards, -1))
 
@@ -236,6 +250,7 @@ class GatheredHome(Home):
         nothing = torch.tensor(float("nan") if self.dtype.is_floating_point else 0)
         self._nothing = [nothing.to(self.dtype).expand(p.shape) for p in self.parameters]
         self.is_whole, self._is_kept = True, False
+        self._before: Tensor | None = None  # what others may have written into since
 
     def fill(self, values: Iterable[Tensor]) -> None:
         for section, whole in zip(self.spans, values, strict=True):
@@ -258,16 +273,27 @@ class GatheredHome(Home):
         with self.stage.group.current_call.during("parameter without its module"):
             self.gather()
         self._is_kept = torch.is_grad_enabled()
+        if self.watches:
+            self._before = self._flat.clone()
 
     def free(self) -> None:
         if self.is_whole and not self._is_kept:
             self.release()
 
+    def leave(self) -> None:
+        if self.is_whole:
+            whole_homes.pop(self._flat.untyped_storage().data_ptr(), None)
+        else:
+            uncover(self.parameters)
+
     def release(self) -> None:
         if self.is_whole:
             self._take_moved()
+            if self._before is not None:
+                self.was_written |= not torch.equal(_bits(self._before), _bits(self._flat))
             if not torch.equal(_bits(self._shard(self._flat)), _bits(self.own)):
                 self.own.copy_(self._shard(self._flat))
+                self.was_written = True
             self.publish()
 
     def publish(self) -> None:
@@ -282,6 +308,7 @@ class GatheredHome(Home):
                 self._make_memory()
             self._flat.untyped_storage().resize_(0)
             self.is_whole = self._is_kept = False
+            self._before = None
 
     def _make_memory(self) -> None:
         self._flat = torch.empty(0, dtype=self.dtype)
@@ -336,6 +363,7 @@ def settle(homes: Collection[Home], group: Collective, writers: float) -> None:
         _compare(homes, group)
     for home in homes:
         home.take_written()
+        home.was_written = True
     group.barrier()
     unlike = any(home.is_doubtful for home in homes)
     if group.all_reduce(torch.tensor([float(unlike)])).item():

@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import json
-import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from spartito.cluster.listed import address
 from spartito.cluster.spec import Task
 from spartito.cluster.tf_config import VARIABLE
-from spartito.launch.containers.file import SECRET
-from spartito.launch.containers.plan import Containers, service
+from spartito.launch.containers.file import RESTARTS_LABEL, SECRET
+from spartito.launch.containers.plan import STORE, Containers, service
 from spartito.launch.containers.secret import secret_name, write_secret
 from spartito.launch.local import RUNTIME
+from spartito.launch.written import MERGE, Anchored, List, Row, dump
 from spartito.names import (
     ENV_PORTS,
+    ENV_RECOVERY,
     ENV_RUN_DIR,
     ENV_SECRET_FILE,
     ENV_SNAPSHOT_DIR,
+    ENV_STORE,
     ENV_STRATEGY,
     ENV_STRATEGY_OPTIONS,
     ENV_TIMEOUT,
+    ENV_TLS,
 )
 
 SHARED_MEMORY = "1g"
@@ -84,22 +85,6 @@ def write_files(job: Containers, into: Path | None) -> None:
         print(f"{'all':<12} {secret}")
 
 
-def dump(document: Mapping[str, Any]) -> str:
-    """``document`` as YAML in which a string is a string to every composer.
-
-    PyYAML reads YAML 1.1 (docker-compose 1), Go's yaml.v3 rather YAML 1.2 (docker compose 2).
-    """
-    text: str = yaml.dump(
-        document,
-        Dumper=_Dumper,
-        sort_keys=False,
-        default_flow_style=False,
-        allow_unicode=True,
-        width=1 << 20,
-    )
-    return text
-
-
 def _file(job: Containers, tasks: Sequence[Task], name: str) -> str:
     heading = map(_on_one_line, _heading(job, tasks, name))
     # Compose reads $ as a variable; here it never is one.
@@ -129,6 +114,8 @@ def _heading(job: Containers, tasks: Sequence[Task], name: str) -> Iterator[str]
         here = ", ".join(service(task) for task in tasks)
         yield f"# Machines: {', '.join(job.network.machines)}. On this one: {here}."
         yield f"# Containers use their machine's own network, and listen at {_ports(job, tasks)}."
+    if job.insecure:
+        yield "# Insecure: what tasks send is not encrypted (--insecure)."
     yield "#"
     for command, what in commands.items():
         yield f"#   spartito cluster {command:<{width}}   # {what}"
@@ -145,50 +132,71 @@ def _ports(job: Containers, tasks: Sequence[Task]) -> str:
 
 
 def _document(job: Containers, tasks: Sequence[Task]) -> dict[str, Any]:
-    task, environment = _Anchored("task", _shared(job)), _Anchored("environment", _variables(job))
+    task, environment = Anchored("task", _shared(job)), Anchored("environment", _variables(job))
     document: dict[str, Any] = {"name": job.name, "x-task": task, "x-environment": environment}
     document["services"] = {
-        service(one): {_MERGE: task, **_service(job, one, tasks, environment)} for one in tasks
+        service(one): {MERGE: task, **_service(job, one, tasks, environment)} for one in tasks
     }
     if not job.network.host:
         document["networks"] = {"job": {"driver": "bridge"}}
     if job.meets:
         document["secrets"] = {SECRET: {"file": f"./{secret_name(job.name)}"}}
+    volumes: dict[str, Any] = {}
     if any(one.type == "ps" for one in tasks):
-        document["volumes"] = {"snapshots": {}}
+        volumes["snapshots"] = {}
+    if job.store is not None and tasks[0] == job.leader:
+        document["services"][STORE] = {MERGE: task, **_store(job, *job.store)}
+        volumes[STORE] = {}
+    if volumes:
+        document["volumes"] = volumes
     return document
+
+
+def _store(job: Containers, host: str, port: int) -> dict[str, Any]:
+    """The service of the store, which outlives every task."""
+    words = ["python", "-m", "spartito.cluster.store", address(host, port), "/snapshots/journal"]
+    found: dict[str, Any] = {} if job.network.host else {"hostname": STORE}
+    return found | {
+        "command": List(words),
+        "environment": {
+            ENV_SECRET_FILE: f"/run/secrets/{SECRET}",
+            **({ENV_TLS: "off"} if job.insecure else {}),
+        },
+        "restart": "always",
+        "volumes": [Row(type="volume", source=STORE, target="/snapshots")],
+    }
 
 
 def _shared(job: Containers) -> dict[str, Any]:
     """What the services of all tasks have in common."""
-    volumes = [_Row(type="bind", source=job.out, target="/runs")]
+    volumes = [Row(type="bind", source=job.out, target="/runs")]
     for source, target in ((job.scripts, "/scripts"), (job.data, "/data")):
         if source is not None:
-            volumes.append(_Row(type="bind", source=source, target=target, read_only=True))
+            volumes.append(Row(type="bind", source=source, target=target, read_only=True))
     shared: dict[str, Any] = {
         "image": job.image,
-        "command": _List(job.command),
+        "command": List(job.command),
         "working_dir": "/runs",
         "user": job.user,
         "init": True,
         "read_only": True,
-        "tmpfs": _List([TMP]),
-        "cap_drop": _List(["ALL"]),
-        "security_opt": _List(["no-new-privileges:true"]),
+        "tmpfs": List([TMP]),
+        "cap_drop": List(["ALL"]),
+        "security_opt": List(["no-new-privileges:true"]),
         "stop_grace_period": f"{STOP_SECONDS}s",
         "pids_limit": PROCESSES,
-        "logging": _Row(driver="json-file", options=_Row(LOGS)),
+        "logging": Row(driver="json-file", options=Row(LOGS)),
     }
     if job.network.host:
         shared["network_mode"] = "host"
     else:
-        shared["networks"] = _List(["job"])
+        shared["networks"] = List(["job"])
     if not job.network.ipc:
         shared["shm_size"] = SHARED_MEMORY
     if job.limits.memory is not None:
         shared["mem_limit"] = job.limits.memory
     if job.meets:
-        shared["secrets"] = _List([SECRET])
+        shared["secrets"] = List([SECRET])
     return shared | {"volumes": volumes}
 
 
@@ -202,8 +210,12 @@ def _variables(job: Containers) -> dict[str, str]:
         variables[ENV_PORTS] = f"{job.ports[0]}-{job.ports[-1]}"
     if job.roles.ps:
         variables[ENV_SNAPSHOT_DIR] = "/snapshots"
+    if job.recovery is not None and job.store is not None:
+        variables |= {ENV_RECOVERY: job.recovery.text, ENV_STORE: address(*job.store)}
     if job.meets:
         variables[ENV_SECRET_FILE] = f"/run/secrets/{SECRET}"
+    if job.insecure:
+        variables[ENV_TLS] = "off"
     return variables | RUNTIME
 
 
@@ -216,15 +228,19 @@ def _service(
     if not job.network.host:
         found["hostname"] = service(task)
     found["environment"] = {
-        _MERGE: environment,
+        MERGE: environment,
         "OMP_NUM_THREADS": str(job.threads(task)),
         **({"CUDA_VISIBLE_DEVICES": ""} if task.type == "ps" else {}),
         VARIABLE: _tf_config(job, task),
     }
     restarts = job.roles.restarts(task)
     found["restart"] = f"on-failure:{restarts}" if restarts else "no"
-    if task != first:
-        found["depends_on"] = {service(first): _Row(condition="service_started")}
+    if job.recovery is not None:  # those who follow the job start it again
+        found["labels"] = Row({RESTARTS_LABEL: str(job.restarts)})
+    if job.store is not None and here[0] == job.leader:
+        found["depends_on"] = {STORE: Row(condition="service_started")}
+    elif task != first:
+        found["depends_on"] = {service(first): Row(condition="service_started")}
     if job.meets:
         found["healthcheck"] = _health(job, task)
     if job.network.ipc:
@@ -236,7 +252,7 @@ def _service(
     if job.limits.gpus and task.type == "worker":
         found["deploy"] = _gpu([one for one in here if one.type == "worker"].index(task))
     if task.type == "ps":  # merging replaces a list as a whole
-        own = _Row(type="volume", source="snapshots", target="/snapshots")
+        own = Row(type="volume", source="snapshots", target="/snapshots")
         found["volumes"] = [*_shared(job)["volumes"], own]
     return found
 
@@ -250,10 +266,10 @@ def _tf_config(job: Containers, task: Task) -> str:
 
 def _health(job: Containers, task: Task) -> dict[str, Any]:
     """Healthy is a task that reaches the rendezvous of the job; a server, which listens."""
-    host, port = job.address(task if task.type == "ps" else job.leader)
+    host, port = job.store or job.address(task if task.type == "ps" else job.leader)
     look = f"import socket; socket.create_connection(({json.dumps(host)}, {port}), 3)"
     return {
-        "test": _List(["CMD", "python", "-c", look]),
+        "test": List(["CMD", "python", "-c", look]),
         "interval": "30s",
         "timeout": "5s",
         "retries": 3,
@@ -262,98 +278,8 @@ def _health(job: Containers, task: Task) -> dict[str, Any]:
 
 
 def _gpu(number: int) -> dict[str, Any]:
-    device = _Row(driver="nvidia", device_ids=[str(number)], capabilities=["gpu"])
+    device = Row(driver="nvidia", device_ids=[str(number)], capabilities=["gpu"])
     return {"resources": {"reservations": {"devices": [device]}}}
-
-
-class _List(list[Any]):
-    """A list on one line."""
-
-
-class _Row(dict[str, Any]):
-    """A mapping on one line."""
-
-
-class _Anchored(dict[str, Any]):
-    """A mapping that others refer to by ``name``."""
-
-    def __init__(self, name: str, items: dict[str, Any]) -> None:
-        super().__init__(items)
-        self.name = name
-
-
-class _Merge(str):
-    """The key that merges another mapping in."""
-
-
-_MERGE = _Merge("<<")
-
-
-class _Dumper(yaml.SafeDumper):
-    """Writes YAML as people do: lists indented, anchors with names, text on one line."""
-
-    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
-        """Lists stand further in than their key."""
-        super().increase_indent(flow, False)
-
-    def generate_anchor(self, node: yaml.Node) -> str:
-        """The name that the mapping has, if it has one, instead of a number."""
-        return self._names.get(id(node)) or super().generate_anchor(node)
-
-    @property
-    def _names(self) -> dict[int, str]:
-        kept = self.object_keeper
-        return {
-            id(self.represented_objects[id(one)]): one.name
-            for one in kept
-            if isinstance(one, _Anchored)
-        }
-
-
-def _mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
-    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=False)
-
-
-def _row(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
-    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
-
-
-def _list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
-    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
-
-
-def _merge(dumper: yaml.SafeDumper, data: _Merge) -> yaml.Node:
-    return dumper.represent_scalar("tag:yaml.org,2002:merge", "<<")
-
-
-# What PyYAML takes for a string and yaml.v3 does not (its resolve.go), underscores left out.
-_NUMBER = re.compile(
-    r"""[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)(e[-+]?[0-9]+)?
-    | [-+]?0(x[0-9a-f]+|o[-+]?[0-7]+|b[-+]?[01]+)""",
-    re.VERBOSE | re.IGNORECASE,
-)
-_TIME = re.compile(
-    r"""[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}
-    ((t|\ +)[0-9]{1,2}:[0-9]{1,2}:[0-9]{1,2}([.,][0-9]+)?(z|[-+][0-9]{2}:[0-9]{2})?)?""",
-    re.VERBOSE | re.IGNORECASE,
-)
-_LINE_BREAK = re.compile("[\n\x85\u2028\u2029]")
-
-
-def _string(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
-    style = None  # quotes only where PyYAML itself needs them
-    if _LINE_BREAK.search(data):
-        style = '"'
-    elif _NUMBER.fullmatch(data[:1] + data[1:].replace("_", "")) or _TIME.fullmatch(data):
-        style = "'"
-    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style)
-
-
-_Dumper.add_representer(str, _string)
-_Dumper.add_representer(_Anchored, _mapping)
-_Dumper.add_representer(_Row, _row)
-_Dumper.add_representer(_List, _list)
-_Dumper.add_representer(_Merge, _merge)
 
 
 def _airy(text: str) -> Iterator[str]:

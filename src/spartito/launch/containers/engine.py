@@ -163,6 +163,12 @@ class Engine:
         known = [state for state in found if state.service in order]
         return sorted(known, key=lambda state: order.index(state.service))
 
+    def start_again(self, state: TaskState) -> None:
+        """Start a container that has ended, or that stands still, which is ended first."""
+        if not state.ended:
+            self.ask("kill", state.id)
+        self.ask("start", state.id)
+
     def down(self, job: JobFile, seconds: int = STOP_SECONDS) -> None:
         """Remove the job's containers, its network and its snapshots; the run folder stays.
 

@@ -9,12 +9,16 @@ from typing import Any
 
 import yaml
 
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
 from spartito.cluster.tf_config import from_tf_config
 from spartito.errors import UserError
 from spartito.launch.containers.plan import JOB_NAME
-from spartito.names import ENV_STRATEGY
+from spartito.names import ENV_SECRET, ENV_SECRET_FILE, ENV_STRATEGY, ENV_TLS
 from spartito.registry import strategy_info, strategy_names
+
+RESTARTS_LABEL = "spartito.restarts"
+"""By which a compose file says how often who follows the job starts a lost task again."""
 
 SECRET = "spartito"
 """What a compose file calls the job's secret; it is ``/run/secrets/spartito`` in containers."""
@@ -81,11 +85,27 @@ class JobFile:
         return None if file is None else self.path.parent / str(file).replace("$$", "$")
 
     @property
+    def tasks(self) -> tuple[str, ...]:
+        """The services that are tasks of the job: all but its store."""
+        return tuple(name for name, one in self.services.items() if not _keeps_store(one))
+
+    @property
+    def recovery(self) -> Recovery | None:
+        """How the job goes on when a task is lost; None: it ends."""
+        return Recovery.from_environment(self._environment(self.tasks[0]))
+
+    def restarts(self, service: str) -> int:
+        """How often who follows the job starts a lost ``service`` again."""
+        labels = self.services[service].get("labels")
+        text = str(labels.get(RESTARTS_LABEL, "")) if isinstance(labels, dict) else ""
+        return int(text) if text.isdigit() else 0
+
+    @property
     def is_partial(self) -> bool:
         """Whether other files have tasks of the same job, for other machines."""
-        specs = [self.spec(name) for name in self.services]
+        specs = [self.spec(name) for name in self.tasks]
         counts = [sum(map(len, spec.addresses.values())) for spec in specs if spec is not None]
-        return len(self.services) < max(counts, default=0)
+        return len(self.tasks) < max(counts, default=0)
 
     @property
     def leader(self) -> str | None:
@@ -93,17 +113,28 @@ class JobFile:
 
         A service without a ``TF_CONFIG`` is taken for one.
         """
-        specs = {name: self.spec(name) for name in self.services}
+        specs = {name: self.spec(name) for name in self.tasks}
         return next((name for name, spec in specs.items() if spec is None or spec.is_chief), None)
 
     @property
     def has_servers(self) -> bool:
         """Whether there are parameter servers, on this machine or on another."""
-        specs = [self.spec(name) for name in self.services]
+        specs = [self.spec(name) for name in self.tasks]
         named = {self._environment(name).get(ENV_STRATEGY, "") for name in self.services}
         return any(spec is not None and spec.addresses.get("ps") for spec in specs) or any(
             strategy_info(name).needs_servers for name in named & set(strategy_names())
         )
+
+    @property
+    def insecurity(self) -> str:
+        """What others could do to its tasks, for the first line; "" for nothing."""
+        each = [self._environment(name) for name in self.services]
+        if len(each) == 1 and not self.is_partial:
+            return ""
+        if self.secret is None and not any({ENV_SECRET, ENV_SECRET_FILE} & {*env} for env in each):
+            return "insecure: this job has no secret, so whoever reaches its tasks can take part"
+        off = any(env.get(ENV_TLS) == "off" for env in each)
+        return f"insecure: what tasks send is not encrypted ({ENV_TLS}=off)" if off else ""
 
     def spec(self, service: str) -> ClusterSpec | None:
         """The whole job, by the ``TF_CONFIG`` of ``service``; None where the file has none."""
@@ -117,6 +148,10 @@ class JobFile:
     def goes_on_without(self, service: str) -> bool:
         """Whether the engine starts a lost ``service`` again while the others go on."""
         return str(self.services[service].get("restart", "no")) != "no"
+
+
+def _keeps_store(service: Mapping[str, Any]) -> bool:
+    return "spartito.cluster.store" in (service.get("command") or ())
 
 
 def owner_of(user: str) -> tuple[int, int] | None:

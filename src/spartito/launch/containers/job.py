@@ -46,6 +46,8 @@ def up(path: Path, detach: bool = False) -> int:
     check_ports(job)
     make_folders(job)
     make_secret(job)
+    if job.insecurity:
+        say(job.insecurity)
     say(f"{job.name}: {len(job.services)} containers")
     try:
         with interrupts() as ignore:

@@ -24,13 +24,14 @@ from spartito.launch.containers.plan import (
 )
 from spartito.launch.hosts.names import parse_hosts
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
+from spartito.launch.recovering import Recovering
 from spartito.launch.roles import Roles
 from spartito.launch.target import check_folder, inside_here
 from spartito.registry import default_name, strategy_info
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compose:
+class Compose(Recovering):
     """Write the compose file of a job; redirect it into a file.
 
     Example: spartito cluster compose mnist --workers 2 -- --epochs 3 > compose.yaml
@@ -45,6 +46,11 @@ class Compose:
         hosts: several machines, as ``a,b,c``.
         into: the folder for their files.
         timeout: how long a task waits for another, in seconds.
+        recover: whether a worker that is killed is started again, and gets its state from the
+            others, which go on.
+        min_workers: how many go on at least where no replacement comes; None: all.
+        wait: seconds for a replacement; 30 by default.
+        restarts: how often each worker is started again; 3 by default.
     """
 
     gpus: bool = option("A GPU for each worker.", False)
@@ -97,6 +103,18 @@ class Compose:
                 )
         chosen = job.choose(roles)
         self._check_machine(chosen, roles)
+        if self.recover and roles.ps:
+            raise UserError(
+                "--recover with parameter servers in containers: the chief's journal is on no "
+                "volume there",
+                "Leave it out: all but the first task are started again without it.",
+            )
+        self.check_recovers(chosen, roles)
+        if self.recover and self.share_ipc:
+            raise UserError(
+                "--recover with --share-ipc: the first container has the memory of all",
+                "Leave --share-ipc out.",
+            )
         machines = _machines(self.hosts, roles)
         about, script = program.title, program.script
         own = re.sub(r"[^a-z0-9_-]+", "-", about.lower().removesuffix(".py")).strip("-_")
@@ -133,6 +151,9 @@ class Compose:
             user=CONTAINER_USER if os.getuid() == 0 else f"{os.getuid()}:{os.getgid()}",
             timeout=self.timeout,
             ports=None if job.ports is None else parse_range(job.ports, "--ports"),
+            insecure=job.insecure,
+            recovery=self.recovery if roles.workers > 1 else None,
+            restarts=self.restarts_of_each,
         )
         _check_ports(containers)
         return containers
@@ -166,6 +187,7 @@ class Compose:
 def _check_ports(job: Containers) -> None:
     """Raise `UserError` where the tasks of a machine need more ports than are allowed."""
     most = max(len(job.together(task)) for task in job.roles.tasks) if job.network.host else 1
+    most += bool(job.network.host and job.recovery)
     if job.ports is not None and len(job.ports) < most:
         raise UserError(
             f"--ports {job.ports[0]}-{job.ports[-1]} are {len(job.ports)} for {most} tasks of one "

@@ -6,9 +6,10 @@ import math
 import re
 from dataclasses import dataclass
 
+from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import Task
 from spartito.errors import UserError
-from spartito.launch.roles import Roles
+from spartito.launch.roles import RESTARTS, Roles
 
 IMAGE = "spartito"
 PORT = 29500
@@ -19,6 +20,9 @@ LEAST_MEMORY = 300 << 20
 
 CONTAINER_USER = "1000:1000"
 """Who runs in the container when root asks: never root."""
+
+STORE = "store"
+"""The service that keeps a job's store."""
 
 UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 JOB_NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
@@ -58,7 +62,8 @@ class Containers:
     ``command`` is what every task runs; ``about`` says in a word what that is. ``scripts``,
     ``data`` and ``out`` are folders of the machine, as the file will name them. ``cores`` are
     those of one machine, ``user`` is who runs in the container. ``ports`` are those at which tasks
-    may listen, None where that is left to us.
+    may listen, None where that is left to us; ``insecure`` ones do not encrypt what they send. With
+    a ``recovery`` each worker is started again ``restarts`` times.
     """
 
     name: str
@@ -77,6 +82,23 @@ class Containers:
     user: str = CONTAINER_USER
     timeout: float = 300.0
     ports: range | None = None
+    insecure: bool = False
+    recovery: Recovery | None = None
+    restarts: int = RESTARTS
+
+    @property
+    def store(self) -> tuple[str, int] | None:
+        """Where a job that goes on without a task has its store: beside those of the first machine.
+
+        None where the leader keeps it.
+        """
+        if self.recovery is None:
+            return None
+        first = self.ports[0] if self.ports else PORT
+        if not self.network.host:
+            return STORE, first
+        beside = len(self.together(self.leader))
+        return self.machine_of(self.leader) or "127.0.0.1", first + beside
 
     @property
     def leader(self) -> Task:

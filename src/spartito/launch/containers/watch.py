@@ -8,16 +8,19 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
-from spartito.errors import EXIT_TASK_LOST
+from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST
 from spartito.launch.containers.engine import Engine, TaskState
 from spartito.launch.containers.file import JobFile
 from spartito.launch.output import Sink, binary, prefixed
 
 LOOK_SECONDS = 2.0
 """How often we look how the containers go, when none of them has ended."""
+
+NEVER: Mapping[str, int] = MappingProxyType({})
 
 PAUSE_SECONDS = 0.1
 """Between two looks at least, whatever ends meanwhile."""
@@ -32,7 +35,13 @@ LOST = frozenset(128 + number for number in (signal.SIGKILL, signal.SIGTERM, sig
 """Exit codes of a container whose task was killed from outside."""
 
 
-def verdict(job: JobFile, states: Sequence[TaskState]) -> tuple[int, str] | None:
+PAUSED_SECONDS = 5.0
+"""For a container that stands still, where another can be started instead."""
+
+
+def verdict(
+    job: JobFile, states: Sequence[TaskState], again: Mapping[str, int] = NEVER
+) -> tuple[int, str] | None:
     """The job's exit code and who decided it; None while it goes on.
 
     The first task decides when it ends. Before that, so does one that failed for good, unless
@@ -40,7 +49,12 @@ def verdict(job: JobFile, states: Sequence[TaskState]) -> tuple[int, str] | None
     parameter servers, and an evaluator, are such. A machine without the first task waits for
     all of its own. Then the code is 0 if one of them ended well, as a task does when the job
     ends: those that the others can do without may be lost.
+
+    Where tasks are replaced, one that was killed ends the job when it was started again as often
+    as it may be (``again`` says how often it was), and the others are too few without it.
     """
+    if job.recovery is not None:
+        return _of_recovering(job, states, again)
     leader, servers = job.leader, job.has_servers
     failed = [state for state in states if state.ended and state.code]
     fatal = [s for s in failed if s.service == leader or not _is_dispensable(job, s, servers)]
@@ -55,6 +69,35 @@ def verdict(job: JobFile, states: Sequence[TaskState]) -> tuple[int, str] | None
         if needed and not state.ended:
             return None
     well = [state.name for state in states if state.ended and not state.code]
+    return (0, well[0]) if well else _blame(failed)
+
+
+def _of_recovering(
+    job: JobFile, states: Sequence[TaskState], again: Mapping[str, int]
+) -> tuple[int, str] | None:
+    """As `verdict`, where tasks are replaced: all of them end together."""
+    there = {state.service: state for state in states}
+    missing = [name for name in job.tasks if name not in there]
+    if missing:
+        return EXIT_TASK_LOST, missing[0].replace("-", " ")
+    tasks = [there[name] for name in job.tasks]
+    well = [state.name for state in tasks if state.ended and not state.code]
+    failed = [state for state in tasks if state.ended and state.code]
+    if not well:
+        lost = [s for s in failed if s.code in LOST]
+        for_good = [s for s in lost if again.get(s.service, 0) >= job.restarts(s.service)]
+        fatal = [s for s in failed if s.code not in LOST]
+        recovery, spec = job.recovery, job.spec(job.tasks[0])
+        least = None if recovery is None else recovery.min_workers
+        count = len(tasks) if spec is None else spec.world_size
+        if least is None or count - len(for_good) < least:
+            fatal += for_good
+        if fatal:
+            return _blame(fatal)
+        if len(for_good) < len(lost):
+            return None  # they are started again
+    if any(not state.ended for state in tasks):
+        return None
     return (0, well[0]) if well else _blame(failed)
 
 
@@ -90,6 +133,8 @@ class Watch:
     _popens: dict[str, subprocess.Popen[bytes]] = field(default_factory=dict)
     _last: dict[str, str] = field(default_factory=dict)
     _restarted: dict[str, int] = field(default_factory=dict)
+    _again: dict[str, int] = field(default_factory=dict)  # how often we have started each again
+    _paused: dict[str, float] = field(default_factory=dict)  # since when it stands still
     _unread: bool = False
 
     def follow(self) -> int:
@@ -99,7 +144,9 @@ class Watch:
                 self._news.clear()
                 states = self.engine.states(self.job)
                 self._report_restarts(states)
-                found = verdict(self.job, states)
+                found = verdict(self.job, states, self._again)
+                if found is None and self.job.recovery is not None:
+                    states = self._start_again(states)
                 if found is not None:
                     return self._end(found)
                 self.read(states)
@@ -138,8 +185,9 @@ class Watch:
         while time.monotonic() < end:
             states = self.engine.states(self.job)
             self.read(states)
-            found = verdict(self.job, states) or found
-            if all(state.ended for state in states) or found[0] not in (0, EXIT_TASK_LOST):
+            found = verdict(self.job, states, self._again) or found
+            tasks = [state for state in states if state.service in self.job.tasks]
+            if all(state.ended for state in tasks) or found[0] not in (0, EXIT_TASK_LOST):
                 break
             self._news.clear()
             self._news.wait(5 * PAUSE_SECONDS)
@@ -148,6 +196,35 @@ class Watch:
         if code:
             say(how_it_ended(self.job, self.engine.states(self.job), name))
         return code
+
+    def _start_again(self, states: list[TaskState]) -> list[TaskState]:
+        """Start again what is lost; how all go then."""
+        job, started = self.job, False
+        is_over = any(s.ended and not s.code for s in states if s.service in job.tasks)
+        for state in states:
+            if self._stands(state):
+                how = "stands still"
+            elif state.ended and (state.code in LOST or state.service not in job.tasks):
+                how = _how(job, state) if state.code else "has ended"
+            else:
+                continue
+            count, most = self._again.get(state.service, 0) + 1, job.restarts(state.service)
+            if is_over or (state.service in job.tasks and count > most):
+                continue
+            self._again[state.service], started = count, True
+            self._paused.pop(state.service, None)
+            of = f" ({count} of {most})" if most else ""
+            say(f"{state.name} {how}; it is started again{of}")
+            self.engine.start_again(state)
+        return self.engine.states(job) if started else states
+
+    def _stands(self, state: TaskState) -> bool:
+        """Whether a container is paused for too long."""
+        if state.status != "paused":
+            self._paused.pop(state.service, None)
+            return False
+        now = time.monotonic()
+        return now - self._paused.setdefault(state.service, now) >= PAUSED_SECONDS
 
     def _report_restarts(self, states: Sequence[TaskState]) -> None:
         for state in states:
@@ -221,6 +298,8 @@ def _how(job: JobFile, state: TaskState) -> str:
         limit = job.services[state.service].get("mem_limit")
         bound = f", its limit is {limit}: give it more by --memory" if limit else ""
         return f"ran out of memory{bound}"
+    if state.code == EXIT_PREEMPTED:
+        return "was told to end, and saved all"
     if state.code > 128:
         return f"was killed by signal {state.code - 128}"
     return f"failed with exit code {state.code}"

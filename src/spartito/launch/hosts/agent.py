@@ -1,8 +1,9 @@
 """The remote agent of a task on another machine: ``python -m spartito.launch.hosts.agent``.
 
 Its stdin is the connection to the launcher. The first line there is a JSON object: the task's
-environment, which no command line shows. Every other line is the number of a signal
-for the task (SIGTSTP: it stands still until SIGCONT), 0 means that all is well.
+environment, which no command line shows; the secret in it reaches the task by a file. Every other
+line is the number of a signal for the task (SIGTSTP: it stands still until SIGCONT), 0 means that
+all is well.
 When the connection closes, or is silent for too long, the launcher cannot end the task any more:
 it ends at once, with all that it started.
 """
@@ -21,12 +22,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from spartito.cluster import resolve, tf_config, torchrun
-from spartito.cluster.limits import seconds_of
+from spartito.cluster.limits import notice_limit, time_limit
 from spartito.device import memory_kills
 from spartito.launch.heartbeats import Heartbeats
 from spartito.launch.process import out_of_memory
 from spartito.launch.reaper import Reaper, die_with_parent
-from spartito.names import ENV_NOTICE, ENV_SECRET, ENV_SECRET_FILE
+from spartito.names import ENV_RECOVERY, ENV_SECRET, ENV_SECRET_FILE, ENV_STORE
 
 HEARTBEAT = 5.0
 """Seconds between two lines from the launcher's machine."""
@@ -57,18 +58,21 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
     As ssh keeps 255 for itself, a task that ends with it is noted and counts as 1.
     """
     name = _name_in(env)
-    beats = Heartbeats(lambda text: _say(text.removeprefix(f"{name} ")), notice=_notice_in(env))
+    beats = Heartbeats(
+        lambda text: _say(text.removeprefix(f"{name} ")), notice=notice_limit(None, env)
+    )
     reaper, before = Reaper(str(beats.folder)), memory_kills()
     try:
         task = subprocess.Popen(
             [os.path.expanduser(argv[0]), *argv[1:]],
-            env={**env, **reaper.mark, **beats.begin(name, remote=False)},
+            env=beats.begin(name, {**env, **reaper.mark}),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
             preexec_fn=die_with_parent(),  # safe: we have one thread
         )
         reaper.watch([task.pid])
-        kept = _Kept(name, task)
+        is_replaced = env.get(ENV_RECOVERY) and env.get(ENV_STORE) and "evaluator" not in name
+        kept = _Kept(name, task, gives_up=time_limit(env=env) if is_replaced else None)
         threading.Thread(target=_listen, args=(kept, silence), daemon=True).start()
         code = _wait(kept, beats)
         if code == -signal.SIGKILL:
@@ -94,6 +98,7 @@ class _Kept:
     paused: bool = False
     starts: int = 1
     awaited: bool = False
+    gives_up: float | None = None
     missed: str = ""
 
     @property
@@ -104,16 +109,15 @@ class _Kept:
     def code(self) -> int | None:
         return self.popen.returncode
 
+    def end(self) -> None:
+        _kill(self.popen)
+
 
 def _name_in(env: Mapping[str, str]) -> str:
     """Which task has this environment."""
     with suppress(Exception):  # the task says it itself
         return str(resolve(env).task)
     return "the task"
-
-
-def _notice_in(env: Mapping[str, str]) -> float | None:
-    return seconds_of(env[ENV_NOTICE], ENV_NOTICE) if ENV_NOTICE in env else None
 
 
 def _say(text: str) -> None:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from spartito.cluster.endpoints import port_range
+from spartito.cluster.interfaces import own_address
 from spartito.cluster.resolver import check_alone
 from spartito.cluster.secret import with_secret
 from spartito.cluster.spec import is_loopback
@@ -18,11 +20,11 @@ from spartito.launch.hosts.names import Host
 from spartito.launch.hosts.plan import MEMBERSHIP, PORT, Plan, check_passed
 from spartito.launch.hosts.ssh import Ssh, parse_ssh
 from spartito.launch.job import JobSpec, option
+from spartito.launch.keeping import kept_store
 from spartito.launch.local import check_number, snapshots
-from spartito.launch.process import with_logs
 from spartito.launch.processes import Processes
 from spartito.launch.supervisor import supervise
-from spartito.names import ENV_NOTICE, ENV_PORTS, ENV_SNAPSHOT_DIR
+from spartito.names import ENV_NOTICE, ENV_PORTS, ENV_SNAPSHOT_DIR, ENV_STORE
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +41,7 @@ class Hosts(Processes):
         remote_python: the Python of the other machines; by default the same as here.
         env: names of variables that the tasks there get as well.
         log_dir: as `Local` has it.
+        log_format: as `Local` has it.
         notice: as `Local` has it.
         yes: as `Local` has it.
         recover: as `Local` has it, like the next three.
@@ -46,7 +49,9 @@ class Hosts(Processes):
         wait: seconds for a replacement.
         restarts: of each worker.
         result: as `Local` has it.
-        environment: as `Local` has it.
+        environment: as `Local` has it, like the next two.
+        private: folders that are removed.
+        on_end: as `Local` has it.
     """
 
     hosts: str = option(
@@ -69,7 +74,7 @@ class Hosts(Processes):
         metavar="PATH",
     )
     env: tuple[str, ...] = option(
-        "With --hosts: a variable that the other machines get too, by its name.",
+        "With --hosts or --ray: a variable that the other machines get too, by its name.",
         (),
         metavar="NAME",
     )
@@ -93,23 +98,32 @@ class Hosts(Processes):
         variables = with_secret(self.variables(job))
         if self.notice is not None:
             variables[ENV_NOTICE] = f"{self.notice:g}"
-        with snapshots(roles, variables) as (folder, _):
+        with ExitStack() as held:
+            folder, _ = held.enter_context(snapshots(roles, variables))
+            if self.keeps_store(roles):
+                here = next((host.address for host in hosts if host.here), None)
+                here = here or own_address(hosts[0].address, plan.port)
+                store = kept_store(variables, here, plan.port + plan.most)
+                variables = held.enter_context(store)
+                self.say(f"the tasks meet at {variables[ENV_STORE]}, which this launcher keeps")
             own = {} if folder is None else {ENV_SNAPSHOT_DIR: folder}  # other machines have theirs
             processes = [
                 plan.process(task, variables | (own if hosts[plan.machine_of(task)].here else {}))
                 for task in roles.tasks
             ]
             strategy = job.choose(roles, env=variables)
-            processes = self.recovering(with_logs(processes, self.log_dir), strategy, roles)
+            processes = self.recovering(self.logged(processes, job, variables), strategy, roles)
             code = supervise(
                 processes,
                 result_of=0 if self.result else None,
-                private=folder,
+                private=(*self.private, *([folder] if folder else [])),
                 stacks=self.stacks(job, variables),
                 notice=self.notice,
+                on_end=self.on_end,
+                sink=self.sink,
             )
         if code == 0 and not hosts[0].here:
-            _say(f"what {roles.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
+            self.say(f"what {roles.tasks[0]} wrote is on {hosts[0].name}, in {plan.ssh.folder}")
         return code
 
     def plan(self, job: JobSpec) -> Plan:
@@ -157,7 +171,7 @@ class Hosts(Processes):
         others_reach = [host.address for host in hosts if not is_loopback(host.address)]
         self.warn(job, others_reach, with_secret(env))
         for line in [*(f"note: {note}" for note in notes(hosts, found, each)), *plan.lines()]:
-            _say(line)
+            self.say(line)
         return plan
 
 
@@ -173,7 +187,3 @@ def _workers(hosts: Sequence[Host], found: Sequence[Facts], workers: int | None)
             "Say how many processes each gets: --workers N.",
         )
     return counts.pop()
-
-
-def _say(text: str) -> None:
-    print(f"spartito: {text}", file=sys.stderr, flush=True)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 
 from spartito.cluster import tf_config, torchrun
 from spartito.cluster.listed import ENV_ADDRESS, address
-from spartito.cluster.secret import read_secret
 from spartito.cluster.spec import Task
 from spartito.errors import UserError
 from spartito.launch.hosts import agent, client
@@ -36,6 +35,9 @@ MEMBERSHIP = frozenset(
     }
 )
 """Variables that say who is in the job, which we say ourselves."""
+
+STAYS = MEMBERSHIP | {ENV_SECRET, ENV_SECRET_FILE}
+"""Variables of ours that do not go to other machines."""
 
 TRAVEL = frozenset({"OMP_NUM_THREADS", *RUNTIME})
 """What goes to the other machines beside our own variables."""
@@ -81,9 +83,14 @@ class Plan:
             return True
         return task.type == "worker" and not self.roles.ps and len(self.hosts) > 1
 
+    @property
+    def most(self) -> int:
+        """How many tasks a machine has at most."""
+        return max(len(self.together(task)) for task in self.roles.tasks)
+
     def check_ports(self, allowed: range | None) -> None:
         """Raise `UserError` where a task would listen at a port that is not ``allowed``."""
-        most = max(len(self.together(task)) for task in self.roles.tasks)
+        most = self.most
         needed = range(self.port, self.port + most)
         if allowed is not None and not set(needed) <= set(allowed):
             raise UserError(
@@ -140,17 +147,13 @@ class Plan:
 def travelling(env: Mapping[str, str], passed: Collection[str] = ()) -> dict[str, str]:
     """What of ``env`` goes to other machines: Spartito's own settings, how to compute, ``passed``.
 
-    The secret goes as it is: a file with it is one of this machine.
+    The secret is not among that: `client` sends it, as a file with it is one of this machine.
     """
-    own = {
+    return {
         name: value
         for name, value in env.items()
-        if name in TRAVEL
-        or name in passed
-        or (name.startswith("SPARTITO_") and name not in MEMBERSHIP | {ENV_SECRET_FILE})
+        if name in TRAVEL or name in passed or (name.startswith("SPARTITO_") and name not in STAYS)
     }
-    secret = read_secret(env)
-    return own | ({ENV_SECRET: secret} if secret else {})
 
 
 def check_passed(names: Sequence[str], env: Mapping[str, str]) -> None:

@@ -124,14 +124,24 @@ class Appointments:
         """Is told what cannot be helped."""
         self.loaded: Container[int] = ()
         """The spans whose servers were given their values."""
+        self._note: Callable[[int, View], None] = lambda span, view: None
 
-    def begin(self, timeout: float) -> None:
+    def follow(self, note: Callable[[int, View], None]) -> None:
+        """Tell ``note`` of all decisions, before servers hear of them."""
+        self._note = note
+        for span, view in enumerate(self._views):
+            note(span, view)
+
+    def begin(self, timeout: float, views: Sequence[View] = ()) -> None:
         """Wait for all servers, appoint the first of each span, and look after them from now on.
 
-        Where there are primaries of this job already they stay. Raises `TaskLostError`.
+        Where there are primaries of this job already they stay; ``views`` are what another chief
+        had decided before, which holds. Raises `TaskLostError`.
         """
         end = self._runtime.now() + timeout
-        for number, servers in enumerate(self._spans):
+        if views:
+            self._views, self.loaded = list(views), range(len(views))
+        for number, servers in enumerate(() if views else self._spans):
             found = [self._meet(server, end) for server in servers]
             there = [n for n, one in enumerate(found) if one.primary]
             if there:
@@ -180,6 +190,7 @@ class Appointments:
                 decided = decide(view, found, number in self.loaded, waited)
                 if decided is not None and not self._over.is_set():
                     self._say(number, decided)
+                    self._note(number, decided)
                     self._views[number] = decided
                     self._appoint(number)
             except SpartitoError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,11 +23,14 @@ T = TypeVar("T")
 class Control:
     """The chief's own links to the servers, for what is not about gradients; thread-safe.
 
-    ``on_restart`` is called with the number of a server that was started again.
+    Without ``scheduled`` the servers' optimizer is not the one that has a timetable.
     """
 
-    def __init__(self, links: Sequence[Link], runtime: Runtime = SYSTEM) -> None:
+    def __init__(
+        self, links: Sequence[Link], runtime: Runtime = SYSTEM, scheduled: bool = True
+    ) -> None:
         self.links = list(links)
+        self._scheduled = scheduled
         self._lock = runtime.lock()
         self._lost: deque[Lost] = deque(maxlen=64)
         self._generations: dict[int, int] = {}
@@ -36,6 +39,16 @@ class Control:
         self.restarted: set[int] = set()
         self.loaded: set[int] = set()
         """The servers that were given their values."""
+
+    def go_on(self, timetable: bytes, sessions: Mapping[int, int], told: Sequence[Lost]) -> None:
+        """Tell the servers again what a chief before this one told them."""
+        with self._lock:
+            self.timetable, self._generations = timetable, dict(sessions)
+            self._lost.extend(told)
+            if timetable and self._scheduled:
+                self._all(Link.schedule, timetable)
+            for message in (*told, Fence(self._generations)):
+                self._all(Link.ask, message)
 
     def tell(self, message: Message) -> list[Any]:
         """Ask every server the same; returns in their order."""
@@ -73,7 +86,8 @@ class Control:
         """Send every server the optimizer's options, also one that is restarted later."""
         with self._lock:
             self.timetable = msgspec.msgpack.encode(timetable)
-            self._all(Link.schedule, self.timetable)
+            if self._scheduled:
+                self._all(Link.schedule, self.timetable)
 
     def states(self) -> list[tuple[Tensor, OptimizerState, list[dict[str, Any]]]]:
         """Every server's values, the state of its optimizer, and its options."""
@@ -107,7 +121,7 @@ class Control:
         link, forgetful = self.links[number], False
         while True:
             try:
-                if forgetful and self.timetable:
+                if forgetful and self.timetable and self._scheduled:
                     link.schedule(self.timetable)
                 for told in (*self._lost, Fence(self._generations)) if forgetful else ():
                     link.ask(told)

@@ -121,6 +121,11 @@ class Link:
         return self._received + (self._wire.received if self._wire else 0)
 
     @property
+    def push_bytes(self) -> int:
+        """What a push takes of which nothing is left out."""
+        return self._codec.size
+
+    @property
     def shared(self) -> bool:
         """Whether values and gradients lie in memory that the server shares."""
         return self._shared

@@ -9,6 +9,7 @@ from math import isfinite
 
 import torch
 from msgspec.structs import replace
+from torch import Tensor
 
 from spartito.collectives.collective import Traffic
 from spartito.heartbeat import resume, waits
@@ -53,11 +54,17 @@ class Servers:
         received = sum(link.received for link in self.links)
         return Traffic(sent, received, self.waited)
 
-    def fill(self) -> tuple[list[list[int]], bool]:
+    @property
+    def push_bytes(self) -> int:
+        """What all gradients and buffers take, as they are sent."""
+        return sum(link.push_bytes for link in self.links)
+
+    def fill(self, starts: Sequence[Tensor] | None = None) -> tuple[list[list[int]], bool]:
         """The model's gradients into the links' memory, and how its buffers changed.
 
-        Returns per server the entries without a gradient or a change, and whether all numbers
-        are finite.
+        With ``starts``, values by entry, gradients are how far parameters moved from there.
+        Returns per server the entries without a gradient or a change, and whether all
+        numbers are finite.
         """
         absent, self._norms = [], []
         learns = torch.is_grad_enabled()
@@ -65,7 +72,10 @@ class Servers:
         try:
             for link in self.links:
                 out = link.outgoing
-                missing = out.store_gradients() + out.store_changes(link.incoming)
+                missing = out.store_gradients() if starts is None else []
+                if starts is not None:
+                    out.store_moves(starts)
+                missing += out.store_changes(link.incoming)
                 self._norms.append(out.norm(unused(link.runs, missing)))
                 absent.append(missing)
         finally:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from math import inf, isfinite, sqrt
 
@@ -131,6 +131,13 @@ class Copies:
         if grads:
             torch._foreach_copy_(views, grads)
         return absent
+
+    def store_moves(self, starts: Sequence[Tensor]) -> None:
+        """How far what learns has moved into the memory: ``starts``, by entry, less the values."""
+        self._blank = set()
+        for location in self._learned:
+            now = self._part(self._tensors[location.entry].detach(), location)
+            torch.sub(self._part(starts[location.entry], location), now, out=location.view)
 
     def store_changes(self, before: Copies) -> list[int]:
         """The buffers; of what counts how it changed since ``before`` was loaded.

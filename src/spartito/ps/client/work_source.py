@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TypeVar
 
 import msgspec
@@ -10,20 +11,24 @@ import msgspec
 from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.sockets import reach
 from spartito.collectives.versions import Versions
-from spartito.errors import TaskLostError, UserError
+from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.failpoints import failpoint
 from spartito.heartbeat import dump_stacks, keep_files, last_words
+from spartito.log import note
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
     PURPOSE,
+    Arrival,
     Ask,
     Assignment,
+    Decision,
     Failed,
     Heartbeat,
     Hello,
     Leave,
+    Merge,
     Pause,
     Refused,
     Report,
@@ -36,43 +41,64 @@ from spartito.ps.protocol.work import (
 )
 
 Reply = TypeVar("Reply")
+Dial = Callable[[float | None], Channel]
+"""Connects to the chief within so many seconds, None: within the time limit."""
 
 MAX_TOLD = 500
 """Characters of an exception that are sent to the chief."""
+DIAL_SECONDS = 1.0
+"""How long a chief that is to come again is dialled before a look at what else has happened."""
 
 
 class WorkerLink(WorkSource):
-    """A worker's connection to the coordinator at ``host:port``, which is ``chief``'s.
+    """A worker's connection to the coordinator of ``chief``, made by ``dial``.
 
     A thread gives a heartbeat as often as the coordinator wants. Calls raise `UserError`
     if the job has ended, another process has replaced this one or the chief does not know the job's
-    ``key``, and `TaskLostError` if the chief is gone or does not reply within ``timeout`` seconds.
+    secret, and `TaskLostError` if the chief is gone or does not reply in time. With ``patience``
+    another process may go on as the chief: it is waited for so many seconds.
     """
 
-    def __init__(self, wire: Channel, chief: str, worker: int, runtime: Runtime = SYSTEM) -> None:
-        self._wire, self._chief = wire, chief
-        self._timetable = b""
+    def __init__(
+        self,
+        dial: Dial,
+        chief: str,
+        worker: int,
+        runtime: Runtime = SYSTEM,
+        patience: float = 0.0,
+    ) -> None:
+        self._dial, self._chief, self._worker = dial, chief, worker
+        self._runtime, self._patience = runtime, patience
+        self._timetable, self._generation = b"", 0
+        self._sent = self._received = 0  # by connections that have ended
         self._ask_lock = runtime.lock()  # of asking, and of hearing the reply
         self._send_lock = runtime.lock()  # of sending
+        self._meet_lock = runtime.lock()  # of finding another chief
         self._closed = runtime.event()
+        self._wire = dial(None)
         try:
-            welcome = self._ask(Hello(worker, Versions.own()), Welcome)[0]
+            self._greet(self._wire)
+        except Gone as error:
+            self._meet_again(error, self._wire)
         except BaseException:
             self._wire.close()
             raise
-        self._wire.header_limit = LONG_HEADER
-        self._generation = welcome.generation
         keep_files([chief])
-        every = welcome.heartbeat
-        self._heartbeats = runtime.start(lambda: self._beat(every), "spartito-heartbeat")
+        self._heartbeats = runtime.start(self._beat, "spartito-heartbeat")
 
     @classmethod
     def connect(
-        cls, host: str, port: int, chief: str, worker: int, *, timeout: float, key: Key = NO_SECRET
-    ) -> WorkerLink:
+        cls, host: str, port: int, chief: str, worker: int, *, timeout: float,
+        key: Key = NO_SECRET, patience: float = 0.0,
+    ) -> WorkerLink:  # fmt: skip
         """Connect to the coordinator at ``host:port``, which is ``chief``'s."""
-        sock = reach(host, port, chief, timeout, key=key, purpose=PURPOSE)
-        return cls(Wire(sock, ToWorker, limit=MAX_PUBLISHED, timeout=timeout), chief, worker)
+
+        def dial(seconds: float | None) -> Channel:
+            limit = timeout if seconds is None else seconds
+            sock = reach(host, port, chief, limit, key=key, purpose=PURPOSE)
+            return Wire(sock, ToWorker, limit=MAX_PUBLISHED, timeout=timeout)
+
+        return cls(dial, chief, worker, patience=patience)
 
     @property
     def generation(self) -> int:
@@ -85,12 +111,12 @@ class WorkerLink(WorkSource):
     @property
     def sent(self) -> int:
         """Bytes."""
-        return self._wire.sent
+        return self._sent + self._wire.sent
 
     @property
     def received(self) -> int:
         """Bytes."""
-        return self._wire.received
+        return self._received + self._wire.received
 
     def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
         metrics = b"" if report is None else report.metrics
@@ -110,6 +136,12 @@ class WorkerLink(WorkSource):
             if not wait or not isinstance(reply.work, Pause):
                 return reply.work
             report, metrics = None, b""  # it was received: a reply came
+
+    def merge(self, arrival: Arrival) -> Merge:
+        while True:
+            found = self._ask(arrival, Decision)[0].merge
+            if found is not None:
+                return found
 
     def published(self, key: int) -> bytes:
         while True:
@@ -139,22 +171,25 @@ class WorkerLink(WorkSource):
     def _ask(
         self, message: msgspec.Struct, kind: type[Reply], payload: bytes = b""
     ) -> tuple[Reply, bytes]:
-        """The reply to ``message`` and its payload."""
+        """The reply to ``message`` and its payload; another chief is asked the same again."""
+        with self._ask_lock:
+            while True:
+                wire = self._wire
+                try:
+                    return self._exchange(wire, message, kind, payload)
+                except Gone as error:
+                    self._meet_again(error, wire)
+
+    def _exchange(
+        self, wire: Channel, message: msgspec.Struct, kind: type[Reply], payload: bytes = b""
+    ) -> tuple[Reply, bytes]:
         try:
-            with self._ask_lock:
-                with self._send_lock:
-                    self._wire.send(message, payload)
-                reply = self._wire.receive()
-                payload = bytes(self._wire.payload)
-        except Gone as error:
-            raise TaskLostError(
-                f"{self._chief} is gone{last_words(self._chief)}",
-                f"Look at the last lines of that task.{dump_stacks('the chief is gone')}",
-            ) from error
+            with self._send_lock:
+                wire.send(message, payload)
+            reply = wire.receive()
         except TimeoutError as error:
             raise TaskLostError(
-                f"{self._chief} did not reply within {self._wire.timeout:g} s"
-                + last_words(self._chief),
+                f"{self._chief} did not reply within {wire.timeout:g} s" + last_words(self._chief),
                 "Look at the last lines of that task; SPARTITO_TIMEOUT sets the limit in seconds."
                 + dump_stacks("the chief did not reply"),
             ) from error
@@ -162,12 +197,56 @@ class WorkerLink(WorkSource):
             raise UserError(reply.what, reply.do)
         if not isinstance(reply, kind):
             raise ProtocolError(f"{kind.__name__} was expected, {type(reply).__name__} came")
-        return reply, payload
+        return reply, bytes(wire.payload)
 
-    def _beat(self, every: float) -> None:
-        while not self._closed.wait(every):
+    def _greet(self, wire: Channel) -> None:
+        """Say who we are, and were."""
+        hello = Hello(self._worker, Versions.own(), self._generation)
+        welcome = self._exchange(wire, hello, Welcome)[0]
+        wire.header_limit = LONG_HEADER
+        self._generation, self._every = welcome.generation, welcome.heartbeat
+
+    def _meet_again(self, error: Gone, broken: Channel) -> None:
+        """Have a connection to a chief after one broke; `TaskLostError` if none comes in time."""
+        with self._meet_lock:
+            if broken is not self._wire:
+                return  # the other thread has one
+            end = self._runtime.now() + self._patience
+            if self._patience:
+                note("%s is gone: waiting %g s for another one", self._chief, self._patience)
+            while (left := end - self._runtime.now()) > 0 and not self._closed.is_set():
+                try:
+                    wire = self._dial(min(left, DIAL_SECONDS))
+                except (OSError, TaskLostError):
+                    self._runtime.sleep(DIAL_SECONDS / 10)
+                    continue
+                try:
+                    self._greet(wire)
+                except Gone:
+                    wire.close()
+                    continue
+                except BaseException:
+                    wire.close()
+                    raise
+                self._sent, self._received = self.sent, self.received
+                self._wire.close()
+                self._wire = wire
+                return
+        raise TaskLostError(
+            f"{self._chief} is gone{last_words(self._chief)}",
+            f"Look at the last lines of that task.{dump_stacks('the chief is gone')}",
+        ) from error
+
+    def _beat(self) -> None:
+        while not self._closed.wait(self._every):
+            wire = self._wire
             try:
                 with self._send_lock:
-                    self._wire.send(Heartbeat())
-            except (Gone, TimeoutError):
+                    wire.send(Heartbeat())
+            except TimeoutError:
                 return  # whoever asks next is told
+            except Gone as error:
+                try:
+                    self._meet_again(error, wire)
+                except (OSError, SpartitoError):
+                    return

@@ -93,6 +93,11 @@ class Layout:
         schema = [(e.name, e.dtype, e.shape, e.group, e.frozen) for e in self.entries]
         self.digest = sha256(json.dumps(schema).encode()).hexdigest()[:16]
 
+    @property
+    def learned_dtypes(self) -> list[str]:
+        """Those of what an optimizer updates."""
+        return [e.dtype for e in self.entries if not e.frozen and e.group != BUFFER]
+
 
 @dataclass(frozen=True, slots=True)
 class Span:

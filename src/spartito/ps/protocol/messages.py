@@ -106,6 +106,12 @@ class Push(Message, frozen=True, tag="push"):
     group: Number = 0
     index: Number = 0
     parties: Number = 0
+    updates: Number = 1
+    """How many of its worker's own updates it is made of."""
+    share: Annotated[float, Meta(ge=0, le=1)] = 1.0
+    """What a merge counts for, by which the learning rate is multiplied; equal for its parties."""
+    staleness: Number = 0
+    """In a round: how many updates were made since its worker's values."""
 
 
 class Pull(Message, frozen=True, tag="pull"):

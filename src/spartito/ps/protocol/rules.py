@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
+from math import inf
 
 import msgspec
 
 from spartito.errors import UserError
 from spartito.names import nearest
 
-ON_STALE = ("compensate", "reject", "wait")
+ON_STALE = ("compensate", "reject", "scale", "wait")
+CONSTANT, ADAPTIVE = 0.04, 2.0
+"""The strengths of a compensation in Zheng et al. 2017, by whether it adapts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +20,15 @@ class Rules:
     """How pushes become updates: equal on all tasks of a job.
 
     ``workers`` compute; ``max_staleness`` None is without a bound; ``on_stale`` says what
-    becomes of a push beyond it; ``aggregate`` pushes make one update; ``clip_norm`` bounds the
+    becomes of a push beyond it, and ``compensation`` and ``mean_square`` how much of it is
+    compensated; ``aggregate`` pushes make one update; ``clip_norm`` bounds the
     gradient of an update that is a mean of several pushes (a single one is clipped by its
     worker). With ``replicas=2`` every value is on two servers. The rest says how values are
     divided over servers, and travel. Raises `UserError` where these cannot be.
+
+    With ``every`` workers are groups that train apart: each pushes what it has moved in so many
+    updates, and ``quorum`` of them are merged ``grace`` seconds after so many have come. What is
+    more than ``max_staleness`` merges old is rejected then.
     """
 
     workers: int
@@ -32,6 +40,11 @@ class Rules:
     min_shard_bytes: int = 0
     wire_dtype: str | None = None
     replicas: int = 1
+    compensation: float | None = None
+    mean_square: float | None = None
+    every: int = 0
+    quorum: int = 1
+    grace: float = 0.0
 
     def __post_init__(self) -> None:
         stale = self.max_staleness
@@ -44,6 +57,12 @@ class Rules:
             )
         if self.on_stale not in ON_STALE:
             raise UserError(f"on_stale={self.on_stale!r}", nearest(self.on_stale, ON_STALE))
+        if self.on_stale in ("compensate", "scale") and self.together:
+            raise UserError(
+                f"on_stale={self.on_stale!r} with max_staleness=0",
+                "Pushes that are averaged step by step are never stale: leave one of them out.",
+            )
+        self._check_compensation()
         if self.aggregate < 1:
             raise UserError(f"aggregate={self.aggregate}", "At least one push makes an update.")
         if self.replicas not in (1, 2):
@@ -67,6 +86,50 @@ class Rules:
                 "That averages one push of every worker already: leave aggregate out.",
             )
 
+    def _check_compensation(self) -> None:
+        numbers = {"compensation": self.compensation, "mean_square": self.mean_square}
+        for name, value in numbers.items():
+            if value is None:
+                continue
+            if self.on_stale != "compensate":
+                raise UserError(
+                    f"{name}={value!r} with on_stale={self.on_stale!r}",
+                    'It is a number of on_stale="compensate": leave it out, or ask for that.',
+                )
+            most = inf if name == "compensation" else 1.0
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, int | float)
+                or not (0 <= value < most)
+            ):
+                raise UserError(
+                    f"{name}={value!r}",
+                    "compensation is a strength of at least 0; mean_square, which makes it adapt, "
+                    "a decay of at least 0 and less than 1, as 0.95.",
+                )
+        if self.mean_square is not None and self.replicas > 1:
+            raise UserError(
+                f"mean_square={self.mean_square} with replicas={self.replicas}",
+                "The mean of squares would be on one server alone: leave one of them out.",
+            )
+
+    def refuses(self, staleness: int, known: bool) -> bool:
+        """Whether a push is to be computed again; ``known``: the values that it was computed with.
+
+        Without them it cannot be compensated.
+        """
+        if self.on_stale == "compensate":
+            return not known and staleness > (self.max_staleness or 0)
+        limit = None if self.on_stale == "scale" else self.max_staleness
+        return limit is not None and staleness > limit
+
+    @property
+    def strength(self) -> float:
+        """Of the compensation: as asked, or as published."""
+        if self.compensation is not None:
+            return self.compensation
+        return CONSTANT if self.mean_square is None else ADAPTIVE
+
     @property
     def spans(self) -> int:
         """How many parts the values are divided into."""
@@ -75,20 +138,34 @@ class Rules:
     @property
     def together(self) -> bool:
         """Whether the workers' pushes are averaged step by step."""
-        return self.max_staleness == 0
+        return self.max_staleness == 0 and not self.every
+
+    @property
+    def in_rounds(self) -> bool:
+        """Whether an update is made of the pushes of workers that are named before."""
+        return self.together or self.every > 0
+
+    @property
+    def in_step(self) -> bool:
+        """Whether every worker takes part in every update."""
+        return self.together or (self.every > 0 and self.quorum >= self.workers)
 
     @property
     def waits(self) -> bool:
         """Whether a pull may have to wait, so that no push gets too stale."""
-        return bool(self.max_staleness) and self.on_stale == "wait"
+        return bool(self.max_staleness) and self.on_stale == "wait" and not self.every
 
     def check_deterministic(self, has_batchnorm: bool) -> None:
         """Raise `UserError` where two runs would not be alike."""
-        if not self.together:
+        if not self.in_step:
+            known = f"max_staleness={self.max_staleness}"
+            do = "max_staleness=0"
+            if self.every:
+                known, do = f"quorum={self.quorum} of {self.workers} groups", "a quorum of all"
             raise UserError(
-                f"deterministic training with max_staleness={self.max_staleness}",
+                f"deterministic training with {known}",
                 "Workers that do not wait for each other never run twice alike: "
-                "use max_staleness=0, or a synchronous strategy.",
+                f"use {do}, or a synchronous strategy.",
             )
         if has_batchnorm:
             raise UserError(

@@ -70,6 +70,22 @@ class Complete(msgspec.Struct, frozen=True, tag="complete"):
 Work = Lease | Pause | Complete
 
 
+class Merge(msgspec.Struct, frozen=True):
+    """What becomes of what a group has moved: it is merged with that of ``parties`` groups.
+
+    All of them push it in round ``number``; 0: it is rejected. ``share`` is what the merge
+    counts for, ``staleness`` how many merges there were since the group began.
+    """
+
+    number: Number
+    parties: Number = 0
+    share: Amount = 1.0
+    staleness: Number = 0
+
+
+REJECTED = Merge(0)
+
+
 class WorkSource(Protocol):
     """Where a task that computes gets its work: a link to the coordinator."""
 
@@ -88,6 +104,10 @@ class WorkSource(Protocol):
 
         Raises `TaskLostError` that names the tasks which keep everybody waiting.
         """
+        ...
+
+    def merge(self, arrival: Arrival) -> Merge:
+        """With whom what a group has moved is merged, once that is decided."""
         ...
 
     def published(self, key: int) -> bytes:
@@ -118,10 +138,14 @@ class Totals:
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """The first message of a connection: which worker it is, and what it runs."""
+    """The first message of a connection: which worker it is, and what it runs.
+
+    ``generation`` is what it got from a chief before this one; 0: it is a new process.
+    """
 
     worker: Index
     versions: Versions
+    generation: Count = 0
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
@@ -135,6 +159,27 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
     epoch: Index  # -1: none
     report: Report | None
     wait: bool
+
+
+class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
+    """A group has done all work items of a lease, apart from the others.
+
+    What it has moved weighs ``weight`` and takes ``nbytes``; ``loss`` is the sum of its losses,
+    which ``counts`` divides. The reply is `Decision` in about a second at the latest.
+    """
+
+    stream: Count
+    lease: Count
+    weight: Amount
+    nbytes: Count = 0
+    loss: float = 0.0
+    counts: Amount = 0.0
+
+
+class Decision(msgspec.Struct, frozen=True, tag="decision"):
+    """What becomes of what a group has moved; None: it is not decided yet."""
+
+    merge: Merge | None
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -180,5 +225,5 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     do: Text = ""
 
 
-ToCoordinator = Hello | Heartbeat | Take | Ask | Failed | Leave
-ToWorker = Welcome | Assignment | Value | Refused
+ToCoordinator = Hello | Heartbeat | Take | Arrival | Ask | Failed | Leave
+ToWorker = Welcome | Assignment | Decision | Value | Refused

@@ -6,20 +6,21 @@ Thread-safe: the chief calls it, and so does the thread of every worker's connec
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import count
 from math import inf
 
 from spartito.errors import SpartitoError, UserError
 from spartito.log import note, shown, warn
+from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.runtime import SYSTEM, Runtime
-from spartito.ps.protocol.work import Complete, Lease, Pause, Report, Totals, Work
+from spartito.ps.protocol.work import Complete, Lease, Pause, Report, Work
+from spartito.ps.scheduler import ledger
 from spartito.ps.scheduler.key_values import KeyValues
-from spartito.ps.scheduler.members import Member, absence, absent, raised
+from spartito.ps.scheduler.meetings import LOOK_SECONDS, Meetings
+from spartito.ps.scheduler.members import absence, absent, members, raised, spoiled
 from spartito.ps.scheduler.plan import Plan
 from spartito.ps.scheduler.queue import WorkQueue, WorkRange
+from spartito.ps.scheduler.readings import Readings
 
-LOOK_SECONDS = 0.25
-"""How often waiting chiefs and the watch look whether somebody is missing."""
 REPLY_SECONDS = 1.0
 """The longest that a worker's request waits for its reply."""
 PATIENCE = 3
@@ -30,7 +31,7 @@ LEAVE_SECONDS = 5.0
 """How long `Coordinator.close` waits for the workers to leave."""
 
 
-class Coordinator:
+class Coordinator(Readings):
     """Who computes what, over all streams of a job.
 
     names          of the workers, by index
@@ -40,6 +41,7 @@ class Coordinator:
     on_came        is told (worker, session) before a worker hears that it may come in
     expect_all     nothing is given out until every worker has come
     bad_limit      how many pushes may be dropped because they were not finite
+    book           what another process knew that was the chief before, and where that is kept
     """
 
     def __init__(
@@ -52,27 +54,30 @@ class Coordinator:
         on_came: Callable[[int, int], None] = lambda worker, session: None,
         expect_all: bool = False,
         bad_limit: int = 100,
+        book: ledger.Book | None = None,
+        rules: Rules | None = None,
         runtime: Runtime = SYSTEM,
     ) -> None:
         self.runtime = runtime
         self.lease_seconds = lease_seconds
         self.timeout = timeout
-        self._members = [Member(name) for name in names]
+        self.book = ledger.Book("") if book is None else book
+        before, now = self.book.ledger, runtime.now()
+        self._members = members(names, before.workers, now)
         self._on_lost, self._on_came = on_lost, on_came
-        self._expect_all = expect_all
+        self._expect_all = expect_all and not all(member.came for member in self._members)
         self._bad_limit = bad_limit
-        self.dropped = 0  # pushes that were not finite, by all
-        self._changed = runtime.condition()
-        self._queues: dict[int, WorkQueue] = {}
-        self._groups = count(1)
-        self._stopped: set[int] = set()
-        self.key_values = KeyValues(runtime)
+        self.dropped = sum(member.bad for member in self._members)  # not finite, by all
+        self._stopped = before.stopped
+        super().__init__(runtime.condition(), before.queues)
+        self.meetings = Meetings(rules, self.book, self._members, self._changed, runtime)
+        self._work_seconds = timeout * self.meetings.updates  # each may take the limit
+        self.key_values = KeyValues(runtime, before.values)
         """What the chief leaves for all tasks."""
-        self.timetable = b""
+        self.timetable = before.timetable
         """What every worker gets with its next reply."""
-        self._sessions = 0
         # When a worker came or finished work, and when anybody's work last changed hands.
-        self._progress = self._moved = self.runtime.now()
+        self._progress = self._moved = now
         self._polled = (-1, -1, 0.0)  # stream, epoch, and since when the chief polls them
         self._failure: SpartitoError | None = None
         self._ended = False
@@ -82,31 +87,34 @@ class Coordinator:
 
     # Workers
 
-    def enter(self, worker: int, local: bool = False) -> int:
+    def enter(self, worker: int, local: bool = False, session: int = 0) -> int:
         """``worker`` has come; returns its session, larger than that of one there before.
 
-        A ``local`` one lives as long as the coordinator. Raises `UserError` if the job has
-        ended or has no such worker.
+        A ``local`` one lives as long as the coordinator; one that was there with a chief before
+        this one says its ``session``, and keeps it. Raises `UserError` if the job has ended, has
+        no such worker, or if another process has replaced it.
         """
         with self._changed:
-            if self._ended:
-                raise UserError("the job has ended", "Start a new one.")
             if not 0 <= worker < len(self._members):
                 raise UserError(f"worker {worker} in a job of {len(self._members)} workers")
+            if session:
+                self.hear(worker, session)
+                return session
+            if self._ended:
+                raise UserError("the job has ended", "Start a new one.")
             member = self._members[worker]
             if member.local:
                 raise UserError(f"{member.name} is the chief itself", "Give each task an index.")
             dropped = self._drop(worker) if member.live else []
-            self._sessions += 1
-            member.session, member.local = self._sessions, local
-            member.live = member.came = True
+            self.note(ledger.Entered(worker, self.book.ledger.sessions + 1))
+            session = member.session = self.book.ledger.sessions
+            member.local, member.live, member.came = local, True, True
             member.heard = self._progress = self._moved = self.runtime.now()
             if self._expect_all and all(other.came for other in self._members):
                 self._expect_all = False
                 for queue in self._queues.values():
                     self._join_all(queue)
             self._changed.notify_all()
-            session = member.session
         self._tell_lost(worker, dropped)
         try:
             self._on_came(worker, session)
@@ -131,6 +139,7 @@ class Coordinator:
             member = self._members[worker]
             if member.session != session:
                 return
+            self.note(ledger.Entered(worker, 0))
             member.session, member.local = 0, False
             dropped = self._drop(worker) if member.live else []
         if lost and dropped and not self._over.is_set():
@@ -155,7 +164,7 @@ class Coordinator:
         """As `WorkSource.take`, but `Pause` after ``patience`` seconds too."""
         end = self.runtime.now() + (patience if wait else 0.0)
         if report is not None and report.abandoned:
-            self._tell_lost(worker, self._abandon(stream, report.lease))
+            self._tell_lost(worker, self._abandon(worker, stream, report.lease))
         with self._changed:
             if report is not None:
                 self._hand_in(worker, stream, report)
@@ -174,8 +183,7 @@ class Coordinator:
             self.check()
             if stream in self._queues:
                 raise ValueError(f"stream {stream} was opened before")
-            queue = self._queues[stream] = WorkQueue(plan, self._groups)
-            self._join_all(queue)
+            self._join_all(self.book.open(stream, plan))
             self._progress = self._moved = self.runtime.now()
             self._changed.notify_all()
 
@@ -226,7 +234,7 @@ class Coordinator:
             if began is None:
                 return
             now = self.runtime.now()
-            hopeless = now - max(began, self._progress) > PATIENCE * self.timeout
+            hopeless = now - max(began, self._progress) > PATIENCE * self._work_seconds
             if not hopeless and now - max(began, self._moved) > self.timeout:
                 # Work that is out comes back in time, one way or the other.
                 hopeless = not any(queue.held() for queue in self._queues.values())
@@ -243,7 +251,7 @@ class Coordinator:
     def end_stream(self, stream: int) -> None:
         """Stop early: no more work of it, whatever is left."""
         with self._changed:
-            self._stopped.add(stream)
+            self.note(ledger.Stopped(stream))
             self._changed.notify_all()
 
     def drain(self, stream: int) -> None:
@@ -251,34 +259,22 @@ class Coordinator:
         with self._changed:
             self._changed.wait_for(lambda: not self._queues[stream].held(), self.lease_seconds)
 
-    def sums(self, stream: int, epoch: int) -> Totals:
-        """What is done of an epoch."""
-        with self._changed:
-            queue = self._queues[stream]
-            counts = queue.items_done(epoch), queue.plan.data_shards, queue.steps(epoch)
-            return Totals(queue.sums(epoch), *counts, queue.metrics(epoch))
-
-    def frontier(self, stream: int) -> tuple[int, int]:
-        """(pass, step) of the first global batch with a work item that is not finished."""
-        with self._changed:
-            return self._queues[stream].frontier()
-
-    def begun_in(self, stream: int) -> list[WorkRange]:
-        """All work of a stream that is finished or out."""
-        with self._changed:
-            return list(self._queues[stream].begun())
-
-    def held(self, stream: int) -> list[tuple[int, Lease]]:
-        """(worker, lease) of all leases that are out."""
-        with self._changed:
-            return self._queues[stream].held()
-
     def reopen(self, stream: int, lost: Iterable[WorkRange]) -> int:
         """Have lost work done again, first of all; returns how many work items that are."""
         with self._changed:
             count = self._queues[stream].reopen(lost)
             self._changed.notify_all()
             return count
+
+    def note(self, event: ledger.Event) -> None:
+        """Have this known to whoever is the chief after us."""
+        with self._changed:
+            self.book.note(event)
+
+    def publish(self, key: int, value: bytes) -> None:
+        """Leave ``value`` for all tasks that ask for ``key``."""
+        self.note(ledger.Published(key, value))
+        self.key_values.publish(key, value)
 
     def on_close(self, action: Callable[[], None]) -> None:
         """Have ``action`` done at the end."""
@@ -297,6 +293,8 @@ class Coordinator:
     def end(self) -> None:
         """The job has ended: who asks is told to stop, and nobody may enter any more."""
         with self._changed:
+            if not self._ended:
+                self.note(ledger.Ended())
             self._ended = True
             self._changed.notify_all()
         self.key_values.end()
@@ -322,65 +320,73 @@ class Coordinator:
         queue = self._queues.get(stream)
         if self._ended or stream in self._stopped:
             # The others of its group wait for what was granted to it before the end.
-            redo = queue.granted(worker) if queue is not None and not self._ended else None
+            redo = None
+            if queue is not None and not self._ended:
+                redo = queue.granted(worker) or queue.unheard(worker)
             return redo or Complete(epoch, stop=True)
         if queue is None or self._expect_all or self._failure is not None:
             return Pause()
         if queue.is_complete(epoch):
             return Complete(epoch)
+        if unheard := queue.unheard(worker):
+            return unheard
         lease = queue.take(worker, epoch, self.runtime.now())
         if lease is None:
             return Pause()
+        self.meetings.begin(worker)
         if lease.group:
             self._changed.notify_all()  # the others' leases were granted with it
         return lease
 
-    def _abandon(self, stream: int, lease: int) -> list[Lease | None]:
+    def _abandon(self, worker: int, stream: int, lease: int) -> list[Lease | None]:
         """Give a lease to others; returns it if it was still out."""
         with self._changed:
             queue = self._queues.get(stream)
-            out = [held for _, held in queue.held() if held.id == lease] if queue else []
-            for held in out:
-                queue.abandon(held.id)  # type: ignore[union-attr]
+            held = queue.held() if queue else []
+            out = [self.meetings.joined(worker, one) for _, one in held if one.id == lease]
+            for one in out:
+                self.note(ledger.Gone(ledger.loss(worker, one)))
+                queue.abandon(one.id)  # type: ignore[union-attr]
             return list(out)
 
     def _hand_in(self, worker: int, stream: int, report: Report) -> None:
-        member, now = self._members[worker], self.runtime.now()
+        member, now, counts = self._members[worker], self.runtime.now(), False
         queue = self._queues.get(stream)
         if queue is not None and not report.abandoned:
             try:
-                if queue.finish(report.lease, report.sums, report.ended, now, report.metrics):
+                counts = queue.finish(report.lease, report.sums, report.ended, now, report.metrics)
+                if counts:
                     self._progress = self._moved = now
             except SpartitoError as error:
                 self.fail(error)
-        if report.bad:
+        if report.bad and (counts or report.abandoned):
+            self.note(ledger.Dropped(worker, report.bad))
             member.bad += report.bad
             detail = shown(report.detail, 1000)
             warn("%s: %d pushes were not finite and dropped: %s", member.name, report.bad, detail)
             self.dropped = total = sum(other.bad for other in self._members)
             if total > self._bad_limit:
-                self.fail(
-                    SpartitoError(
-                        f"{total} pushes were not finite and dropped, more than "
-                        f"{self._bad_limit}; the last by {member.name}: {detail}",
-                        "Lower the learning rate, clip the gradients, or look at the data.",
-                    )
-                )
+                self.fail(spoiled(member, total, self._bad_limit, detail))
         self._changed.notify_all()
 
     def _is_over(self, stream: int, epoch: int) -> bool:
         return stream in self._stopped or self._queues[stream].is_complete(epoch)
 
     def _join_all(self, queue: WorkQueue) -> None:
-        for index, member in enumerate(self._members):
-            if member.live:
-                queue.join(index)
+        for index in self.live():
+            queue.join(index)
 
     def _drop(self, worker: int) -> list[Lease | None]:
         """Give back all that ``worker`` has; returns its leases, [None] if it had none."""
         self._members[worker].live = False
         self._changed.notify_all()
-        return [lease for queue in self._queues.values() for lease in queue.drop(worker)] or [None]
+        found = [lease and self.meetings.joined(worker, lease) for lease in self._leases_of(worker)]
+        for lease in found:  # first: that the servers hear of it twice does no harm
+            self.note(ledger.Gone(ledger.loss(worker, lease)))
+        for queue in self._queues.values():
+            queue.drop(worker)
+        self.meetings.leave(worker)
+        return found
 
     def _find_silent(self) -> list[tuple[int, str, list[Lease | None]]]:
         """Give up who is silent or does not finish: (worker, why, its leases)."""
@@ -390,11 +396,11 @@ class Coordinator:
                 why = f"{member.name} has not been heard of for {self.lease_seconds:g} s"
                 found.append((index, why, self._drop(index)))
         for queue in self._queues.values():
-            for index in {worker for worker, _ in queue.expired(now, self.timeout)}:
-                why = f"{self._members[index].name} has not finished its work in {self.timeout:g} s"
-                live = self._members[index].live
+            for index in {worker for worker, _ in queue.expired(now, self._work_seconds)}:
+                member, live = self._members[index], self._members[index].live
+                why = f"{member.name} has not finished its work in {self._work_seconds:g} s"
                 found.append((index, why, self._drop(index)))
-                self._members[index].live = live  # it beats: it may still go on
+                member.live = live  # it beats: it may still go on
                 self._moved = now
         return found
 

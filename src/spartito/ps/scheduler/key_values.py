@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from spartito.ps.protocol.runtime import SYSTEM, Runtime
 from spartito.ps.protocol.work import MAX_PUBLISHED
 
@@ -9,9 +11,11 @@ from spartito.ps.protocol.work import MAX_PUBLISHED
 class KeyValues:
     """What was published so far. Thread-safe."""
 
-    def __init__(self, runtime: Runtime = SYSTEM) -> None:
+    def __init__(
+        self, runtime: Runtime = SYSTEM, values: Mapping[int, bytes] | None = None
+    ) -> None:
         self._changed = runtime.condition()
-        self._values: dict[int, bytes] = {}
+        self._values = dict(values or {})
         self._ended = False
 
     def publish(self, key: int, value: bytes) -> None:

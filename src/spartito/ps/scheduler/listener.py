@@ -18,8 +18,10 @@ from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
     PURPOSE,
+    Arrival,
     Ask,
     Assignment,
+    Decision,
     Failed,
     Heartbeat,
     Hello,
@@ -81,7 +83,7 @@ class WorkerListener:
             if not isinstance(hello, Hello):
                 raise ProtocolError(f"Hello was expected, {type(hello).__name__} came")
             if self._fits(wire, hello):
-                self._admit(wire, hello.worker)
+                self._admit(wire, hello)
         except UserError as error:
             self._refuse(wire, error)
         except ProtocolError as error:
@@ -106,8 +108,9 @@ class WorkerListener:
             return False
         return True
 
-    def _admit(self, wire: Channel, worker: int) -> None:
-        session = self._coordinator.enter(worker)
+    def _admit(self, wire: Channel, hello: Hello) -> None:
+        worker = hello.worker
+        session = self._coordinator.enter(worker, session=hello.generation)
         lost = True
         try:
             wire.send(Welcome(self._heartbeat, session))
@@ -134,6 +137,8 @@ class WorkerListener:
                     changed = timetable != known
                     wire.send(Assignment(work, changed), timetable if changed else b"")
                     known = timetable
+                case Arrival():
+                    wire.send(Decision(self._coordinator.meetings.ask(worker, message, patience)))
                 case Ask(key):
                     value = self._coordinator.key_values.published(key, patience)
                     if value is None and self._coordinator.ended:

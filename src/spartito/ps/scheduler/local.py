@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from spartito.errors import TaskLostError
-from spartito.ps.protocol.work import Pause, Report, Work, WorkSource
-from spartito.ps.scheduler.coordinator import LOOK_SECONDS, Coordinator
+from spartito.ps.protocol.work import Arrival, Merge, Pause, Report, Work, WorkSource
+from spartito.ps.scheduler.coordinator import Coordinator
+from spartito.ps.scheduler.meetings import LOOK_SECONDS
 
 
 class LocalLink(WorkSource):
@@ -33,6 +34,15 @@ class LocalLink(WorkSource):
             if not wait or not isinstance(work, Pause):
                 return work
             report = None
+
+    def merge(self, arrival: Arrival) -> Merge:
+        """As `WorkSource.merge`; raises too what the coordinator found to be wrong."""
+        began = self._coordinator.runtime.now()
+        while True:
+            found = self._coordinator.meetings.ask(self._worker, arrival, LOOK_SECONDS)
+            self._coordinator.check(began)
+            if found is not None:
+                return found
 
     def published(self, key: int) -> bytes:
         value = self._coordinator.key_values.published(key, self._coordinator.timeout)

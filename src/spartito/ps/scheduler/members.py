@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from spartito.errors import TaskLostError
+from spartito.errors import SpartitoError, TaskLostError
 from spartito.heartbeat import last_words
 from spartito.log import shown
+from spartito.ps.scheduler.ledger import Known
 
 
 @dataclass(slots=True)
@@ -21,6 +22,16 @@ class Member:
     came: bool = False
     local: bool = False
     bad: int = 0
+
+
+def members(names: Sequence[str], known: Mapping[int, Known], now: float) -> list[Member]:
+    """The workers by index; ``known`` are those of a chief before this one: they may come back."""
+    found = [Member(name) for name in names]
+    for index, one in known.items():
+        found[index] = Member(
+            names[index], one.session, now, one.session > 0, one.last > 0, False, one.bad
+        )
+    return found
 
 
 def absent(members: Sequence[Member]) -> list[str]:
@@ -51,4 +62,13 @@ def raised(member: Member, what: str) -> TaskLostError:
         f"{member.name} failed: {shown(what, 500)}",
         "Look at its last lines. A worker that is killed can be replaced, but one that raises "
         "an exception would do so again.",
+    )
+
+
+def spoiled(last: Member, total: int, limit: int, detail: str) -> SpartitoError:
+    """The error of a job whose workers pushed what was not finite more than ``limit`` times."""
+    return SpartitoError(
+        f"{total} pushes were not finite and dropped, more than {limit}; "
+        f"the last by {last.name}: {detail}",
+        "Lower the learning rate, clip the gradients, or look at the data.",
     )

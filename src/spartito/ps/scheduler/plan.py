@@ -27,6 +27,7 @@ class Plan:
     gated             no work item of epoch e + 1 before epoch e is closed
     together          leases go to all live workers as one group; implies ``gated``
     multiple          lease lengths are multiples of it, but for the end of a pass or epoch
+    accumulate        global batches of a global step; 0: ``multiple``
     fixed_length      a lease has ``multiple`` work items, however fast the worker is: equal in all
                       runs, and so are the sums of what is reported for leases
     """
@@ -41,6 +42,7 @@ class Plan:
     gated: bool = False
     together: bool = False
     multiple: int = 1
+    accumulate: int = 0
     fixed_length: bool = False
 
     def __post_init__(self) -> None:
@@ -68,13 +70,14 @@ class BatchIndex:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         number, step = plan.start
-        self._passes = [Pass(number, step, 0, self._length(step))]
+        self.passes = [Pass(number, step, 0, self._length(step))]
+        """Those that are known, in order."""
 
     def at(self, batch: int) -> Pass:
         """The pass that global batch ``batch`` belongs to."""
-        while self._passes[-1].stop <= batch:
+        while self.passes[-1].stop <= batch:
             self._extend()
-        return self._passes[bisect_right(self._passes, batch, key=lambda p: p.first) - 1]
+        return self.passes[bisect_right(self.passes, batch, key=lambda p: p.first) - 1]
 
     def locate(self, batch: int) -> tuple[int, int]:
         """(pass, step) of global batch ``batch``."""
@@ -110,13 +113,26 @@ class BatchIndex:
         last = self._pass((plan.start[0] // self._repeats + epoch + 1) * self._repeats - 1)
         return OPEN if last is None else last.stop
 
+    def updates(self, batch: int) -> int:
+        """The global steps that the batches before ``batch`` make: one for ``accumulate`` of them.
+
+        The last one of a pass or epoch may be of fewer.
+        """
+        count = at = 0
+        while at < batch:
+            end = max(at + 1, min(self.at(at).stop, self.stop(self.epoch(at))))
+            stop, each = min(end, batch), self._plan.accumulate or self._plan.multiple
+            count += -(-(stop - at) // each) if stop == end else (stop - at) // each
+            at = stop
+        return count
+
     def end(self, number: int, step: int, reached: int) -> int | None:
         """Pass ``number`` turned out to have ``step`` steps; returns the batch after its last.
 
         The first to find the end of a pass is believed, but batches below ``reached`` were
         there. None where the end was known before.
         """
-        last = self._passes[-1]
+        last = self.passes[-1]
         if number != last.number or last.stop != OPEN:
             return None
         last.stop = max(last.first, reached, last.first + step - last.step)
@@ -132,14 +148,14 @@ class BatchIndex:
         return OPEN if steps is None else max(0, steps - step)
 
     def _extend(self) -> None:
-        last = self._passes[-1]
+        last = self.passes[-1]
         length = self._length(0)
-        self._passes.append(Pass(last.number + 1, 0, last.stop, min(OPEN, last.stop + length)))
+        self.passes.append(Pass(last.number + 1, 0, last.stop, min(OPEN, last.stop + length)))
 
     def _pass(self, number: int) -> Pass | None:
         index = number - self._plan.start[0]
         if index < 0:
             return None
-        while index >= len(self._passes) and self._passes[-1].stop != OPEN:
+        while index >= len(self.passes) and self.passes[-1].stop != OPEN:
             self._extend()
-        return self._passes[index] if index < len(self._passes) else None
+        return self.passes[index] if index < len(self.passes) else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice, repeat
 from typing import Any
 
 from torch import Tensor
@@ -34,13 +34,18 @@ class Planner:
     those counters are right on the servers alone.
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, every: int = 0) -> None:
+        """``every``: so many updates are made before those who make them hear of news."""
         self.schedule: LRScheduler | None = None
         """Steps once per global step; None: nobody knows what comes."""
+        self.ahead = 0
+        """So many steps it leaves out first."""
         self.lock = threading.RLock()
         """To be held while a timetable is written and told."""
         self._optimizer = optimizer
-        self._ahead = max(1, min(AHEAD, MOST // max(1, len(optimizer.param_groups))))
+        self._waits = 0  # the global step up to which the schedule waits
+        self._ahead = every + max(1, min(AHEAD, MOST // max(1, len(optimizer.param_groups))))
+        self._first = min(BEGIN + every, self._ahead)
         self.begin()
 
     def begin(self) -> None:
@@ -53,6 +58,17 @@ class Planner:
             self._forecast: Iterator[Row] = iter(())
             self._looked = _NEVER  # the row and the options that were found to agree
 
+    def state_dict(self) -> dict[str, Any]:
+        """What the servers were given, and the names of what has changed since."""
+        with self.lock:
+            return {"given": self._given, "names": [sorted(names) for names in self._names]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what another planner's `state_dict` returned: what it told is not known."""
+        with self.lock:
+            self._given, self._names = state["given"], [set(names) for names in state["names"]]
+            self._followed, self._looked = None, _NEVER
+
     def write(self, step: int) -> Timetable | None:
         """What to tell the servers when the chief has come to global step ``step``.
 
@@ -61,9 +77,11 @@ class Planner:
         with self.lock:
             if self._followed is self.schedule and self._is_known(step):
                 return self._extended(step, max(step - BEHIND, self._table.first))
-            self._followed, self._forecast = self.schedule, self._foresee()
+            if self.ahead:
+                self._waits, self.ahead = step + self.ahead, 0
+            self._followed, self._forecast = self.schedule, self._foresee(self._waits - step)
             now = settings(self._optimizer)
-            rows = self._rows([now, *islice(self._forecast, min(BEGIN, self._ahead))])
+            rows = self._rows([now, *islice(self._forecast, self._first)])
             self._table = Timetable(step, rows)
             return Timetable(step, _cut_off(rows))
 
@@ -119,8 +137,10 @@ class Planner:
             for step in steps
         ]
 
-    def _foresee(self) -> Iterator[Row]:
+    def _foresee(self, ahead: int) -> Iterator[Row]:
         """The options of the steps to come, by a copy of the schedule on a copy of the groups.
+
+        The first ``ahead`` have those of now.
 
         None where it cannot be copied, and none after its end: these are told step by step.
         """
@@ -131,7 +151,7 @@ class Planner:
             schedule = copy.deepcopy(self.schedule, {id(self._optimizer): stand_in})
         except Exception:
             return iter(())
-        return _steps(schedule, stand_in)
+        return chain(repeat(settings(stand_in), max(0, ahead)), _steps(schedule, stand_in))
 
 
 def _cut_off(rows: Sequence[Row]) -> list[Row]:

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+import msgspec
+
+from spartito.ps.protocol.work import Lease
+from spartito.ps.scheduler.plan import Pass, Plan
 from spartito.ps.scheduler.ranges import Ranges
 
 LEASE_SECONDS = 1.0
@@ -48,3 +54,52 @@ class RateEstimate:
         rate = work_items / max(seconds, 1e-9)
         self.rate = (self.rate + rate) / 2 if self.rate else rate
         self.target = max(1, int(min(self.rate * LEASE_SECONDS, 2 * self.target)))
+
+
+@dataclass(slots=True)
+class Numbers(Iterator[int]):
+    """Whole numbers in a row, each once; ``upcoming`` is the next."""
+
+    upcoming: int = 1
+
+    def __next__(self) -> int:
+        self.upcoming += 1
+        return self.upcoming - 1
+
+
+@dataclass(slots=True)
+class Outstanding:
+    """A lease that is out, with its range in numbers of global batches."""
+
+    lease: Lease
+    worker: int
+    since: float
+    start: int
+    stop: int
+    redo: Ranges = field(default_factory=Ranges)  # to be computed again once it is finished
+
+
+class QueueState(msgspec.Struct):
+    """A `WorkQueue` as plain values."""
+
+    plan: Plan
+    passes: list[Pass]
+    shards: list[ShardProgress]
+    held: list[Outstanding]
+    rates: Mapping[int, RateEstimate]
+    live: set[int]
+    waiting: set[int]
+    granted: Mapping[int, Lease]
+    sums: Mapping[int, list[Sequence[float]]]
+    metrics: Mapping[int, list[bytes]]
+    closed: int
+    ids: int
+
+
+class Settled(NamedTuple):
+    """The position (pass, step), how many batches of its epoch and global steps come before it."""
+
+    pass_: int
+    step: int
+    done: int
+    updates: int

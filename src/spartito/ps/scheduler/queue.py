@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import count, zip_longest
+from itertools import zip_longest
 from math import fsum
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 from spartito.errors import UserError
 from spartito.ps.protocol.work import Lease
 from spartito.ps.scheduler.plan import OPEN, BatchIndex
 from spartito.ps.scheduler.plan import Plan as Plan
-from spartito.ps.scheduler.progress import RateEstimate, ShardProgress
-from spartito.ps.scheduler.ranges import Ranges
+from spartito.ps.scheduler.progress import (
+    Numbers,
+    Outstanding,
+    QueueState,
+    RateEstimate,
+    Settled,
+    ShardProgress,
+)
 
 END_FRACTION = 4
 """A lease is at most this part of what is left of the epoch for each worker."""
@@ -33,25 +38,13 @@ class WorkRange(NamedTuple):
     stop: int
 
 
-@dataclass(slots=True)
-class Outstanding:
-    """A lease that is out, with its range in numbers of global batches."""
-
-    lease: Lease
-    worker: int
-    since: float
-    start: int
-    stop: int
-    redo: Ranges = field(default_factory=Ranges)  # to be computed again once it is finished
-
-
 class WorkQueue:
     """The work of one stream: leases are taken, and then finished or dropped.
 
     Worker ``i`` gets slice ``i % data_shards``, and helps where most is left when that has nothing.
     """
 
-    def __init__(self, plan: Plan, groups: Iterator[int] | None = None) -> None:
+    def __init__(self, plan: Plan, groups: Numbers | None = None) -> None:
         """``groups`` numbers the groups, of all queues of a job together."""
         self.plan = plan
         self._batches = BatchIndex(plan)
@@ -64,7 +57,38 @@ class WorkQueue:
         self._sums: defaultdict[int, list[Sequence[float]]] = defaultdict(list)
         self._metrics: defaultdict[int, list[bytes]] = defaultdict(list)
         self._closed = 0
-        self._ids, self._groups = count(1), count(1) if groups is None else groups
+        self._ids, self._groups = Numbers(), Numbers() if groups is None else groups
+
+    def dump(self) -> QueueState:
+        """All of it; the queue goes on, and what is returned may change with it."""
+        return QueueState(
+            plan=self.plan,
+            passes=self._batches.passes,
+            shards=self._shards,
+            held=list(self._held.values()),
+            rates=self._rates,
+            live=self._live,
+            waiting=self._waiting,
+            granted=self._granted,
+            sums=self._sums,
+            metrics=self._metrics,
+            closed=self._closed,
+            ids=self._ids.upcoming,
+        )
+
+    @classmethod
+    def load(cls, state: QueueState, groups: Numbers, *more: Any) -> Self:
+        """The queue that `dump` described; ``groups`` as in a new one."""
+        made = cls(state.plan, groups, *more)
+        made._batches.passes[:] = state.passes
+        made._shards = state.shards
+        made._held = {held.lease.id: held for held in state.held}
+        made._rates, made._granted = dict(state.rates), dict(state.granted)
+        made._live, made._waiting = state.live, state.waiting
+        made._sums.update(state.sums)
+        made._metrics.update(state.metrics)
+        made._closed, made._ids = state.closed, Numbers(state.ids)
+        return made
 
     # Who works
 
@@ -110,6 +134,12 @@ class WorkQueue:
                 length = self._length(worker, limit)
                 return self._lease(worker, found, start, min(stop, start + length), lost, now)
         return None
+
+    def unheard(self, worker: int) -> Lease | None:
+        """A lease of ``worker``, who asks for one: it never heard of it."""
+        if worker in self._granted:
+            return None
+        return next((held.lease for held in self._held.values() if held.worker == worker), None)
 
     def granted(self, worker: int) -> Lease | None:
         """The lease that was granted to ``worker`` when others took theirs, once."""
@@ -212,9 +242,26 @@ class WorkQueue:
         start, stop = self._batches.stop(epoch - 1), self._batches.stop(epoch)
         return None if stop == OPEN else stop - start
 
+    def spare(self, epoch: int) -> int:
+        """How many more leases there are to give to who is in ``epoch``."""
+        limit, size = self._limits(epoch)[-1], self.plan.multiple
+        return sum(-(-found.left(limit) // size) for found in self._shards)
+
     def frontier(self) -> tuple[int, int]:
         """(pass, step) of the first global batch with a work item that is not finished."""
         return self._batches.locate(self._frontier())
+
+    def settled(self, epoch: int) -> Settled:
+        """From where ``epoch`` would be gone on with: nothing before that is done again.
+
+        Where others have begun later epochs that is its last global batch.
+        """
+        begin, end = self._batches.stop(epoch - 1), self._batches.stop(epoch)
+        batch = self._frontier()
+        if epoch < self.plan.epochs and batch >= end:
+            batch = max(begin, end - 1)
+        done = batch - begin + (0 if epoch else self.plan.first_epoch_done)
+        return Settled(*self._batches.locate(batch), done, self._batches.updates(batch))
 
     def begun(self) -> Iterator[WorkRange]:
         """All that is finished or out, each range of one pass."""

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -56,8 +54,6 @@ from spartito.ps.server.host import Host
 from spartito.ps.server.loading import Loading, read_timetable
 from spartito.ps.server.sharing import share
 
-SHARED = (Path("/dev/shm"), Path(tempfile.gettempdir()))
-
 
 class Connection:
     """One task's requests, one after the other; the task knows the job's key."""
@@ -68,6 +64,7 @@ class Connection:
         self._worker, self._generation, self._chief = -1, 0, False
         self._errand = Errand.SERVE
         self._edition = -1  # of the values that the task has
+        self._pulled = -1  # their version
         self._loading: Loading | None = None
         span = self._store.shard.span
         self._span = span
@@ -135,7 +132,7 @@ class Connection:
             message = self._wire.receive()
             need(self._chief or isinstance(message, Stand), "that is the chief's to say")
             if self._chief:
-                self._server.heard_from_chief()
+                self._server.heard_from_chief(self._generation)
             match message:
                 case Stand():
                     self._wire.send(self._server.replica.standing())
@@ -243,7 +240,7 @@ class Connection:
         while True:
             message = self._wire.receive(buffer)
             if self._chief:
-                self._server.heard_from_chief()
+                self._server.heard_from_chief(self._generation)
             if isinstance(message, Push):
                 left_out = unused(store.shard.runs, message.absent)
                 self._check_push(message, left_out)
@@ -253,7 +250,8 @@ class Connection:
                     self._need_values()
                     store.check(self._worker, self._generation)
                     self._watch(message.norm)
-                    outcome, staleness = store.push(self._worker, message, inbox)
+                    pulled = outbox if message.pulled == self._pulled else None
+                    outcome, staleness = store.push(self._worker, message, inbox, pulled)
                     store.check(self._worker, self._generation)  # a round takes its time
                     if message.pull:
                         store.admit(self._worker)
@@ -291,7 +289,7 @@ class Connection:
         """The values into ``outbox``; returns the runs that it had already."""
         store = self._store
         unchanged = store.editions.unchanged(self._edition)
-        self._edition = store.editions.now
+        self._edition, self._pulled = store.editions.now, store.version
         if not unchanged:
             outbox.copy_(store.shard.values)
             return []
@@ -328,7 +326,7 @@ class Connection:
         need(bool(push.keys) and all(map(store.keys.accepts, push.keys)), "no such work items")
         need(all(entry < entries for entry in push.absent), "no such parameters")
         need(push.pulled <= store.version, "a gradient of values that are not there yet")
-        need(all(rounds) if rules.together else not push.group, "a round was not expected")
+        need(all(rounds) if rules.in_rounds else not push.group, "a round was not expected")
 
     def _control(self, message: Any) -> None:
         """What comes seldom: of the chief, and of workers that rest.

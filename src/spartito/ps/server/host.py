@@ -56,8 +56,8 @@ class Host(Protocol):
     def left(self, connection: Served, chief: bool) -> None:
         """A task is gone."""
 
-    def heard_from_chief(self) -> None:
-        """The chief is there: it said something."""
+    def heard_from_chief(self, reign: int) -> None:
+        """The ``reign``-th chief said something; `TaskLostError` if there was a later one."""
 
     def snapshot(self) -> None:
         """Write what a restarted server goes on from; `UserError` where there is no space."""

@@ -27,6 +27,7 @@ class Mean:
     pushes: int = 0
     finite: int = 0  # those of them whose gradients were finite
     staleness: int = 0  # of all of them together
+    share: float = 1.0
     absent: frozenset[int] | None = None
     keys: list[Key] = field(default_factory=list)
     examples: int = 0
@@ -39,6 +40,7 @@ class Mean:
         if not self.finite:
             self.total = allocate(shard.span) if memory is None else memory.zero_()
         self.weight += push.weight
+        self.share = push.share
         self.finite += 1
         shard.mix(self.total, gradient, push.weight, self.finite, push.absent, self.absent or ())
         self.note(push)
@@ -59,4 +61,4 @@ class Mean:
     @property
     def fresh(self) -> float:
         """What its statistics count for, from 0 to 1; see `Store._update`."""
-        return self.finite / (self.finite + self.staleness)
+        return self.share * self.finite / (self.finite + self.staleness)

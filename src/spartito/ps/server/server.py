@@ -35,8 +35,9 @@ class Server:
     """Serves a `Store` until the chief says that the job has ended.
 
     ``name`` and ``chief`` are tasks' names for messages; ``timeout`` is how long the chief may
-    be silent, in seconds, and half of it how long its connection may be broken. A ``snapshot`` is
-    written every ``seconds``. Who connects at ``listener`` must know ``key``, the job's secret.
+    be silent, in seconds, and half of it how long its connection may be broken, or ``patience``, if
+    that is longer. A ``snapshot`` is written every ``seconds``. Who connects at ``listener`` must
+    know ``key``, the job's secret.
     """
 
     def __init__(
@@ -50,6 +51,7 @@ class Server:
         timeout: float,
         snapshot: Snapshot,
         seconds: float,
+        patience: float = 0.0,
         shares: bool = True,
         key: Key = NO_SECRET,
     ) -> None:
@@ -59,7 +61,7 @@ class Server:
         self.sent = self.received = 0
         self.incarnation = secrets.token_hex(4)
         self._listener, self._chief, self.timeout = listener, chief, timeout
-        self._snapshot, self._seconds = snapshot, seconds
+        self._snapshot, self._seconds, self._patience = snapshot, seconds, patience
         store.counter = snapshot.counter()
         self._runtime = store.runtime
         self._ended = self._runtime.event()
@@ -67,7 +69,7 @@ class Server:
         self._interrupted: BaseException | None = None
         self._connections: set[Served] = set()
         self._began = self._chief_seen = self._runtime.now()
-        self._chiefs = 0
+        self._chiefs = self._reign = 0
         self._lock = self._runtime.lock()
         self._snapshot_lock = self._runtime.lock()  # of the snapshot
         self._written = -1
@@ -158,6 +160,11 @@ class Server:
                 )
         if not -1 <= hello.worker < store.rules.workers:
             return Refused(f"{hello.task} is worker {hello.worker} of {store.rules.workers}", "")
+        if hello.chief:
+            try:
+                self.heard_from_chief(hello.generation)
+            except TaskLostError as error:
+                return Refused(str(error), "", lost=True)
         if hello.errand is not Errand.SERVE:
             return None
         with store.lock:
@@ -196,11 +203,19 @@ class Server:
         with self._lock:
             self._connections.add(connection)
             self._chiefs += chief
-        if chief:
-            self.heard_from_chief()
 
-    def heard_from_chief(self) -> None:
-        """The chief is there: it said something."""
+    def heard_from_chief(self, reign: int) -> None:
+        """The ``reign``-th process that is the chief said something; the last of them counts.
+
+        Raises `TaskLostError` for an earlier one, which was frozen when another began.
+        """
+        with self._lock:
+            if reign < self._reign:
+                raise TaskLostError(
+                    "another process has replaced this chief",
+                    "It was given up, or two tasks are the chief.",
+                )
+            self._reign = reign
         self._chief_seen = self._runtime.now()
 
     def left(self, connection: Served, chief: bool) -> None:
@@ -241,7 +256,8 @@ class Server:
     def _look_for_chief(self) -> None:
         away = self._runtime.now() - self._chief_seen
         left = self.store.ready and not self._chiefs
-        if away <= self.timeout * (AWAY if left else 1) or self._ended.is_set():
+        limit = max(self.timeout * (AWAY if left else 1), self._patience)
+        if away <= limit or self._ended.is_set():
             return
         lost = TaskLostError(
             f"{self._chief} {'is gone' if left else 'was not heard of'}: "

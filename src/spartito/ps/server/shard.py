@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from math import isfinite
 from typing import Any
 
@@ -132,6 +132,23 @@ class Shard:
                 mix(sums, pushed, 1 / count)
             else:
                 sums.copy_(pushed)
+
+    def learned(self, absent: Sequence[int], *memories: Tensor) -> Iterator[tuple[Tensor, ...]]:
+        """The same elements of several memories of the span, run by run.
+
+        Only parameters, and none of the entries ``absent``.
+        """
+        idle, missing = unused(self.slots, absent), frozenset(absent)
+        for number, run in enumerate(self.slots):
+            if number in idle:
+                continue
+            views = [self._view(memory, run) for memory in memories]
+            if missing.isdisjoint(part.entry for part in run.parts):
+                yield tuple(views)
+                continue
+            for part in run.parts:
+                if part.entry not in missing:
+                    yield tuple(flat(view)[within(run, part)] for view in views)
 
     def divide(self, total: Tensor, weight: float, count: int) -> None:
         """Make the sum of `mix` a mean: gradients by their weight, counts by their count."""

@@ -6,15 +6,15 @@ from spartito.ps.protocol.rules import Rules
 
 
 def rate_of(rules: Rules, staleness: int) -> float:
-    """The factor of the learning rate for a stale push, where it is to be compensated.
+    """The factor of the learning rate for a stale push, where that is scaled.
 
-    A gradient that is n times as stale as allowed moves the values 1/n as far, as in Zhang
-    et al., "Staleness-aware async-SGD" (2016).
+    A gradient that is n times as stale as the bound moves the values 1/n as far. Without a bound
+    that is a rate divided by the staleness (Zhang et al. 2016, arXiv:1511.05950).
     """
-    limit = rules.max_staleness
-    if limit is None or rules.on_stale != "compensate" or staleness <= limit:
+    limit = rules.max_staleness or 1
+    if rules.on_stale != "scale" or staleness <= limit:
         return 1.0
-    return (limit + 1) / (staleness + 1)
+    return limit / staleness
 
 
 class Gate:

@@ -25,6 +25,7 @@ from spartito.ps.protocol.slots import slot_of
 from spartito.ps.protocol.timetable import Row, Timetable
 from spartito.ps.protocol.wire import Gone
 from spartito.ps.server.buffers import BufferPool
+from spartito.ps.server.compensation import MEANS, compensation_of
 from spartito.ps.server.copies import Copies
 from spartito.ps.server.counter import Counter
 from spartito.ps.server.editions import Editions
@@ -65,10 +66,9 @@ class Store:
         self.job = ""
         self.version = self.pushes = self.work_items = self.examples = 0
         self.duplicates = self.dropped = self.refused = self.lost = 0
-        self.keys = Keys(rules.workers)
-        self.staleness = Histogram()
-        self.norms = GradientNorms()
+        self.keys, self.staleness, self.norms = Keys(rules.workers), Histogram(), GradientNorms()
         self._gate = Gate(rules.max_staleness or 0) if gates and rules.waits else None
+        self._compensation = compensation_of(rules, shard)
         self._waiting = Mean()  # pushes that `aggregate` puts together
         self._rounds: dict[tuple[int, int], Mean] = {}
         self.ended: dict[int, tuple[int, int, int]] = {}  # each worker's last round that is over
@@ -88,10 +88,10 @@ class Store:
             self.version = self.pushes = self.work_items = self.examples = 0
             self.duplicates = self.dropped = self.refused = self.lost = 0
             self.keys, self.staleness = Keys(self.rules.workers), Histogram()
+            self._compensation.restore(None)
             self.forget()
-            self.ended.clear()
-            self.absent.clear()
-            self.generations.clear()
+            for known in (self.ended, self.absent, self.generations):
+                known.clear()
             if self.log is not None:
                 self.log.cut(0)
         self.job, self.ready = job, True
@@ -170,16 +170,20 @@ class Store:
             self.copies.tell(Schedule(), msgspec.msgpack.encode(timetable))
         self.timetable, self._current = timetable, None
 
-    def push(self, worker: int, push: Push, gradient: Tensor) -> tuple[Outcome, int]:
+    def push(
+        self, worker: int, push: Push, gradient: Tensor, pulled: Tensor | None = None
+    ) -> tuple[Outcome, int]:
         """Apply ``gradient``, uint8 ``(bytes,)``; returns the outcome and how stale it was.
 
+        ``pulled`` are the values that it is of, if known: with these it is compensated, in place.
         Called with `lock` held. With ``max_staleness=0`` it returns when all of the group came.
         """
         if push.group:
             return self._push_together(worker, push, gradient), 0
         staleness = self.version - push.pulled
-        outcome = self._judge(worker, push, staleness)
+        outcome = self._judge(worker, push, staleness, pulled is not None)
         if outcome is Outcome.APPLIED and not push.dropped:
+            self._compensation.take(gradient, pulled, push.absent, staleness)
             self._apply(push, gradient, staleness)
         if self._gate is not None:
             # What is known here may be an update of a server that was started again.
@@ -249,15 +253,13 @@ class Store:
             raise self.failure
         self.check_primary()
 
-    def _judge(self, worker: int, push: Push, staleness: int) -> Outcome:
+    def _judge(self, worker: int, push: Push, staleness: int, known: bool) -> Outcome:
         """What is to become of a push."""
         if all(map(self.applied, push.keys)):
             self.duplicates += 1
             return Outcome.DUPLICATE
         late = self._gate is not None and not self._gate.holds(worker)
-        limit = self.rules.max_staleness
-        beyond = limit is not None and staleness > limit and self.rules.on_stale != "compensate"
-        if late or beyond:
+        if late or self.rules.refuses(staleness, known):
             self.refused += 1
             return Outcome.STALE
         if push.dropped:
@@ -291,12 +293,12 @@ class Store:
         self.duplicates += known
         mean.workers.add(worker)
         if not known:
-            mean.pushes += 1
+            mean.pushes += push.updates
             if push.dropped:
                 self.dropped += 1
                 mean.note(push)
             else:
-                self.staleness.add(0)
+                self.staleness.add(push.staleness)
                 mean.parts.append((push, gradient))  # nobody writes to it before all have pushed
         self._finish_round(index)
         while not mean.done:
@@ -317,7 +319,7 @@ class Store:
         del self._rounds[number]
         for push, gradient in sorted(mean.parts, key=lambda part: part[0].keys):
             if all(map(self.applied, push.keys)):  # another worker's, while this one waited
-                mean.pushes -= 1
+                mean.pushes -= push.updates
                 self.duplicates += 1
                 continue
             self._mix(mean, push, gradient)  # in the order of slices: the same bits in every run
@@ -339,7 +341,7 @@ class Store:
         changes = total is not None
         counts = mean.keys, mean.examples, mean.pushes
         fresh = mean.fresh if changes else 1.0
-        self._make(Update(*counts, absent, 1.0, fresh, None, ended or {}, changes), total)
+        self._make(Update(*counts, absent, mean.share, fresh, None, ended or {}, changes), total)
         self._free_total = mean.total if mean.finite and self.copies is None else None
 
     def _make(self, update: Update, gradient: Tensor | None = None) -> None:
@@ -385,7 +387,7 @@ class Store:
 
         Called with `lock` held. Give the tensors back to `buffers` when they are of no more use.
         """
-        tensors = self.copy()
+        tensors = self.copy() | self._compensation.state()
         if bits := self.keys.dump():
             tensors["keys"] = torch.frombuffer(bytearray(bits), dtype=torch.uint8)
         about = {
@@ -404,6 +406,7 @@ class Store:
         self.shard.values.copy_(tensors.pop("values"))
         bits = tensors.pop("keys", torch.empty(0, dtype=torch.uint8))
         self.keys = Keys.load(self.rules.workers, bits.numpy().tobytes())
+        self._compensation.restore(tensors.pop(MEANS, None))
         self.shard.set(about["settings"])
         self.shard.load_state({slot_of(name): value for name, value in tensors.items()})
         self.version, self.pushes, self.work_items, self.examples = about["counts"]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -14,12 +15,15 @@ from typing import TYPE_CHECKING, Any
 from spartito.checkpoint.manager import read_sections
 from spartito.errors import UserError
 from spartito.log import note
+from spartito.storage.atomic import read_manifest
+from spartito.storage.remote import FsspecStore, is_remote
 from spartito.strategies.ending import PREEMPTING
-from spartito.training.backups import OF, Backups, LocalBackups, check_training
+from spartito.training.backups import BACKUPS, OF, Backups, LocalBackups, check_training, folder_of
 from spartito.training.callback import Callback, Logs
 from spartito.training.history import History
 from spartito.training.interval import NEVER, interval_of
 from spartito.training.preemption import Notice, Preemption, Source, numbers_of
+from spartito.training.remote_backups import RemoteBackups
 
 if TYPE_CHECKING:
     from spartito.training.trainer import Trainer
@@ -45,8 +49,9 @@ class BackupAndRestore(Callback):
     75; a second run goes on. Only the main thread hears signals.
 
     Args:
-        directory: Where they are, for every task; None: ``backup`` in the run folder. Each `fit`
-            of a trainer has a folder of its own in it, ``fit-1``.
+        directory: Where they are, for every task: a folder, or a URL that fsspec knows, as
+            ``s3://bucket/run``. None: ``backup`` in the run folder. Each `fit` of a trainer has a
+            folder of its own in it, ``fit-1``.
         every: When: after so many global steps (100), so much time ("30s", "5m", "1h" or a
             timedelta), or after each "epoch".
         share: What part of the time they take at most: one that is due waits for the next turn
@@ -88,13 +93,17 @@ class BackupAndRestore(Callback):
         )
         self._next, self._owed, self._last = NEVER, False, 0.0
         self._of: dict[str, Any] = {}
+        self._position = 0, 0
         self.written = 0
         """How many were begun."""
+        self.missed = 0
+        """How many of them a disk or a store has refused."""
 
     def find(self, trainer: Trainer, fit: int, of: dict[str, Any]) -> tuple[History, bool] | None:
         """Before the ``fit``-th fit: load the newest backup, if there is one; all tasks call it.
 
-        One that comes to a job which already trains gets all from those who are there.
+        One that comes to a job which already trains gets all from those who are there. A backup
+        that is older than the checkpoint which the trainer has loaded is passed over.
 
         Args:
             trainer: Whose it is.
@@ -109,15 +118,21 @@ class BackupAndRestore(Callback):
         if trainer.coordination.joins:
             return None
 
-        name = self._newest()
-        if not name:
-            return None
-        path = self.backups.fetch(name)
-        trainer.load(path)
-        found = read_sections(path, OF)[OF]
-        if trainer.is_chief:
-            note("going on after step %d, from %s", trainer.step, path)
-        return History(**found["history"]), found["over"]
+        with self._fetched(trainer.step if trainer.goes_on else 0) as path:
+            if path is not None:
+                try:
+                    trainer.load(path)
+                    found = read_sections(path, OF)[OF]
+                except UserError:
+                    if trainer.coordination.decides:
+                        raise
+                    # A worker of servers that comes late: newer ones have replaced it.
+                    trainer.step, trainer.epoch = self._position
+                    found = {"history": asdict(History()), "over": False}
+        if trainer.is_chief and (path is not None or trainer.goes_on):
+            where = self.backups.where(path.name) if path else "the checkpoint that was loaded"
+            note("going on after step %d, from %s", trainer.step, where)
+        return None if path is None else (History(**found["history"]), found["over"])
 
     def go_back(self) -> str:
         """Have model and optimizer as in the newest backup, with the options of now; all call it.
@@ -127,15 +142,14 @@ class BackupAndRestore(Callback):
         """
         trainer = self._trainer
         trainer.wait()
-        name = self._newest()
-        if not name:
-            return ""
-        path = self.backups.fetch(name)
-        options = [dict(group) for group in trainer.optimizer.param_groups]
-        trainer.strategy.load(path)
+        with self._fetched() as path:
+            if path is None:
+                return ""
+            options = [dict(group) for group in trainer.optimizer.param_groups]
+            trainer.strategy.load(path)
         for group, now in zip(trainer.optimizer.param_groups, options, strict=True):
             group.update(now)
-        return str(path)
+        return self.backups.where(path.name)
 
     def on_train_begin(self) -> None:
         """Find out when to save first."""
@@ -160,6 +174,9 @@ class BackupAndRestore(Callback):
         self._trainer.wait()
         if self.trainer.is_chief:
             self.backups.remove()
+            if self.directory is None:
+                with suppress(OSError):  # that of another fit is in it
+                    self.backups.directory.parent.rmdir()
 
     def state_dict(self) -> dict[str, Any]:
         """When the tasks meet next: who joins them is told."""
@@ -174,17 +191,37 @@ class BackupAndRestore(Callback):
         """Whether to meet; not while no update is finite: the last backup is what to go back to."""
         return self.trainer.step >= self._next and not self.trainer.skips.row
 
-    def _newest(self) -> str:
-        """The name of the newest backup, of this training; "" if there is none."""
+    @contextmanager
+    def _fetched(self, after: int = 0) -> Iterator[Path | None]:
+        """Where this task reads the newest backup; None where it is of a step before ``after``."""
         trainer, coordination = self._trainer, self._trainer.coordination
 
         def newest() -> str:
             if not trainer.is_chief or not (name := self.backups.newest()):
                 return ""
-            check_training(self.backups.fetch(name), self._of)
-            return name
+            path = self.backups.fetch(name)
+            about = read_manifest(path).about
+            if int(about["step"]) < after:
+                return ""
+            check_training(path, self._of)
+            return f"{name} {about['step']} {about['epoch']}"
 
-        return coordination.publish(lambda: coordination.attempt(newest)[0])
+        def fetched() -> str:
+            try:
+                return str(self.backups.fetch(name)) if name else ""
+            except UserError:
+                if coordination.decides:
+                    raise
+                return ""
+
+        try:
+            came = coordination.publish(lambda: coordination.attempt(newest)[0])
+            name, step, epoch = came.split() if came else ("", 0, 0)
+            self._position = int(step), int(epoch)
+            coordination.attempt(fetched)
+            yield self.backups.path_of(name) if name else None
+        finally:
+            self.backups.release()
 
     def _meet(self) -> None:
         """Agree whether to save now, and when to meet again: not while one is being written."""
@@ -216,18 +253,22 @@ class BackupAndRestore(Callback):
             lambda: {**backups.begin(name), OF: self._of},
             lambda: backups.end(name),
             later=later,
-            otherwise=lambda: None,
+            otherwise=self._miss,
             beside=lambda: {OF: {"history": asdict(trainer.history), "over": over}},
         )
 
     def _leave(self) -> str:
         """Save, and say where it goes on."""
-        trainer = self._trainer
+        trainer, backups = self._trainer, self.backups
         if not trainer.coordination.decides:
             return "its work is left to others"
         done = self._save(later=False)
         where = f"step {trainer.step} is saved" if done else f"step {trainer.step} cannot be saved"
-        return f"{where}, and the same command goes on from {self.backups.directory}"
+        return f"{where}, and the next run goes on from {backups.where('')}"
+
+    def _miss(self) -> None:
+        """One could not be written."""
+        self.missed += 1
 
     def _backups_of(self, fit: int) -> Backups:
         directory = self.directory
@@ -237,5 +278,7 @@ class BackupAndRestore(Callback):
                     "BackupAndRestore has no directory, and this trainer no run folder",
                     'BackupAndRestore("backup") or Trainer(..., run_dir="runs/1")',
                 )
-            directory = os.fspath(self._trainer.run_dir / "backup")
-        return LocalBackups(Path(directory) / f"fit-{fit}")
+            directory = os.fspath(self._trainer.run_dir / BACKUPS)
+        if is_remote(directory):
+            return RemoteBackups(FsspecStore(f"{directory}/{folder_of(fit)}"))
+        return LocalBackups(Path(directory) / folder_of(fit))

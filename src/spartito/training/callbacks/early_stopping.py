@@ -8,6 +8,7 @@ from typing import Any
 
 from spartito.errors import UserError
 from spartito.log import note, warn
+from spartito.strategies import Strategy
 from spartito.training.callback import Callback, Logs
 from spartito.training.callbacks.monitor import Monitor
 
@@ -121,3 +122,9 @@ def kept_by(callback: Callback) -> Any:
     """The weights that a callback keeps, as `Strategy.load` takes them; None for most."""
     kept = callback.kept if isinstance(callback, EarlyStopping) else None
     return kept.args[0] if isinstance(kept, partial) else None
+
+
+def give_kept(callback: Callback, kept: Any, strategy: Strategy) -> None:
+    """Have a callback keep what `kept_by` found on another task."""
+    if kept is not None and isinstance(callback, EarlyStopping):
+        callback.kept = partial(strategy.load, kept)

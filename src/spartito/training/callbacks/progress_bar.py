@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol, TextIO
 
 from spartito.errors import UserError
-from spartito.report.figures import BOOKKEEPING, duration, figure, scalars
+from spartito.report.figures import BOOKKEEPING, OF_GROUPS, duration, figure, scalars
 from spartito.training.callback import Callback, Logs
 
 if TYPE_CHECKING:
@@ -222,7 +222,11 @@ def _join(*parts: str) -> str:
 
 
 def _figures(logs: Logs) -> str:
-    shown = {name: value for name, value in scalars(logs).items() if name not in BOOKKEEPING}
+    shown = {
+        name: value
+        for name, value in scalars(logs).items()
+        if name not in BOOKKEEPING and not name.startswith(OF_GROUPS)
+    }
     return _join(*(f"{name} {figure(name, value)}" for name, value in shown.items()))
 
 

@@ -1,9 +1,12 @@
-"""Machines on one machine: network namespaces on one switch, each with shared memory of its own."""
+"""Machines on one machine: network namespaces on one switch, each with shared memory of its own.
+
+They have no names: the kernel removes them with the last process in them. A holder keeps each,
+and ends when we do, however we end.
+"""
 
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -11,12 +14,19 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from spartito.launch.link import Link
+
 LIMIT = 30.0
 SUBNET = "10.77.0"  # seen inside the namespaces only
-FILES = Path("/etc/netns")
-"""`ip netns exec` puts what is in there over /etc."""
+TOOLS = ("ip", "tc", "nsenter", "unshare")
 
-MEMORY = "mount -t tmpfs tmpfs /dev/shm && echo ready && exec cat"
+HOLD = "echo ready && exec cat"
+MEMORY = f"""
+mount -t tmpfs tmpfs /dev/shm && printf %s "$1" > /dev/shm/hosts &&
+mount --bind /dev/shm/hosts /etc/hosts && rm /dev/shm/hosts &&
+mount --bind /dev/null /etc/resolv.conf && {HOLD}
+"""
+"""Without a server for names an unknown one is known to be so at once."""
 ENTER = 'exec nsenter --target {} --net --mount --ipc env --chdir="$PWD" "$@"'
 
 
@@ -26,15 +36,15 @@ class NoNamespacesError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """A network namespace with an address, and the process that holds its mounts and memory.
+    """A network namespace with an address, and the process that holds it, its mounts and memory.
 
-    ``name`` is what the others call it.
+    ``name`` is what the others call it, ``switch`` the process that holds the network.
     """
 
     name: str
-    namespace: str
     address: str
     holder: int
+    switch: int
 
     @property
     def memory(self) -> Path:
@@ -48,7 +58,7 @@ class Machine:
 
     def cut(self) -> None:
         """Take the machine off the network."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "down")
+        self._ip("link", "set", "eth0", "down")
 
     def silence(self) -> None:
         """Let nothing that it sends to others arrive; what they send still comes in."""
@@ -61,11 +71,11 @@ class Machine:
 
     def join(self) -> None:
         """Bring it back."""
-        _ip("-n", self.namespace, "link", "set", "eth0", "up")
+        self._ip("link", "set", "eth0", "up")
 
     def make_known(self, name: str) -> None:
         """Let this machine know ``name`` as its own, in place: who looks already sees it."""
-        with (FILES / self.namespace / "hosts").open("a") as file:
+        with Path(f"/proc/{self.holder}/root/etc/hosts").open("a") as file:
             file.write(f"{self.address} {name}\n")
 
     def drop(self, source: Machine, port: int, *, first: bool = False) -> None:
@@ -91,99 +101,106 @@ class Machine:
     def add_address(self, interface: str, address: str) -> None:
         """Give this machine one more interface on the same switch."""
         words = ("link", "add", interface, "link", "eth0", "type", "macvlan", "mode", "bridge")
-        _ip("-n", self.namespace, *words)
-        _ip("-n", self.namespace, "address", "add", address, "dev", interface)
-        _ip("-n", self.namespace, "link", "set", interface, "up")
+        self._ip(*words)
+        self._ip("address", "add", address, "dev", interface)
+        self._ip("link", "set", interface, "up")
 
     def draw_from(self, first: int, last: int) -> None:
         """Let the system draw ports from these only."""
         value = f"net.ipv4.ip_local_port_range={first} {last}"
-        _system("ip", "netns", "exec", self.namespace, "sysctl", "-q", "-w", value)
+        _system(*self.enters, "sysctl", "-q", "-w", value)
 
-    def slow_down(self, rate: str) -> None:
-        """Let what leaves this machine leave at ``rate``, as 1mbit."""
-        shape = ["tbf", "rate", rate, "burst", "16kb", "latency", "400ms"]
-        _system("tc", "-n", self.namespace, "qdisc", "add", "dev", "eth0", "root", *shape)
+    def slow_down(self, link: Link, *, both: bool = True) -> None:
+        """Let what it sends, and with ``both`` what it gets too, come over such a line."""
+        _inside(self.holder, "tc", "qdisc", "add", "dev", "eth0", "root", *link.out)
+        if both:
+            _inside(self.switch, "tc", "qdisc", "add", "dev", self.name, "root", *link.back)
+
+    def _ip(self, *words: str) -> None:
+        _inside(self.holder, "ip", *words)
 
 
 @contextmanager
-def network(*names: str, own_name: str = "") -> Iterator[list[Machine]]:
+def network(
+    *names: str, own_name: str = "", needs: Sequence[str] = ("iptables",)
+) -> Iterator[list[Machine]]:
     """Machines of these names on one switch, gone after the block; they know each other's names.
 
-    ``own_name``: what each calls itself instead of its address, as Debian's 127.0.1.1.
     The switch is in a namespace too, so that no rule of this machine's firewall meets it.
-    Raises `NoNamespacesError` where this machine or our rights do not allow them.
+
+    Args:
+        names: of at most 15 characters.
+        own_name: what each calls itself instead of its address, as Debian's 127.0.1.1.
+        needs: programs that are called later.
+
+    Raises:
+        NoNamespacesError: this machine or our rights do not allow them.
     """
     if os.geteuid() != 0:
         raise NoNamespacesError("network namespaces need root")
-    if missing := [word for word in ("ip", "tc", "iptables") if shutil.which(word) is None]:
-        raise NoNamespacesError(f"there is no {missing[0]} here (iproute2, iptables)")
-    mark = f"machine-{secrets.token_hex(3)}"
+    if missing := [word for word in (*TOOLS, *needs) if shutil.which(word) is None]:
+        raise NoNamespacesError(
+            f"there is no {missing[0]} here (it is in iproute2, iptables or util-linux)"
+        )
     addresses = {name: f"{SUBNET}.{number}" for number, name in enumerate(names, start=1)}
     with ExitStack() as stack:
         try:
-            switch = stack.enter_context(_namespace(f"{mark}-switch"))
-            _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
-            _ip("-n", switch, "link", "set", "bridge", "up")
+            switch = stack.enter_context(_held("--net", "sh", "-c", HOLD))
+            _inside(switch, "ip", "link", "add", "bridge", "type", "bridge")
+            _inside(switch, "ip", "link", "set", "bridge", "up")
             machines = []
             for name in names:
                 known = addresses | ({name: own_name} if own_name else {})
                 lines = ["127.0.0.1 localhost", *(f"{known[other]} {other}" for other in names)]
-                machine = _machine(switch, mark, name, addresses[name], lines)
+                machine = _machine(switch, name, addresses[name], lines)
                 machines.append(stack.enter_context(machine))
         except (OSError, subprocess.SubprocessError) as error:
-            said = getattr(error, "stderr", None) or error
-            raise NoNamespacesError(f"network namespaces cannot be made: {said}") from error
+            raise NoNamespacesError(f"network namespaces cannot be made: {said(error)}") from error
         yield machines
 
 
 @contextmanager
-def _machine(
-    switch: str, mark: str, name: str, address: str, hosts: Sequence[str]
-) -> Iterator[Machine]:
+def _machine(switch: int, name: str, address: str, hosts: Sequence[str]) -> Iterator[Machine]:
     """A machine at the switch; ``hosts`` are the lines of its /etc/hosts."""
-    with _namespace(f"{mark}-{name}") as there, _files(there, hosts):
-        _ip("-n", there, "link", "add", "eth0", "type", "veth",
-            "peer", "name", name, "netns", switch)  # fmt: skip
-        _ip("-n", switch, "link", "set", name, "master", "bridge", "up")
-        _ip("-n", there, "address", "add", f"{address}/24", "dev", "eth0")
+    known = "".join(f"{line}\n" for line in hosts)
+    with _held("--net", "--mount", "--ipc", "sh", "-c", MEMORY, "sh", known) as holder:
+        machine = Machine(name, address, holder, switch)
+        _inside(holder, "ip", "link", "add", "eth0", "type", "veth",
+                "peer", "name", name, "netns", str(switch))  # fmt: skip
+        _inside(switch, "ip", "link", "set", "dev", name, "master", "bridge", "up")
+        machine._ip("address", "add", f"{address}/24", "dev", "eth0")
         for device in ("lo", "eth0"):
-            _ip("-n", there, "link", "set", device, "up")
-        _ip("-n", there, "route", "add", "default", "dev", "eth0")
-        words = ["ip", "netns", "exec", there, "unshare", "--mount", "--ipc", "sh", "-c", MEMORY]
-        # It ends when its input does, so not even our own violent end leaves it.
-        holder = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        with holder:
-            assert holder.stdout is not None
-            if holder.stdout.readline() != b"ready\n":
-                raise OSError("no mounts and memory of its own for a namespace")
-            yield Machine(name, there, address, holder.pid)
+            machine._ip("link", "set", device, "up")
+        machine._ip("route", "add", "default", "dev", "eth0")
+        yield machine
 
 
 @contextmanager
-def _files(namespace: str, hosts: Sequence[str]) -> Iterator[None]:
-    folder = FILES / namespace
-    folder.mkdir(parents=True)
-    try:
-        (folder / "hosts").write_text("\n".join(hosts) + "\n")
-        # Without a server for names an unknown one is known to be so at once.
-        (folder / "resolv.conf").touch()
-        yield
-    finally:
-        shutil.rmtree(folder)
+def _held(*words: str) -> Iterator[int]:
+    """A process in namespaces of its own, as ``unshare`` makes them of ``words``."""
+    holder = subprocess.Popen(
+        ["unshare", *words],
+        stdin=subprocess.PIPE,  # it ends when this does
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,  # Ctrl-C is not for it
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stderr is not None
+        if holder.stdout.readline() != b"ready\n":
+            raise OSError(holder.stderr.read().decode(errors="replace").strip())
+        yield holder.pid
 
 
-@contextmanager
-def _namespace(name: str) -> Iterator[str]:
-    _ip("netns", "add", name)
-    try:
-        yield name
-    finally:
-        _ip("netns", "del", name)
+def said(error: Exception) -> str:
+    """What a program said that failed, or the error itself."""
+    return str(getattr(error, "stderr", None) or error).strip()
 
 
-def _ip(*words: str) -> None:
-    _system("ip", *words)
+def _inside(holder: int, *words: str) -> None:
+    """Have the system do it in a holder's network."""
+    _system("nsenter", "--target", str(holder), "--net", *words)
 
 
 def _system(*words: str) -> None:

@@ -1,0 +1,156 @@
+"""Three groups, decoupled over a parameter server: one at a quarter of the speed, and one killed.
+
+``slow``: examples per second against a synchronous meeting, local_sgd. ``killed``: a group ends by
+SIGKILL and is started again: the longest step of another one (not of the chief, which evaluates),
+and the final accuracy on the digits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from itertools import pairwise
+from pathlib import Path
+from statistics import mean, median, pstdev
+
+from benchmarks.common import Figure, Windows, announce, conclude, parser, positive, progress, rates
+from benchmarks.launching import ROOT, run_quietly
+
+GROUPS, LOCAL_BATCH = 3, 32
+DECOUPLED = json.dumps({"groups": GROUPS, "every": 20})
+SIDES = {
+    "decoupled": ("--strategy", "parameter_server", "--ps", "1", "--strategy-options", DECOUPLED),
+    "synchronous": (
+        *("--strategy", "local_sgd", "--strategy-options"),
+        json.dumps({"groups": GROUPS, "every": 20}),
+    ),
+}
+SLOW = ("--slow", f"worker:{GROUPS - 1}=0.25")
+TARGET = 2.0
+VICTIM = f"worker-{GROUPS - 1}"
+LIMIT = 110.0
+
+
+def main() -> None:
+    """Print the ratio of examples per second; the others' pauses and the accuracies."""
+    assert __doc__ is not None
+    options = parser(__doc__, rounds=2)
+    options.add_argument("--parts", nargs="+", choices=["slow", "killed"])
+    options.add_argument("--windows", type=positive, default=2, help="windows of a turn")
+    options.add_argument("--steps", type=positive, default=200, help="steps of a window")
+    options.add_argument("--epochs", type=positive, default=10, help="of each training of digits")
+    given = options.parse_args()
+    here, parts = announce(__doc__), given.parts or ["slow", "killed"]
+    figures = [*(slow(given) if "slow" in parts else ())]
+    figures += killed(given) if "killed" in parts else ()
+    conclude(here, figures, given.json)
+
+
+def slow(given: argparse.Namespace) -> list[Figure]:
+    """One of three groups runs a quarter of the time."""
+    windows: Windows = {side: [] for side in SIDES}
+    for number in range(given.rounds):
+        now: Windows = {}
+        for side in SIDES if number % 2 == 0 else reversed(SIDES):
+            now[side] = turn(side, given)
+            windows[side] += now[side]
+        progress(number, given.rounds, rates(now, LOCAL_BATCH * GROUPS), "examples/s")
+    speed = rates(windows, LOCAL_BATCH * GROUPS)
+    ratio = speed["decoupled"] / speed["synchronous"]
+    return [
+        Figure("one of 3 slow: decoupled / synchronous", ratio, TARGET),
+        *(Figure(f"one of 3 slow: {side}", speed[side], measure="examples/s") for side in SIDES),
+    ]
+
+
+def turn(side: str, given: argparse.Namespace) -> list[float]:
+    """Seconds per global batch of every window."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *("-m", "spartito", "run", "--workers", str(GROUPS), *SIDES[side], *SLOW),
+            *("-m", "benchmarks.jobs.asynchronous", f"--workers={GROUPS}"),
+            *(f"--windows={given.windows}", f"--steps={given.steps}"),
+        ]
+        run_quietly(command, env={"BENCHMARK_FOLDER": folder})
+        found: list[float] = json.loads(Path(folder, "windows.json").read_text())
+    return found
+
+
+def killed(given: argparse.Namespace) -> list[Figure]:
+    """One of three groups ends by SIGKILL, and is started again."""
+    accuracy: dict[bool, list[float]] = {True: [], False: []}
+    waits: dict[bool, list[float]] = {True: [], False: []}
+    came = []
+    for number in range(given.rounds):
+        for kills in (True, False) if number % 2 == 0 else (False, True):
+            found, pause, merges = training(number, given.epochs, kills)
+            accuracy[kills].append(100 * found)
+            waits[kills].append(pause)
+            came.append(merges)
+            print(
+                f"round {number + 1}, {'killed' if kills else 'whole'}: {found:.1%}, the others' "
+                f"longest step {pause * 1e3:.0f} ms, merges of the group at the end {merges}",
+                flush=True,
+            )
+    less = mean(accuracy[False]) - mean(accuracy[True])
+    noise = max(pstdev(accuracy[False]), 0.5)
+    return [
+        Figure("points of accuracy that a kill costs", less, noise, "<="),
+        Figure("accuracy, killed (%)", mean(accuracy[True])),
+        Figure("accuracy, whole (%)", mean(accuracy[False])),
+        Figure("the others' longest step, killed", median(waits[True]), 1.0, "<=", "s"),
+        Figure("the others' longest step, whole", median(waits[False]), measure="s"),
+        Figure("fewest merges of that group in the last epoch", min(came), 1),
+    ]
+
+
+def training(seed: int, epochs: int, kills: bool) -> tuple[float, float, int]:
+    """Validation accuracy, the longest step of another, merges of the last group at the end."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            *(sys.executable, "-m", "spartito", "run", "--workers", str(GROUPS)),
+            *(*SIDES["decoupled"], "-m", "benchmarks.jobs.decoupled", str(epochs), str(seed)),
+        ]
+        env = {**os.environ, "BENCHMARK_FOLDER": folder, "SPARTITO_SNAPSHOT_DIR": folder}
+        out = Path(folder, "out.txt")
+        with out.open("w") as file:
+            job = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
+            try:
+                if kills:
+                    kill(Path(folder), job)
+                code = job.wait(LIMIT)
+            finally:
+                if job.poll() is None:
+                    job.terminate()
+                    job.wait(30.0)
+        if code:
+            sys.exit(f"the job ended with {code}:\n{out.read_text()[-4000:]}")
+        others = [Path(folder, f"worker-{index}.json") for index in range(1, GROUPS - 1)]
+        steps = [pairwise(json.loads(path.read_text())) for path in others]
+        history = json.loads(Path(folder, "history.json").read_text())
+    pause = max(after - before for each in steps for before, after in each)
+    merges = history[f"merges_of_group_{GROUPS - 1}"][-1]
+    return history["val_accuracy"][-1], pause, int(merges)
+
+
+def kill(folder: Path, job: subprocess.Popen[bytes]) -> None:
+    """End the last group once it has trained for a second."""
+    end = time.monotonic() + LIMIT
+    while not Path(folder, f"{VICTIM}.began").exists():
+        if job.poll() is not None or time.monotonic() > end:
+            sys.exit(f"the job did not begin:\n{Path(folder, 'out.txt').read_text()[-4000:]}")
+        time.sleep(0.02)
+    time.sleep(1.0)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(Path(folder, f"{VICTIM}.pid").read_text()), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""A job for Kubernetes: what its rules allow, the job as a value, and its file."""

@@ -1,0 +1,263 @@
+"""The launcher of jobs in Kubernetes: it checks what is asked for and writes the file."""
+
+from __future__ import annotations
+
+import re
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from spartito.cluster.endpoints import parse_range
+from spartito.cluster.recovery import Recovery
+from spartito.errors import UserError
+from spartito.launch.containers.plan import IMAGE, LEAST_MEMORY
+from spartito.launch.job import JobSpec, check_folders_of_recipe, option
+from spartito.launch.kubernetes.fetch import path_of
+from spartito.launch.kubernetes.file import job_file, needs
+from spartito.launch.kubernetes.plan import KINDS, PORT, Pods
+from spartito.launch.kubernetes.values import (
+    LONGEST,
+    SERVICE,
+    SUFFIX,
+    check_image,
+    check_label,
+    check_name,
+    quantity,
+)
+from spartito.launch.recovering import Recovering
+from spartito.launch.roles import Roles
+from spartito.names import nearest
+from spartito.registry import default_name, strategy_info
+
+MOST_SCRIPT = 1 << 20
+"""Bytes that a ConfigMap may have."""
+
+WAIT = 600.0
+"""Seconds for a replacement: a pod has to be scheduled, and its image fetched."""
+
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
+"""A URL, as a path has it: with one slash."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kubernetes(Recovering):
+    """Write the file of a job for Kubernetes; redirect it into a file.
+
+    Example: spartito cluster kubernetes mnist --workers 4 -- --epochs 3 > job.yaml
+
+    Args:
+        kind: ``job``, ``jobset`` or ``trainjob``.
+        image: what all run.
+        gpus: whether each worker gets a GPU.
+        cpus: the CPUs of each pod, as Kubernetes writes them: ``2``, ``500m``.
+        memory: the memory of each pod, as ``4Gi``.
+        queue: the queue of Kueue that admits the job.
+        namespace: where it runs; the one of kubectl by default.
+        storage: the size of the claim of the run folders.
+        storage_class: its class.
+        timeout: how long a task waits for another, in seconds.
+        recover: whether a worker that is killed is started again, and gets its state from the
+            others, which go on.
+        min_workers: how many go on at least where no replacement comes; None: all.
+        wait: seconds for a replacement; 600 by default.
+        restarts: how often each worker is started again; 3 by default.
+    """
+
+    kind: str = option(
+        "job (Indexed Jobs), jobset, or trainjob (Kubeflow's trainer).", "job", metavar="KIND"
+    )
+    image: str = option("The image that all run.", IMAGE, metavar="NAME")
+    gpus: bool = option("A GPU for each worker.", False)
+    cpus: str = option("CPUs of each pod, as 2 or 500m.", "2", metavar="N")
+    memory: str = option("Memory of each pod, as 4Gi.", "4Gi", metavar="SIZE")
+    queue: str | None = option("The queue of Kueue that admits the job.", metavar="NAME")
+    namespace: str | None = option("The namespace; kubectl's own by default.", metavar="NAME")
+    storage: str = option("Size of the claim of the run folders.", "10Gi", metavar="SIZE")
+    storage_class: str | None = option("The class of that claim.", metavar="NAME")
+    timeout: int = option("Seconds that a task waits for another.", 600, least=1)
+
+    def start(self, job: JobSpec) -> int:
+        """Print the file.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            0.
+
+        Raises:
+            UserError: the job cannot run so; nothing was written.
+        """
+        planned = self.plan(job)
+        text = job_file(planned)
+        if planned.queue is not None:
+            print(
+                f"spartito: the queue {planned.queue} has to admit {needs(planned)}; it was not "
+                "asked",
+                file=sys.stderr,
+            )
+        sys.stdout.write(text)
+        return 0
+
+    def plan(self, job: JobSpec) -> Pods:
+        """Check the job, before there is a file.
+
+        Args:
+            job: what is to run.
+
+        Returns:
+            What the file says.
+
+        Raises:
+            UserError: the job cannot run so.
+        """
+        program, roles = job.program, job.roles()
+        if self.kind not in KINDS:
+            raise UserError(f"--kind {self.kind!r} is no kind of job", nearest(self.kind, KINDS))
+        strategy = job.choose(roles)
+        if roles.workers > 1 and strategy_info(strategy).one_machine:
+            raise UserError(
+                f"{strategy} is for one machine, and each pod is a machine of its own",
+                f"Use --strategy {default_name(2, 0)}.",
+            )
+        recovery = self._recovery(strategy, roles)
+        self._check_values(roles)
+        check_folders_of_recipe(program, "kubernetes")
+        name = job.name or _name_of(program.title)
+        data, url = _data(None if job.data is None else str(job.data))
+        script = None if program.script is None else _script(program.script)
+        there = None if script is None else f"/scripts/{script[0]}"
+        told = None if data is None and url is None else "/data" if url is None else path_of(url)
+        planned = Pods(
+            name=name,
+            kind=self.kind,
+            about=program.title,
+            command=("python", *program.argv(there, out=f"/runs/{name}", data=told)),
+            strategy=strategy,
+            strategy_options=job.strategy_options,
+            roles=roles,
+            script=script,
+            out=None if job.out is None else _claim("--out", str(job.out)),
+            data=data,
+            url=url,
+            image=self.image,
+            cpus=self.cpus,
+            memory=self.memory,
+            gpus=self.gpus,
+            queue=self.queue,
+            namespace=self.namespace,
+            storage=self.storage,
+            storage_class=self.storage_class,
+            timeout=self.timeout,
+            port=PORT if job.ports is None else parse_range(job.ports, "--ports")[0],
+            insecure=job.insecure,
+            recovery=recovery,
+            restarts=self.restarts_of_each,
+        )
+        _check_names(planned)
+        if self.queue is not None and not planned.is_one_object:
+            raise UserError(
+                f"--queue {self.queue} with --kind job and {' and '.join(planned.counts)}: these "
+                "are several Jobs, and Kueue admits each by itself",
+                "Use --kind jobset, which it admits as a whole.",
+            )
+        for word in (*planned.command, *(script or ())):
+            if word.encode("utf-8", "replace").decode() != word or "\0" in word:
+                raise UserError(f"{word[:99]!r} is not text", "A file of Kubernetes is UTF-8.")
+        return planned
+
+    def _recovery(self, strategy: str, roles: Roles) -> Recovery | None:
+        """How the job goes on without a worker; raises `UserError` where it cannot."""
+        recovery = self.recovery
+        if recovery is None:
+            return None
+        if roles.ps:
+            raise UserError(
+                "--recover with parameter servers in Kubernetes",
+                "Leave it out: workers and servers are started again without it, and all go on "
+                "from the newest backup when the chief is lost.",
+            )
+        self.check_recovers(strategy, roles)
+        if self.kind == "job":
+            raise UserError(
+                "--recover with --kind job, where nothing ends the pod that keeps the store",
+                "Use --kind jobset or trainjob. Without it the tasks go on from the newest backup.",
+            )
+        if roles.workers < 2:
+            return None
+        return recovery if self.wait is not None else Recovery(recovery.min_workers, WAIT)
+
+    def _check_values(self, roles: Roles) -> None:
+        """Raise `UserError` for a value that Kubernetes forbids."""
+        check_image(self.image)
+        quantity("--cpus", self.cpus)
+        quantity("--storage", self.storage)
+        if quantity("--memory", self.memory) < LEAST_MEMORY:
+            raise UserError(
+                f"--memory {self.memory} is too small: Python and torch alone take "
+                f"{LEAST_MEMORY >> 20}Mi",
+                "The model, its optimizer and a batch need memory as well: --memory 4Gi, for "
+                "example.",
+            )
+        if self.namespace is not None:
+            check_label("--namespace", self.namespace)
+        if self.queue is not None:
+            check_label("--queue", self.queue)
+        if self.storage_class is not None:
+            check_name("--storage-class", self.storage_class)
+
+
+def _name_of(title: str) -> str:
+    """What the job is called after its program."""
+    name = re.sub(r"[^a-z0-9]+", "-", title.lower().removesuffix(".py")).strip("-")
+    return name if name[:1].isalpha() else f"job-{name}".strip("-")
+
+
+def _check_names(job: Pods) -> None:
+    """Raise `UserError` where the job's name makes no names for its pods and their service."""
+    longest = max(len(f"{role}-0-{count}") for role, count in job.counts.items()) + SUFFIX + 1
+    check_label("--name", job.name, SERVICE, LONGEST - longest)
+
+
+def _script(path: Path) -> tuple[str, str]:
+    """The name and the text of a script, for a ConfigMap."""
+    if path.is_dir():
+        raise UserError(
+            f"{path} is a folder", "Build an image that has it, and start a script of one file."
+        )
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error
+    if len(text.encode()) >= MOST_SCRIPT:
+        raise UserError(
+            f"{path} has {len(text.encode())} bytes, and a ConfigMap takes less than {MOST_SCRIPT}",
+            "Build an image that has it.",
+        )
+    if not re.fullmatch(r"[-._a-zA-Z0-9]{1,253}", path.name):
+        raise UserError(
+            f"{path.name!r} cannot be a key of a ConfigMap",
+            "Use letters, digits, -, _ and . in the name of the script.",
+        )
+    return path.name, text
+
+
+def _claim(flag: str, text: str) -> str:
+    check_name(f"{flag} (a claim)", text)
+    return text
+
+
+def _data(text: str | None) -> tuple[str | None, str | None]:
+    """The claim, or the URL, with the data."""
+    if text is None:
+        return None, None
+    found = URL.fullmatch(text)
+    if found is None:
+        return _claim("--data", text), None
+    scheme, rest = found.groups()
+    if scheme not in ("http", "https") or not rest:
+        raise UserError(
+            f"--data {scheme}://{rest} cannot be fetched",
+            "Name a claim, or an archive or a file at http:// or https://.",
+        )
+    return None, f"{scheme}://{rest}"

@@ -1,0 +1,351 @@
+"""The objects of a job in Kubernetes, as plain values; pure, from a job to its objects."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+from urllib.parse import urlsplit
+
+from spartito.cluster.listed import address
+from spartito.cluster.tf_config import VARIABLE
+from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, EXIT_USER
+from spartito.launch.kubernetes.plan import INDEX, STORE, Pods
+from spartito.launch.kubernetes.values import quantity
+from spartito.launch.local import RUNTIME
+from spartito.launch.written import Block, List, Mode, Row
+from spartito.names import (
+    ENV_RECOVERY,
+    ENV_RESUME,
+    ENV_RUN_DIR,
+    ENV_SECRET_FILE,
+    ENV_SNAPSHOT_DIR,
+    ENV_STORE,
+    ENV_STRATEGY,
+    ENV_STRATEGY_OPTIONS,
+    ENV_TIMEOUT,
+    ENV_TLS,
+)
+
+Object = dict[str, Any]
+
+USER = 1000
+"""Who runs in the pods: never root. The image's user, and any other works too."""
+
+GRACE_SECONDS = 60
+"""From SIGTERM to SIGKILL: a task may write a last backup."""
+
+KEPT_SECONDS = 86_400
+"""How long an ended job is listed, with the output of its pods."""
+
+INSTANCE = "app.kubernetes.io/instance"
+NUMBER = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
+SECRET = "/etc/spartito"
+GPU = "nvidia.com/gpu"
+QUEUE = "kueue.x-k8s.io/queue-name"
+TRAINER = "trainer.kubeflow.org/v1alpha1"
+
+
+def objects(job: Pods) -> list[Object]:
+    """All objects of the job, in the order in which they are made."""
+    found = [_network_policy(job)]
+    if job.script is not None:
+        name, text = job.script
+        found.append(
+            _object(job, "v1", "ConfigMap", f"{job.name}-script", data={name: Block(text)})
+        )
+    if job.out is None:
+        found.append(_claim(job))
+    if job.kind == "job":
+        return [*found, _service(job), *(_job(job, role) for role in job.counts)]
+    if job.kind == "jobset":
+        return [*found, _object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", spec=_set(job))]
+    runtime = {"mlPolicy": {"numNodes": job.roles.workers}, "template": {"spec": _set(job)}}
+    named = {"apiGroup": "trainer.kubeflow.org", "kind": "TrainingRuntime", "name": job.name}
+    return [
+        *found,
+        _object(job, TRAINER, "TrainingRuntime", spec=runtime, queued=False),
+        _object(job, TRAINER, "TrainJob", spec={"runtimeRef": named}),
+    ]
+
+
+def _object(
+    job: Pods,
+    version: str,
+    kind: str,
+    name: str | None = None,
+    queued: bool | None = None,
+    **rest: Any,
+) -> Object:
+    """An object with its metadata; what Kueue admits has its queue."""
+    metadata: Object = {"name": name or job.name}
+    if job.namespace is not None:
+        metadata["namespace"] = job.namespace
+    metadata["labels"] = _labels(job)
+    if queued is None:
+        queued = kind in ("Job", "JobSet", "TrainJob")
+    if queued and job.queue is not None:
+        metadata["labels"][QUEUE] = job.queue
+    return {"apiVersion": version, "kind": kind, "metadata": metadata, **rest}
+
+
+def _labels(job: Pods, role: str | None = None) -> Object:
+    own = {} if role is None else {"app.kubernetes.io/component": role}
+    return {"app.kubernetes.io/name": "spartito", INSTANCE: job.name, **own}
+
+
+def _network_policy(job: Pods) -> Object:
+    def own() -> Object:
+        return {"podSelector": {"matchLabels": Row({INSTANCE: job.name})}}
+
+    names = [Row(protocol=way, port=53) for way in ("UDP", "TCP")]
+    egress: list[Object] = [{"to": [own()]}, {"ports": names}]
+    if job.url is not None:
+        parts = urlsplit(job.url)
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        egress.append({"ports": [Row(protocol="TCP", port=port)]})
+    spec = {
+        **own(),
+        "policyTypes": List(["Ingress", "Egress"]),
+        "ingress": [{"from": [own()]}],
+        "egress": egress,
+    }
+    return _object(job, "networking.k8s.io/v1", "NetworkPolicy", spec=spec)
+
+
+def _claim(job: Pods) -> Object:
+    several = sum(job.counts.values()) > 1
+    spec: Object = {"accessModes": List(["ReadWriteMany" if several else "ReadWriteOnce"])}
+    if job.storage_class is not None:
+        spec["storageClassName"] = job.storage_class
+    spec["resources"] = {"requests": Row(storage=job.storage)}
+    return _object(job, "v1", "PersistentVolumeClaim", claim(job), spec=spec)
+
+
+def claim(job: Pods) -> str:
+    """The claim of the run folders."""
+    return job.out or f"{job.name}-runs"
+
+
+def _service(job: Pods) -> Object:
+    spec = {
+        "clusterIP": "None",
+        "publishNotReadyAddresses": True,
+        "selector": Row({INSTANCE: job.name}),
+        "ports": [Row(name="tasks", port=job.port)],
+    }
+    return _object(job, "v1", "Service", spec=spec)
+
+
+def _job(job: Pods, role: str) -> Object:
+    spec = {"ttlSecondsAfterFinished": KEPT_SECONDS, **_job_spec(job, role)}
+    made = _object(job, "batch/v1", "Job", f"{job.name}-{role}", spec=spec)
+    made["metadata"]["labels"]["app.kubernetes.io/component"] = role
+    return made
+
+
+def _set(job: Pods) -> Object:
+    """The spec of a JobSet: the roles as replicated jobs."""
+    ended = {"operator": "All", "targetReplicatedJobs": List([job.roles.tasks[0].type])}
+    spec: Object = {}
+    if job.kind == "jobset":
+        spec["ttlSecondsAfterFinished"] = KEPT_SECONDS
+    spec["network"] = Row(
+        enableDNSHostnames=True, subdomain=job.name, publishNotReadyAddresses=True
+    )
+    if job.recovery is not None:
+        spec["successPolicy"] = ended
+    spec["failurePolicy"] = Row(maxRestarts=0)
+    spec["replicatedJobs"] = [_replicated(job, role) for role in job.counts]
+    return spec
+
+
+def _replicated(job: Pods, role: str) -> Object:
+    template: Object = {"spec": _job_spec(job, role)}
+    if job.kind == "trainjob" and role == "worker":
+        step = Row({"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"})
+        template = {"metadata": {"labels": step}, **template}
+    return {"name": role, "replicas": 1, "template": template}
+
+
+def _job_spec(job: Pods, role: str) -> Object:
+    count = job.counts[role]
+    spec: Object = {"completionMode": "Indexed", "completions": count, "parallelism": count}
+    if role == STORE:  # its container is started again where it is: so it keeps its journal
+        return spec | {"template": _template(job, role)}
+    spec["backoffLimitPerIndex"] = job.restarts
+    if not job.roles.ps and role == "worker":
+        spec["maxFailedIndexes"] = 0
+    spec["podReplacementPolicy"] = "Failed"
+    spec["podFailurePolicy"] = {"rules": _rules(job)}
+    return spec | {"template": _template(job, role)}
+
+
+def _rules(job: Pods) -> list[Object]:
+    def codes(*values: int) -> Object:
+        return Row(containerName=job.container, operator="In", values=List(values))
+
+    again = [EXIT_PREEMPTED]
+    if job.is_one_object:
+        again.insert(0, EXIT_TASK_LOST)
+    return [
+        {"action": "FailJob", "onExitCodes": codes(EXIT_USER)},
+        {"action": "Ignore", "onExitCodes": codes(*again)},
+        {"action": "Ignore", "onPodConditions": [Row(type="DisruptionTarget", status="True")]},
+    ]
+
+
+def _template(job: Pods, role: str) -> Object:
+    spec: Object = {
+        "restartPolicy": "OnFailure" if role == STORE else "Never",
+        "terminationGracePeriodSeconds": GRACE_SECONDS,
+        "shareProcessNamespace": True,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+    }
+    if job.kind == "job":
+        spec = {"subdomain": job.name, **spec}
+    spec["securityContext"] = {
+        "runAsNonRoot": True,
+        "runAsUser": USER,
+        "runAsGroup": USER,
+        "fsGroup": USER,
+        "fsGroupChangePolicy": "OnRootMismatch",
+        "seccompProfile": Row(type="RuntimeDefault"),
+    }
+    if job.url is not None and role != STORE:
+        spec["initContainers"] = [_fetch(job, job.url)]
+    spec["containers"] = [_container(job, role)]
+    spec["volumes"] = _volumes(job, role)
+    return {"metadata": {"labels": _labels(job, role)}, "spec": spec}
+
+
+def _rights() -> Object:
+    return {
+        "allowPrivilegeEscalation": False,
+        "readOnlyRootFilesystem": True,
+        "capabilities": Row(drop=List(["ALL"])),
+    }
+
+
+def _resources(job: Pods, role: str) -> Object:
+    """Requests are limits; a GPU is for a worker."""
+    same: Object = {"cpu": job.cpus, "memory": job.memory}
+    if job.gpus and role == "worker":
+        same[GPU] = "1"
+    return {"requests": Row(same), "limits": Row(same)}
+
+
+def _fetch(job: Pods, url: str) -> Object:
+    words = ["python", "-m", "spartito.launch.kubernetes.fetch", _plain(url), "/data"]
+    mounts = [("data", "/data", False), ("tmp", "/tmp", False)]
+    return {
+        "name": "data",
+        "image": job.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": List(words),
+        "resources": _resources(job, "data"),
+        "securityContext": _rights(),
+        "volumeMounts": [_mount(*mount) for mount in mounts],
+    }
+
+
+def _container(job: Pods, role: str) -> Object:
+    store = ("python", "-m", "spartito.cluster.store", job.address(STORE, 0), "/snapshots/journal")
+    words = store if role == STORE else job.command
+    found: Object = {
+        "name": STORE if role == STORE else job.container,
+        "image": job.image,
+        "imagePullPolicy": "IfNotPresent",
+        "command": List(map(_plain, words)),
+        "workingDir": "/runs",
+        "env": _environment(job, role),
+    }
+    if job.meets:
+        found["ports"] = [Row(name="task", containerPort=job.port)]
+        found["readinessProbe"] = _probe(job, role)
+    found["resources"] = _resources(job, role)
+    found["securityContext"] = _rights()
+    found["volumeMounts"] = [_mount(name, path, read) for name, path, read in _mounts(job, role)]
+    return found
+
+
+def _probe(job: Pods, role: str) -> Object:
+    """Ready is a task that reaches the rendezvous of the job; a server, which listens."""
+    host, port = job.rendezvous
+    where = "socket.gethostname()" if role in ("ps", STORE) else json.dumps(host)
+    look = f"import socket; socket.create_connection(({where}, {port}), 3)"
+    return {
+        "exec": {"command": List(["python", "-c", look])},
+        "periodSeconds": 30,
+        "timeoutSeconds": 5,
+    }
+
+
+def _environment(job: Pods, role: str) -> list[Object]:
+    told = {ENV_TLS: "off"} if job.insecure else {}
+    if job.meets:
+        told[ENV_SECRET_FILE] = f"{SECRET}/secret"
+    if role == STORE:
+        return [_variable(name, value) for name, value in told.items()]
+    run = f"/runs/{job.name}"
+    shared = {ENV_STRATEGY: job.strategy}
+    if job.strategy_options is not None:
+        shared[ENV_STRATEGY_OPTIONS] = job.strategy_options
+    shared |= {ENV_TIMEOUT: f"{job.timeout:g}", ENV_RUN_DIR: run, ENV_RESUME: "1"}
+    if job.roles.ps:
+        shared[ENV_SNAPSHOT_DIR] = f"{run}/snapshots"
+    if job.recovery is not None:
+        shared |= {ENV_RECOVERY: job.recovery.text, ENV_STORE: address(*job.rendezvous)}
+    threads = math.ceil(quantity("--cpus", job.cpus)) if role in ("chief", "worker") else 1
+    shared |= {**told, "OMP_NUM_THREADS": str(threads), **RUNTIME}
+    if role == "ps":
+        shared["CUDA_VISIBLE_DEVICES"] = ""
+    return [
+        {"name": INDEX, "valueFrom": {"fieldRef": Row(fieldPath=NUMBER)}},
+        {"name": VARIABLE, "value": job.tf_config(role)},
+        *(_variable(name, _plain(value)) for name, value in shared.items()),
+    ]
+
+
+def _variable(name: str, value: str) -> Object:
+    return Row(name=name, value=value)
+
+
+def _plain(text: str) -> str:
+    """``text`` where ``$(NAME)`` would be read as a variable."""
+    return text.replace("$(", "$$(")
+
+
+def _mounts(job: Pods, role: str) -> list[tuple[str, str, bool]]:
+    """The volumes of a container: name, path, whether it only reads."""
+    found = [("tmp", "/tmp", False), ("shm", "/dev/shm", False)]
+    if job.meets:
+        found.append(("secret", SECRET, True))
+    if role == STORE:
+        return [*found, ("journal", "/snapshots", False)]
+    found.append(("runs", "/runs", False))
+    if job.script is not None:
+        found.append(("script", "/scripts", True))
+    if job.data is not None or job.url is not None:
+        found.append(("data", "/data", True))
+    return found
+
+
+def _mount(name: str, path: str, read: bool) -> Object:
+    return Row(name=name, mountPath=path, **({"readOnly": True} if read else {}))
+
+
+def _volumes(job: Pods, role: str) -> list[Object]:
+    kinds: Object = {
+        "tmp": {"emptyDir": Row(sizeLimit="1Gi")},
+        "shm": {"emptyDir": Row(medium="Memory", sizeLimit="1Gi")},
+        "secret": {"secret": Row(secretName=job.name, defaultMode=Mode(0o440))},
+        "journal": {"emptyDir": Row(sizeLimit="1Gi")},
+        "runs": {"persistentVolumeClaim": Row(claimName=claim(job))},
+        "script": {"configMap": Row(name=f"{job.name}-script")},
+        "data": {"emptyDir": Row(sizeLimit=job.storage)},
+    }
+    if job.data is not None:
+        kinds["data"] = {"persistentVolumeClaim": Row(claimName=job.data, readOnly=True)}
+    return [{"name": name, **kinds[name]} for name, _, _ in _mounts(job, role)]

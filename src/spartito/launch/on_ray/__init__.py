@@ -1,0 +1,1 @@
+"""Start the tasks of a job as actors of a Ray cluster."""

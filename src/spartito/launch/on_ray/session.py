@@ -1,0 +1,115 @@
+"""The connection to a Ray cluster, and what is said of one that cannot be."""
+
+from __future__ import annotations
+
+import logging
+import platform
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from spartito.cluster.spec import split_address
+from spartito.errors import UserError
+
+REACH_SECONDS = 5.0
+"""For a connection to the cluster's head."""
+
+
+@contextmanager
+def connected(address: str | None) -> Iterator[Any]:
+    """Ray, in a block in which it is connected to the cluster at ``address``.
+
+    A program that has a connection already keeps it, then and afterwards. Raises `UserError`.
+    """
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError(
+            f"Ray cannot be imported: {error}", "pip install 'spartito[ray]'"
+        ) from error
+    if ray.is_initialized():
+        if address is not None:
+            raise UserError(
+                f"the address {address}, but this program is connected to Ray already",
+                "Leave the address out, or call ray.shutdown() before.",
+            )
+        yield ray
+        return
+    address = address or "auto"
+    _check_reached(address)
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ConnectionError as error:
+        raise _no_cluster(address) from error
+    except RuntimeError as error:
+        raise _refused(address, error, ray.__version__) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def check_fits(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, Any]]) -> None:
+    """Raise `UserError` where tasks with these resources could never all be there at once.
+
+    ``nodes`` are what Ray says of them. The largest go first, each to the first that has enough.
+    """
+    alive = [node for node in nodes if node["Alive"]]
+    free = [dict(node["Resources"]) for node in alive]
+    for bundle in sorted(bundles, key=lambda one: (one.get("GPU", 0), one["CPU"]), reverse=True):
+        for left in free:
+            if all(left.get(name, 0.0) >= count for name, count in bundle.items()):
+                for name, count in bundle.items():
+                    left[name] -= count
+                break
+        else:
+            there = "; ".join(
+                f"{node['NodeManagerAddress']} has {resources(node['Resources'])}" for node in alive
+            )
+            raise UserError(
+                f"{len(bundles)} tasks, one of {resources(bundle)}, do not fit this Ray cluster "
+                f"({there})",
+                "Ask for fewer workers, or less for each: --cpus, --gpus.",
+            )
+
+
+def resources(of: Mapping[str, float]) -> str:
+    """CPUs and GPUs, as a message says them."""
+    return ", ".join(f"{of[name]:g} {name}" for name in ("CPU", "GPU") if of.get(name)) or "none"
+
+
+def _check_reached(address: str) -> None:
+    if address == "auto":
+        return
+    if "://" in address:
+        raise UserError(
+            f"--ray {address}: the tasks are followed from inside the cluster",
+            "Give the head's address as HOST:6379, or auto on one of its nodes.",
+        )
+    host, port = split_address(address)
+    try:
+        socket.create_connection((host, port), REACH_SECONDS).close()
+    except OSError as error:
+        raise _no_cluster(address) from error
+
+
+def _no_cluster(address: str) -> UserError:
+    where = "on this machine" if address == "auto" else f"at {address}"
+    return UserError(
+        f"there is no Ray cluster {where}",
+        "Start one, as ray start --head --port=6379, and give --ray HOST:6379.",
+    )
+
+
+def _refused(address: str, error: RuntimeError, version: str) -> UserError:
+    """What Ray says of versions that differ."""
+    text = str(error).strip()
+    if "ersion mismatch" in text:
+        words = " ".join(line.strip() for line in text.splitlines())
+        return UserError(
+            f"the Ray cluster at {address} has other versions: {words}",
+            f"Here are Ray {version} and Python {platform.python_version()}: install what the "
+            "cluster has.",
+        )
+    return UserError(f"the Ray cluster at {address} cannot be joined: {text.splitlines()[0]}")

@@ -1,0 +1,133 @@
+"""YAML as people write it, which every reader takes for the same."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+
+def dump(document: Mapping[str, Any]) -> str:
+    """``document`` as YAML in which a string is a string to every composer.
+
+    PyYAML reads YAML 1.1 (docker-compose 1), Go's yaml.v3 rather YAML 1.2 (docker compose 2).
+    """
+    text: str = yaml.dump(
+        document,
+        Dumper=_Dumper,
+        sort_keys=False,
+        default_flow_style=False,
+        allow_unicode=True,
+        width=1 << 20,
+    )
+    return text
+
+
+class List(list[Any]):
+    """A list on one line."""
+
+
+class Row(dict[str, Any]):
+    """A mapping on one line."""
+
+
+class Anchored(dict[str, Any]):
+    """A mapping that others refer to by ``name``."""
+
+    def __init__(self, name: str, items: dict[str, Any]) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+class Block(str):
+    """A text of several lines, written as such."""
+
+
+class Mode(int):
+    """The mode of a file, written as people do: 0440."""
+
+
+class _Merge(str):
+    """The key that merges another mapping in."""
+
+
+MERGE = _Merge("<<")
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes YAML as people do: lists indented, anchors with names, text on one line."""
+
+    def increase_indent(self, flow: bool = False, indentless: bool = False) -> None:
+        """Lists stand further in than their key."""
+        super().increase_indent(flow, False)
+
+    def generate_anchor(self, node: yaml.Node) -> str:
+        """The name that the mapping has, if it has one, instead of a number."""
+        return self._names.get(id(node)) or super().generate_anchor(node)
+
+    @property
+    def _names(self) -> dict[int, str]:
+        kept = self.object_keeper
+        return {
+            id(self.represented_objects[id(one)]): one.name
+            for one in kept
+            if isinstance(one, Anchored)
+        }
+
+
+def _mapping(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=False)
+
+
+def _row(dumper: yaml.SafeDumper, data: dict[str, Any]) -> yaml.Node:
+    return dumper.represent_mapping("tag:yaml.org,2002:map", data.items(), flow_style=True)
+
+
+def _list(dumper: yaml.SafeDumper, data: list[Any]) -> yaml.Node:
+    return dumper.represent_sequence("tag:yaml.org,2002:seq", data, flow_style=True)
+
+
+def _merge(dumper: yaml.SafeDumper, data: _Merge) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:merge", "<<")
+
+
+# What PyYAML takes for a string and yaml.v3 does not (its resolve.go), underscores left out.
+_NUMBER = re.compile(
+    r"""[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)(e[-+]?[0-9]+)?
+    | [-+]?0(x[0-9a-f]+|o[-+]?[0-7]+|b[-+]?[01]+)""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_TIME = re.compile(
+    r"""[0-9]{4}-[0-9]{1,2}-[0-9]{1,2}
+    ((t|\ +)[0-9]{1,2}:[0-9]{1,2}:[0-9]{1,2}([.,][0-9]+)?(z|[-+][0-9]{2}:[0-9]{2})?)?""",
+    re.VERBOSE | re.IGNORECASE,
+)
+_LINE_BREAK = re.compile("[\n\x85\u2028\u2029]")
+
+
+def _string(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
+    style = None  # quotes only where PyYAML itself needs them
+    if _LINE_BREAK.search(data):
+        style = '"'
+    elif _NUMBER.fullmatch(data[:1] + data[1:].replace("_", "")) or _TIME.fullmatch(data):
+        style = "'"
+    return dumper.represent_scalar("tag:yaml.org,2002:str", data, style)
+
+
+def _block(dumper: yaml.SafeDumper, data: Block) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:str", str(data), style="|")
+
+
+def _mode(dumper: yaml.SafeDumper, data: Mode) -> yaml.Node:
+    return dumper.represent_scalar("tag:yaml.org,2002:int", f"0{data:o}")
+
+
+_Dumper.add_representer(str, _string)
+_Dumper.add_representer(Mode, _mode)
+_Dumper.add_representer(Block, _block)
+_Dumper.add_representer(Anchored, _mapping)
+_Dumper.add_representer(Row, _row)
+_Dumper.add_representer(List, _list)
+_Dumper.add_representer(_Merge, _merge)

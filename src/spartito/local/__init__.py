@@ -1,0 +1,1 @@
+"""Groups of replicas that train apart, and meet now and then."""

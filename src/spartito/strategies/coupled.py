@@ -1,0 +1,254 @@
+"""What groups that train apart have beside their strategy: connections, decisions, batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import nan
+from typing import Any
+
+import torch
+from torch import nn
+
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective, IdentityCollective, Traffic
+from spartito.collectives.lane import Lane
+from spartito.collectives.placement import Placement
+from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine.optimizers import unwrap
+from spartito.errors import UserError
+from spartito.local.fragments import Fragments
+from spartito.local.joined import JoinedGroups
+from spartito.local.plan import Asked, Members, Sites, groups_of, sites_of
+from spartito.local.sites import JoinedSites
+from spartito.strategies.base import Strategy
+from spartito.strategies.coordination import SynchronousCoordination
+from spartito.strategies.groups import DATA, MODEL, one_shard_each
+from spartito.strategies.sharing import Placed
+
+INSIDE, BETWEEN, FAR = "group", "leaders", "sites"
+"""The tasks of one's own group; the first one of each group; the first one of each site."""
+GROUP_LOSS = "loss_of_group_"
+LEVELS = (
+    ("meetings", "drift", "bytes_between_groups"),
+    ("meetings_of_sites", "drift_of_sites", "bytes_between_sites"),
+)
+MEETINGS = "meeting_wait_fraction"
+"""Figures of an epoch."""
+SECTION = "groups"
+"""Of a checkpoint: what each group alone has, and where they met last."""
+
+
+class Grouping:
+    """Which tasks make a group, and how they are connected; it does not know its strategy.
+
+    Args:
+        asked: What the user said.
+        apart: Whether even a single group has meetings.
+        beside: Whether these are held beside the computation.
+    """
+
+    world: JoinedGroups | None = None
+    """All tasks, by their groups or by their sites; None where nothing is coupled."""
+    near: JoinedGroups | None = None
+    """The tasks of one's own site by their groups; without sites all."""
+
+    def __init__(self, asked: Asked, sites: Sites, apart: bool, beside: bool) -> None:
+        self._asked, self._asked_sites, self._apart = asked, sites, apart
+        self._beside = beside
+        self.members: Members = ()
+        self.sites: Members = ()
+
+    def connect(self, rendezvous: Rendezvous, cluster: ClusterSpec) -> Mapping[str, Collective]:
+        """Find this task's groups; all tasks call it."""
+        everybody = (tuple(range(cluster.world_size)),)
+        machines = rendezvous.placement().machines if cluster.world_size > 1 else everybody
+        self.members = groups_of(self._asked, machines, cluster.world_size)
+        self.sites = sites_of(self._asked_sites, len(self.members))
+        if len(self.members) == 1 and not self._apart:
+            return one_shard_each(rendezvous, cluster)
+        self._index = Placement(self.members).machine_of(cluster.rank)
+        inside = rendezvous.group(INSIDE, self.members[self._index])
+        levels = _Levels(rendezvous, cluster)
+        if not self.sites:
+            self.world = self.near = levels.join(JoinedGroups, BETWEEN, self.members, inside)
+            found = {}
+        else:
+            sites = [[self.members[group] for group in site] for site in self.sites]
+            own = next(groups for groups in sites if self.members[self._index] in groups)
+            near = self.near = levels.join(JoinedGroups, BETWEEN, own, inside)
+            whole = [tuple(sorted(rank for group in groups for rank in group)) for groups in sites]
+            self.world = levels.join(JoinedSites, FAR, whole, near)
+            found = {FAR: self.world.between}
+        rendezvous.keep(self.world)
+        if self._beside and self.world.is_leader:
+            line = rendezvous.group("meetings", [each[0] for each in self.members], beside=True)
+            line.moved = inside.heartbeat
+            self.world.line = Lane(line)
+        found |= {WORLD: self.world, DATA: self.world, MODEL: IdentityCollective()}
+        return {**found, INSIDE: inside, BETWEEN: self.near.between}
+
+    @property
+    def index(self) -> int:
+        """The number of one's own group."""
+        return 0 if self.world is None else self._index
+
+    @property
+    def like(self) -> dict[str, Any]:
+        """What a checkpoint must be of for groups to go on where they were."""
+        sites = [list(site) for site in self.sites]
+        return {"count": len(self.members), **({"sites": sites} if sites else {})}
+
+    @property
+    def is_leader(self) -> bool:
+        """Whether this task speaks for its group."""
+        return self.near is not None and self.near.is_leader
+
+
+@dataclass(frozen=True, slots=True)
+class _Levels:
+    """Joins tasks by parts of them."""
+
+    rendezvous: Rendezvous
+    cluster: ClusterSpec
+
+    def join(
+        self, kind: type[JoinedGroups], name: str, parts: Sequence[Sequence[int]], own: Collective
+    ) -> JoinedGroups:
+        """Join the ranks of these ``parts``, of which ``own`` is this task's, by their first."""
+        ranks = sorted(rank for part in parts for rank in part)
+        placement = Placement(tuple(tuple(map(ranks.index, part)) for part in parts))
+        leaders = [part[0] for part in parts]
+        rank, rendezvous = self.cluster.rank, self.rendezvous
+        words = f"reasons of {name}"
+        joined = kind(
+            ranks.index(rank),
+            [self.cluster.name_of(rank) for rank in ranks],
+            placement,
+            own,
+            lambda: rendezvous.group(name, leaders),
+            rendezvous.members(words, leaders)[0] if rank in leaders and len(parts) > 1 else None,
+        )
+        joined.ranks = tuple(ranks)
+        joined.between.traffic = Traffic()
+        return joined
+
+
+class LocalCoordination(SynchronousCoordination):
+    """As `SynchronousCoordination`, of groups that may have different values.
+
+    Args:
+        strategy: Whose it is; only its names, cluster and groups are kept.
+        grouping: Its groups.
+        couplings: Of its pairs, by the id of their optimizer.
+    """
+
+    def __init__(
+        self, strategy: Strategy, grouping: Grouping, couplings: Mapping[int, Fragments]
+    ) -> None:
+        super().__init__(
+            strategy.name, strategy.job, strategy.cluster, strategy._pairs, strategy.groups
+        )
+        self._grouping, self._couplings = grouping, couplings
+
+    def describe(self) -> dict[str, Any]:
+        members = [list(group) for group in self._grouping.members]
+        sites = [list(site) for site in self._grouping.sites]
+        found = {"groups": members, "sites": sites}
+        return {**super().describe(), **{name: each for name, each in found.items() if each}}
+
+    def figures(self, own: Sequence[float]) -> dict[str, float]:
+        """Meetings, their drift (mean) and bytes (of all groups), and the loss of each group."""
+        grouping = self._grouping
+        if grouping.world is None:
+            return {}
+        met = [
+            each
+            for pair in self._pairs.in_use
+            if id(pair.optimizer) in self._couplings
+            for each in self._couplings[id(pair.optimizer)].take_meetings()
+        ]
+        levels = LEVELS if grouping.sites else LEVELS[:1]
+        brought = list(own)
+        for level in range(len(levels)):
+            of_level = [each[level] for each in met]
+            brought += [sum(each.count for each in of_level), sum(each.drift for each in of_level)]
+            brought.append(sum(each.nbytes for each in of_level))
+        rows = self._groups.world.all_gather(torch.tensor(brought, dtype=torch.float64))
+        leaders = [rows[group[0]].tolist() for group in grouping.members]
+        figures: dict[str, float] = {}
+        for level, (meetings, drift, nbytes) in enumerate(levels):
+            at = len(own) + 3 * level
+            drifts = [leaders[site[0]][at + 1] for site in grouping.sites or ((0,),)]
+            count = leaders[0][at]
+            mean = sum(drifts) / len(drifts) / count if count else 0.0
+            sent = sum(each[at + 2] for each in leaders)
+            figures |= {meetings: int(count), drift: mean, nbytes: sent}
+        losses = {
+            f"{GROUP_LOSS}{index}": loss / weight if weight else nan
+            for index, (loss, weight, *_) in enumerate(leaders)
+        }
+        return {**figures, **losses}
+
+    def waits(self, data: float, seconds: float) -> dict[str, float]:
+        found = super().waits(data, seconds)
+        if self._grouping.world is None:
+            return found
+        held = sum(each.take_seconds() for each in self._couplings.values())
+        return {**found, MEETINGS: self._mean(held / seconds)}
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        for pair in self._pairs.in_use:
+            coupling = self._couplings.get(id(pair.optimizer))
+            if coupling is not None and coupling.show():
+                pair.gradients.written()
+
+    def compare_models(self, model: nn.Module) -> None:
+        """Refuse a task that has another model than the chief; all tasks call it."""
+        kinds = {n: f"{tuple(p.shape)} {p.dtype}" for n, p in unwrap(model).named_parameters()}
+        own = repr({"class": type(unwrap(model)).__name__, **kinds})
+        first, *others = self.tell_all(own)
+        for rank, text in enumerate(others, 1):
+            if text != first:
+                raise UserError(
+                    f"{self.cluster.name_of(rank)} has another model than "
+                    f"{self.cluster.name_of(0)}",
+                    "All tasks of all groups build the same one.",
+                )
+
+    def _compare(self, order: int) -> str:
+        if any(each.is_apart and not each.shows_merged for each in self._couplings.values()):
+            self._compare_in(self._groups[INSIDE], self._parameters(), order)
+            return ""
+        return super()._compare(order)
+
+
+def told(like: Mapping[str, Any]) -> str:
+    """What `Grouping.like` says, in words."""
+    sites = f" in the sites {like['sites']}" if "sites" in like else ""
+    return f"{like['count']} groups{sites}"
+
+
+class Coupled(Placed):
+    """Batches of a replica whose results are those of its group alone.
+
+    Args:
+        groups: The tasks by their groups, those of one's own site at least.
+        *args: As under `Placed`.
+    """
+
+    alike = False
+
+    def __init__(self, groups: JoinedGroups, *args: Any) -> None:
+        super().__init__(*args)
+        self._groups = groups
+
+    def total(self, shared: Sequence[float], own: Sequence[float]) -> list[float]:
+        counts = float(self._groups.is_leader)  # a group's tasks have the same sums
+        return super().total((), [*(value * counts for value in shared), *own])
+
+    @property
+    def _rank(self) -> int:
+        saved = None if self._pairs is None else self._pairs.only.saved
+        return self._groups.inside.rank if saved and SECTION in saved else super()._rank

@@ -1,0 +1,299 @@
+"""Groups that train apart over parameter servers, whose optimizer merges what they have moved."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from math import isfinite, nan
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from spartito.cluster.spec import ClusterSpec, Task, split_address
+from spartito.data.batch import Batch
+from spartito.errors import TaskLostError, UserError
+from spartito.local.outer import Outer, choose, make_outer
+from spartito.local.plan import EQUAL, TOKENS, Asked, check_weights, groups_of, updates_between
+from spartito.ps.client.servers import Servers
+from spartito.ps.protocol.memory import is_summed
+from spartito.ps.protocol.messages import Outcome, Push
+from spartito.ps.protocol.options import set_options
+from spartito.ps.protocol.rules import Rules
+from spartito.ps.protocol.timetable import Row
+from spartito.ps.protocol.work import Arrival, WorkSource
+from spartito.ps.scheduler.gathering import Done
+from spartito.strategies.pair import Pair
+from spartito.strategies.pusher import Pusher, WorkPosition
+
+EVERY = 20
+GROUP_LOSS, GROUP_MERGES, BYTES = "loss_of_group_", "merges_of_group_", "bytes_between_groups"
+"""Figures of an epoch."""
+SECTION = "outer"
+"""Of a checkpoint: the state of the servers' optimizer."""
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """How groups train apart, and are merged."""
+
+    every: int = EVERY
+    outer: Outer = None
+    quorum: int = 1
+    grace: float = 0.0
+    weights: str = TOKENS
+
+    def check(self, asked: Asked, cluster: ClusterSpec, workers: Sequence[Task]) -> None:
+        """Raise `UserError` for what the workers of ``cluster`` cannot be as ``asked`` groups."""
+        updates_between(self.every, None)
+        check_weights(self.weights)
+        choose(self.outer)
+        count = len(groups_of(asked, machines(cluster, workers), len(workers)))
+        if count != len(workers):
+            raise UserError(
+                f"groups={asked!r} of {len(workers)} workers under parameter_server, where each "
+                "worker is a group of its own",
+                f"Ask for groups={len(workers)}; local_sgd has groups of several replicas.",
+            )
+        quorum, grace = self.quorum, self.grace
+        if isinstance(quorum, bool) or not isinstance(quorum, int) or not 1 <= quorum <= count:
+            raise UserError(
+                f"quorum={quorum!r} of {count} group{'s'[: count > 1]}",
+                f"So many groups are waited for: from 1 (nobody waits) to {count} (all).",
+            )
+        number = isinstance(grace, int | float) and not isinstance(grace, bool)
+        if not number or not (isfinite(grace) and grace >= 0):
+            raise UserError(f"grace={grace!r}", "Seconds that others are waited for: 0 or more.")
+
+    def optimizer(self, own: Optimizer) -> Optimizer:
+        """The servers' optimizer, of the parameters that a group's ``own`` has."""
+        parameters = [p for group in own.param_groups for p in group["params"]]
+        return make_outer(choose(self.outer), parameters)
+
+
+def machines(cluster: ClusterSpec, workers: Sequence[Task]) -> list[list[int]]:
+    """The indices of the workers on each machine, as their addresses say."""
+    listed = cluster.addresses.get("worker", ())
+    hosts = [split_address(address)[0] for address in listed] or [""] * len(workers)
+    return [[i for i, h in enumerate(hosts) if h == host] for host in dict.fromkeys(hosts)]
+
+
+def apart(
+    groups: Asked | None,
+    asked: Apart,
+    rules: Rules,
+    cluster: ClusterSpec,
+    workers: Sequence[Task],
+) -> Apart | None:
+    """How ``groups`` train apart; None where there are none. Raises `UserError`."""
+    if groups is None:
+        for name in ("every", "outer", "quorum", "grace", "weights"):
+            if getattr(asked, name) != getattr(Apart(), name):
+                raise UserError(
+                    f"{name}={getattr(asked, name)!r} without groups under parameter_server",
+                    f"Add groups={len(workers)}, or leave it out.",
+                )
+        return None
+    asked.check(groups, cluster, workers)
+    if rules.aggregate > 1:
+        raise UserError(
+            f"aggregate={rules.aggregate} with groups={groups!r}",
+            "quorum says how many groups are merged together: leave aggregate out.",
+        )
+    if rules.on_stale not in ("wait", "reject"):
+        raise UserError(
+            f"on_stale={rules.on_stale!r} with groups={groups!r}",
+            "What is staler than max_staleness is rejected: leave on_stale out.",
+        )
+    return asked
+
+
+def figures(done: Mapping[int, Done], groups: int) -> dict[str, float]:
+    """What was merged of each of so many groups, as figures of an epoch."""
+    own = [done.get(group, Done()) for group in range(groups)]
+    merges = sum(each.merges for each in own)
+    return {
+        "merges": merges,
+        "merged_alone": sum(each.alone for each in own),
+        "staleness": sum(each.staleness for each in own) / merges if merges else 0.0,
+        "rejected": sum(each.rejected for each in own),
+        BYTES: sum(each.nbytes for each in own),
+        **{f"{GROUP_MERGES}{group}": each.merges for group, each in enumerate(own)},
+        **{
+            f"{GROUP_LOSS}{group}": each.loss / each.counts if each.counts else nan
+            for group, each in enumerate(own)
+        },
+    }
+
+
+class GroupPusher(Pusher):
+    """Trains apart while a lease lasts, and then pushes what it has moved.
+
+    ``work`` says with whom that is merged; ``options_of`` has the schedule's options of the
+    n-th update since the last push.
+    """
+
+    def __init__(
+        self,
+        pair: Pair,
+        servers: Servers,
+        rules: Rules,
+        compute: Callable[[Batch], Any],
+        work: WorkSource | None,
+        weights: str,
+        options_of: Callable[[int], Row | None],
+    ) -> None:
+        super().__init__(pair, servers, rules, compute)
+        self._work, self._is_equal, self._options_of = work, weights == EQUAL, options_of
+        self._starts: list[Tensor] = []
+        self._updates = self._examples = 0
+        self._loss = self._weight = 0.0
+        self._own: list[Tensor] = []  # aside, while the model shows the servers' values
+
+    def ready(self, batch: Batch) -> None:
+        """As `Pusher.ready`: the values that the group itself has, once it has begun."""
+        if self._starts:
+            self._take_back()
+        else:
+            self.servers.admit()
+            self._starts = self._copies()
+        self._examples += batch.size
+
+    def push(self) -> tuple[float, float]:
+        """Make an update; it returns the loss and the weight in it. The last one is pushed."""
+        current = self._here
+        found = self._update(current)
+        if current.is_last:
+            self._meet(current)
+        return found
+
+    def settle(self) -> None:
+        """As `Pusher.settle`."""
+        if self.pair.passes:
+            self.push()
+        if self._starts:
+            self._meet(self._here)
+
+    def leave(self) -> None:
+        """Give up what was not pushed, and have the servers' values."""
+        self._forget()
+        super().leave()
+        with suppress(TaskLostError):  # the first cause is what is told
+            self.servers.look()
+
+    def look(self) -> None:
+        """As `Pusher.look`; the group's own values come back with its next batch."""
+        if self._starts and not self._own:
+            self._own = self._copies()
+        super().look()
+
+    @property
+    def _here(self) -> WorkPosition:
+        if self.current is None:
+            raise UserError(
+                "an update outside of the batches that the chief gave out",
+                "Iterate over strategy.distribute(data), and update once for each batch.",
+            )
+        return self.current
+
+    def _copies(self) -> list[Tensor]:
+        return [tensor.detach().clone() for tensor in self.servers.vector.tensors]
+
+    def _forget(self) -> None:
+        """Begin anew from the servers' values."""
+        self._starts, self._own = [], []
+        self._updates = self._examples = 0
+        self._loss = self._weight = 0.0
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """Have one's own values again, after the servers' were looked at."""
+        tensors = self.servers.vector.tensors
+        for tensor, own, start in zip(tensors, self._own, self._starts, strict=False):
+            if is_summed(str(tensor.dtype).removeprefix("torch.")):
+                tensor.add_(own - start)  # how it has changed is taken from the servers' values
+            else:
+                tensor.copy_(own)
+        self._own = []
+
+    def _update(self, current: WorkPosition) -> tuple[float, float]:
+        """An update of one's own; returns the loss and the weight in it."""
+        pair = self.pair
+        weight, loss = map(float, pair.gradients.reduce()[:2])
+        if weight:
+            norm = pair.gradients.norm()
+            if isfinite(norm):
+                if pair.clip_norm is not None:
+                    pair.gradients.clip(pair.clip_norm, norm)
+                with self._options():
+                    pair.gradients.update(lambda: pair.loss_scale.step(pair.optimizer))
+                self._loss, self._weight = self._loss + loss, self._weight + weight
+            else:
+                _spoil(current)
+                weight = loss = 0.0
+        self._updates += 1
+        pair.gradients.clear()
+        pair.passes = 0
+        return loss, weight
+
+    @contextmanager
+    def _options(self) -> Generator[None]:
+        """A block in which the optimizer has the schedule's options of this update."""
+        groups, row = self.pair.optimizer.param_groups, self._options_of(self._updates)
+        if not row or not any(row):
+            yield
+            return
+        before = [
+            {name: group[name] for name in new.keys() & group.keys()}
+            for group, new in zip(groups, row, strict=True)
+        ]
+        set_options(groups, row)
+        yield
+        set_options(groups, before)
+
+    def _meet(self, current: WorkPosition) -> None:
+        """Push what has moved, once it is said with whom it is merged, and take what comes of it.
+
+        Where it is rejected, others, or this group from newer values, do its work again.
+        """
+        self._take_back()
+        lease, weight = current.lease, float(self._weight > 0) if self._is_equal else self._weight
+        assert self._work is not None
+        counts = weight, self.servers.push_bytes, self._loss, self._weight
+        merge = self._work.merge(Arrival(current.stream, lease.id, *counts))
+        starts, updates, examples = self._starts, self._updates, self._examples
+        self._forget()
+        if not merge.number:
+            current.abandoned = True
+            self.servers.release()
+            return
+        absent, finite = self.servers.fill(starts)
+        if not finite:
+            _spoil(current)
+            self.pair.optimizer.state.clear()
+        push = Push(
+            keys=current.keys,
+            pulled=0,
+            weight=weight if finite else 0.0,
+            examples=examples,
+            absent=[],
+            dropped=not finite,
+            group=merge.number,
+            parties=merge.parties,
+            updates=updates,
+            share=merge.share,
+            staleness=merge.staleness,
+        )
+        self.servers.push(push, absent)
+        current.first = current.step + 1
+        if self.servers.result() in (Outcome.STALE, Outcome.EXPIRED):
+            current.abandoned = True
+
+
+def _spoil(current: WorkPosition) -> None:
+    """Take note of what is not finite."""
+    lease = current.lease
+    current.bad += 1
+    current.detail = f"pass {lease.pass_}, step {current.step}, slice {lease.data_shard}"

@@ -1,0 +1,408 @@
+"""Groups of replicas: synchronous inside, and loosely coupled with each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from msgspec import structs
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from spartito.checkpoint.saved import Saved
+from spartito.checkpoint.saved import Whole as WholeTensors
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective
+from spartito.collectives.placement import PROCESS_GROUP
+from spartito.data.batch import Batch
+from spartito.data.dataset import Dataset, as_dataset
+from spartito.engine.batchnorm import has_batchnorm
+from spartito.engine.loss import LossFunction
+from spartito.engine.optimizers import NoOptimizer, OptimizerLike, load_named_state, unwrap
+from spartito.errors import SpartitoError, UserError
+from spartito.local import sending
+from spartito.local.coupling import Coupling
+from spartito.local.fragments import Fragments
+from spartito.local.joined import JoinedGroups
+from spartito.local.outer import Average, Outer, choose
+from spartito.local.plan import (
+    TOKENS,
+    Asked,
+    Sites,
+    check_groups,
+    check_weights,
+    updates_between,
+)
+from spartito.local.sites import Hierarchy, JoinedSites
+from spartito.local.turns import turns_of
+from spartito.log import warn
+from spartito.storage.tensors import unpack_state
+from spartito.strategies.coupled import SECTION, Coupled, Grouping, LocalCoordination, told
+from spartito.strategies.distributed import Distributed, StepResult
+from spartito.strategies.pair import Pair
+from spartito.strategies.sharing import Placed
+from spartito.strategies.synchronous import SynchronousStrategy
+
+
+class LocalSGDStrategy(SynchronousStrategy):
+    """Groups of replicas that meet every so many updates (Stich 2019; DiLoCo, Douillard 2023).
+
+    Inside a group all is as under mirrored and multi_worker_mirrored. Between meetings nothing
+    goes from group to group.
+    """
+
+    name = "local_sgd"
+
+    def __init__(
+        self,
+        groups: Asked = 2,
+        every: int | Sequence[int] = 20,
+        outer: Outer = None,
+        weights: str = TOKENS,
+        compress: str | None = None,
+        fragments: int = 1,
+        sites: Sites = None,
+        overlap: bool | int = False,
+        mixing: float | None = None,
+        *,
+        cluster: ClusterSpec | None = None,
+        device: torch.device | str | None = None,
+        sync_batchnorm: bool | None = None,
+        timeout: float | None = None,
+        communication: str = "auto",
+        flush_denormals: bool = True,
+    ) -> None:
+        """Connects to nobody: that is done in `prepare`.
+
+        Args:
+            groups: How many groups of neighbours, the ranks of each (``[[0, 1], [2]]``), or
+                "machine".
+            every: How many updates a group makes from one meeting to the next. There is one at the
+                end of each epoch, too. With ``sites`` two numbers: from one meeting of neighbours
+                to the next one, and of all, a multiple of it.
+            outer: What a meeting makes of the groups' mean difference: None averages the models;
+                "diloco" or ``{"lr": 0.7, "momentum": 0.9}`` is Nesterov's momentum; a function of
+                the parameters returns any torch optimizer.
+            weights: "tokens": a group counts for what its losses were divided by since the last
+                meeting (examples, tokens); "equal": all count the same.
+            compress: How what a group has moved goes to the others: None is as it is; "bf16",
+                "8bit" and "4bit" numbers of fewer bits; "topk", "topk:0.01" the largest of them.
+                What is left out is added to what is sent at the next meeting.
+            fragments: Parts of the model, of whole layers, that meet in turn: each after ``every``
+                updates, and no two after the same.
+            sites: How many sites of neighbouring groups there are, or the numbers of the groups of
+                each (``[[0, 1], [2]]``). Groups of a site average their models; ``outer`` and
+                ``compress`` are for the meetings of all, in which a site goes by its average.
+            overlap: For how many updates what a group has moved is under way to the others while
+                training goes on; True is a quarter of ``every``, and less than from one fragment's
+                meeting to the next one's; False waits for it.
+            mixing: How much of its own values a group keeps at a meeting, from 0 to 1; None is
+                half of it with ``overlap``, else 0. At the end of an epoch nothing is kept.
+            cluster: As under `SynchronousStrategy`, like all that follows.
+            device: Where this process computes: a CPU.
+            sync_batchnorm: Whether BatchNorm is one over the group's part of a batch.
+            timeout: Seconds that a wait for another task may take.
+            communication: "auto" or "sockets".
+            flush_denormals: Whether denormal numbers are 0.
+
+        Raises:
+            UserError: For groups that the job cannot have, or another value that cannot be.
+        """
+        near, self._every = updates_between(every, sites)
+        check_weights(weights)
+        self._turns = turns_of(fragments, near, overlap, mixing)
+        if sites is not None and (self._turns.delay or self._turns.mixing):
+            raise UserError(
+                f"overlap={overlap!r}, mixing={mixing!r} with sites",
+                "Sites wait for their meetings: leave one of them out.",
+            )
+        self._turn = self._every // near
+        self._asked, self._sites, self._weights = groups, sites, weights
+        self._outer, self._exchange = choose(outer), sending.choose(compress)
+        if communication in PROCESS_GROUP:
+            raise UserError(
+                f"local_sgd with communication={communication!r}", "Choose 'auto' or 'sockets'."
+            )
+        super().__init__(
+            cluster=cluster,
+            device=device,
+            sync_batchnorm=sync_batchnorm,
+            timeout=timeout,
+            communication=communication,
+            flush_denormals=flush_denormals,
+        )
+        if self.device.type != "cpu":
+            raise UserError(
+                f"local_sgd on {self.device}: it runs on CPUs",
+                "Choose mirrored or multi_worker_mirrored for GPUs, or device='cpu'.",
+            )
+        asked = (1, None) if self.is_evaluator else (groups, sites)
+        is_average = isinstance(self._outer, Average)
+        self._grouping = Grouping(*asked, not is_average, self._turns.delay > 0)
+        self.groups.connect = self._grouping.connect
+        self._couplings: dict[int, Fragments] = {}
+        self._warned = self._resumed = False
+        self.coordination: LocalCoordination = LocalCoordination(
+            self, self._grouping, self._couplings
+        )
+
+    def check(self, cluster: ClusterSpec) -> None:
+        super().check(cluster)
+        check_groups(self._asked, self._sites, cluster.world_size)
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: OptimizerLike,
+        *,
+        accumulate: int = 1,
+        clip_norm: float | None = None,
+        precision: str = "fp32",
+        deterministic: bool = False,
+        seed: int = 0,
+    ) -> tuple[nn.Module, Optimizer]:
+        self.groups.meet()
+        world = self._grouping.world
+        if world is not None:
+            self._check(precision)
+        prepared = super().prepare(
+            model, optimizer, accumulate=accumulate, clip_norm=clip_norm, precision=precision,
+            deterministic=deterministic, seed=seed,
+        )  # fmt: skip
+        pair = self._pairs.of(prepared[1])
+        if world is not None and not isinstance(pair.optimizer, NoOptimizer):
+            made = Fragments(pair.model, lambda: self._coupling(pair, world), self._turns)
+
+            def follow() -> str:
+                made.follow(pair.gradients.parameters, strict=True)
+                return ""
+
+            with self.coordination.during("prepare"):
+                self.coordination.attempt(follow)
+            self._couplings[id(pair.optimizer)] = made
+        return prepared
+
+    def _coupling(self, pair: Pair, world: JoinedGroups) -> Coupling | Hierarchy:
+        made = Coupling(pair.model, self._outer, self._weights, world, self._exchange())
+        if not isinstance(world, JoinedSites):
+            return made
+        near = Coupling(pair.model, Average(), self._weights, world.inside, sending.Whole())
+        return Hierarchy(near, made, world, self._turn)
+
+    def _check(self, precision: str) -> None:
+        """Refuse what groups would do each in its own way."""
+        if self.coordination.skips_nonfinite:
+            raise UserError(
+                "on_nonfinite='skip' or 'stop' under local_sgd: one group would leave out an "
+                "update that the others make",
+                "Leave it out, or choose mirrored or multi_worker_mirrored.",
+            )
+        if precision in ("fp16", "16-mixed"):
+            raise UserError(
+                "precision='fp16' under local_sgd: each group would have its own loss scale",
+                "Choose precision='bf16'.",
+            )
+
+    def distribute(
+        self, dataset: Any, *, seed: int | None = None, training: bool = True
+    ) -> Distributed:
+        found = super().distribute(dataset, seed=seed, training=training)
+        pair = self._pairs.used or next(iter(self._pairs.all), None)
+        steps = as_dataset(dataset).steps_per_epoch if training else None
+        if pair is not None and steps is not None and self._grouping.world is not None:
+            self._check_length(-(-steps // pair.accumulate))
+        return found
+
+    def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
+        self._take_back()
+        with self._telling():
+            return super().step(batch, loss, stop=stop)
+
+    def update(self, optimizer: Optimizer) -> None:
+        with self._telling():
+            super().update(optimizer)
+
+    def flush(self) -> StepResult | None:
+        self._take_back()
+        with self._telling():
+            rest = super().flush()
+            pair = self._pairs.only
+            coupling = self._couplings.get(id(pair.optimizer))
+            if coupling is not None and coupling.is_apart:
+                if not (coupling.meetings or self._resumed):  # of a whole epoch
+                    self._check_length(coupling.updates)
+                self._meet(pair, coupling.meet_all)
+            self._resumed = False
+        return rest
+
+    def keep(self) -> Callable[[], None]:
+        self.synchronize()
+        return super().keep()
+
+    def _check_length(self, updates: int) -> None:
+        """Say once that an epoch of so many updates has no meeting but that at its end."""
+        if updates < self._every and not self._warned and self.is_chief:
+            warn(
+                "every=%d, and an epoch has %d update%s: groups meet at its end",
+                self._every,
+                updates,
+                "s"[: updates != 1],
+            )
+        self._warned = self._warned or updates < self._every
+
+    def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
+        coupling = self._couplings.get(id(pair.optimizer))
+        if coupling is None:
+            return super()._update(pair, output, examples, stop)
+        pair.gradients.refresh()
+        coupling.follow(pair.gradients.parameters)
+        result = super()._update(pair, output, examples, stop)
+        coupling.count(result.weight, result.stop)
+        asked = coupling.is_due and self._meet(pair, coupling.meet)
+        return structs.replace(result, stop=asked)
+
+    def _meet(self, pair: Pair, meet: Callable[[], bool]) -> bool:
+        """Merge the groups; whether a task of any of them asked for an end."""
+        with self._group.current_call.during("update"):
+            asked = meet()
+        pair.gradients.written()
+        return asked
+
+    def _take_back(self) -> None:
+        """Go on from one's own group's values, after the merged ones were shown."""
+        for pair in self._pairs.all:
+            coupling = self._couplings.get(id(pair.optimizer))
+            if coupling is not None and coupling.take_back():
+                pair.gradients.written()
+
+    @contextmanager
+    def _telling(self) -> Generator[None]:
+        """A block whose error the other groups hear of."""
+        try:
+            yield
+        except SpartitoError as error:
+            if self._grouping.world is not None:
+                self._grouping.world.abort(error)
+            raise
+
+    def _summing(self) -> Collective:
+        near = self._grouping.near
+        return super()._summing() if near is None else near.inside
+
+    def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
+        if self.cluster.world_size > 1:
+            with self.coordination.during("prepare"):
+                self.coordination.compare_models(model)
+        super()._share(model, tensors)
+
+    def _placed(self, *args: Any) -> Placed:
+        if self._grouping.near is None:
+            return super()._placed(*args)
+        batches, device, announce, group, denormals, pairs = args
+        if pairs is not None:  # those of a training
+
+            def announce(batch: Batch) -> None:
+                self._take_back()
+                self.enter(batch)
+
+        return Coupled(self._grouping.near, batches, device, announce, group, denormals, pairs)
+
+    def _divisible(self, chain: Dataset, parts: int) -> Dataset:
+        """As under others; two rows for each BatchNorm, also for one that is synchronized.
+
+        It sees the rows of a group, which may be one replica.
+        """
+        if self._grouping.world is not None and any(
+            has_batchnorm(pair.model) for pair in self._pairs.in_use
+        ):
+            chain = replace(chain, least=2)
+        return super()._divisible(chain, parts)
+
+    def _is_divided(self, pair: Pair) -> bool:
+        return id(pair.optimizer) in self._couplings
+
+    def _state(self, pair: Pair) -> dict[str, Any]:
+        state = super()._state(pair)
+        coupling = self._settled(pair)
+        if coupling is None:
+            return state
+        index = self._grouping.index
+        own = coupling.own_state()
+        if index:  # the first group's is in the section of its name
+            own["optimizer"] = state["optimizer"]
+        if "accumulated" in state:
+            own["accumulated"] = state["accumulated"]
+            state["accumulated"] = self._accumulated_by_all(state["accumulated"])
+        common = {**self._grouping.like, "common": coupling.common_state()}
+        return {**state, SECTION: {**common, "own": {str(index): own}}}
+
+    def _accumulated_by_all(self, own: Mapping[str, Any]) -> dict[str, Any]:
+        """What the batches since the last update have left in all groups."""
+        world = self.groups.world
+        factor = float(self._grouping.is_leader)
+        named = dict(unwrap(self._pairs.only.model).named_parameters())
+        learning = {id(p) for p in self._pairs.only.gradients.parameters}
+        gradients = {}
+        for name, parameter in named.items():
+            if id(parameter) not in learning:
+                continue
+            found = own["gradients"].get(name)
+            there = torch.tensor([0.0 if found is None else factor], dtype=torch.float64)
+            whole = torch.zeros_like(parameter) if found is None else found * factor
+            world.all_reduce(whole.detach())
+            if world.all_reduce(there).item():
+                gradients[name] = whole.detach()
+        sums = torch.tensor([own["weight"], own["loss"]], dtype=torch.float64) * factor
+        weight, loss = world.all_reduce(sums).tolist()
+        return {**own, "gradients": gradients, "weight": weight, "loss": loss}
+
+    def _settled(self, pair: Pair) -> Fragments | None:
+        """The groups of a pair, without exchanges under way."""
+        coupling = self._couplings.get(id(pair.optimizer))
+        if coupling is not None:
+            with self._telling():
+                coupling.settle()
+        return coupling
+
+    def _load(self, saved: Saved) -> None:
+        super()._load(saved)
+        self._resumed = True
+        pair = self._pairs.only
+        coupling = self._settled(pair)
+        if coupling is None:
+            return
+        if "optimizer" not in saved or SECTION not in saved:
+            coupling.restart()
+            return
+
+        def load() -> str:
+            self._load_groups(pair, coupling, saved)
+            return ""
+
+        self.coordination.attempt(load)
+
+    def _load_groups(self, pair: Pair, coupling: Fragments, saved: Saved) -> None:
+        tree, tensors = saved.tree(SECTION), WholeTensors(saved.tensors(SECTION))
+        index, like = self._grouping.index, self._grouping.like
+        common = unpack_state(tree["common"], tensors)
+        saved_like = {name: tree[name] for name in ("count", "sites") if name in tree}
+        if saved_like != like:
+            if self.is_chief:
+                warn(
+                    "the checkpoint is of %s, and here are %s: all go on from the merged model, "
+                    "with the first group's optimizer", told(saved_like), told(like),
+                )  # fmt: skip
+            coupling.load(common, None)
+            return
+        own = unpack_state(tree["own"][str(index)], tensors)
+        coupling.load(common, own)
+        if "optimizer" in own:
+            load_named_state(unwrap(pair.model), pair.optimizer, own["optimizer"])
+        if "accumulated" in own:
+            gradients = own["accumulated"]["gradients"]
+            clones = {name: gradient.clone() for name, gradient in gradients.items()}
+            pair.saved = {**own["accumulated"], "gradients": clones, SECTION: True}
+        pair.gradients.compared()

@@ -1,0 +1,74 @@
+"""What replicas that keep shards agree on: groups, optimizers, values written beside updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import nn
+from torch.optim import Optimizer
+
+from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine import fused
+from spartito.engine.divided import ELEMENTWISE
+from spartito.engine.optimizers import optimizer_parameters
+from spartito.engine.sharding.homes import Home, settle
+from spartito.errors import UserError
+from spartito.strategies.coordination import SynchronousCoordination
+from spartito.strategies.groups import DATA, MODEL
+
+SHARDS, COPIES = "shards", "copies"
+
+
+class ShardedCoordination(SynchronousCoordination):
+    """Replicas that do not each have all values; what they wrote into these is settled first."""
+
+    homes: Mapping[int, Home] = {}
+    is_whole = False
+
+    def compare(self, order: int = 0) -> None:
+        self.settle()
+        super().compare(order)
+
+    def settle(self) -> None:
+        """Make what all have written into parameters their values; all call this."""
+        homes = dict.fromkeys(self.homes.values())
+        if homes:
+            writers = self._sum(float(any(home.is_written for home in homes)))
+            settle(homes, self._groups.data, writers)
+
+    def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
+        return super().checksum(parameters) if self.is_whole else 0
+
+
+def connect(copies: int, rendezvous: Rendezvous, cluster: ClusterSpec) -> dict[str, Collective]:
+    """The groups of all replicas, and the rows and columns of the mesh of copies and shards."""
+    world, alone = rendezvous.group(), IdentityCollective()
+    found: dict[str, Collective] = {WORLD: world, DATA: world, MODEL: alone}
+    if copies == 1:
+        return {**found, SHARDS: world, COPIES: alone}
+    size = cluster.world_size // copies
+    row = cluster.rank - cluster.rank % size
+    column = range(cluster.rank % size, cluster.world_size, size)
+    return {
+        **found,
+        SHARDS: rendezvous.group(SHARDS, range(row, row + size)) if size > 1 else alone,
+        COPIES: rendezvous.group(COPIES, column),
+    }
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Refuse one whose step on a shard is not a part of its step."""
+    name = type(optimizer).__name__
+    if type(optimizer) not in ELEMENTWISE and optimizer_parameters(optimizer):
+        raise UserError(
+            f"{name} under sharded: it may look at whole parameters, and a replica has parts",
+            "Choose AdamW, SGD or another that updates each element by itself, or mirrored.",
+        )
+    if fused.has_hooks(optimizer):
+        raise UserError(
+            f"an {name} with hooks on its steps under sharded",
+            "A replica's step has only its shard of the gradients and of the new values: "
+            "choose mirrored, or do it before or after strategy.update.",
+        )

@@ -1,0 +1,114 @@
+"""Loss and metrics over a data set, exact over all replicas."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing, contextmanager
+from itertools import chain as flatten
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from spartito.data.batch import Batch
+from spartito.data.dataset import Dataset
+from spartito.engine.loss import LossFunction
+from spartito.errors import UserError
+from spartito.heartbeat import EVALUATE, beat
+from spartito.log import warn
+from spartito.strategies import Strategy
+from spartito.training.callback import Callback, hooks
+from spartito.training.clock import StepLogs
+from spartito.training.metrics import Metric
+from spartito.training.metrics.gathering import MetricSet, computed
+
+
+class Evaluation:
+    """Loss and metrics over a data set, exact over all replicas."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        model: nn.Module,
+        loss: LossFunction | None,
+        metrics: Sequence[Metric],
+        chain: Dataset,
+        steps: int | None,
+    ) -> None:
+        self._strategy, self._model, self._loss = strategy, model, loss
+        self._metrics = MetricSet(metrics)
+        self._chain, self._steps = chain, steps
+        self.distribute()
+
+    def distribute(self) -> None:
+        """Take this task's part of the data, anew where others are there than before."""
+        self._batches = self._strategy.distribute(self._chain, training=False)
+
+    def run(self, callbacks: Sequence[Callback] = ()) -> dict[str, Any]:
+        """The figures, equal on all replicas: ``{"loss": ..., "accuracy": ...}``."""
+        self._metrics.reset()
+        begin, end = (hooks(callbacks, f"on_test_batch_{when}") for when in ("begin", "end"))
+        logs = StepLogs(self._metrics)
+        for callback in callbacks:
+            callback.on_test_begin()
+        losses = [0.0, 0.0]
+        examples = 0
+        self._strategy.coordination.synchronize()
+        with evaluating(self._model):
+            # It is kept, so that a corrupt example is named once.
+            self._batches.load_state_dict({"pass": 0, "step": 0})
+            with closing(self._once()) as batches:
+                for number, batch in enumerate(batches):
+                    beat(number, EVALUATE)
+                    for hook in begin:
+                        hook(number)
+                    loss, weight, output = self._strategy.evaluate(batch, self._loss)
+                    losses[0] += loss
+                    losses[1] += weight
+                    examples += batch.size
+                    self._metrics.update(output, batch)
+                    if end and losses[1]:
+                        logs.last = losses[0], losses[1]
+                    for hook in end:
+                        hook(number, logs)
+        loss, weight, examples_in_all = self._batches.total((), [*losses, examples])
+        if not examples_in_all:
+            raise UserError("an evaluation without examples", "Give it some data.")
+        if not weight:
+            raise UserError(
+                f"an evaluation of {examples_in_all:.0f} examples of which none counts",
+                "Their targets are all left out (ignore_index), or weigh nothing.",
+            )
+        found = {"loss": loss / weight}
+        if self._metrics:
+            parts = self._batches.collect(self._metrics.state())
+            found |= computed(self._metrics.merged(parts, {}))
+        for callback in callbacks:
+            callback.on_test_end(found)
+        return found
+
+    def _once(self) -> Generator[Batch]:
+        """The batches of one epoch, no more than the steps that were asked for."""
+        if self._chain.repeats is None:
+            yield from flatten.from_iterable(self._batches.epochs(1, self._steps, 0))
+            return
+        done = 0
+        for batch in islice(self._batches, self._steps):
+            done += 1
+            yield batch
+        if self._steps is not None and done < self._steps:
+            warn("%d steps to evaluate, and the data has %d batches", self._steps, done)
+            self._steps = None  # said once
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """The model in evaluation mode, without gradients, and then as it was."""
+    training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(training)

@@ -1,0 +1,335 @@
+"""What ``spartito cluster kubernetes`` writes, and refuses; no cluster and no engine is needed."""
+
+from __future__ import annotations
+
+import copy
+import http.server
+import json
+import tarfile
+import threading
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spartito.cli import main
+from spartito.cluster import resolve
+from spartito.errors import SpartitoError, UserError
+from spartito.launch.job import Program
+from spartito.launch.kubernetes.fetch import fetch, path_of
+from spartito.launch.kubernetes.file import job_file
+from spartito.launch.kubernetes.launcher import Kubernetes
+from spartito.launch.kubernetes.values import check_image, quantity
+from spartito.registry import strategy_info, strategy_names
+from tests.launch.jobs import asked
+from tests.launch.kubernetes_schemas import check, refuses
+from tests.launch.pods import Job, expanded, jobs_of
+
+KINDS = ("job", "jobset", "trainjob")
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples" / "kubernetes"
+DOCUMENTED = ROOT / "docs" / "clusters.md"
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def text_of(target: str = "mnist", *arguments: str, **options: Any) -> str:
+    launcher, job = asked(Kubernetes, Program.find(target, arguments), **options)
+    return job_file(launcher.plan(job))
+
+
+def written(target: str = "mnist", *arguments: str, **options: Any) -> list[dict[str, Any]]:
+    return list(yaml.safe_load_all(text_of(target, *arguments, **options)))
+
+
+def of(documents: list[dict[str, Any]], kind: str) -> dict[str, Any]:
+    (found,) = [one for one in documents if one["kind"] == kind]
+    return found
+
+
+def everything(job: Job) -> dict[str, Any]:
+    """A pod's own part of the file."""
+    return {**job.pod, "containers": [job.container]}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_file_is_valid(kind: str) -> None:
+    for name, gpus in product(strategy_names(), (False, True)):
+        info = strategy_info(name)
+        servers = {"ps": 2, "chief": True, "evaluator": True} if info.needs_servers else {}
+        workers = 1 if info.one_machine else 3
+        options: dict[str, Any] = {
+            "kind": kind,
+            "strategy": name,
+            "gpus": gpus,
+            "workers": workers,
+            **servers,
+        }
+        if gpus:
+            options |= {"data": Path("pictures"), "namespace": "ml", "storage_class": "nfs.fast"}
+        documents = written(**options)
+        assert len({json.dumps([one["kind"], one["metadata"]]) for one in documents}) == len(
+            documents
+        )
+        for one in documents:
+            check(one)
+
+
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_files_of_jobs_that_recover_and_that_wait_in_a_queue_are_valid(kind: str) -> None:
+    (Path.cwd() / "train.py").write_text("import this\n\nprint('$(HOME)', \"a\")\n")
+    for options in (
+        {"recover": True, "wait": 9.0},
+        {"queue": "team-a", "evaluator": True},
+        {"data": Path("https://example.org/digits.tgz"), "insecure": True},
+    ):
+        for one in written("train.py", "--lr", "$(TF_CONFIG)", kind=kind, workers=2, **options):
+            check(one)
+
+
+def test_a_field_that_nobody_knows_is_an_error() -> None:
+    for kind, of_kind in (("job", "Job"), ("jobset", "JobSet"), ("trainjob", "TrainingRuntime")):
+        whole = of(written(kind=kind, workers=2), of_kind)
+        for way in (("spec",), ("metadata",)):
+            wrong = copy.deepcopy(whole)
+            wrong[way[0]]["replacas"] = 2
+            refuses(wrong)
+    wrong = copy.deepcopy(of(written(kind="jobset", workers=2), "JobSet"))
+    (job,) = wrong["spec"]["replicatedJobs"]
+    job["template"]["spec"]["template"]["spec"]["securityContext"]["runAsRoot"] = False
+    refuses(wrong)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_pod_reads_who_it_is_and_where_the_others_are(kind: str) -> None:
+    jobs = jobs_of(written(kind=kind, workers=3, ps=2, chief=True, evaluator=True, name="digits"))
+    pods = [(job, index) for job in jobs for index in range(job.spec["completions"])]
+    told = ["chief 0", "worker 0", "worker 1", "worker 2", "ps 0", "ps 1", "evaluator 0"]
+    for (job, index), task in zip(pods, told, strict=True):
+        spec = resolve(job.environment(index))
+        assert str(spec.task) == task
+        assert spec.address_of(spec.task) == f"{job.host(index)}.digits:29500"
+        assert spec.source == "TF_CONFIG"
+        assert job.subdomain == "digits"
+        others = {f"{one.host(i)}.digits:29500" for one, i in pods}
+        assert {each for tasks in spec.addresses.values() for each in tasks} == others
+    assert len({job.host(index) for job, index in pods}) == len(pods)
+
+
+def test_exit_codes_decide_what_is_started_again() -> None:
+    def actions(job: Job) -> list[str]:
+        cases = ((2, False), (1, False), (137, False), (137, True), (75, False), (69, False))
+        return [job.action(code, disrupted) for code, disrupted in cases]
+
+    (alone,) = jobs_of(written(workers=2, restarts=None))
+    assert actions(alone) == ["FailJob", "Count", "Count", "Ignore", "Ignore", "Ignore"]
+    assert alone.spec["maxFailedIndexes"] == 0
+    assert alone.spec["podReplacementPolicy"] == "Failed"
+    assert everything(alone)["restartPolicy"] == "Never"
+    # Several Jobs do not end each other: a task that waits for one that gave up gives up too.
+    for job in jobs_of(written(workers=2, ps=1, evaluator=True)):
+        assert actions(job) == ["FailJob", "Count", "Count", "Ignore", "Ignore", "Count"]
+        assert "maxFailedIndexes" not in job.spec
+    for job in jobs_of(written(kind="jobset", workers=2, ps=1)):
+        assert actions(job)[-1] == "Ignore"
+        assert job.spec["backoffLimitPerIndex"] == 3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_pod_has_more_rights_than_it_needs(kind: str) -> None:
+    url = Path("https://example.org:8443/digits.zip")
+    documents = written(kind=kind, workers=2, ps=1, gpus=True, data=url, cpus="1500m", memory="2Gi")
+    for job in jobs_of(documents):
+        pod = everything(job)
+        assert pod["securityContext"]["runAsNonRoot"] is True
+        assert pod["securityContext"]["runAsUser"] == 1000
+        assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
+        assert (pod["automountServiceAccountToken"], pod["enableServiceLinks"]) == (False, False)
+        for container in (job.container, *pod["initContainers"]):
+            assert container["securityContext"] == {
+                "allowPrivilegeEscalation": False,
+                "readOnlyRootFilesystem": True,
+                "capabilities": {"drop": ["ALL"]},
+            }
+            assert container["resources"]["requests"] == container["resources"]["limits"]
+        has_gpu = "nvidia.com/gpu" in job.container["resources"]["limits"]
+        assert has_gpu == (job.role == "worker")
+        told = job.environment(0)
+        assert told.get("CUDA_VISIBLE_DEVICES") == ("" if job.role == "ps" else None)
+        assert told["OMP_NUM_THREADS"] == ("2" if job.role == "worker" else "1")
+        assert "SPARTITO_SECRET" not in told
+        mounted = {one["name"]: one for one in job.container["volumeMounts"]}
+        assert mounted["secret"]["readOnly"] is mounted["data"]["readOnly"] is True
+    policy = of(documents, "NetworkPolicy")["spec"]
+    own = [{"podSelector": policy["podSelector"]}]
+    assert policy["ingress"] == [{"from": own}]
+    assert policy["egress"][0] == {"to": own}
+    assert policy["egress"][2] == {"ports": [{"protocol": "TCP", "port": 8443}]}
+
+
+def test_the_store_of_a_job_that_recovers_ends_with_the_workers() -> None:
+    documents = written(kind="jobset", workers=2, recover=True, name="digits")
+    worker, store = jobs_of(documents)
+    assert store.command(0)[2:4] == ["spartito.cluster.store", "digits-store-0-0.digits:29500"]
+    assert worker.environment(1)["SPARTITO_STORE"] == "digits-store-0-0.digits:29500"
+    assert worker.environment(1)["SPARTITO_RECOVERY"] == "wait=600"
+    done = of(documents, "JobSet")["spec"]["successPolicy"]
+    assert done == {"operator": "All", "targetReplicatedJobs": ["worker"]}
+    assert everything(store)["restartPolicy"] == "OnFailure"
+
+
+def test_a_script_comes_along_word_for_word() -> None:
+    text = "import sys\n\tx = 1 \nprint('ä # not a comment')\n\n"
+    (Path.cwd() / "Train_2.py").write_text(text)
+    documents = written("Train_2.py", "--name", "$(TASK_INDEX)", "$5", workers=2)
+    assert of(documents, "ConfigMap")["data"] == {"Train_2.py": text}
+    (job,) = jobs_of(documents)
+    assert job.name == "train-2-worker"
+    said = ["python", "/scripts/Train_2.py", "--name", "$(TASK_INDEX)", "$5"]
+    assert job.command(1) == said
+
+
+def test_a_queue_is_named_and_not_asked(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--kind=jobset", "--workers=4", "--ps=2", "--queue=team-a", "--gpus"]
+    assert main(["cluster", "kubernetes", "mnist", *words]) == 0
+    out, err = capsys.readouterr()
+    assert "the queue team-a has to admit 6 pods, 12 CPUs, 24Gi, 4 GPUs; it was not asked" in err
+    found = of(list(yaml.safe_load_all(out)), "JobSet")
+    assert found["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team-a"
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--image=Spartito"], "no name of an image"),
+        (["--image=a/b:c:d"], "no name of an image"),
+        (["--image="], "no name of an image"),
+        (["--cpus=two"], "--cpus 'two' is no quantity"),
+        (["--cpus=0"], "--cpus 0 is not above 0"),
+        (["--memory=4GB"], "--memory '4GB' is no quantity"),
+        (["--memory=300M"], "300Mi"),
+        (["--memory=512m"], "too small"),
+        (["--storage=-1Gi"], "--storage '-1Gi' is no quantity"),
+        (["--storage-class=Fast"], "--storage-class 'Fast'"),
+        (["--data=My_Pictures"], "--data (a claim) 'My_Pictures'"),
+        (["--data=s3://bucket/a"], "--data s3://bucket/a cannot be fetched"),
+        (["--out=a..b"], "--out (a claim) 'a..b'"),
+        (["--namespace=Team A"], "--namespace 'Team A'"),
+        (["--queue=-a"], "--queue '-a'"),
+        (["--name=2mnist"], "a letter first"),
+        (["--name=" + "m" * 60], "has 60 characters"),
+        (["--kind=cronjob"], "--kind 'cronjob' is no kind of job"),
+        (["--workers=2", "--strategy=mirrored"], "each pod is a machine of its own"),
+        (["--ps=1", "--strategy=multi_worker_mirrored"], "it has no parameter servers"),
+        (["--chief"], "--chief without --ps"),
+        (["--workers=2", "--recover"], "--recover with --kind job"),
+        (["--ps=1", "--recover", "--kind=jobset"], "--recover with parameter servers"),
+        (["--ps=1", "--queue=q"], "Kueue admits each by itself"),
+        (["--ports=90000"], "is not a range of ports"),
+    ],
+)
+def test_what_kubernetes_forbids_is_refused_before_anything_is_written(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["cluster", "kubernetes", "mnist", *words]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert told in err, err
+
+
+def test_scripts_that_no_config_map_takes_are_refused() -> None:
+    here = Path.cwd()
+    (here / "big.py").write_text("#" * (1 << 20))
+    (here / "bytes.py").write_bytes(b"\xff")
+    (here / "a b.py").write_text("")
+    for name, told in (("big.py", "a ConfigMap takes"), ("bytes.py", "read"), ("a b.py", "a key")):
+        with pytest.raises(UserError, match=told):
+            text_of(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "spartito",
+        "a/b",
+        "registry.example:5000/team/a_b__c-d:V1.2",
+        "[::1]:5000/a@sha256:" + "0f" * 32,
+    ],
+)
+def test_names_of_images(name: str) -> None:
+    check_image(name)
+
+
+@given(st.integers(1, 10**6), st.sampled_from([("", 1), ("k", 1000), ("Mi", 2**20), ("Gi", 2**30)]))
+def test_quantities(number: int, suffix: tuple[str, int]) -> None:
+    assert quantity("--memory", f"{number}{suffix[0]}") == number * suffix[1]
+    assert quantity("--cpus", f"{number}m") * 1000 == number
+    assert quantity("--cpus", f"{number}e3") == number * 1000
+
+
+def test_variables_are_put_in_as_the_kubelet_does() -> None:
+    known = {"A": "1", "B": "$(A)"}
+    assert expanded("$(A) $$(A) $(C) $(B) $x", known) == "1 $(A) $(C) $(A) $x"
+
+
+def test_data_is_fetched_and_unpacked_once(tmp_path: Path) -> None:
+    served, folder = tmp_path / "served", tmp_path / "data"
+    served.mkdir()
+    folder.mkdir()
+    (served / "text.txt").write_text("to be")
+    with tarfile.open(served / "digits.tgz", "w:gz") as tar:
+        tar.add(served / "text.txt", "in/text.txt")
+
+    class Quiet(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(served))
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        fetch(f"{url}/digits.tgz", folder)
+        (folder / "in" / "text.txt").write_text("kept")
+        fetch(f"{url}/digits.tgz", folder)
+        fetch(f"{url}/text.txt?a=1", folder)
+        with pytest.raises(SpartitoError, match="cannot be fetched"):
+            fetch(f"{url}/nothing.zip", folder)
+        server.shutdown()
+    assert (folder / "in" / "text.txt").read_text() == "kept"
+    assert (folder / "text.txt").read_text() == "to be"
+    assert path_of("https://a/b/digits.tgz") == "/data"
+    assert path_of("https://a/b/text.txt?c=d.zip") == "/data/text.txt"
+    assert sorted(one.name for one in folder.iterdir()) == [".fetched", "in", "text.txt"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_examples_are_what_the_command_writes(
+    kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {
+        "job": ["--workers", "4"],
+        "jobset": ["--chief", "--workers", "4", "--ps", "2", "--evaluator", "--queue", "team-a"],
+        "trainjob": [
+            "--workers",
+            "4",
+            "--recover",
+            "--gpus",
+            "--image",
+            "registry.example/team/spartito:1.0",
+        ],
+    }[kind]
+    said = ["cluster", "kubernetes", "mnist", "--kind", kind, *words, "--", "--epochs=3"]
+    assert main(said) == 0
+    made = capsys.readouterr().out
+    assert made == (EXAMPLES / f"{kind}.yaml").read_text()
+    if kind == "job":
+        assert f"```yaml\n{made}```" in DOCUMENTED.read_text()

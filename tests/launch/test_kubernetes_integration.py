@@ -1,0 +1,146 @@
+"""Written files in a player of pods: jobs train as local processes do, and come through faults."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Callable, Iterator
+from contextlib import chdir, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from spartito.cli import main
+from tests.commands import SPARTITO, commands_in
+from tests.launch.containers import IMAGE
+from tests.launch.pods import Player
+
+pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
+
+Play = Callable[..., Player]
+LOCAL = {
+    "synchronous": ["--strategy=multi_worker_mirrored", "--workers=2"],
+    "servers": [
+        *("--workers=2", "--ps=2", "--chief", "--evaluator"),
+        '--strategy-options={"max_staleness": 0}',
+    ],
+}
+TRAINING = ("--epochs=3", "--seed=3")
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[float]]:
+    """The losses of a job of local processes, epoch by epoch."""
+    known: dict[str, list[float]] = {}
+
+    def losses_of(kind: str) -> list[float]:
+        if kind not in known:
+            folder = tmp_path_factory.mktemp(kind)
+            with commands_in(folder) as commands:
+                words = ["train", "mnist", *LOCAL[kind], "--out=run", *TRAINING]
+                ended = commands.start(*SPARTITO, *words, env={"OMP_NUM_THREADS": "1"}).end()
+                assert ended.code == 0, ended.err
+            known[kind] = losses(folder / "run")
+        return known[kind]
+
+    return losses_of
+
+
+@pytest.fixture
+def play(image: str, tmp_path: Path) -> Iterator[Play]:
+    """Writes a file by the command and gives its player; at the end no pod is left."""
+    made: list[Player] = []
+
+    def make(target: str, *words: str, arguments: tuple[str, ...] = TRAINING) -> Player:
+        own = [f"--image={IMAGE}", "--cpus=1", "--memory=1Gi", "--name=digits"]
+        with chdir(tmp_path), redirect_stdout(io.StringIO()) as out:
+            assert main(["cluster", "kubernetes", target, *own, *words, "--", *arguments]) == 0
+        made.append(Player(list(yaml.safe_load_all(out.getvalue())), tmp_path))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.close()
+
+
+def losses(run: Path) -> list[float]:
+    rows: list[dict[str, Any]] = []
+    if (run / "history.jsonl").exists():
+        rows = [json.loads(row) for row in (run / "history.jsonl").read_text().splitlines()]
+    return [row["loss"] for row in rows]
+
+
+def after_an_epoch(player: Player) -> Callable[[], bool]:
+    return lambda: len(losses(player.runs / "digits")) >= 1
+
+
+def starts(player: Player) -> dict[str, int]:
+    return {f"{role} {index}": state.starts for (role, index), state in player.states.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "fault"),
+    [("job", "none"), ("jobset", "deleted"), ("trainjob", "evicted"), ("job", "killed")],
+)
+def test_a_synchronous_job(
+    play: Play, local: Callable[[str], list[float]], kind: str, fault: str
+) -> None:
+    player = play("mnist", f"--kind={kind}", *LOCAL["synchronous"])
+    player.start()
+    player.follow(until=after_an_epoch(player))
+    assert player.are_ready
+    if fault != "none":
+        if fault == "killed":
+            player.crash("worker", 0)
+        else:
+            player.delete("worker", 1, evicted=fault == "evicted")
+    assert player.follow(), player.said
+    codes = {state_of: state.codes for state_of, state in player.states.items()}
+    if fault == "none":
+        assert codes == {("worker", 0): [0], ("worker", 1): [0]}
+    elif fault == "killed":  # the newest backup
+        assert codes == {("worker", 0): [137, 0], ("worker", 1): [69, 0]}
+    else:  # both save the step at which one was told to end
+        assert codes == {("worker", 0): [75, 0], ("worker", 1): [75, 0]}
+    assert fault == "none" or "going on after step" in "".join(player.said)
+    assert sum(state.failures for state in player.states.values()) == (fault == "killed")
+    assert losses(player.runs / "digits") == local("synchronous")
+
+
+@pytest.mark.slow
+def test_parameter_servers(play: Play, local: Callable[[str], list[float]]) -> None:
+    player = play("mnist", "--kind=job", *LOCAL["servers"])
+    player.start()
+    player.follow(until=after_an_epoch(player))
+    assert player.are_ready
+    assert player.follow(), player.said
+    assert set(starts(player).values()) == {1}
+    # Pushes of one round are added up as they come.
+    assert losses(player.runs / "digits") == pytest.approx(local("servers"), rel=1e-4)
+    assert (player.runs / "digits" / "evaluations.jsonl").is_file()
+
+
+@pytest.mark.slow
+def test_others_go_on_without_a_pod_that_is_replaced(play: Play) -> None:
+    player = play("mnist", "--kind=jobset", "--recover", *LOCAL["synchronous"])
+    player.start()
+    player.follow(until=after_an_epoch(player))
+    assert player.are_ready
+    player.crash("worker", 1)
+    assert player.follow(), player.said
+    assert starts(player) == {"worker 0": 1, "worker 1": 2, "store 0": 1}
+    assert len(losses(player.runs / "digits")) == 3
+
+
+@pytest.mark.parametrize(("code", "count"), [(2, 1), (1, 4)])
+def test_a_pod_that_fails_for_good_ends_the_job(
+    play: Play, tmp_path: Path, code: int, count: int
+) -> None:
+    (tmp_path / "train.py").write_text(f"import sys; sys.exit({code})")
+    player = play("train.py", "--kind=job", arguments=())
+    player.start()
+    assert not player.follow()
+    assert starts(player) == {"worker 0": count}

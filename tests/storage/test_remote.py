@@ -1,0 +1,109 @@
+"""Directories in a store without renames are whole, whichever operation was the last one."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from spartito.errors import UnwritableError, UserError
+from spartito.storage.atomic import read_manifest, write_directory
+from spartito.storage.remote import FsspecStore, Store, download, keep_only, upload, whole_ones
+
+
+class Memory(Store):
+    """Files in a dict, which fails at an operation, after some of its bytes."""
+
+    url = "memory"
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.left, self.torn = -1, 0.0
+
+    def fail_after(self, operations: int, torn: float) -> None:
+        self.left, self.torn = operations, torn
+
+    def sizes(self) -> dict[str, int]:
+        return {name: len(content) for name, content in self.files.items()}
+
+    def read(self, name: str) -> bytes:
+        return self.files[name]
+
+    def get(self, name: str, file: Path) -> None:
+        file.write_bytes(self.files[name])
+
+    def put(self, file: Path, name: str) -> None:
+        assert name not in self.files  # nothing is ever written twice
+        content = file.read_bytes()
+        if self.left == 0:
+            self.files[name] = content[: int(len(content) * self.torn)]
+        self._do()
+        self.files[name] = content
+
+    def remove(self, name: str) -> None:
+        self._do()
+        del self.files[name]
+
+    def _do(self) -> None:
+        if self.left == 0:
+            raise UnwritableError("the store is gone")
+        self.left -= 1
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Directories by their number."""
+    folder = tmp_path_factory.mktemp("written")
+    for number in (1, 2, 3, 4, 9):
+        with write_directory(folder / f"{number}", {"sequence": number}) as new:
+            (new / "a").write_text(f"a of {number}")
+            (new / "b").write_text(f"b of {number}" * number)
+    return folder
+
+
+def save(store: Memory, path: Path) -> None:
+    """Save one as backups are saved."""
+    upload(store, path, f"step-{path.name}")
+    keep_only(store, [name for name, _ in whole_ones(store)][-2:])
+
+
+@given(st.integers(0, 20), st.sampled_from([0.0, 0.5, 0.99, 1.0]))
+def test_what_is_found_is_whole_and_the_newest(written: Path, operations: int, torn: float) -> None:
+    store, done = Memory(), 0
+    store.fail_after(operations, torn)
+    try:
+        for number in range(1, 5):
+            save(store, written / f"{number}")
+            done = number
+    except UnwritableError:
+        pass
+    found = [name for name, _ in whole_ones(store)]
+    uploaded = f"step-{done + 1}" in found  # and what went wrong came after it
+    newest = done + uploaded
+    assert found[-1:] == ([f"step-{newest}"] if newest else [])
+    assert len(found) >= min(newest, 2)  # should the newest be damaged
+    with tempfile.TemporaryDirectory() as folder:
+        for name in found:
+            download(store, name, Path(folder) / name)
+            assert read_manifest(Path(folder) / name) == read_manifest(written / name[5:])
+    store.fail_after(-1, 0.0)
+    save(store, written / "9")
+    names = {file.partition("/")[0] for file in store.files}
+    assert names == {*found[-1:], "step-9"}  # nothing is left of what was cut off
+
+
+def test_a_changed_file_is_not_read(written: Path, tmp_path: Path) -> None:
+    store = Memory()
+    save(store, written / "1")
+    store.files["step-1/a"] = b"b of 1"
+    with pytest.raises(UserError, match="has changed"):
+        download(store, "step-1", tmp_path / "read")
+
+
+@pytest.mark.parametrize("url", ["nope://x", "gs://x/y"])
+def test_a_protocol_that_cannot_be_used_is_named(url: str) -> None:
+    with pytest.raises(UserError, match=r"cannot be reached.*\n.*spartito\[remote\]"):
+        FsspecStore(url)
