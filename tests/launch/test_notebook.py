@@ -69,7 +69,9 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         skip("dev", error)
     del ipykernel
     manager = KernelManager()
-    manager.kernel_spec.argv = [
+    kernel = manager.kernel_spec
+    assert kernel is not None
+    kernel.argv = [
         sys.executable,
         "-m",
         "ipykernel_launcher",
