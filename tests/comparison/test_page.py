@@ -109,12 +109,19 @@ def test_the_page_shows_the_comparison() -> None:
 
 
 def test_missing_figures_are_dashes() -> None:
-    found = table(comparison(record(run("mirrored", tasks=[], history=history(2)))))
+    bare, other = run("mirrored", tasks=[], history=history(2)), run("parameter_server")
+    found = table(comparison(record(bare, other, goal=("val_accuracy", 2.0))))
     row = dict(zip((head for head, _ in found.heads), found.rows[0], strict=True))
-    for name in ("time to goal", "moved per step", "waits for tasks", "peak memory", "staleness"):
+    for name in ("time to goal", "moved per step", "waits for tasks", "peak memory"):
         assert row[name] == "–", name
     assert row["waits for data"] == "2.0%"
     assert row["workers"] == "2"
+
+
+def test_columns_without_a_figure_are_left_out() -> None:
+    found = table(comparison(record(run("mirrored", tasks=[], history=history(2)))))
+    assert not {"time to goal", "peak memory", "staleness"} & {head for head, _ in found.heads}
+    assert all("–" not in row for row in found.rows)
 
 
 def test_the_best_of_a_column_is_marked_among_those_that_ended_well() -> None:

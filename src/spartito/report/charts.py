@@ -9,6 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from spartito.report.figures import size
+
 WIDTH, HEIGHT = 5.6, 2.9
 """Inches at 72 dots; the page scales the drawing to its column."""
 
@@ -78,7 +80,7 @@ class Line:
 class Chart:
     """Lines over ``x_label``.
 
-    ``percent`` writes the y axis so; with ``reach`` it starts at zero and reaches at least so
+    ``percent`` writes the y axis so, ``sizes`` as bytes; with ``reach`` it starts at zero and reaches at least so
     far. ``epochs``: the x axis has whole numbers only. With ``ticks`` it is logarithmic and has
     just these. ``marked`` is the x of a point of the last line that gets a ring.
     """
@@ -87,6 +89,7 @@ class Chart:
     x_label: str
     lines: Sequence[Line]
     percent: bool = False
+    sizes: bool = False
     reach: float | None = None
     epochs: bool = False
     ticks: Sequence[float] = ()
@@ -171,7 +174,7 @@ def _axes(axes: Any, chart: Chart) -> None:
     up = LogLocator(subs=(1, 2, 5)) if chart.log_y else MaxNLocator(nbins=5, min_n_ticks=2)
     for axis, locator, write in (
         (axes.xaxis, across, _plain),
-        (axes.yaxis, up, _percent if chart.percent else _plain),
+        (axes.yaxis, up, _percent if chart.percent else size if chart.sizes else _plain),
     ):
         axis.set_major_locator(locator)
         axis.set_minor_locator(NullLocator())
@@ -197,7 +200,7 @@ def _percent(value: float) -> str:
 
 
 def _plain(value: float) -> str:
-    return f"{value:,.6g}"
+    return f"{value:,.0f}" if abs(value) >= 1e6 else f"{value:,.6g}"
 
 
 def _for_the_page(text: str, title: str) -> str:

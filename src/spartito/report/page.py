@@ -185,7 +185,7 @@ def charts(run: Run) -> list[Chart]:
                 chart(
                     f"Drift of the {level}", ("distance from their mean", drift, NEUTRAL), reach=0.0
                 ),
-                chart(f"Bytes between {level}", ("bytes", sent, NEUTRAL), reach=0.0),
+                chart(f"Bytes between {level}", ("bytes", sent, NEUTRAL), sizes=True, reach=0.0),
             ]
     apart.append(
         chart(

@@ -66,7 +66,8 @@ def last_line(text: str) -> str:
 class Column:
     """A heading, what it means, and how a run's cell is written.
 
-    ``best``: the figure whose best value is marked; ``higher``: whether that is the highest.
+    ``best``: the figure whose best value is marked; ``higher``: whether that is the highest;
+    ``is_always``: it is there also where no run has anything to write.
     """
 
     head: str
@@ -74,12 +75,17 @@ class Column:
     write: Callable[[Figures], str]
     best: str = ""
     higher: bool = False
+    is_always: bool = False
 
 
 def table(found: Comparison) -> Table:
-    """The figures of every run of the comparison; what a run does not tell is a dash."""
+    """The figures of every run; what one does not tell is a dash, what none tells is left out."""
     runs = found.runs
-    columns = _columns(found)
+    columns = [
+        column
+        for column in _columns(found)
+        if column.is_always or any(column.write(run) != NOTHING for run in runs)
+    ]
     best = [_best(runs, column.best, column.higher) for column in columns]
     return Table(
         [(column.head, column.why) for column in columns],
@@ -120,9 +126,10 @@ def _columns(found: Comparison) -> list[Column]:
         ),
         Column(
             "time to goal",
-            f"seconds of training until {goal}" if goal else "no goal was given",
+            f"seconds of training until {goal}",
             lambda run: or_nothing(run.seconds_to_goal, duration),
             "seconds_to_goal",
+            is_always=bool(goal),
         ),
         Column(
             "moved per step",
