@@ -80,9 +80,10 @@ class Line:
 class Chart:
     """Lines over ``x_label``.
 
-    ``percent`` writes the y axis so, ``sizes`` as bytes; with ``reach`` it starts at zero and reaches at least so
-    far. ``epochs``: the x axis has whole numbers only. With ``ticks`` it is logarithmic and has
-    just these. ``marked`` is the x of a point of the last line that gets a ring.
+    ``percent`` writes the y axis so, ``sizes`` as bytes; with ``reach`` it starts at zero and
+    reaches at least so far. ``epochs``: the x axis has whole numbers only. With ``ticks`` it is
+    logarithmic and has just these. ``marked`` is the x of a point of the last line that gets a
+    ring.
     """
 
     title: str
