@@ -21,7 +21,18 @@ ROOT = Path(sp.__file__).parent
 FILES = sorted(ROOT.rglob("*.py"))
 
 LAYERS = [
-    {"errors", "device", "log", "names", "failpoints", "forks", "heartbeat", "status", "_lazy"},
+    {
+        "errors",
+        "device",
+        "log",
+        "names",
+        "decoders",
+        "failpoints",
+        "forks",
+        "heartbeat",
+        "status",
+        "_lazy",
+    },
     {"registry"},
     {"cluster", "collectives", "data", "storage"},
     {"backend"},

@@ -15,6 +15,7 @@ import msgspec
 from spartito.cluster.connection import Connection as Secured
 from spartito.cluster.handshake import OtherProgramError, SecretError, prove
 from spartito.cluster.secret import Key
+from spartito.decoders import json_decoder
 from spartito.doctor.findings import Outcome, Target
 
 LONGEST_LINE = 1 << 20
@@ -68,7 +69,7 @@ class Connection(AbstractContextManager["Connection"]):
         line = bytes(self._received[:cut])
         del self._received[: cut + 1]
         try:
-            return msgspec.json.decode(line, type=kind)
+            return json_decoder(kind).decode(line)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise PeerError(Outcome.OTHER_PROGRAM, f"{line[:40]!r}: {error}") from error
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import msgspec
 
+from spartito.decoders import msgpack_decoder
 from spartito.ps.protocol.fields import Count
 
 Row = list[dict[str, Any]]
@@ -32,4 +33,5 @@ class Timetable(msgspec.Struct, frozen=True):
 
 def decode_timetable(data: bytes) -> Timetable:
     """What `msgspec.msgpack.encode` made of one."""
-    return msgspec.msgpack.decode(data, type=Timetable)
+    found: Timetable = msgpack_decoder(Timetable).decode(data)
+    return found

@@ -24,6 +24,7 @@ import msgspec
 import numpy as np
 
 from spartito.cluster.connection import Connection
+from spartito.decoders import msgpack_decoder
 from spartito.errors import SpartitoError
 from spartito.forks import keep_from_forks
 
@@ -110,7 +111,7 @@ class Wire:
         self._sock = sock
         keep_from_forks(sock.fileno())
         self._encode = msgspec.msgpack.Encoder().encode_into
-        self._decode = msgspec.msgpack.Decoder(accepts).decode
+        self._decode = msgpack_decoder(accepts).decode
         self._head = bytearray(START)
         self._start = memoryview(bytearray(START))
         self._short = self._start[PREFIX.size :]

@@ -7,6 +7,7 @@ from math import prod
 import msgspec
 import torch
 
+from spartito.decoders import msgpack_decoder
 from spartito.ps.protocol.layout import ITEM_SIZES
 from spartito.ps.protocol.memory import dtype_of
 from spartito.ps.protocol.messages import Load, LoadState
@@ -62,7 +63,7 @@ class Loading:
 def read_timetable(payload: memoryview, shard: Shard) -> Timetable:
     """A timetable of the options of ``shard``; `ProtocolError` for anything else."""
     try:
-        found = msgspec.msgpack.decode(payload, type=Timetable)
+        found: Timetable = msgpack_decoder(Timetable).decode(payload)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
         raise ProtocolError(f"a timetable that is none came: {error}") from error
     need(all(map(shard.accepts, found.rows)), "the optimizer has no such options")

@@ -1,0 +1,47 @@
+"""Decoders of messages, made by one thread at a time.
+
+What msgspec knows of a type it finds out when the first decoder of it is made, and keeps with the
+type from the beginning on, half known. A second thread that makes one meanwhile takes that, and
+its first message ends the process by SIGSEGV.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import msgspec
+
+_turn = threading.Lock()
+_binary: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_text: dict[Any, msgspec.json.Decoder[Any]] = {}
+
+
+def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+    """The decoder of msgpack for a type, which all threads may use at once.
+
+    Args:
+        kind: A `msgspec.Struct`, or a union of some.
+
+    Returns:
+        The same one each time.
+    """
+    with _turn:
+        if kind not in _binary:
+            _binary[kind] = msgspec.msgpack.Decoder(kind)
+        return _binary[kind]
+
+
+def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:
+    """As `msgpack_decoder`, of JSON.
+
+    Args:
+        kind: A `msgspec.Struct`, or a union of some.
+
+    Returns:
+        The same one each time.
+    """
+    with _turn:
+        if kind not in _text:
+            _text[kind] = msgspec.json.Decoder(kind)
+        return _text[kind]
