@@ -18,7 +18,7 @@ from pathlib import Path
 UMASK = 0o022
 FIXED = {"LC_ALL": "C.UTF-8", "TZ": "UTC"}
 KEPT = (
-    *("PATH", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE", "LD_LIBRARY_PATH", "USER", "LOGNAME"),
+    *("PATH", "PYTHONPATH", "LD_LIBRARY_PATH", "USER", "LOGNAME"),
     *("CUDA_", "NVIDIA_", "PIP_", "SSL_", "CURL_CA_BUNDLE", "REQUESTS_CA_BUNDLE", "DOCKER_"),
     *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
     *("PYTEST_", "HYPOTHESIS_", "COVERAGE_", "COV_", "SPARTITO_REQUIRE", "SPARTITO_TEST_"),
