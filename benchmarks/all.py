@@ -20,7 +20,7 @@ from pathlib import Path
 from benchmarks.common import Others, announce, interpreter, positive
 from benchmarks.launching import ROOT, end_by_exception
 from benchmarks.page import render
-from benchmarks.plan import LONGER, PLAN, Planned
+from benchmarks.plan import FURTHER, LONGER, PLAN, Planned
 from benchmarks.results import Result, from_line, markdown, put_between, read, write
 
 NAMED = ("tensorflow", "grain", "data")
@@ -34,7 +34,8 @@ def main() -> None:
     end_by_exception()  # the command that runs is in a session of its own
     here = announce(__doc__ or "")
     named = {name: getattr(given, name) for name in NAMED if getattr(given, name)}
-    chosen = [planned for planned in PLAN if planned.name in (given.only or _names())]
+    wanted = given.only or _names(PLAN + FURTHER if given.all else PLAN)
+    chosen = [planned for planned in PLAN + FURTHER if planned.name in wanted]
     kept = read(given.out / "benchmarks.json")
     began = time.monotonic()
     found = []
@@ -118,7 +119,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def publish(folder: Path, results: dict[str, Result]) -> None:
     """Write the JSON, the page, and the table where ``folder`` has a page of the docs."""
-    ordered = [results[name] for name in _names() if name in results]
+    ordered = [results[name] for name in _names(PLAN + FURTHER) if name in results]
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / "benchmarks.json", ordered)
     (folder / "benchmarks.html").write_text(render(ordered))
@@ -135,14 +136,16 @@ def _named(result: Result) -> list[dict[str, object]]:
     ]  # fmt: skip
 
 
-def _names() -> list[str]:
-    return [planned.name for planned in PLAN]
+def _names(plan: Sequence[Planned]) -> list[str]:
+    return [planned.name for planned in plan]
 
 
 def _options() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(description=__doc__)
-    made.add_argument("--only", nargs="+", choices=_names(), metavar="NAME",
-                      help=f"of {', '.join(_names())}")  # fmt: skip
+    made.add_argument("--only", nargs="+", choices=_names(PLAN + FURTHER), metavar="NAME",
+                      help=f"of {', '.join(_names(PLAN))}; "
+                      f"and of those that take hours: {', '.join(_names(FURTHER))}")  # fmt: skip
+    made.add_argument("--all", action="store_true", help="also those that take hours")
     made.add_argument("--rounds", type=positive, help="turns of each side, in every command")
     made.add_argument("--long", action="store_true", help="each command's own number of rounds")
     made.add_argument(

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 class Planned:
     """One command: ``rounds`` in the short form, and seconds after which it is ended.
 
+    With 0 rounds it has its own number: where these are seeds or steps, not turns of a race.
     ``takes`` are the options that it is given where the user has named them.
     """
 
@@ -77,7 +78,70 @@ PLAN = (
     Planned("checkpoint", "Checkpoints of 1 GB", "checkpoint", 3, 120),
     Planned("start", "From the start of the processes to the first step", "start_up", 2, 90),
 )  # fmt: skip
-"""The commands of the table, in its order."""
+"""The commands of the table, in its order: an hour at most."""
+
+FURTHER = (
+    Planned("pushes", "A push of 11 MB to a parameter server and back", "transport", 2, 240,
+            ("--size=11",)),
+    Planned("slow-worker", "One of 2 workers at a quarter of the speed", "slow_worker", 1, 600),
+    Planned("asynchronous", "Accuracy on the digits: asynchronous against synchronous",
+            "asynchronous_accuracy", 0, 600),
+    Planned("stale", "What to do with stale gradients: accuracy on the digits", "stale_accuracy",
+            0, 900),
+    Planned("compressed", "Accuracy on the digits: compressed against exact",
+            "compressed_accuracy", 0, 600),
+    Planned("hierarchical", "Two machines with two replicas each", "hierarchical", 1, 300),
+    Planned("slow-line", "Groups that meet now and then, 100 Mbit/s: the MLP", "slow_line", 1, 200),
+    Planned("slow-line-cats", "Groups that meet now and then, 100 Mbit/s: cats-vs-dogs",
+            "slow_line", 1, 600, ("--model=cats",)),
+    Planned("group-bytes", "Bytes that leave a machine: the MLP", "group_bytes", 1, 240),
+    Planned("group-bytes-cats", "Bytes that leave a machine: cats-vs-dogs", "group_bytes", 1, 400,
+            ("--model=xception",)),
+    Planned("local-accuracy", "Accuracy on the digits: groups that meet, and mirrored",
+            "local_accuracy", 0, 1200),
+    Planned("decoupled-slow", "Groups over parameter servers: one at a quarter of the speed",
+            "decoupled", 1, 400, ("--parts", "slow")),
+    Planned("decoupled-killed", "Groups over parameter servers: one of them is killed",
+            "decoupled", 1, 400, ("--parts", "killed")),
+    Planned("gaussians", "Asynchronous local SGD on a mixture of Gaussians", "gaussian_mixture",
+            1, 400),
+    Planned("diloco", "Eight workers that meet after 20, 100 or 500 updates: a GPT", "diloco", 1,
+            1500),
+    Planned("recovery", "SIGKILL of a worker: until all step again", "recovery", 1, 200),
+    Planned("recovery-sharded", "The same, of replicas that keep shards", "recovery", 1, 200,
+            ("--strategy=sharded",)),
+    Planned("progress", "A failure every 60 s, 4 workers", "recovery", 1, 1800,
+            ("--every=60", "--minutes=20", "--workers=4")),
+    Planned("standing-still", "SIGSTOP of any task: until it is named", "standing_still", 1, 200),
+    Planned("lost-task", "SIGKILL of a server with replicas=2", "lost_task", 1, 300),
+    Planned("backup", "What backups every 100 steps cost: the MLP", "backup", 2, 240),
+    Planned("backup-cats", "What backups every 100 steps cost: cats-vs-dogs", "backup", 1, 600,
+            ("--model=cats-vs-dogs",)),
+    Planned("tls-mlp", "TLS over the loopback: the MLP", "tls", 1, 240, ("--models", "mlp")),
+    Planned("tls-cats", "TLS over the loopback: cats-vs-dogs", "tls", 1, 400,
+            ("--models", "xception")),
+    Planned("data-wait", "Time spent waiting for photos", "data_wait", 1, 400, takes=("data",)),
+    Planned("sharded", "Memory and time of a step under sharded, GPT", "sharded", 1, 300),
+    Planned("step-cats", "One step of cats-vs-dogs in one process", "step_cats_vs_dogs", 1, 300),
+    Planned("exact", "Losses of mirrored against one device", "equality", 1, 1200),
+    Planned("exact-96", "The same, photos of 96x96", "equality", 1, 900, ("--size=96",)),
+    Planned("exact-mesh", "Losses of a model on a mesh against plain torch",
+            "model_parallel_equality", 0, 600),
+    Planned("ray", "Ray, two nodes on this machine", "on_ray", 1, 400),
+    Planned("containers", "MLP in two containers of one CPU each", "containers", 1, 600),
+)  # fmt: skip
+"""The commands behind all other figures of the docs: hours, with ``--all`` or by name."""
+
+OF_THEIR_OWN = {
+    "all": "runs the others",
+    "gpu": "makes a page of its own, on a machine with a GPU",
+    "slow_networks": "writes docs/slow-networks.md, and goes on where it was ended",
+    "step_parts": "prints parts of a step, nothing that has a target",
+    "study": "writes docs/study.md, from photos and containers",
+    "survival": "writes docs/survival.md, and goes on where it was ended",
+    "versions": "needs another checkout",
+}
+"""Commands that no list runs, and why: `benchmarks/README.md` has how to call them."""
 
 LONGER = 4.0
 """How many times as long each may take with ``--long``, or with TensorFlow beside it."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
+import re
 import sys
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import pytest
 from benchmarks.all import run
 from benchmarks.common import Figure, Others, instructions, interpreter
 from benchmarks.page import render
-from benchmarks.plan import PLAN
+from benchmarks.plan import FURTHER, OF_THEIR_OWN, PLAN
 from benchmarks.results import Result, from_line, markdown, put_between, read, write
 
 ROOT = Path(__file__).parents[1]
@@ -44,11 +45,36 @@ def test_a_python_that_is_not_there_is_refused_before_anything_is_measured() -> 
         interpreter("nowhere/python")
 
 
-def test_every_planned_command_is_there() -> None:
-    assert len({planned.name for planned in PLAN}) == len(PLAN)
-    for planned in PLAN:
-        assert (ROOT / "benchmarks" / f"{planned.module}.py").exists(), planned.module
+def test_every_command_is_planned_and_there() -> None:
+    names = [planned.name for planned in PLAN + FURTHER]
+    assert len(set(names)) == len(names)
+    commands = {
+        path.stem
+        for path in (ROOT / "benchmarks").glob("*.py")
+        if '__name__ == "__main__"' in path.read_text()
+    }
+    planned = {planned.module for planned in PLAN + FURTHER}
+    assert planned | set(OF_THEIR_OWN) == commands
+    assert not planned & set(OF_THEIR_OWN)
     assert sum(planned.limit for planned in PLAN) < 3600
+
+
+def test_every_command_of_the_docs_is_there() -> None:
+    known = {planned.module for planned in PLAN + FURTHER} | set(OF_THEIR_OWN)
+    for page in ("docs/benchmarks.md", "benchmarks/README.md"):
+        named = set(re.findall(r"python -m benchmarks\.(\w+)", (ROOT / page).read_text()))
+        assert named <= known, page
+    assert named == known  # a command that is not on its page is found by nobody
+
+
+def test_planned_commands_take_their_options() -> None:
+    for planned in FURTHER:
+        source = (ROOT / "benchmarks" / f"{planned.module}.py").read_text()
+        for word in [*planned.options, *(f"--{name}" for name in planned.takes)]:
+            option = word.partition("=")[0]
+            if option.startswith("--"):
+                assert f'"{option}"' in source, planned
+        assert "conclude(" in source, planned
 
 
 def test_results_are_read_as_they_were_written(tmp_path: Path) -> None:
