@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.commands import LEAN, eventually
+from tests.commands import LEAN, SPARTITO, commands_in, eventually
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch", "srun", "unshare", "nsenter", "ip")
 ADDRESSES = {"node1": "10.211.7.1", "node2": "10.211.7.2"}
@@ -46,7 +46,7 @@ TaskPlugin=task/none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SlurmdParameters=config_overrides
-SchedulerParameters=batch_sched_delay=0
+SchedulerParameters=batch_sched_delay=0,bf_interval=1
 KillWait=5
 MpiDefault=none
 NodeName=node[1-2] CPUs=4 RealMemory=1000
@@ -56,11 +56,12 @@ PartitionName=batch Nodes=ALL Default=YES MaxTime=60
 
 @dataclass(frozen=True)
 class Job:
-    """How a job ended: Slurm's words, its exit code, and what it printed."""
+    """How a job ended: Slurm's words, its exit code, what it printed, how often it came again."""
 
     state: str
     code: int
     text: str
+    restarts: int = 0
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class Slurm:
         """Submit a job by ``sbatch``; returns its number."""
         return int(self.run("sbatch", "--parsable", *words, env=env))
 
-    def wait(self, job: int, limit: float = LIMIT) -> Job:
+    def wait(self, job: int | str, limit: float = LIMIT) -> Job:
         """How ``job`` ended."""
         end = time.monotonic() + limit
         while True:
@@ -109,12 +110,16 @@ class Slurm:
             state = _field("JobState", shown)
             if state in OVER and _field("EndTime", shown) != "Unknown":
                 break
+            if state == "PENDING" and _field("Reason", shown) == "BeginTime":
+                # Put into the queue again, it would wait two minutes.
+                self.run("scontrol", "update", f"jobid={job}", "StartTime=now")
             if time.monotonic() > end:
                 raise AssertionError(f"job {job} is {state} after {limit} s:\n{self.logs()}")
             time.sleep(0.1)
         output = Path(_field("StdOut", shown))
         text = output.read_text(errors="replace") if output.exists() else ""
-        return Job(state, int(_field("ExitCode", shown).partition(":")[0]), text)
+        code = int(_field("ExitCode", shown).partition(":")[0])
+        return Job(state, code, text, int(_field("Restarts", shown)))
 
     def logs(self) -> str:
         """What the daemons wrote."""
@@ -124,6 +129,16 @@ class Slurm:
         plain = {k: v for k, v in os.environ.items() if not k.startswith(OF_A_CLUSTER)}
         own = {"SLURM_CONF": str(self.folder / "slurm.conf"), "PYTHONPATH": str(LEAN)}
         return plain | own | {"OMP_NUM_THREADS": "1"}
+
+
+def write_and_submit(slurm: Slurm, name: str, target: str, *words: str) -> int:
+    """Submit the file that the command writes; the job's run folder is ``runs/NAME``."""
+    with commands_in(slurm.work) as commands:
+        options = [f"--name={name}", f"--out=runs/{name}", "--partition=batch"]
+        written = commands.start(*SPARTITO, "cluster", "slurm", target, *options, *words).end()
+    assert written.code == 0, written.err
+    (slurm.work / f"{name}.sbatch").write_text(written.out)
+    return slurm.submit(f"{name}.sbatch")
 
 
 def missing() -> str | None:

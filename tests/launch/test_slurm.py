@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,18 +14,14 @@ from spartito.cli import main
 from spartito.cluster.slurm import from_slurm
 from spartito.errors import UserError
 from spartito.launch.roles import Roles
-from spartito.launch.slurm import BatchJob, Slurm, batch_file
+from spartito.launch.slurm import Slurm
+from spartito.launch.slurm_file import BatchJob, batch_file
 from spartito.launch.slurm_values import time_seconds
 from tests.launch.jobs import plan_batch
+from tests.launch.played_slurm import options, played
 
 DOCUMENTED = Path(__file__).parents[2] / "docs" / "clusters.md"
 CASTS = st.builds(Roles, st.integers(1, 6), st.integers(0, 3), st.booleans())
-
-SRUN = """
-srun() { printf '%s\\0' "$@"; printf '\\0'; env -0; return "$CODE"; }
-. ./job.sbatch
-"""
-"""The batch script where ``srun`` only tells what it was given."""
 
 
 @pytest.fixture(autouse=True)
@@ -34,21 +29,6 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "digits").mkdir()
     (tmp_path / "train.py").write_text("")
     monkeypatch.chdir(tmp_path)
-
-
-def options(text: str) -> dict[str, str]:
-    return dict(re.findall(r"^#SBATCH --([a-z-]+)=(.*)$", text, re.MULTILINE))
-
-
-def played(text: str, code: int = 0, **more: str) -> tuple[list[str], dict[str, str], int]:
-    """What ``srun`` would be told, in words and by the environment, and the script's exit code."""
-    Path("job.sbatch").write_text(text)
-    env = {"SLURM_JOB_ID": "7", "PATH": "/usr/bin:/bin", "CODE": str(code)} | more
-    ended = subprocess.run(["bash", "-c", SRUN], env=env, capture_output=True, text=True)
-    assert ended.stderr == ""
-    words, _, told = ended.stdout.partition("\0\0")
-    pairs = (entry.partition("=") for entry in told.split("\0") if entry)
-    return words.split("\0"), {name: value for name, _, value in pairs}, ended.returncode
 
 
 @settings(max_examples=20)
@@ -100,11 +80,8 @@ def test_a_recipe_gets_its_folders() -> None:
         *(sys.executable, "-m", "spartito.recipes.mnist"),
         *("--out=runs/mnist-7", "--data=digits", "--epochs=1"),
     ]
-    assert re.fullmatch("[0-9a-f]{64}", told["SPARTITO_SECRET"])
     assert told["SPARTITO_RUN_DIR"] == "runs/mnist-7"
     assert told["SPARTITO_STRATEGY"] == "multi_worker_mirrored"
-    _, told, _ = played(batch_file(plan), SPARTITO_SECRET_FILE="/node/secret")
-    assert (told["SPARTITO_SECRET"], told["SPARTITO_SECRET_FILE"]) == ("", "/node/secret")
 
 
 def test_a_script_is_started_where_it_lies(tmp_path: Path) -> None:
@@ -128,21 +105,6 @@ def test_the_shell_changes_no_word(word: str, key: str) -> None:
     words, told, _ = played(text)
     assert words[-2:] == [word, "end"]
     assert told["SPARTITO_STRATEGY_OPTIONS"] == given_options
-
-
-@pytest.mark.parametrize(("code", "expected"), [(75, 33), (69, 69), (0, 0)])
-def test_who_was_told_to_end_comes_again(code: int, expected: int) -> None:
-    text = batch_file(plan_batch("mnist"))
-    assert "#SBATCH --requeue\n" in text
-    command = 'scontrol() { [ "$*" = "requeue 7" ] && exit 33; }\nsrun '
-    assert played(text.replace("srun ", command, 1), code)[2] == expected
-
-
-@pytest.mark.parametrize(
-    ("code", "expected"), [(0, 0), (1, 1), (2, 2), (69, 69), (137, 69), (143, 69), (138, 138)]
-)
-def test_a_killed_task_is_a_lost_one(code: int, expected: int) -> None:
-    assert played(batch_file(plan_batch("mnist")), code)[2] == expected
 
 
 def test_what_slurm_is_asked_for() -> None:

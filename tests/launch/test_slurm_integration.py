@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.commands import SPARTITO, TORCHRUN, commands_in
-from tests.launch.slurm_cluster import ADDRESSES, Job, Slurm, missing, slurm_in
+from tests.launch.slurm_cluster import ADDRESSES, Job, Slurm, missing, slurm_in, write_and_submit
 from tests.skips import skip_if
 
 REASON = missing()
@@ -58,13 +58,8 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 
 
 def train(slurm: Slurm, name: str, target: str, *words: str) -> Job:
-    """Submit the file that the command writes; the job's run folder is ``runs/NAME``."""
-    with commands_in(slurm.work) as commands:
-        options = [f"--name={name}", f"--out=runs/{name}", "--nodes=2", "--partition=batch"]
-        written = commands.start(*SPARTITO, "cluster", "slurm", target, *options, *words).end()
-    assert written.code == 0, written.err
-    (slurm.work / f"{name}.sbatch").write_text(written.out)
-    return slurm.wait(slurm.submit(f"{name}.sbatch"))
+    """How the job on two nodes ended whose file the command writes."""
+    return slurm.wait(write_and_submit(slurm, name, target, "--nodes=2", *words))
 
 
 def by_hand(slurm: Slurm, command: str, *options: str, env: Mapping[str, str] | None = None) -> int:
@@ -133,8 +128,10 @@ def test_servers_take_no_node_from_the_workers(slurm: Slurm) -> None:
 
 def test_a_killed_worker_is_named_and_ends_the_job_with_69(slurm: Slurm) -> None:
     (slurm.work / "dies.py").write_text(DIES)
-    job = train(slurm, "dies", "dies.py", "--workers=2")
-    assert job.code == 69, job.text
+    job = train(slurm, "dies", "dies.py", "--workers=2", "--retries=1")
+    assert (job.code, job.restarts) == (69, 1), job.text
+    assert "spartito: 69: restart 1, of 100 at most" in job.text
+    assert "spartito: 69: no restart after 1 of them" in job.text
     assert re.search(r"node2: task 1: Killed", job.text)
     assert re.search(r"^0: spartito: error: .*worker 1", job.text, re.MULTILINE), job.text
 

@@ -55,14 +55,16 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
     if not applies(env):
         return None
     tasks, rank = count({"tasks": srun.tasks(env)}, "tasks"), count(env, "SLURM_PROCID")
-    nodes, counts = _nodes(env), _counts(env)
+    components = _components(env)
+    nodes, counts = components or (_nodes(env), _counts(env))
     if len(nodes) != len(counts) or sum(counts) != tasks or rank >= tasks:
         raise UserError(
             f"Slurm says task {rank} of {tasks} on {len(nodes)} nodes ({','.join(nodes)}) with "
             f"{','.join(map(str, counts))} tasks, which do not fit together",
             "Start the job with 'srun python train.py', without SLURM_ variables of your own.",
         )
-    rule = env.get("SLURM_DISTRIBUTION", "block")
+    # Components may each have a rule of their own; what is not in blocks is found below.
+    rule = "block" if components else env.get("SLURM_DISTRIBUTION", "block")
     if len(nodes) > 1 and rule.startswith(("plane", "arbitrary")):
         raise UserError(
             f"Slurm distributes the tasks by {rule!r}, which says nothing about who is where",
@@ -116,6 +118,27 @@ def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
     raise UserError(f"Slurm says SLURM_PROCID={env['SLURM_PROCID']}, but no {names[0]}")
 
 
+def _components(env: Mapping[str, str]) -> tuple[tuple[str, ...], tuple[int, ...]] | None:
+    """Nodes and tasks of a step over several components of a heterogeneous job, else None.
+
+    Ranks go through the components in turn, where the step's own list of nodes is sorted. A step
+    has those components whose nodes are all in it.
+    """
+    size = count(env, "SLURM_HET_SIZE", 0)
+    step = set(_nodes(env)) if size > 1 else set()
+    nodes: list[str] = []
+    counts: list[int] = []
+    found = 0
+    for index in range(size):
+        listed = env.get(f"SLURM_JOB_NODELIST_HET_GROUP_{index}", "")
+        tasks = env.get(f"SLURM_TASKS_PER_NODE_HET_GROUP_{index}", "")
+        if listed and tasks and step >= set(here := expand(listed)):
+            found += 1
+            nodes += here
+            counts += expand_counts(tasks)
+    return (tuple(nodes), tuple(counts)) if found > 1 else None
+
+
 def _counts(env: Mapping[str, str]) -> tuple[int, ...]:
     """The number of tasks on each node."""
     for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"):
@@ -153,13 +176,19 @@ def _first_port(env: Mapping[str, str], tasks: int) -> int:
             "Allow one for each task.",
         )
     if allowed is not None and not env.get("MASTER_PORT"):
-        return allowed[0]
+        return allowed[0] + _run_of_array(env) % (len(allowed) // tasks) * tasks
     if env.get("MASTER_PORT"):
         return count(env, "MASTER_PORT")
     step = count(env, "SLURM_STEP_ID", 0)
     # Steps of one job may run side by side.
     offset = (count(env, "SLURM_JOB_ID", 0) + 131 * step) % PORT_SLOTS
     return FIRST_PORT + offset * PORT_STRIDE
+
+
+def _run_of_array(env: Mapping[str, str]) -> int:
+    """Which run of an array this is, from 0; runs may share a node."""
+    index = count(env, "SLURM_ARRAY_TASK_ID", 0)
+    return max(0, index - count(env, "SLURM_ARRAY_TASK_MIN", 0))
 
 
 def _meeting(spec: ClusterSpec, host: str, port: int, nodes: int) -> ClusterSpec:

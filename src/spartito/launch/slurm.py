@@ -1,53 +1,47 @@
-"""A job for Slurm as one checked value, and its batch file as one would write it by hand."""
+"""A job for Slurm, checked before it is in a queue."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from spartito.cluster.endpoints import parse_range
-from spartito.cluster.listed import ENV_EVALUATOR, ENV_PS
-from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, UserError
+from spartito.errors import UserError
 from spartito.launch.containers.plan import LEAST_MEMORY, memory_bytes
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
-from spartito.launch.local import RUNTIME
 from spartito.launch.roles import Roles
+from spartito.launch.slurm_file import (
+    BIND,
+    INDEX,
+    RUN_DIR,
+    BatchJob,
+    batch_file,
+    options_of,
+    plural,
+)
 from spartito.launch.slurm_values import (
+    Array,
     check_gpus,
+    check_image,
     check_lines,
+    check_ports,
     check_setup,
     check_signal,
     check_values,
+    parse_array,
+    signal_before,
     time_seconds,
 )
 from spartito.launch.target import check_folder, inside_here, quoted
-from spartito.names import (
-    ENV_PORTS,
-    ENV_RUN_DIR,
-    ENV_SECRET,
-    ENV_SECRET_FILE,
-    ENV_STRATEGY,
-    ENV_STRATEGY_OPTIONS,
-    ENV_TLS,
-)
 from spartito.registry import default_name, strategy_info
 
-NUMBER = "$SLURM_JOB_ID"
-RUN_DIR = f'"${ENV_RUN_DIR}"'
-"""The run folder as the command names it: the shell puts it in."""
-
-RANDOM = f"$([ -n \"${{{ENV_SECRET_FILE}-}}\" ] || od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n')"
-"""32 random bytes in the shell's words: a secret of this job, which no command line shows; none
-where the user names a file that has one."""
-
-KILLED = (129, 137, 143)
-"""How srun says that SIGHUP, SIGKILL or SIGTERM ended a task."""
-
 NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
+MOST_RESTARTS, MOST_RETRIES = 100, 3
+INDEX_WORD = "{index}"
+"""What stands for the index of an array's run in a word of the program."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +67,14 @@ class Slurm:
         signal: a signal for each task before the time is over, as ``USR1@120``.
         cpus_per_task: the CPUs of each task.
         memory: the memory of each node, as ``8g``.
-        python: the nodes' Python; this one by default.
+        python: the nodes' Python; this one by default, in a container its own.
+        array: the indices of runs of their own, as ``0-9%2``.
+        restarts: how often the job may come again.
+        retries: how often of these because a task was lost.
+        ps_nodes: machines for the servers and the evaluator alone.
+        ps_partition: their partition.
+        ps_memory: the memory of each of them.
+        container: an image of Apptainer, in which the tasks run.
     """
 
     nodes: int = option("Machines that Slurm gives.", 1, least=1)
@@ -97,6 +98,19 @@ class Slurm:
     cpus_per_task: int = option("CPUs of each task.", 1, least=1)
     memory: str | None = option("Memory of each node, as 8g.", metavar="SIZE")
     python: str | None = option("The nodes' Python; this one by default.", metavar="PATH")
+    array: str | None = option("Runs of their own, by their indices, as 0-9%2.", metavar="LIST")
+    restarts: int = option(
+        "How often the job may come again: told to end, or its nodes are lost.",
+        MOST_RESTARTS,
+        least=0,
+    )
+    retries: int = option(
+        "How often it may because a task was lost (exit code 69).", MOST_RETRIES, least=0
+    )
+    ps_nodes: int | None = option("Machines for servers and evaluator alone.", least=1)
+    ps_partition: str | None = option("The partition of these machines.", metavar="NAME")
+    ps_memory: str | None = option("Memory of each of them, as 8g.", metavar="SIZE")
+    container: str | None = option("An image of Apptainer for the tasks.", metavar="IMAGE.sif")
 
     def start(self, job: JobSpec) -> int:
         """Print the file.
@@ -131,20 +145,28 @@ class Slurm:
                 "--chief under Slurm, where worker 0 hands out the work", "Leave --chief out."
             )
         strategy = job.choose(roles)
-        self._check_nodes(strategy, roles)
+        here = self._check_nodes(strategy, roles)
+        for flag, value in {"partition": self.ps_partition, "memory": self.ps_memory}.items():
+            if value is not None and self.ps_nodes is None:
+                raise UserError(
+                    f"--ps-{flag} {value}, but no machines are for servers alone",
+                    "Add --ps-nodes 1.",
+                )
         check_gpus(strategy, self.gres, self.gpus_per_node, self.nodes, roles)
         limit = None if self.time is None else time_seconds(self.time)
         if self.signal is not None:
             check_signal(self.signal, limit)
+        array = None if self.array is None else parse_array(self.array)
         check_folder("--data", job.data)
-        about, command = self._command(job)
+        about, command = self._command(job, array)
         name = job.name or re.sub(r"[^A-Za-z0-9_-]+", "-", about.removesuffix(".py")).strip("-_")
         if not NAMES.fullmatch(name):
             raise UserError(
                 f"--name {name!r} cannot name a job",
                 "Use letters, digits, ., - and _, with a letter or a digit first.",
             )
-        texts = ("partition", "account", "qos", "constraint", "gres", "gpus_per_node")
+        texts = ["partition", "account", "qos", "constraint", "gres", "gpus_per_node"]
+        texts.append("ps_partition")
         check_values({text.replace("_", "-"): getattr(self, text) for text in texts})
         check_setup(self.setup)
         planned = BatchJob(
@@ -156,16 +178,22 @@ class Slurm:
             asked=self,
             strategy_options=job.strategy_options,
             out=None if job.out is None else _named(job.out),
-            memory=None if self.memory is None else _memory(self.memory, self.nodes, roles),
+            memory=self._memory(self.memory, self.nodes, here),
             ports=None if job.ports is None else parse_range(job.ports, "--ports"),
             insecure=job.insecure,
+            signal=self.signal or (signal_before(limit) if job.program.kind == "recipe" else None),
+            array=array,
+            ps_memory=self._memory(self.ps_memory, self.ps_nodes or 1, len(roles.tasks) - here),
         )
-        check_lines(self.sbatch, [*(name for name, _ in _options(planned)), "ntasks-per-node"])
+        if array is not None and planned.ports is not None:
+            check_ports(planned.ports, array, -(-here // self.nodes))
+        check_lines(self.sbatch, [*(name for name, _ in options_of(planned)), "ntasks-per-node"])
         return planned
 
-    def _command(self, job: JobSpec) -> tuple[str, tuple[str, ...]]:
+    def _command(self, job: JobSpec, array: Array | None) -> tuple[str, tuple[str, ...]]:
         """What the job is called, and what a task runs in the shell's words."""
-        program = replace(job.program, arguments=tuple(map(shlex.quote, job.program.arguments)))
+        quote = shlex.quote if array is None else _indexed
+        program = replace(job.program, arguments=tuple(map(quote, job.program.arguments)))
         if program.script is not None and job.data is not None:
             raise UserError(
                 f"--data {job.data} is for recipes, and {program.name} is a script",
@@ -174,170 +202,78 @@ class Slurm:
         check_folders_of_recipe(job.program, "slurm")
         script = None if program.script is None else shlex.quote(_named(program.script))
         data = None if job.data is None else shlex.quote(_named(job.data))
-        python = quoted(self.python or sys.executable)
-        return program.title, (python, *program.argv(script, out=RUN_DIR, data=data))
+        python = quoted(self.python or ("python" if self.container else sys.executable))
+        words = (python, *program.argv(script, out=RUN_DIR, data=data))
+        return program.title, (*self._inside(job), *words)
 
-    def _check_nodes(self, strategy: str, roles: Roles) -> None:
+    def _inside(self, job: JobSpec) -> tuple[str, ...]:
+        """What starts a command in the container: it sees the folders of the job as they are."""
+        if self.container is None:
+            return ()
+        check_image(self.container)
+        given = [path for path in (job.data, job.out) if path is not None]
+        given += [] if job.program.script is None else [job.program.script.parent]
+        outside = {str(path.resolve()): None for path in given if inside_here(path) is None}
+        binds = [BIND, *map(shlex.quote, outside)]
+        has_gpus = self.gpus_per_node is not None or "gpu" in (self.gres or "")
+        return (
+            *("apptainer", "exec", *(["--nv"] if has_gpus else [])),
+            *(f"--bind={folder}" for folder in binds),
+            f"--pwd={BIND}",
+            shlex.quote(_named(Path(self.container))),
+        )
+
+    def _memory(self, text: str | None, nodes: int, tasks: int) -> int | None:
+        """The MiB of each node, None where nothing is said."""
+        if text is None:
+            return None
+        size = memory_bytes(text)
+        least = -(-tasks // nodes) * LEAST_MEMORY
+        if size < least:
+            raise UserError(
+                f"--memory {text} of each node is too small: Python and torch alone take "
+                f"{least >> 20}m for the tasks there",
+                "The model, its optimizer and a batch need memory as well.",
+            )
+        return size >> 20
+
+    def _check_nodes(self, strategy: str, roles: Roles) -> int:
+        """How many tasks the nodes have that are not for servers alone."""
+        if self.ps_nodes is not None:
+            self._check_apart(roles)
         if self.nodes > 1 and strategy_info(strategy).one_machine:
             raise UserError(
                 f"{strategy} is for one machine, but --nodes {self.nodes} are several",
                 f"Use --strategy {default_name(2, 0)}, or --nodes 1.",
             )
-        if self.nodes > len(roles.tasks):
+        here = len(roles.tasks) if self.ps_nodes is None else roles.workers
+        if self.nodes > here:
+            whose = "the job's" if self.ps_nodes is None else "for"
+            what = "task" if self.ps_nodes is None else "worker"
             raise UserError(
-                f"--nodes {self.nodes} are more than the job's {_plural(len(roles.tasks), 'task')}",
+                f"--nodes {self.nodes} are more than {whose} {plural(here, what)}",
                 f"Add workers: --workers {self.nodes}; they count over all nodes.",
             )
+        return here
 
-
-@dataclass(frozen=True, slots=True)
-class BatchJob:
-    """A job for Slurm, checked: see `Slurm.plan`.
-
-    ``command`` is what every task runs, in the shell's words. ``out`` is the run folder; None
-    means one by the job's number. ``memory`` is in MiB for each node. With ``insecure`` tasks do
-    not encrypt what they send. ``asked`` has the rest.
-    """
-
-    name: str
-    about: str
-    command: tuple[str, ...]
-    strategy: str
-    roles: Roles
-    asked: Slurm = Slurm()
-    strategy_options: str | None = None
-    out: str | None = None
-    memory: int | None = None
-    ports: range | None = None
-    insecure: bool = False
-
-    @property
-    def tasks(self) -> int:
-        """How many tasks ``srun`` starts."""
-        return len(self.roles.tasks)
-
-    @property
-    def run_dir(self) -> str:
-        """The run folder in the shell's words."""
-        if self.out is not None:
-            return shlex.quote(self.out)
-        return f'"runs/{self.name}-{NUMBER}"'
-
-
-def batch_file(job: BatchJob) -> str:
-    """The file that ``sbatch`` takes."""
-    return "\n".join(
-        [
-            "#!/bin/bash",
-            *_heading(job),
-            *(f"#SBATCH --{option}={value}" for option, value in _options(job)),
-            "#SBATCH --requeue",
-            *(["#SBATCH --exclusive"] if job.asked.exclusive else []),
-            *(f"#SBATCH {line}" for line in job.asked.sbatch),
-            "",
-            *([*job.asked.setup, ""] if job.asked.setup else []),
-            *(f"export {name}={value}" for name, value in _variables(job)),
-            "",
-            *_step(job),
-            "",
-        ]
-    )
-
-
-def _heading(job: BatchJob) -> Iterator[str]:
-    roles = job.roles
-    counts = {"worker": roles.workers, "parameter server": roles.ps}
-    counts["evaluator"] = int(roles.evaluator)
-    who = ", ".join(_plural(count, what) for what, count in counts.items() if count)
-    commands = {
-        f"sbatch {job.name}.sbatch": "submit it; prints the job's number",
-        "squeue --me": "how it goes",
-        f"tail -F {job.name}-NUMBER.out": "what it prints",
-        "scancel NUMBER": "end it",
-    }
-    width = max(map(len, commands))
-    yield f"# {job.about} under {job.strategy}: {who} on {_plural(job.asked.nodes, 'node')}."
-    yield "#"
-    for command, what in commands.items():
-        yield f"#   {command:<{width}}   # {what}"
-    yield "#"
-    yield "# Paths are relative to the folder where it is submitted."
-    folder = job.out or f"runs/{job.name}-NUMBER"
-    yield f"# Model and report: {folder}\n"
-
-
-def _options(job: BatchJob) -> Iterator[tuple[str, str | int]]:
-    """The options of ``sbatch``, in the order in which people write them."""
-    asked, roles = job.asked, job.roles
-    # Servers and the evaluator come last: in blocks they would have nodes of their own.
-    mixed = asked.nodes > 1 and job.tasks > roles.workers
-    found: dict[str, str | int | None] = {
-        "job-name": job.name,
-        "partition": asked.partition,
-        "account": asked.account,
-        "qos": asked.qos,
-        "constraint": asked.constraint,
-        "nodes": asked.nodes,
-        "ntasks": job.tasks,
-        "ntasks-per-node": None if job.tasks % asked.nodes else job.tasks // asked.nodes,
-        "distribution": "cyclic" if mixed else None,
-        "cpus-per-task": asked.cpus_per_task,
-        "mem": None if job.memory is None else f"{job.memory}M",
-        "gres": asked.gres,
-        "gpus-per-node": asked.gpus_per_node,
-        "time": asked.time,
-        "signal": asked.signal,
-        "output": "%x-%j.out",
-        "open-mode": "append",
-    }
-    return ((name, value) for name, value in found.items() if value is not None)
-
-
-def _variables(job: BatchJob) -> Iterator[tuple[str, str | int]]:
-    """What the tasks find in their environment."""
-    yield ENV_STRATEGY, job.strategy
-    if job.strategy_options is not None:
-        yield ENV_STRATEGY_OPTIONS, shlex.quote(job.strategy_options)
-    if job.roles.ps:
-        yield ENV_PS, job.roles.ps
-    if job.roles.evaluator:
-        yield ENV_EVALUATOR, 1
-    if job.tasks > 1:
-        yield ENV_SECRET, RANDOM
-    if job.insecure:
-        yield ENV_TLS, "off"
-    if job.ports is not None:
-        yield ENV_PORTS, f"{job.ports[0]}-{job.ports[-1]}"
-    yield ENV_RUN_DIR, job.run_dir
-    yield "OMP_NUM_THREADS", job.asked.cpus_per_task
-    yield "PYTHONUNBUFFERED", 1
-    for name, value in RUNTIME.items():
-        yield name, f"${{{name}:-{value}}}"  # sbatch carries the user's own along
-
-
-def _step(job: BatchJob) -> Iterator[str]:
-    """The one line that starts the tasks, and what is made of its exit code."""
-    if job.insecure:
-        yield "echo 'spartito: insecure: what tasks send is not encrypted (--insecure)' >&2"
-    if job.asked.signal is not None:
-        yield "# The signal goes to each task. With BackupAndRestore all save one step and end."
-        yield "# Without it, and without a handler of the script's own, training goes on."
-    # Those who lose a task end by themselves and name it: Slurm is not to kill them before.
-    options = [f"--cpus-per-task={job.asked.cpus_per_task}", "--kill-on-bad-exit=0"]
-    if job.tasks > 1:
-        options.append("--label")
-    yield " ".join(["srun", *options, *job.command])
-    yield ""
-    yield "# A task that was killed is a lost task, whose exit code is 69."
-    yield "code=$?"
-    yield f"case $code in {' | '.join(map(str, KILLED))}) code={EXIT_TASK_LOST} ;; esac"
-    yield f"# {EXIT_PREEMPTED}: told to end, and all is saved. The job goes on when its turn comes."
-    yield f'[ $code != {EXIT_PREEMPTED} ] || scontrol requeue "{NUMBER}"'
-    yield "exit $code"
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count > 1 else ''}"
+    def _check_apart(self, roles: Roles) -> None:
+        others = len(roles.tasks) - roles.workers
+        if not roles.ps:
+            raise UserError(
+                f"--ps-nodes {self.ps_nodes}, but the job has no parameter servers",
+                "Add some by --ps 1, or leave --ps-nodes out.",
+            )
+        if (self.ps_nodes or 0) > others:
+            raise UserError(
+                f"--ps-nodes {self.ps_nodes} are more than {plural(others, 'task')} for them",
+                f"Add servers: --ps {self.ps_nodes}.",
+            )
+        if self.array is not None:
+            raise UserError(
+                f"--array {self.array} and --ps-nodes: Slurm has no arrays of jobs with two kinds "
+                "of nodes",
+                "Leave --ps-nodes out, or submit a job for each run.",
+            )
 
 
 def _named(path: Path) -> str:
@@ -346,14 +282,7 @@ def _named(path: Path) -> str:
     return str(path.resolve() if inside is None else inside)
 
 
-def _memory(text: str, nodes: int, roles: Roles) -> int:
-    """The MiB of each node."""
-    size = memory_bytes(text)
-    least = -(-len(roles.tasks) // nodes) * LEAST_MEMORY
-    if size < least:
-        raise UserError(
-            f"--memory {text} of each node is too small: Python and torch alone take "
-            f"{least >> 20}m for the tasks there",
-            "The model, its optimizer and a batch need memory as well.",
-        )
-    return size >> 20
+def _indexed(word: str) -> str:
+    """``word`` for the shell, which puts the index in for ``{index}``."""
+    parts = [part and shlex.quote(part) for part in word.split(INDEX_WORD)]
+    return f'"{INDEX}"'.join(parts) or shlex.quote(word)

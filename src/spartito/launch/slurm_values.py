@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 from spartito.errors import UserError
 from spartito.launch.roles import Roles
@@ -33,7 +36,17 @@ SIGNAL_SECONDS = 60
 GRES_GPUS = re.compile(r"gpu(?::[A-Za-z][\w.-]*)?(?::(\d+))?")
 GPUS = re.compile(r"(?:[A-Za-z][\w.-]*:)?([1-9]\d*)")
 
+INDICES = re.compile(r"(?P<first>\d+)(?:-(?P<last>\d+)(?::(?P<step>\d+))?)?")
+MOST_INDEX = 4_000_000
+"""The largest index that any Slurm can be set up for."""
+SHORTEST = 300
+"""Seconds of a time limit from which on tasks get `NOTICE` seconds to save."""
+NOTICE = 120
+SIF = b"SIF_MAGIC", 32
+"""What stands in an image of Apptainer, and where."""
+
 SHORT = {
+    "a": "array",
     "A": "account",
     "C": "constraint",
     "J": "job-name",
@@ -155,4 +168,88 @@ def check_signal(text: str, limit: int | None) -> None:
         raise UserError(
             f"--signal {text} comes {before} s before the end, but --time gives only {limit} s",
             "It would come at once: give more time, or a smaller number of seconds.",
+        )
+
+
+def signal_before(limit: int | None) -> str | None:
+    """The signal for tasks that save when they get one; None where no limit is known."""
+    return None if limit is None else f"USR1@{NOTICE if limit >= SHORTEST else limit // 3}"
+
+
+@dataclass(frozen=True, slots=True)
+class Array:
+    """The indices of an array of runs, as ``text`` says them to Slurm."""
+
+    USUAL: ClassVar[int] = 1000
+    """The largest index of a Slurm where nothing else is set up."""
+
+    text: str
+    first: int
+    last: int
+    count: int
+
+
+def parse_array(text: str) -> Array:
+    """The runs of ``0-9``, ``1,3,5`` or ``0-90:10%2``; `UserError` for what is no such list."""
+    listed, percent, most = text.partition("%")
+    indices: set[int] = set()
+    for part in listed.split(","):
+        found = INDICES.fullmatch(part)
+        if found is None:
+            raise _no_array(text, f"{part!r} is no index and no range")
+        first = int(found["first"])
+        last, step = int(found["last"] or first), int(found["step"] or 1)
+        if last > MOST_INDEX:
+            raise _no_array(text, f"{last} is more than any Slurm allows ({MOST_INDEX})")
+        if last < first:
+            raise _no_array(text, f"the range {part} runs backwards")
+        if step < 1:
+            raise _no_array(text, f"the step of {part} is 0")
+        if indices & (new := set(range(first, last + 1, step))):
+            raise _no_array(text, f"{min(indices & new)} stands there twice")
+        indices |= new
+    if percent and not (most.isascii() and most.isdigit() and int(most) > 0):
+        raise _no_array(text, f"%{most} does not say how many run at a time")
+    return Array(text, min(indices), max(indices), len(indices))
+
+
+def _no_array(text: str, rule: str) -> UserError:
+    return UserError(
+        f"--array {text!r}: {rule}",
+        "Write a range (0-9), a list (1,3,7), a step (0-90:10); %2 after it is two at a time.",
+    )
+
+
+def check_ports(ports: range, array: Array, tasks: int) -> None:
+    """Each run has ports of its own, by its index, as runs may share a node."""
+    needed = (array.last - array.first + 1) * tasks
+    if len(ports) < needed:
+        raise UserError(
+            f"--ports {ports[0]}-{ports[-1]} are {len(ports)} ports, but --array {array.text} with "
+            f"{tasks} task{'s' * (tasks > 1)} of each run on a node needs {needed}",
+            "Leave --ports out: they follow from the job's number then.",
+        )
+
+
+def check_image(name: str) -> None:
+    """Raise `UserError` for what Apptainer could not start on the nodes."""
+    path = Path(name)
+    if "://" in name:
+        raise UserError(
+            f"--container {name} would be fetched by each task",
+            f"Make a file of it once: apptainer pull image.sif {name}",
+        )
+    if not path.exists():
+        raise UserError(
+            f"--container {name}: there is no such file",
+            "Make one: apptainer build spartito.sif docker-daemon://spartito:latest",
+        )
+    if path.is_dir():
+        return
+    word, where = SIF
+    with path.open("rb") as file:
+        head = file.read(where + len(word))
+    if head[where:] != word:
+        raise UserError(
+            f"--container {name} is no image of Apptainer", "It is made by apptainer build or pull."
         )
