@@ -131,6 +131,33 @@ def srun(rank: int, **changes: str) -> dict[str, str]:
     )
 
 
+def het(rank: int) -> dict[str, str]:
+    """Task ``rank`` of ``srun --het-group=0,1``: one task on node2, three on node1.
+
+    The list of the step is sorted, the ranks are not.
+    """
+    server = rank > 0
+    return without(srun(rank), "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK") | {
+        "SLURMD_NODENAME": "node1" if server else "node2",
+        "SLURM_DISTRIBUTION": "block" if server else "cyclic",
+        "SLURM_GTIDS": "1,2,3" if server else "0",
+        "SLURM_HET_SIZE": "2",
+        "SLURM_JOB_CPUS_PER_NODE": "3,1",
+        "SLURM_JOB_ID_HET_GROUP_0": "4711",
+        "SLURM_JOB_ID_HET_GROUP_1": "4712",
+        "SLURM_JOB_NODELIST_HET_GROUP_0": "node2",
+        "SLURM_JOB_NODELIST_HET_GROUP_1": "node1",
+        "SLURM_LOCALID": str(max(0, rank - 1)),
+        "SLURM_NODEID": str(int(server)),
+        "SLURM_NTASKS_HET_GROUP_0": "1",
+        "SLURM_NTASKS_HET_GROUP_1": "3",
+        "SLURM_STEP_TASKS_PER_NODE": "3,1",
+        "SLURM_TASKS_PER_NODE": "3,1",
+        "SLURM_TASKS_PER_NODE_HET_GROUP_0": "1",
+        "SLURM_TASKS_PER_NODE_HET_GROUP_1": "3",
+    }
+
+
 def cyclic(rank: int) -> dict[str, str]:
     """The same under ``srun --distribution=cyclic``."""
     node, local = rank % 2, rank // 2

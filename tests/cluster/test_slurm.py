@@ -18,6 +18,7 @@ from tests.cluster.environments import (
     SBATCH_SHELL,
     SRUN_SHELL,
     cyclic,
+    het,
     one_node,
     open_mpi,
     srun,
@@ -140,6 +141,47 @@ def test_cyclic_tasks_alternate() -> None:
     spec = read(cyclic(2))
     assert hosts(spec) == ["node1", "node2", "node1", "node2"]
     assert (spec.local_rank, spec.local_size) == (1, 2)
+
+
+def test_components_of_a_heterogeneous_job_come_in_their_order() -> None:
+    told = {"SPARTITO_PS": "3", "MASTER_PORT": "20000"}
+    specs = [read(het(rank) | told) for rank in range(4)]
+    assert len({str(spec.addresses) for spec in specs}) == 1
+    assert specs[0].addresses == {
+        "worker": ("node2:20000",),
+        "ps": ("node1:20000", "node1:20001", "node1:20002"),
+    }
+    assert [str(spec.task) for spec in specs] == ["worker 0", "ps 0", "ps 1", "ps 2"]
+    assert {spec.rendezvous for spec in specs} == {"node2:20000"}
+
+
+def test_a_step_of_one_component_is_as_any_other() -> None:
+    step = {"SLURM_STEP_NODELIST": "node1", "SLURM_STEP_NUM_TASKS": "3"}
+    step |= {"SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_NODEID": "0"}
+    specs = [read(het(rank + 1) | step | {"SLURM_PROCID": str(rank)}) for rank in range(3)]
+    assert [spec.rank for spec in specs] == [0, 1, 2]
+    assert {split_address(spec.rendezvous or "")[0] for spec in specs} == {"127.0.0.1"}
+
+
+def test_components_that_are_not_in_blocks_are_refused() -> None:
+    with pytest.raises(UserError, match="--distribution=block"):
+        read(het(1) | {"SLURM_LOCALID": "2"})
+
+
+def test_runs_of_an_array_have_ports_of_their_own_in_a_range() -> None:
+    ports = {
+        split_address(address)[1]
+        for run in (3, 4, 5)
+        for address in read(
+            one_node(0)
+            | {
+                "SPARTITO_PORTS": "29500-29507",
+                "SLURM_ARRAY_TASK_ID": str(run),
+                "SLURM_ARRAY_TASK_MIN": "3",
+            }
+        ).addresses["worker"]
+    }
+    assert ports == set(range(29_500, 29_506))
 
 
 def test_without_the_steps_own_variables_the_jobs_are_read() -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+import shlex
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from spartito.cli import main
 from spartito.errors import UserError
 from spartito.launch.slurm_file import batch_file
 from spartito.launch.slurm_values import parse_array
@@ -257,3 +260,25 @@ def test_in_a_container_the_folders_have_their_names(tmp_path: Path) -> None:
         *("--out=runs/x", f"--data={tmp_path}/data"),
     ]
     assert told["PYTHONNOUSERSITE"] == "1"
+
+
+def commands() -> list[str]:
+    text = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    return re.findall(r"^spartito cluster slurm (.+) > \S+\.sbatch$", text, re.MULTILINE)
+
+
+def test_the_documented_commands_write_files(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("spartito.sif").write_bytes(bytes(32) + b"SIF_MAGIC\0")
+    assert len(commands()) == 4
+    found = {}
+    for line in commands():
+        assert main(["cluster", "slurm", *shlex.split(line)]) == 0
+        found[line] = capsys.readouterr().out
+        checked = subprocess.run(["bash", "-n"], input=found[line], text=True, capture_output=True)
+        assert (checked.returncode, checked.stderr) == (0, "")
+    plain, array, apart, boxed = found.values()
+    assert "#SBATCH hetjob" in apart
+    assert "--array=0-9%2" in array
+    assert "--het-group" not in plain
+    words = 'apptainer exec --nv --bind="$PWD" --pwd="$PWD" spartito.sif python '
+    assert words in boxed

@@ -109,14 +109,27 @@ def up(
 
 
 @cluster_app.command()
-def status(file: File) -> None:
-    """Say how each task goes.
+def status(
+    job: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|NUMBER", help="The job's compose file, or its number under Slurm."
+        ),
+    ],
+) -> None:
+    """Say how each task goes, of a job in containers or under Slurm.
 
     Example: spartito cluster status compose.yaml
     """
-    from spartito.launch.containers import job
+    from spartito.launch.slurm_status import JOB
 
-    raise typer.Exit(job.status(file))
+    if JOB.fullmatch(job) and not Path(job).exists():
+        from spartito.cli import slurm
+
+        raise typer.Exit(slurm.status(job))
+    from spartito.launch.containers import job as containers
+
+    raise typer.Exit(containers.status(Path(job)))
 
 
 @cluster_app.command()

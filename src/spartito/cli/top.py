@@ -48,7 +48,7 @@ def top(
     elif json:
         print(json_.dumps([record(run, status) for status in statuses(run)]))
     elif once:
-        _show(run)
+        show(run)
     else:
         _follow(run)
 
@@ -126,7 +126,15 @@ def _found(run: Path) -> list[Status]:
     return found
 
 
-def _show(run: Path) -> None:
+def show(run: Path) -> None:
+    """Print the table of a run once.
+
+    Args:
+        run: its folder.
+
+    Raises:
+        UserError: no task has written into it.
+    """
     from rich.console import Console
 
     width = None if sys.stdout.isatty() else 120
