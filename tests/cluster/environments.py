@@ -3,7 +3,8 @@
 Those of Slurm were recorded under Slurm 22.05, those of Open MPI under 4.1; numbers, paths and
 addresses were made neutral. Those of Kubeflow and Kubernetes are what the sources of their
 controllers set: training-operator 1.9 (PyTorchJob, TFJob), trainer 2.0 to 2.3 (TrainJob),
-mpi-operator 0.8 (MPIJob), JobSet 0.9. The others are after their manuals.
+mpi-operator 0.8 (MPIJob), JobSet 0.9; those of SkyPilot 0.14 and of dstack's runner, what theirs
+set. The others are after their manuals.
 """
 
 from __future__ import annotations
@@ -420,3 +421,45 @@ TORCHRUN = {
     "RANK": "1",
     "WORLD_SIZE": "4",
 }
+
+
+def skypilot(rank: int, nodes: int = 3) -> dict[str, str]:
+    """The ``run`` of a task of SkyPilot 0.14 on one of so many nodes."""
+    return {
+        "SKYPILOT_CLUSTER_INFO": '{"cluster_name": "train", "cloud": "AWS"}',
+        "SKYPILOT_INTERNAL_JOB_ID": "1",
+        "SKYPILOT_NODE_IPS": "\n".join(f"172.31.4.{10 + node}" for node in range(nodes)),
+        "SKYPILOT_NODE_RANK": str(rank),
+        "SKYPILOT_NUM_GPUS_PER_NODE": "0",
+        "SKYPILOT_NUM_NODES": str(nodes),
+        "SKYPILOT_TASK_ID": "sky-2026-11-23-01-02-03-456789_train_1",
+        "SKYPILOT_USER": "user",
+    }
+
+
+SKYPILOT_SETUP = {
+    "SKYPILOT_NUM_NODES": "3",
+    "SKYPILOT_SETUP_NODE_IPS": "172.31.4.10\n172.31.4.11\n172.31.4.12",
+    "SKYPILOT_SETUP_NODE_RANK": "1",
+    "SKYPILOT_SETUP_NUM_GPUS_PER_NODE": "0",
+}
+"""The ``setup`` of such a task, which prepares a node and is none of the job's."""
+
+
+def dstack(rank: int, nodes: int = 3) -> dict[str, str]:
+    """A node of a dstack task, as the runner of 0.20 sets it."""
+    return {
+        "DSTACK_GPUS_NUM": "0",
+        "DSTACK_GPUS_PER_NODE": "0",
+        "DSTACK_JOB_ID": "6f1c",
+        "DSTACK_MASTER_NODE_IP": "10.128.0.7",
+        "DSTACK_MPI_HOSTFILE": "/dstack/mpi/hostfile",
+        "DSTACK_NODES_IPS": "\n".join(f"10.128.0.{7 + node}" for node in range(nodes)),
+        "DSTACK_NODES_NUM": str(nodes),
+        "DSTACK_NODE_RANK": str(rank),
+        "DSTACK_REPO_DIR": "",
+        "DSTACK_REPO_ID": "none",
+        "DSTACK_RUN_ID": "0c4d",
+        "DSTACK_RUN_NAME": "train",
+        "DSTACK_WORKING_DIR": "/runs",
+    }

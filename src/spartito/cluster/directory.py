@@ -22,6 +22,7 @@ from spartito.cluster.interfaces import ELSEWHERE
 from spartito.cluster.limits import time_limit
 from spartito.cluster.listed import (
     ENV_ADDRESS,
+    ENV_CHIEF,
     ENV_EVALUATOR,
     ENV_PS,
     ENV_TASK,
@@ -40,7 +41,7 @@ from spartito.names import ENV_TIMEOUT
 VARIABLE = "SPARTITO_CLUSTER_DIR"
 
 COUNTS = {
-    "chief": "SPARTITO_CHIEF",
+    "chief": ENV_CHIEF,
     "worker": ENV_WORKERS,
     "ps": ENV_PS,
     "evaluator": ENV_EVALUATOR,

@@ -27,6 +27,8 @@ ENV_WORKERS = "SPARTITO_WORKERS"
 """How many workers there are, where the environment does not tell by itself."""
 ENV_PS = "SPARTITO_PS"
 """How many parameter servers there are; of numbered tasks they are the last."""
+ENV_CHIEF = "SPARTITO_CHIEF"
+"""How many chiefs there are, 0 or 1; of numbered tasks it is the first."""
 ENV_EVALUATOR = "SPARTITO_EVALUATOR"
 """How many evaluators there are, 0 or 1; of numbered tasks it comes after the servers."""
 

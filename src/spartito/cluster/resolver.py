@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
 
-from spartito.cluster import directory, file, kubernetes, mpi, slurm, tf_config, torchrun
+from spartito.cluster import clouds, directory, file, kubernetes, mpi, slurm, tf_config, torchrun
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.errors import UserError
 from spartito.registry import added_by_packages
@@ -38,6 +38,7 @@ RESOLVERS: tuple[Resolver, ...] = (
     Resolver("Kubernetes", kubernetes.applies, kubernetes.from_kubernetes),
     Resolver(slurm.SOURCE, slurm.applies, slurm.from_slurm),
     Resolver("MPI", mpi.applies, mpi.from_mpi),
+    Resolver("SkyPilot or dstack", clouds.applies, clouds.from_clouds),
     Resolver(file.VARIABLE, file.applies, file.from_file),
     Resolver(directory.VARIABLE, directory.applies, directory.from_directory, directory.own_task),
 )

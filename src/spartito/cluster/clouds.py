@@ -1,0 +1,104 @@
+"""The cluster on nodes that SkyPilot or dstack started: each hears its number and all addresses.
+
+Tested with environments as the sources of both set them, never in a cloud.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from spartito.cluster.endpoints import port_range
+from spartito.cluster.listed import (
+    ENV_CHIEF,
+    ENV_EVALUATOR,
+    ENV_PS,
+    address,
+    check_addresses,
+    count,
+    spec_of,
+)
+from spartito.cluster.spec import ClusterSpec, Task
+from spartito.errors import UserError
+
+PORT = 29_500
+"""Where each task listens where nothing else is said: a node has one task."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Tool:
+    """A tool and its variables: our number, how many nodes there are, and all their addresses."""
+
+    name: str
+    rank: str
+    nodes: str
+    addresses: str
+
+
+TOOLS = (
+    _Tool("SkyPilot", "SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES", "SKYPILOT_NODE_IPS"),
+    _Tool("dstack", "DSTACK_NODE_RANK", "DSTACK_NODES_NUM", "DSTACK_NODES_IPS"),
+)
+
+
+def applies(env: Mapping[str, str]) -> bool:
+    """Whether one of the tools says that this is one of several nodes."""
+    return _tool(env) is not None
+
+
+def from_clouds(env: Mapping[str, str]) -> ClusterSpec | None:
+    """The cluster of the nodes, a task on each; None outside of `applies`.
+
+    The nodes are workers. ``SPARTITO_CHIEF`` makes the first one the chief, and of the last ones
+    ``SPARTITO_PS`` are parameter servers, and ``SPARTITO_EVALUATOR`` the very last one the
+    evaluator. All listen at the first port of ``SPARTITO_PORTS``, or at 29500.
+    """
+    tool = _tool(env)
+    if tool is None:
+        return None
+    nodes, rank = count(env, tool.nodes), count(env, tool.rank)
+    hosts = env.get(tool.addresses, "").split()
+    if len(hosts) != nodes or rank >= nodes:
+        raise UserError(
+            f"{tool.name} says node {rank} of {nodes}, and in {tool.addresses} the addresses of "
+            f"{len(hosts)}: {' '.join(hosts) or 'none'}",
+            "The nodes of the job must reach each other: take a kind of cloud where they do.",
+        )
+    allowed = port_range(env)
+    port = PORT if allowed is None else allowed[0]
+    roles = _roles(env, [address(host, port) for host in hosts], tool.name)
+    check_addresses(roles, tool.name)
+    tasks = [Task(role, index) for role, listed in roles.items() for index in range(len(listed))]
+    return spec_of(roles, tasks[rank], tool.name)
+
+
+def _tool(env: Mapping[str, str]) -> _Tool | None:
+    """The tool that says who we are; what prepares a node has no number yet."""
+    told = (tool for tool in TOOLS if env.get(tool.rank) and env.get(tool.nodes, "1") != "1")
+    return next(told, None)
+
+
+def _roles(
+    env: Mapping[str, str], everyone: Sequence[str], source: str
+) -> dict[str, tuple[str, ...]]:
+    """Who listens where: chief, workers, servers, evaluator, in the order of the nodes."""
+    wanted = {
+        "chief": count(env, ENV_CHIEF, 0),
+        "worker": 0,
+        "ps": count(env, ENV_PS, 0),
+        "evaluator": count(env, ENV_EVALUATOR, 0),
+    }
+    for role, name in (("chief", ENV_CHIEF), ("evaluator", ENV_EVALUATOR)):
+        if wanted[role] > 1:
+            raise UserError(f"{name}={wanted[role]}, but a job has at most one {role}")
+    wanted["worker"] = len(everyone) - sum(wanted.values())
+    if wanted["worker"] < 1:
+        raise UserError(
+            f"{source} has {len(everyone)} nodes, which leaves no worker beside "
+            + ", ".join(f"{number} {role}" for role, number in wanted.items() if number > 0),
+            "Ask for one node more for each task: a node has one.",
+        )
+    rest = iter(everyone)
+    return {
+        role: tuple(next(rest) for _ in range(number)) for role, number in wanted.items() if number
+    }
