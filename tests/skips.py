@@ -28,6 +28,7 @@ KINDS = {
     "data": "a folder of data that is not part of the sources",
     "dev": "a package of the extra 'dev'",
     "ray": "Ray, of the extra 'ray'",
+    "clouds": "SkyPilot and dstack in an environment of their own: scripts/clouds",
     "case": "a case that has nothing to test",
 }
 """What a test may lack, by the word that its skip begins with."""

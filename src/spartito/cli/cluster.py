@@ -1,4 +1,4 @@
-"""The commands ``spartito cluster``: the same job in containers, Kubernetes, and under Slurm."""
+"""The commands ``spartito cluster``: the same job in containers, Kubernetes, Slurm and clouds."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import typer
 
 from spartito.cli.options import Arguments, Target, job_of, taken_from, with_options
 from spartito.errors import UserError
+from spartito.launch.clouds.launcher import Dstack, Sky
 from spartito.launch.containers.launcher import Compose
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.job import JobSpec, Launcher, Program, added_launchers
@@ -17,7 +18,7 @@ from spartito.launch.kubernetes.launcher import Kubernetes
 from spartito.launch.slurm import Slurm
 
 cluster_app = typer.Typer(
-    help="Run a job in containers, in Kubernetes, or under Slurm.\n\n"
+    help="Run a job in containers, in Kubernetes, under Slurm, or in a cloud.\n\n"
     "Example: spartito cluster compose mnist --workers 2 > compose.yaml",
     no_args_is_help=True,
 )
@@ -84,6 +85,8 @@ for _name, _kind in {
     "compose": Compose,
     "kubernetes": Kubernetes,
     "slurm": Slurm,
+    "sky": Sky,
+    "dstack": Dstack,
     **added_launchers(),
 }.items():
     if isinstance(_kind, UserError):

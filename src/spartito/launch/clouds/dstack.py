@@ -1,0 +1,117 @@
+"""The task of dstack, as one would write it by hand; pure, from a job to its text."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator
+from typing import Any
+
+from spartito.launch.clouds.plan import Nodes, text_of
+from spartito.launch.kubernetes.fetch import path_of
+from spartito.launch.written import List, Row
+from spartito.names import ENV_RUN_DIR, ENV_SECRET
+
+SECRET = "spartito_secret"
+"""What the secret is called at dstack's server."""
+
+FETCHED = "/tmp/data"
+"""Where fetched data is in a container."""
+
+ABOUT = {
+    "nodes:": "A node has one task, which finds the others by DSTACK_NODES_IPS.",
+    "groups:": "A node has one task, which finds the others by DSTACK_NODES_IPS. Workers have a "
+    "GPU.",
+    "files:": "The folder of the script, as it is when this is applied.",
+    "volumes:": "What outlives the containers.",
+    "retry:": "Not after an error: dstack cannot tell a mistake (exit code 2) from a lost task "
+    "(69), or one that was told to end (75).",
+}
+"""What stands above a line."""
+
+
+def dstack_file(job: Nodes) -> str:
+    """The file that ``dstack apply`` takes."""
+    document = _document(job)
+    above = {key: text for key, text in ABOUT.items() if key.rstrip(":") in document}
+    return text_of(_heading(job), document, above)
+
+
+def data_of(url: str | None) -> str:
+    """Where the data is in a container."""
+    return "/data" if url is None else FETCHED + path_of(url).removeprefix("/data")
+
+
+def _heading(job: Nodes) -> Iterator[str]:
+    yield f"{job.about} under {job.strategy}: {job.who}, each on a node of dstack."
+    if job.insecure:
+        yield "Insecure: what tasks send is not encrypted (--insecure)."
+    yield ""
+    if job.meets:
+        yield "By a secret the tasks know each other, and encrypt what they send. Make it once:"
+        yield f"  dstack secret set {SECRET} $(openssl rand -hex 32)"
+        yield ""
+    yield "  dstack apply -f .dstack.yml"
+    yield ""
+    told = f"Model and report: the folder {job.name} in {job.out}, which stays. A recipe that "
+    told += "finds a backup there goes on from it: take another --name to begin anew."
+    yield told
+
+
+def _document(job: Nodes) -> dict[str, Any]:
+    found: dict[str, Any] = {"type": "task", "name": job.name, "image": job.image}
+    uneven = job.gpus and len(job.roles.tasks) > job.roles.workers
+    if not uneven and len(job.roles.tasks) > 1:
+        found["nodes"] = len(job.roles.tasks)
+    found["working_dir"] = "/runs"
+    found["env"] = {**job.environment, ENV_RUN_DIR: job.run, **job.snapshots}
+    if job.meets:
+        found["env"][ENV_SECRET] = f"${{{{ secrets.{SECRET} }}}}"
+    if job.scripts is not None:
+        found["files"] = [f"{job.scripts}:/scripts"]
+    found["volumes"] = list(_volumes(job))
+    if uneven:
+        found["groups"] = list(_groups(job))
+    else:
+        found["commands"] = list(_commands(job))
+        found["resources"] = _resources(job, job.gpus)
+    found["spot_policy"] = "spot" if job.spot else "on-demand"
+    found["retry"] = {"on_events": List(["no-capacity", "interruption"]), "duration": "4h"}
+    return found
+
+
+def _groups(job: Nodes) -> Iterator[dict[str, Any]]:
+    """Nodes of one role each, in the order of the tasks."""
+    counts: dict[str, int] = {}
+    for task in job.roles.tasks:
+        counts[task.type] = counts.get(task.type, 0) + 1
+    for role, count in counts.items():
+        yield {
+            "name": role,
+            "nodes": count,
+            "commands": list(_commands(job)),
+            "resources": _resources(job, role == "worker"),
+        }
+
+
+def _volumes(job: Nodes) -> Iterator[str]:
+    yield f"{job.out}:/runs"
+    if data := job.data.folder or job.data.store:
+        yield f"{data}:/data"
+
+
+def _commands(job: Nodes) -> Iterator[str]:
+    yield from job.setup
+    if job.data.url is not None:
+        fetch = "python -m spartito.launch.kubernetes.fetch"
+        yield f"mkdir -p {FETCHED}"
+        yield f"{fetch} {shlex.quote(job.data.url)} {FETCHED}"
+    yield f"exec {job.command}"
+
+
+def _resources(job: Nodes, gpu: bool) -> dict[str, Any]:
+    found: dict[str, Any] = {"cpu": f"{job.cpus}..", "memory": f"{job.memory}GB.."}
+    if gpu:
+        count = Row(count=1) if job.gpu_type is None else Row(name=job.gpu_type, count=1)
+        found["gpu"] = count
+    found["shm_size"] = "1GB"
+    return found
