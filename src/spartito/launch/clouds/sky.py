@@ -146,7 +146,7 @@ def _run(job: Nodes) -> Iterator[str]:
     """The lines of ``run``."""
     yield f"export PATH={_path(job)}"
     yield f"export {ENV_RUN_DIR}={job.run}"
-    if place := job.snapshots.get(ENV_SNAPSHOT_DIR):
-        yield f"export {ENV_SNAPSHOT_DIR}={place}"
+    if folder := job.snapshots.get(ENV_SNAPSHOT_DIR):
+        yield f"export {ENV_SNAPSHOT_DIR}={folder}"
     yield "cd ~"
     yield f"exec {job.command}"
