@@ -133,10 +133,7 @@ def srun(rank: int, **changes: str) -> dict[str, str]:
 
 
 def het(rank: int) -> dict[str, str]:
-    """Task ``rank`` of ``srun --het-group=0,1``: one task on node2, three on node1.
-
-    The list of the step is sorted, the ranks are not.
-    """
+    """Task ``rank`` of ``srun --het-group=0,1``: one on node2, three on node1, in a sorted list."""
     server = rank > 0
     return without(srun(rank), "SLURM_NTASKS_PER_NODE", "SLURM_CPUS_PER_TASK") | {
         "SLURMD_NODENAME": "node1" if server else "node2",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.commands import SPARTITO, eventually
 from tests.launch.jobs import LISTS
 from tests.launch.slurm_cluster import Slurm, missing, slurm_in, write_and_submit
 from tests.skips import skip_if
@@ -190,3 +191,48 @@ def test_nobody_reads_the_secret_from_the_job(slurm: Slurm) -> None:
     assert found["scontrol"] == [False, False, False]
     assert min(found["lengths"]) > 50  # it was shown something
     assert not Path(found["file"]).exists()
+
+
+def test_status_says_how_jobs_go(slurm: Slurm) -> None:
+    (slurm.work / "waits.py").write_text(
+        "import time\nfrom pathlib import Path\n"
+        "end = time.monotonic() + 200\n"
+        "while not Path('go').exists() and time.monotonic() < end:\n    time.sleep(0.1)\n"
+        "raise SystemExit(2)\n"
+    )
+    number = write_and_submit(slurm, "waits", "waits.py")
+    held = slurm.submit("--hold", "--job-name=held", "--wrap=true")
+
+    def says(job: int) -> tuple[int, str]:
+        words = " ".join([*SPARTITO, "cluster", "status", str(job)])
+        *lines, code = slurm.run("sh", "-c", f"{words} 2>&1; echo $?").splitlines()
+        return int(code), "\n".join(lines)
+
+    assert eventually(lambda: "RUNNING" in says(number)[1], 60)
+    code, text = says(number)
+    assert code == 0
+    assert re.match(rf"job {number} \(waits\): RUNNING on node\d, \S+ of 01:00:00\n", text), text
+    assert f"run folder: {slurm.work}/runs/waits" in text
+    said = f"job {held} (held): PENDING\n  JobHeldUser: it is held: scontrol release {held}"
+    assert says(held) == (0, said)
+    (slurm.work / "go").touch()
+    assert slurm.wait(number).code == 2
+    code, text = says(number)
+    assert (code, "exit code 2: a mistake that can be corrected" in text) == (2, True), text
+    slurm.run("scancel", str(held))
+    assert says(999)[0] == 2
+
+
+def test_a_job_that_somebody_ends_does_not_come_again(slurm: Slurm) -> None:
+    (slurm.work / "told.py").write_text(
+        "import signal, sys, time\n"
+        "signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(200)\n"
+    )
+    number = write_and_submit(slurm, "ended", "told.py")
+    output = slurm.work / f"ended-{number}.out"
+    assert eventually(lambda: output.exists() and "ready" in output.read_text(), 60)
+    slurm.run("scancel", str(number))
+    job = slurm.wait(number)
+    assert (job.state, job.restarts) == ("CANCELLED", 0), job.text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -80,12 +81,17 @@ def test_a_running_job_shows_its_tasks(work: Path, capsys: pytest.CaptureFixture
     ]
     tasks = work / "runs/mnist-12/tasks"
     tasks.mkdir(parents=True)
-    record = {"task": "worker 0", "pid": 1, "began": 1.0, "time": 2.0, "phase": "forward"}
-    record |= {"step": 1207, "steps_per_second": 1.0, "waiting": 0.5, "data": 0.0, "memory": 1}
-    (tasks / "worker-0.now").write_text(json.dumps(record))
-    code, text = status(capsys)
-    assert code == 69  # it has said nothing for years
-    assert "worker 0  silent  1,207" in text
+    record = {"task": "worker 0", "pid": 1, "began": 1.0, "phase": "forward", "step": 1207}
+    record |= {"steps_per_second": 1.0, "waiting": 0.5, "data": 0.0, "memory": 1}
+    for ago, expected, said in (
+        (60, 69, "worker 0  silent  1,207"),
+        (-60, 0, "worker 0  forward  1,207"),
+        (3600, 0, "run folder"),  # the turn before this one
+    ):
+        (tasks / "worker-0.now").write_text(json.dumps(record | {"time": time.time() - ago}))
+        code, text = status(capsys)
+        assert (code, said in text) == (expected, True), text
+        assert ("worker 0" in text) == (ago < 3600)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,10 @@ def status(number: str) -> int:
     for job in jobs:
         print("\n".join(job.lines()), flush=True)
         run = job.run_dir
-        if run is None or job.waits or run in shown or not (found := statuses(run)):
+        if run is None or job.waits or run in shown:
+            continue
+        found = [one for one in statuses(run) if job.ended or one.age <= job.seconds]
+        if not found:  # nothing yet, or only what an earlier turn of the job left
             continue
         shown.add(run)
         silent |= not job.ended and any(one.shown_phase == "silent" for one in found)

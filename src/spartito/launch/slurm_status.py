@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, EXIT_USER, UserError
+from spartito.launch.slurm_values import time_seconds
 from spartito.names import ENV_RUN_DIR
 
 JOB = re.compile(r"\d+(?:[_+]\d+)?")
@@ -99,6 +100,11 @@ class JobState:
     def ended(self) -> bool:
         """Whether it is over."""
         return self.state not in (*GOING, *WAITING)
+
+    @property
+    def seconds(self) -> float:
+        """How long it has run in this turn."""
+        return float(time_seconds(self.elapsed) or 0) if self.elapsed else 0.0
 
     @property
     def exit_code(self) -> int:
