@@ -8,20 +8,15 @@ and the final accuracy on the digits.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median, pstdev
 
 from benchmarks.common import Figure, Windows, announce, conclude, parser, positive, progress, rates
-from benchmarks.launching import ROOT, run_quietly
+from benchmarks.killing import run_killing
+from benchmarks.launching import run_quietly
 
 GROUPS, LOCAL_BATCH = 3, 32
 DECOUPLED = json.dumps({"groups": GROUPS, "every": 20})
@@ -35,7 +30,6 @@ SIDES = {
 SLOW = ("--slow", f"worker:{GROUPS - 1}=0.25")
 TARGET = 2.0
 VICTIM = f"worker-{GROUPS - 1}"
-LIMIT = 110.0
 
 
 def main() -> None:
@@ -114,42 +108,17 @@ def killed(given: argparse.Namespace) -> list[Figure]:
 def training(seed: int, epochs: int, kills: bool) -> tuple[float, float, int]:
     """Validation accuracy, the longest step of another, merges of the last group at the end."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *(sys.executable, "-m", "spartito", "run", "--workers", str(GROUPS)),
-            *(*SIDES["decoupled"], "-m", "benchmarks.jobs.decoupled", str(epochs), str(seed)),
+        words = [
+            *("--workers", str(GROUPS), *SIDES["decoupled"]),
+            *("-m", "benchmarks.jobs.decoupled", str(epochs), str(seed)),
         ]
-        env = {**os.environ, "BENCHMARK_FOLDER": folder, "SPARTITO_SNAPSHOT_DIR": folder}
-        out = Path(folder, "out.txt")
-        with out.open("w") as file:
-            job = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
-            try:
-                if kills:
-                    kill(Path(folder), job)
-                code = job.wait(LIMIT)
-            finally:
-                if job.poll() is None:
-                    job.terminate()
-                    job.wait(30.0)
-        if code:
-            sys.exit(f"the job ended with {code}:\n{out.read_text()[-4000:]}")
+        run_killing(words, Path(folder), VICTIM if kills else None, [VICTIM], 1.0)
         others = [Path(folder, f"worker-{index}.json") for index in range(1, GROUPS - 1)]
         steps = [pairwise(json.loads(path.read_text())) for path in others]
         history = json.loads(Path(folder, "history.json").read_text())
     pause = max(after - before for each in steps for before, after in each)
     merges = history[f"merges_of_group_{GROUPS - 1}"][-1]
     return history["val_accuracy"][-1], pause, int(merges)
-
-
-def kill(folder: Path, job: subprocess.Popen[bytes]) -> None:
-    """End the last group once it has trained for a second."""
-    end = time.monotonic() + LIMIT
-    while not Path(folder, f"{VICTIM}.began").exists():
-        if job.poll() is not None or time.monotonic() > end:
-            sys.exit(f"the job did not begin:\n{Path(folder, 'out.txt').read_text()[-4000:]}")
-        time.sleep(0.02)
-    time.sleep(1.0)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int(Path(folder, f"{VICTIM}.pid").read_text()), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -6,25 +6,18 @@ the longest pause of the other worker.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import signal
-import subprocess
-import sys
 import tempfile
-import time
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
 
 from benchmarks.common import Figure, announce, conclude, parser, positive
-from benchmarks.launching import ROOT
+from benchmarks.killing import run_killing
 
 WORKERS = 2
 AFTER = 6.0
 """Seconds after the kill that are looked at."""
-LIMIT = 110.0
 TARGETS = {"ps-0": 3.0, "ps-1": 3.0, "worker-1": 0.1}
 """Who is killed, and the seconds to reach."""
 NAMES = {"ps-0": "primary", "ps-1": "backup", "worker-1": "worker"}
@@ -62,24 +55,12 @@ def main() -> None:
 def turn(victim: str, epochs: int) -> tuple[float, float, int, int]:
     """Longest pause after the kill, and as long before it; updates lost, doubled."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [
-            *(sys.executable, "-m", "spartito", "run", "--strategy", "parameter_server"),
-            *("--workers", str(WORKERS), "--ps", "2", "--chief"),
+        words = [
+            *("--strategy", "parameter_server", "--workers", str(WORKERS), "--ps", "2", "--chief"),
             *("-m", "benchmarks.jobs.lost_task", str(epochs)),
         ]
-        env = {**os.environ, "BENCHMARK_FOLDER": folder, "SPARTITO_SNAPSHOT_DIR": folder}
-        out = Path(folder, "out.txt")
-        with out.open("w") as file:
-            job = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
-            try:
-                when = kill(Path(folder), victim, job)
-                code = job.wait(LIMIT)
-            finally:
-                if job.poll() is None:
-                    job.terminate()
-                    job.wait(30.0)
-        if code:
-            sys.exit(f"the job ended with {code}:\n{out.read_text()[-4000:]}")
+        workers = [f"worker-{index}" for index in range(WORKERS)]
+        when = run_killing(words, Path(folder), victim, workers, AFTER / 2)
         times = [
             json.loads(path.read_text()) for path in Path(folder).glob("worker-*.json")
             if path.stem != victim
@@ -89,20 +70,6 @@ def turn(victim: str, epochs: int) -> tuple[float, float, int, int]:
     before = max(longest(own, when - AFTER / 2, when) for own in times)
     lost = counts["expected"] - counts["work_items"] + counts["lost"]
     return after, before, lost, counts["updates"] - counts["work_items"]
-
-
-def kill(folder: Path, victim: str, job: subprocess.Popen[bytes]) -> float:
-    """Kill a task once all have trained for a while; returns when."""
-    end = time.monotonic() + LIMIT
-    while len(list(folder.glob("*.began"))) < WORKERS:
-        if job.poll() is not None or time.monotonic() > end:
-            sys.exit(f"the job did not begin:\n{Path(folder, 'out.txt').read_text()[-4000:]}")
-        time.sleep(0.02)
-    time.sleep(AFTER / 2)
-    when = time.monotonic()
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int(Path(folder, f"{victim}.pid").read_text()), signal.SIGKILL)
-    return when
 
 
 def longest(times: list[float], begin: float, end: float) -> float:

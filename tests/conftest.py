@@ -29,6 +29,9 @@ settings.load_profile("patient")
 MANY = 200
 """A file with so many tests takes minutes."""
 
+PROGRAMS = {"Commands", "commands_in", "subprocess"}
+"""What modules import whose tests start programs: these take longer than their number says."""
+
 torch.set_num_threads(1)  # several would wait for each other, spinning, where all cores are busy
 
 
@@ -52,16 +55,17 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes long first (containers, nodes, whole jobs, files with many tests).
+    """What takes long first: containers, nodes, whole jobs, many tests; then what starts programs.
 
     Each file is one worker's, so in the end none is left alone with a long one.
     """
     count = Counter(item.path for item in items)
 
-    def order(item: pytest.Item) -> tuple[bool, int]:
+    def order(item: pytest.Item) -> tuple[bool, bool, int]:
         marks = {mark.name for mark in item.iter_markers()}
         whole = bool(marks & {"docker", "slurm"}) or item.path.stem.endswith("_integration")
-        return not whole and count[item.path] < MANY, -count[item.path]
+        starts = not PROGRAMS.isdisjoint(vars(getattr(item, "module", object)))
+        return not whole and count[item.path] < MANY, not starts, -count[item.path]
 
     items.sort(key=order)
 

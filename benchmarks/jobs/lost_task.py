@@ -26,7 +26,8 @@ class Timed(sp.ParameterServerStrategy):
         """As the strategy's own."""
         found = super().step(*args, **options)
         if not self.times:
-            Path(os.environ["BENCHMARK_FOLDER"], f"{self.task.index}.began").touch()
+            name = f"{self.task.type}-{self.task.index}.began"
+            Path(os.environ["BENCHMARK_FOLDER"], name).touch()
         self.times.append(time.monotonic())
         return found
 

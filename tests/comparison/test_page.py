@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
@@ -17,51 +16,12 @@ from spartito.comparison.report.results import comparison
 from spartito.comparison.report.table import bars, table
 from spartito.errors import UserError
 from tests.comparison.made_runs import everything, failed, history, record, run, server, workers
-
-VOID = {"meta", "br", "hr", "img", "input", "link"}
-
-
-class Checker(HTMLParser):
-    """Notes tags that are not closed in order, every id and address, and the cells of tables."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-        self.tags: set[str] = set()
-        self.rows: list[list[str]] = []
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.open += [] if tag in VOID else [tag]
-        if tag == "tr":
-            self.rows.append([])
-        if tag in ("td", "th"):
-            self.rows[-1].append("")
-        for name, value in attrs:
-            self.ids += [value or ""] if name == "id" else []
-            self.addresses += [value or ""] if name in ("href", "src", "xlink:href") else []
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open = self.open[:-1] if tag not in VOID else self.open
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
-
-    def handle_data(self, data: str) -> None:
-        if {"td", "th"} & set(self.open):
-            self.rows[-1][-1] += data.strip()
+from tests.pages import Checker, checked
 
 
 def check(made: dict[str, Any]) -> tuple[str, Checker]:
     text = render_comparison(made)
-    checker = Checker()
-    checker.feed(text)
-    checker.close()
-    assert checker.open == []
-    return text, checker
+    return text, checked(text)
 
 
 def test_the_page_stands_alone() -> None:

@@ -19,6 +19,7 @@ from spartito.launch.hosts.plan import Plan
 from spartito.launch.hosts.ssh import Ssh
 from spartito.launch.roles import Roles
 from spartito.launch.slurm_file import batch_file
+from tests.commands import LEAN
 from tests.launch.jobs import LISTS, plan_batch, plan_containers
 
 LIMIT = 120.0
@@ -56,6 +57,7 @@ def test_no_file_log_command_line_or_environment_of_a_job_has_its_secret(tmp_pat
     (tmp_path / "train.py").write_text(LISTS + TRAINS)
     words = ["--workers=2", "--recover", "--slow=worker:1=0.9", "--log-dir=logs", "train.py"]
     env = {"SPARTITO_SECRET": SECRET, "SPARTITO_TLS": "on", "SPARTITO_RUN_DIR": "run"}
+    env["PYTHONPATH"] = os.pathsep.join([str(LEAN), *filter(None, [ENV.get("PYTHONPATH")])])
     got = subprocess.run(
         [sys.executable, "-m", "spartito", "run", *words],
         capture_output=True, cwd=tmp_path, env=ENV | env, timeout=LIMIT,

@@ -3,7 +3,6 @@ from __future__ import annotations
 import json
 import math
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -11,45 +10,11 @@ import pytest
 from spartito.errors import UserError
 from spartito.report import write_report
 from spartito.report.page import best_epoch, charts, headline, read_run
-
-VOID = {"meta", "br", "hr", "img", "input", "link"}
-
-
-class Checker(HTMLParser):
-    """Notes tags that are not closed in order, and every id and address."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-        self.ids: list[str] = []
-        self.addresses: list[str] = []
-        self.tags: set[str] = set()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.add(tag)
-        self.open += [] if tag in VOID else [tag]
-        for name, value in attrs:
-            self.ids += [value or ""] if name == "id" else []
-            self.addresses += [value or ""] if name in ("href", "src", "xlink:href") else []
-
-    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.handle_starttag(tag, attrs)
-        self.open = self.open[:-1] if tag not in VOID else self.open
-
-    def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+from tests.pages import checked
 
 
 def page(folder: Path) -> str:
     return write_report(folder).read_text()
-
-
-def check(text: str) -> Checker:
-    checker = Checker()
-    checker.feed(text)
-    checker.close()
-    assert checker.open == []
-    return checker
 
 
 def history(folder: Path, *lines: str) -> Path:
@@ -60,7 +25,7 @@ def history(folder: Path, *lines: str) -> Path:
 
 def test_the_page_stands_alone(run_dir: Path) -> None:
     text = page(run_dir)
-    checker = check(text)
+    checker = checked(text)
     assert "http" not in text
     assert "@import" not in text
     assert "script" not in checker.tags
@@ -112,7 +77,7 @@ def test_what_the_user_wrote_is_escaped(run_dir: Path) -> None:
     (run_dir / "config.json").write_text(json.dumps(config))
     line = {"epoch": 1, "step": 1, "loss": 1.0, "<i>m</i>": 0.5}
     text = page(history(run_dir, json.dumps(line)))
-    checker = check(text)
+    checker = checked(text)
     assert "script" not in checker.tags
     assert "<b>bold" not in text
     assert "<i>m</i>" not in text
@@ -120,7 +85,7 @@ def test_what_the_user_wrote_is_escaped(run_dir: Path) -> None:
 
 def test_no_epoch_yet(run_dir: Path) -> None:
     text = page(history(run_dir))
-    check(text)
+    checked(text)
     assert "No epoch has ended yet." in text
     assert "<svg" not in text
     assert "MnistMLP" in text
@@ -128,18 +93,18 @@ def test_no_epoch_yet(run_dir: Path) -> None:
 
 def test_one_epoch_has_points(run_dir: Path) -> None:
     text = page(history(run_dir, '{"epoch": 1, "step": 5, "loss": 0.5, "val_loss": 0.6}'))
-    check(text)
+    checked(text)
     assert text.count("<svg") == 1
     assert "best validation loss" in text
 
 
 def test_settings_alone_and_history_alone(run_dir: Path) -> None:
     (run_dir / "history.jsonl").unlink()
-    check(page(run_dir))
+    checked(page(run_dir))
     (run_dir / "config.json").unlink()
     history(run_dir, '{"epoch": 1, "step": 5, "loss": 0.5}')
     text = page(run_dir)
-    check(text)
+    checked(text)
     assert "<h1>mnist-2</h1>" in text
     assert "<h2>Cluster</h2>" not in text
     assert "<h2>Settings</h2>" not in text
@@ -149,7 +114,7 @@ def test_settings_alone_and_history_alone(run_dir: Path) -> None:
 @pytest.mark.parametrize("config", ["", "[]", '{"cluster": {"tasks": {"worker": null}}}', "{"])
 def test_settings_that_say_little(run_dir: Path, config: str) -> None:
     (run_dir / "config.json").write_text(config)
-    check(page(run_dir))
+    checked(page(run_dir))
 
 
 def test_values_that_are_no_numbers(tmp_path: Path) -> None:
@@ -160,7 +125,7 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
         '{"epoch": 3, "step": 3, "loss": 0.4, "accuracy": null, "val_loss": 0.5, "note": "x"}',
     )
     text = page(folder)
-    check(text)
+    checked(text)
     assert "NaN" in text
     assert "∞" in text
     assert best_epoch(read_run(folder)) == (2, "val_loss")
@@ -168,7 +133,7 @@ def test_values_that_are_no_numbers(tmp_path: Path) -> None:
 
 def test_a_loss_that_is_never_a_number_draws_nothing(tmp_path: Path) -> None:
     text = page(history(tmp_path / "run", '{"epoch": 1, "step": 1, "loss": NaN}'))
-    check(text)
+    checked(text)
     assert "<svg" not in text
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.commands import LEAN
 from tests.skips import skip
 
 LIMIT = 90.0
@@ -78,7 +80,9 @@ def notebook(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Notebook]:
         "-f",
         "{connection_file}",
     ]
-    manager.start_kernel(cwd=str(tmp_path_factory.mktemp("notebook")))
+    path = os.pathsep.join([str(LEAN), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    manager.start_kernel(cwd=str(tmp_path_factory.mktemp("notebook")), env=env)
     client = manager.blocking_client()
     client.start_channels()
     try:
