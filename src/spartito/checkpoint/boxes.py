@@ -119,6 +119,19 @@ class SpanCut:
         return found
 
 
+@dataclass(frozen=True, eq=False)
+class Part:
+    """A task's part of a tensor, in a state that is to be saved.
+
+    Args:
+        tensor: What the task has.
+        cut: Which part it is.
+    """
+
+    tensor: Tensor
+    cut: Cut
+
+
 def boxes_of_span(shape: tuple[int, ...], start: int, stop: int) -> list[Box]:
     """The fewest boxes that are the elements ``start`` to ``stop`` of a tensor, in their order."""
     if start >= stop:

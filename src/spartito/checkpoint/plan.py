@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from spartito.checkpoint.boxes import Box, Cut, gap
+from spartito.checkpoint.boxes import Box, Cut, Part, gap
 from spartito.checkpoint.parts import Slot, arrange, file_name
 from spartito.errors import UserError
 from spartito.storage.stream import CODES, DTYPES
@@ -31,13 +31,14 @@ class Local:
 
         Args:
             section: Its name.
-            state: A nested tree of plain values and tensors.
+            state: A nested tree of plain values, tensors and `Part`s of tensors.
             cuts: By the ids of tensors in it, how those are cut that are not whole.
 
         Raises:
             UserError: If something in it cannot be saved.
         """
-        tree, tensors = pack_state(state, section)
+        found = dict(cuts)
+        tree, tensors = pack_state(_bare(state, found), section)
         for name, tensor in tensors.items():
             check_tensor(name, tensor)
         aliases = same_tensors(tensors)
@@ -45,7 +46,7 @@ class Local:
         for name, tensor in tensors.items():
             if name in aliases:
                 continue
-            shape, parts = _parts(tensor, cuts.get(id(tensor)))
+            shape, parts = _parts(tensor, found.get(id(tensor)))
             slots |= {Slot(name, shape, tensor.dtype, box): part for box, part in parts}
         return cls(tree, slots, aliases)
 
@@ -56,6 +57,16 @@ class Local:
             "aliases": dict(self.aliases),
             "slots": [[s.name, s.shape, CODES[s.dtype], *s.box] for s in self.tensors],
         }
+
+
+def _bare(state: Any, cuts: dict[int, Cut]) -> Any:
+    """A nested state with tensors in place of `Part`s, whose cuts are noted."""
+    if isinstance(state, Part):
+        cuts[id(state.tensor)] = state.cut
+        return state.tensor
+    if isinstance(state, dict):
+        return {key: _bare(value, cuts) for key, value in state.items()}
+    return [_bare(value, cuts) for value in state] if isinstance(state, list) else state
 
 
 def _parts(tensor: Tensor, cut: Cut | None) -> tuple[tuple[int, ...], list[tuple[Box, Tensor]]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,48 @@ class Whole(Mapping[str, Tensor]):
 
     def __getitem__(self, name: str) -> Tensor:
         return self._tensors.read(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._tensors.names)
+
+    def __len__(self) -> int:
+        return len(self._tensors.names)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a state that is read when somebody says how much of it is wanted.
+
+    Args:
+        tensors: Those of its section.
+        name: Its own.
+    """
+
+    tensors: Tensors
+    name: str
+
+    def read(self, cut: Cut | None = None) -> Tensor:
+        """Its values; not to be written to.
+
+        Args:
+            cut: What a task has of the parameter that it belongs to; None: all.
+
+        Returns:
+            That part of a tensor of the parameter's shape; any other one whole.
+        """
+        if cut is None or self.tensors.shape(self.name) != cut.shape:
+            return self.tensors.read(self.name)
+        return read_cut(self.tensors, self.name, cut)
+
+
+class Unread(Mapping[str, Any]):
+    """Tensors that are read later: a `Stored` in place of each."""
+
+    def __init__(self, tensors: Tensors) -> None:
+        self._tensors = tensors
+
+    def __getitem__(self, name: str) -> Stored:
+        return Stored(self._tensors, name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors.names)

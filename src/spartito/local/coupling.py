@@ -10,50 +10,44 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
-from zlib import crc32
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from spartito.engine.checksum import OTHER_VALUES, different, outliers, rounding_id
 from spartito.engine.gradients import Number, same
-from spartito.engine.optimizers import unwrap
-from spartito.errors import UserError
 from spartito.local.flight import Flight
-from spartito.local.joined import JoinedGroups
 from spartito.local.outer import OuterFactory, load_outer_state, make_outer, outer_state
 from spartito.local.plan import EQUAL
 from spartito.local.sending import Exchange, Whole
 from spartito.local.since import Meetings, Since
+from spartito.local.values import Values, copy
+
+SQUARE = 3
+"""Which of a meeting's numbers is the square of a distance."""
 
 
 class Coupling:
     """The groups of one prepared model, seen from one task.
 
     Args:
-        model: Prepared.
+        values: What this task has of it.
         outer: Makes the outer optimizer.
         weights: One of `spartito.local.plan.WEIGHTS`.
-        world: All tasks, by their groups.
-        exchange: How leaders add up what their groups have moved.
+        exchange: How those who speak for groups add up what these have moved.
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        outer: OuterFactory,
-        weights: str,
-        world: JoinedGroups,
-        exchange: Exchange,
+        self, values: Values, outer: OuterFactory, weights: str, exchange: Exchange
     ) -> None:
         self.since, self.meetings = Since(), Meetings()
         self.flight: Flight | None = None
         self._is_mixed = False  # since the last meeting, which has left the groups apart
-        self._model, self._factory = model, outer
-        self._is_equal, self._world, self._exchange = weights == EQUAL, world, exchange
-        self._tensors: list[nn.Parameter] = []
+        self._values, self._factory = values, outer
+        self._is_equal, self._exchange = weights == EQUAL, exchange
         self._aside: list[Tensor] = []
+        self._copies: list[nn.Parameter] = []
+        self._outer: Optimizer | None = None
         self._begin()
 
     @property
@@ -73,8 +67,8 @@ class Coupling:
 
     @property
     def is_leader(self) -> bool:
-        """Whether this task speaks for its group."""
-        return self._world.is_leader
+        """Whether this task is the first of its group."""
+        return self._values.world.is_leader
 
     @property
     def nbytes(self) -> int:
@@ -112,23 +106,17 @@ class Coupling:
         Raises:
             UserError: If the outer optimizer cannot have them.
         """
-        if same(parameters, self._tensors):
+        values = self._values
+        if same(parameters, values.parameters):
             return
-        outer = self._outer
-        states = (
-            {}
-            if outer is None
-            else {
-                id(parameter): outer.state[copy]
-                for parameter, copy in zip(self._tensors, self._copies, strict=True)
-                if copy in outer.state
-            }
-        )
-        self._tensors = list(parameters)
+        state = {} if self._outer is None else self._outer.state
+        before = zip(map(id, values.parameters), self._copies, strict=False)
+        states = {key: state[own] for key, own in before if own in state}
+        values.follow(parameters)
         self._begin()
-        for parameter, copy in zip(self._tensors, self._copies, strict=False):
+        for parameter, own in zip(values.parameters, self._copies, strict=False):
             if self._outer is not None and id(parameter) in states:
-                self._outer.state[copy] = states[id(parameter)]
+                self._outer.state[own] = states[id(parameter)]
 
     def count(self, weight: Number, asked: bool) -> None:
         """Take note of an update.
@@ -152,21 +140,21 @@ class Coupling:
             UserError: If a replica has other values than the rest of its group.
             TaskLostError: If a task is lost.
         """
-        self._compare()
+        self._values.agree()
         since, self.since = self.since, Since()
         share = self._share(since.weight)
         numbers = torch.tensor([0.0, share, float(since.asked), 0.0], dtype=torch.float64)
         self.flight = flight = Flight(since.weight, numbers, due)
-        if self._world.is_leader:
+        if self._values.speaks:
             flight.moved = self._difference()
-            far = float(torch.linalg.vector_norm(flight.moved, dtype=torch.float64))
-            numbers[3] = share * far**2
-            flight.depart(self._exchange, self._world.line)
+            numbers[SQUARE] = share * _square(flight.moved)
+            flight.depart(self._exchange, self._values.world.line)
 
     def settle(self) -> None:
         """Wait for the exchange that is under way, if there is one; all tasks call it."""
         if (flight := self.flight) is not None:
-            self._world.across(lambda: self._land(flight), flight.numbers)
+            self._values.across(lambda: self._land(flight), flight.numbers)
+            self._keep_square(flight)
 
     def end(self, mixing: float = 0.0) -> bool:
         """Merge what the groups had when `begin` took it; all tasks call it after the same update.
@@ -190,22 +178,21 @@ class Coupling:
             if not total:  # nobody had an example
                 return
             moved.div_(total)
-            mean = float(torch.linalg.vector_norm(moved, dtype=torch.float64)) ** 2
-            numbers[3] = max(0.0, numbers[3].item() / total - mean) ** 0.5
+            numbers[SQUARE] = numbers[SQUARE] / total - _square(moved)
             if self._outer is None:  # nothing learns
                 return
-            for copy, part in zip(self._copies, self._views(moved), strict=True):
-                copy.grad = part
+            for own, part in zip(self._copies, self._values.views(moved), strict=True):
+                own.grad = part
             self._outer.step()
             self._outer.zero_grad()
 
-        self._world.across(merge, numbers)
-        self._give(self._start, mixing)
+        self._values.across(merge, numbers)
+        self._values.give(self._start, mixing)
         self._is_mixed = mixing > 0
         if not mixing:  # what was done meanwhile is gone
             self.since = Since(asked=self.since.asked)
         self.meetings.count += 1
-        self.meetings.drift += numbers[3].item()
+        self.meetings.drift += max(0.0, numbers[SQUARE].item()) ** 0.5
         return bool(numbers[2])
 
     def show(self) -> bool:
@@ -216,7 +203,9 @@ class Coupling:
         """
         if not self.is_apart or self._aside:
             return False
-        self._aside = [parameter.detach().clone() for parameter in self._tensors]
+        values = self._values
+        values.agree()
+        self._aside = [tensor.detach().clone() for tensor in values.tensors]
         share = self._share(self._weight)
         numbers = torch.tensor([0.0, share], dtype=torch.float64)
         merged = self._start
@@ -224,16 +213,16 @@ class Coupling:
         def mean() -> None:
             nonlocal merged
             moved = self._difference()
-            Whole().add(moved, numbers[1:], self._world.between)
+            Whole().add(moved, numbers[1:], values.between)
             if total := numbers[1].item():
                 merged = self._start - moved.div_(total)
 
-        self._world.across(mean, numbers)
-        self._give(merged)
+        values.across(mean, numbers)
+        values.give(merged)
         return True
 
     def take_back(self) -> bool:
-        """Put one's own values back in place.
+        """Put one's own values back in place; all tasks call it.
 
         Returns:
             Whether anything changed.
@@ -241,7 +230,7 @@ class Coupling:
         if not self._aside:
             return False
         aside, self._aside = self._aside, []
-        _copy(self._tensors, aside)
+        self._values.put(aside)
         return True
 
     def restart(self) -> None:
@@ -254,11 +243,11 @@ class Coupling:
 
     def own_state(self) -> dict[str, Any]:
         """What this group alone has between meetings, for a checkpoint."""
-        values = self._aside or [parameter.detach() for parameter in self._tensors]
-        own = dict(zip(self._names, values, strict=True)) if self.is_apart else {}
+        values = self._aside or [tensor.detach() for tensor in self._values.tensors]
+        own = self._values.named(values) if self.is_apart else {}
         state = {"model": own, "weight": float(self.since.weight), "asked": self.since.asked}
-        if self._world.is_leader:
-            state["nbytes"] = self.meetings.nbytes
+        if self._values.speaks:
+            state["nbytes"] = {str(self._values.world.inside.rank): self.meetings.nbytes}
         if self._exchange.error.numel():
             state["error"] = self._named(self._exchange.error)
         if self.flight is not None:
@@ -273,7 +262,10 @@ class Coupling:
             "mixed": self._is_mixed,
         }  # fmt: skip
         if self._outer is not None:
-            state |= {"outer": self._outer_state(), "start": self._named(self._start)}
+            names = dict(zip(map(id, self._copies), self._values.names, strict=True))
+            outer = outer_state(self._outer, names)
+            outer["state"] = self._values.named_state(outer["state"])
+            state |= {"outer": outer, "start": self._named(self._start)}
         if (flight := self.flight) is not None:
             state |= {"due": flight.due, "numbers": flight.numbers.tolist()}
             if self._outer is not None:
@@ -286,49 +278,35 @@ class Coupling:
         Args:
             common: What `common_state` returned.
             own: What `own_state` returned in this group; None where there were other groups:
-                they begin from the merged values.
+                they begin from the merged values. Tensors of both are `Stored`.
 
         Raises:
             UserError: The outer optimizer is another one.
         """
         self.restart()
-        if "outer" in common:
-            self._load_outer(common["outer"])
+        values = self._values
+        if "outer" in common and self._outer is not None:
+            saved = {**common["outer"], "state": values.read_state(common["outer"]["state"])}
+            self._outer = make_outer(self._factory, self._copies, values.is_divided)
+            load_outer_state(self._outer, dict(zip(values.names, self._copies, strict=True)), saved)
         if own is None:
             return
         if own["model"]:
-            _copy(self._tensors, [own["model"][name] for name in self._names])
+            values.fill(values.read(own["model"]))
         if self._outer is not None and "start" in common:
-            _copy(self._copies, [common["start"][name] for name in self._names])
+            copy(self._copies, values.read(common["start"]))
         if self._outer is not None and "error" in own:
-            self._exchange.error = torch.zeros_like(self._start)
-            parts = self._views(self._exchange.error)
-            _copy(parts, [own["error"][name] for name in self._names])
+            self._exchange.error = self._flat(own["error"])
         self.since = Since(common["updates"], own["weight"], own["asked"])
         self._is_mixed = common["mixed"]
         if "due" in common:
             numbers = torch.tensor(common["numbers"], dtype=torch.float64)
             self.flight = flight = Flight(own["in_flight"], numbers, common["due"], landed=True)
+            self._keep_square(flight)
             if self._outer is not None:
-                flight.moved = torch.empty_like(self._start)
-                _copy(self._views(flight.moved), [common["moved"][name] for name in self._names])
-        nbytes = own["nbytes"] if self._world.is_leader else 0
+                flight.moved = self._flat(common["moved"])
+        nbytes = sum(own["nbytes"].values()) if self.is_leader else 0
         self.meetings = Meetings(common["meetings"], common["drift"], nbytes)
-
-    @property
-    def _names(self) -> list[str]:
-        """The user's names of what learns."""
-        names = {id(p): name for name, p in unwrap(self._model).named_parameters()}
-        return [names[id(parameter)] for parameter in self._tensors]
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        dtype = torch.float32
-        for parameter in self._tensors:
-            dtype = torch.promote_types(dtype, parameter.dtype)
-        if dtype.is_complex:
-            raise UserError("complex parameters in groups that train apart", "Use real ones.")
-        return dtype
 
     @property
     def _weight(self) -> Number:
@@ -339,79 +317,44 @@ class Coupling:
         return float(weight > 0) if self._is_equal else float(weight)
 
     def _land(self, flight: Flight) -> None:
-        self.meetings.nbytes += flight.land(self._world.line, self._world.between)
+        self.meetings.nbytes += flight.land(self._values.world.line, self._values.between)
+
+    def _keep_square(self, flight: Flight) -> None:
+        """One task of a group goes on with the sum of its squares: it is added up once more."""
+        if not self.is_leader:
+            flight.numbers[SQUARE] = 0.0
 
     def _begin(self) -> None:
-        """Begin to follow these parameters; leaders keep where they start."""
+        """Begin to follow the parameters; those who speak keep where they start."""
+        values = self._values
         self._exchange.error = torch.empty(0)
-        self._numel = sum(parameter.numel() for parameter in self._tensors)
-        self._copies: list[nn.Parameter] = []
-        self._outer: Optimizer | None = None
-        dtype = self._dtype
-        self._start = torch.empty(0, dtype=dtype)
-        if self._world.is_leader:
-            self._start = torch.empty(self._numel, dtype=dtype)
-            self._copies = [nn.Parameter(part) for part in self._views(self._start)]
+        self._copies, self._outer = [], None
+        self._start = torch.empty(0, dtype=values.dtype)
+        if values.speaks:
+            self._start = torch.empty(values.numel, dtype=values.dtype)
+            self._copies = [nn.Parameter(part) for part in values.views(self._start)]
             self._fill_start()
-            self._outer = make_outer(self._factory, self._copies) if self._copies else None
+            if self._copies:
+                self._outer = make_outer(self._factory, self._copies, values.is_divided)
 
     def _fill_start(self) -> None:
-        _copy(self._copies, self._tensors)
-
-    def _views(self, flat: Tensor) -> list[Tensor]:
-        parts = flat.split([p.numel() for p in self._tensors]) if self._tensors else ()
-        return [part.view(p.shape) for part, p in zip(parts, self._tensors, strict=True)]
+        copy(self._copies, self._values.tensors)
 
     def _difference(self) -> Tensor:
-        """On a leader, how far the group moved away from the start."""
+        """On who speaks, how far the group moved away from the start."""
         moved = torch.empty_like(self._start)
-        _copy(self._views(moved), self._aside or self._tensors)
+        copy(self._values.views(moved), self._aside or self._values.tensors)
         return torch.sub(self._start, moved, out=moved)
 
-    def _named(self, flat: Tensor) -> dict[str, Tensor]:
-        return dict(zip(self._names, self._views(flat), strict=True))
+    def _named(self, flat: Tensor) -> dict[str, Any]:
+        return {**self._values.named(self._values.views(flat))}
 
-    def _give(self, values: Tensor, mixing: float = 0.0) -> None:
-        """The leader's values to all of its group, who keep some of their own."""
-        inside = self._world.inside
-        if not self._numel:
-            return
-        if not self._world.is_leader:
-            values = values.new_empty(self._numel)
-        if inside.world_size > 1:
-            self._world.within(lambda: inside.broadcast(values))
-        views = self._views(values)
-        if mixing:
-            own = [p.detach().to(values.dtype) for p in self._tensors]
-            views = [view.lerp(p, mixing) for view, p in zip(views, own, strict=True)]
-        _copy(self._tensors, views)
-
-    def _compare(self) -> None:
-        """Refuse a replica that has other values than its group: they would be overwritten."""
-        inside = self._world.inside
-        if inside.world_size == 1 or not self._tensors:
-            return
-        norms = torch._foreach_norm([p.detach() for p in self._tensors], 2, dtype=torch.float64)
-        mine = crc32(torch.stack(norms).numpy().tobytes())
-        told = torch.tensor([mine, rounding_id(torch.device("cpu"))])
-        found = [each.tolist() for each in self._world.within(lambda: inside.all_gather(told))]
-        values, rounds = zip(*found, strict=True)
-        if (unlike := outliers(values)) and len(set(rounds)) == 1:
-            raise different(inside, unlike, *OTHER_VALUES)
-
-    def _outer_state(self) -> dict[str, Any]:
-        assert self._outer is not None, "a leader"
-        names = dict(zip(map(id, self._copies), self._names, strict=True))
-        return outer_state(self._outer, names)
-
-    def _load_outer(self, saved: Mapping[str, Any]) -> None:
-        if self._outer is not None:
-            self._outer = make_outer(self._factory, self._copies)
-            load_outer_state(self._outer, dict(zip(self._names, self._copies, strict=True)), saved)
+    def _flat(self, saved: Mapping[str, Any]) -> Tensor:
+        flat = torch.empty_like(self._start)
+        copy(self._values.views(flat), self._values.read(saved))
+        return flat
 
 
-@torch.no_grad()
-def _copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
-    """Copy values into tensors, whatever their dtypes."""
-    if into:
-        torch._foreach_copy_([each.detach() for each in into], [each.detach() for each in values])
+def _square(flat: Tensor) -> float:
+    """The square of the L2 norm."""
+    return float(torch.linalg.vector_norm(flat, dtype=torch.float64)) ** 2

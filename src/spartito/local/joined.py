@@ -29,7 +29,7 @@ class JoinedGroups(HierarchicalCollective):
         placement: The groups, in place of machines.
         inside: One's own group.
         meet_leaders: Joins the leaders, who alone call it.
-        leaders: On a leader, where the leaders can leave a word.
+        leaders: On those who exchange something with other groups, where they can leave a word.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class JoinedGroups(HierarchicalCollective):
             try:
                 work()
             except TaskLostError as error:
-                raise self._reason(error) from error
+                raise self.reason(error) from error
 
         super().across(named, numbers)
 
@@ -73,8 +73,14 @@ class JoinedGroups(HierarchicalCollective):
             self._liveness.close()
         super().close()
 
-    def _reason(self, error: TaskLostError) -> SpartitoError:
-        """Why the leader that is lost has left, if it said so."""
+    def reason(self, error: SpartitoError) -> SpartitoError:
+        """Why a task of another group that is lost has left, if it said so; else the error.
+
+        Args:
+            error: What this task has found, in an exchange with other groups.
+        """
+        if not isinstance(error, TaskLostError):
+            return error
         # Who is alone in its group waits for nobody there, and says at once what it has to say.
         grace = GRACE if self.world_size > len(self._placement.machines) else 0.0
         found = None if self._liveness is None else self._liveness.reason(error, grace)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, SGD, Optimizer
 
+from spartito.engine.divided import ELEMENTWISE
 from spartito.errors import UserError
 
 OuterFactory = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -91,18 +92,22 @@ def choose(outer: Outer) -> OuterFactory:
     return outer
 
 
-def make_outer(factory: OuterFactory, parameters: Sequence[nn.Parameter]) -> Optimizer:
+def make_outer(
+    factory: OuterFactory, parameters: Sequence[nn.Parameter], is_divided: bool = False
+) -> Optimizer:
     """The outer optimizer of these parameters.
 
     Args:
         factory: What `choose` returned.
         parameters: The leader's copies of those that meet.
+        is_divided: Whether they are parts of parameters, flat.
 
     Returns:
         A fresh optimizer of all of them.
 
     Raises:
-        UserError: If it is none, leaves some out, or needs a closure.
+        UserError: If it is none, leaves some out, needs a closure, or has parts of parameters and
+            may look at whole ones.
     """
     made: object = factory(parameters)
     if not isinstance(made, Optimizer):
@@ -114,6 +119,13 @@ def make_outer(factory: OuterFactory, parameters: Sequence[nn.Parameter]) -> Opt
         raise UserError(
             f"the outer optimizer has {len(known)} parameters, of {len(parameters)} that meet",
             "It takes all that it is given, and no others.",
+        )
+    if is_divided and (type(made) not in ELEMENTWISE or len(made.param_groups) > 1):
+        raise UserError(
+            f"an outer {type(made).__name__} with {len(made.param_groups)} groups of parameters, "
+            "over groups that keep shards: it is given parts of parameters, flat",
+            "Choose SGD, AdamW or another that updates each element by itself, and all alike; or "
+            "leave inside out.",
         )
     return made
 

@@ -8,26 +8,31 @@ from math import nan
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective, IdentityCollective, Traffic
 from spartito.collectives.lane import Lane
 from spartito.collectives.placement import Placement
 from spartito.collectives.rendezvous import WORLD, Rendezvous
+from spartito.engine.checksum import OTHER_VALUES, checksum, different, outliers
 from spartito.engine.optimizers import unwrap
+from spartito.engine.sharding.homes import Home
 from spartito.errors import UserError
+from spartito.local.flight import Now
 from spartito.local.fragments import Fragments
 from spartito.local.joined import JoinedGroups
-from spartito.local.plan import Asked, Members, Sites, groups_of, sites_of
+from spartito.local.plan import Asked, Members, Sites, check_alike, groups_of, sites_of
 from spartito.local.sites import JoinedSites
+from spartito.strategies.apart import SECTION
 from spartito.strategies.base import Strategy
-from spartito.strategies.coordination import SynchronousCoordination
 from spartito.strategies.groups import DATA, MODEL, one_shard_each
+from spartito.strategies.shards import COPIES, SHARDS, ShardedCoordination
 from spartito.strategies.sharing import Placed
 
-INSIDE, BETWEEN, FAR = "group", "leaders", "sites"
-"""The tasks of one's own group; the first one of each group; the first one of each site."""
+INSIDE, BETWEEN, FAR, ALIKE = "group", "leaders", "sites", "same shard"
+"""The tasks of one's own group; the first one of each group; the first one of each site; those who
+have the same shard of a model."""
 GROUP_LOSS = "loss_of_group_"
 LEVELS = (
     ("meetings", "drift", "bytes_between_groups"),
@@ -35,8 +40,6 @@ LEVELS = (
 )
 MEETINGS = "meeting_wait_fraction"
 """Figures of an epoch."""
-SECTION = "groups"
-"""Of a checkpoint: what each group alone has, and where they met last."""
 
 
 class Grouping:
@@ -46,6 +49,7 @@ class Grouping:
         asked: What the user said.
         apart: Whether even a single group has meetings.
         beside: Whether these are held beside the computation.
+        in_shards: Whether the tasks of a group have a model between them.
     """
 
     world: JoinedGroups | None = None
@@ -53,9 +57,11 @@ class Grouping:
     near: JoinedGroups | None = None
     """The tasks of one's own site by their groups; without sites all."""
 
-    def __init__(self, asked: Asked, sites: Sites, apart: bool, beside: bool) -> None:
+    def __init__(
+        self, asked: Asked, sites: Sites, apart: bool, beside: bool, in_shards: bool
+    ) -> None:
         self._asked, self._asked_sites, self._apart = asked, sites, apart
-        self._beside = beside
+        self._beside, self._in_shards = beside, in_shards
         self.members: Members = ()
         self.sites: Members = ()
 
@@ -65,13 +71,19 @@ class Grouping:
         machines = rendezvous.placement().machines if cluster.world_size > 1 else everybody
         self.members = groups_of(self._asked, machines, cluster.world_size)
         self.sites = sites_of(self._asked_sites, len(self.members))
+        if self._in_shards:
+            check_alike(self.members)
+        alone = {COPIES: IdentityCollective()}
         if len(self.members) == 1 and not self._apart:
-            return one_shard_each(rendezvous, cluster)
+            found = one_shard_each(rendezvous, cluster)
+            return {**found, **alone, SHARDS: found[WORLD]}
         self._index = Placement(self.members).machine_of(cluster.rank)
         inside = rendezvous.group(INSIDE, self.members[self._index])
         levels = _Levels(rendezvous, cluster)
         if not self.sites:
-            self.world = self.near = levels.join(JoinedGroups, BETWEEN, self.members, inside)
+            self.world = self.near = levels.join(
+                JoinedGroups, BETWEEN, self.members, inside, self._in_shards
+            )
             found = {}
         else:
             sites = [[self.members[group] for group in site] for site in self.sites]
@@ -81,8 +93,13 @@ class Grouping:
             self.world = levels.join(JoinedSites, FAR, whole, near)
             found = {FAR: self.world.between}
         rendezvous.keep(self.world)
-        if self._beside and self.world.is_leader:
-            line = rendezvous.group("meetings", [each[0] for each in self.members], beside=True)
+        meeting = [each[inside.rank if self._in_shards else 0] for each in self.members]
+        if self._in_shards:
+            found = {**alone, SHARDS: inside, ALIKE: rendezvous.group(ALIKE, meeting)}
+            found[ALIKE].traffic, found[ALIKE].moved = Traffic(), inside.heartbeat
+            self.world.line = Now(found[ALIKE])
+        if self._beside and cluster.rank in meeting:
+            line = rendezvous.group("meetings", meeting, beside=True)
             line.moved = inside.heartbeat
             self.world.line = Lane(line)
         found |= {WORLD: self.world, DATA: self.world, MODEL: IdentityCollective()}
@@ -113,42 +130,56 @@ class _Levels:
     cluster: ClusterSpec
 
     def join(
-        self, kind: type[JoinedGroups], name: str, parts: Sequence[Sequence[int]], own: Collective
+        self,
+        kind: type[JoinedGroups],
+        name: str,
+        parts: Sequence[Sequence[int]],
+        own: Collective,
+        all_speak: bool = False,
     ) -> JoinedGroups:
-        """Join the ranks of these ``parts``, of which ``own`` is this task's, by their first."""
+        """Join the ranks of these ``parts``, of which ``own`` is this task's, by their first.
+
+        Where ``all_speak`` each of them exchanges something with other parts.
+        """
         ranks = sorted(rank for part in parts for rank in part)
         placement = Placement(tuple(tuple(map(ranks.index, part)) for part in parts))
         leaders = [part[0] for part in parts]
         rank, rendezvous = self.cluster.rank, self.rendezvous
-        words = f"reasons of {name}"
+        words, speakers = f"reasons of {name}", ranks if all_speak else leaders
         joined = kind(
             ranks.index(rank),
             [self.cluster.name_of(rank) for rank in ranks],
             placement,
             own,
             lambda: rendezvous.group(name, leaders),
-            rendezvous.members(words, leaders)[0] if rank in leaders and len(parts) > 1 else None,
+            rendezvous.members(words, speakers)[0] if rank in speakers and len(parts) > 1 else None,
         )
         joined.ranks = tuple(ranks)
         joined.between.traffic = Traffic()
         return joined
 
 
-class LocalCoordination(SynchronousCoordination):
-    """As `SynchronousCoordination`, of groups that may have different values.
+class LocalCoordination(ShardedCoordination):
+    """As `ShardedCoordination`, of groups that may have different values.
 
     Args:
         strategy: Whose it is; only its names, cluster and groups are kept.
         grouping: Its groups.
         couplings: Of its pairs, by the id of their optimizer.
+        homes: Of parameters that are kept in shards, by their ids.
+        is_whole: Whether each replica has all values of parameters.
     """
 
     def __init__(
-        self, strategy: Strategy, grouping: Grouping, couplings: Mapping[int, Fragments]
+        self,
+        strategy: Strategy,
+        grouping: Grouping,
+        couplings: Mapping[int, Fragments],
+        homes: Mapping[int, Home],
+        is_whole: bool,
     ) -> None:
-        super().__init__(
-            strategy.name, strategy.job, strategy.cluster, strategy._pairs, strategy.groups
-        )
+        job, cluster, pairs = strategy.job, strategy.cluster, strategy._pairs
+        super().__init__(strategy.name, job, cluster, pairs, strategy.groups, homes, is_whole)
         self._grouping, self._couplings = grouping, couplings
 
     def describe(self) -> dict[str, Any]:
@@ -182,7 +213,7 @@ class LocalCoordination(SynchronousCoordination):
             drifts = [leaders[site[0]][at + 1] for site in grouping.sites or ((0,),)]
             count = leaders[0][at]
             mean = sum(drifts) / len(drifts) / count if count else 0.0
-            sent = sum(each[at + 2] for each in leaders)
+            sent = sum(row[at + 2].item() for row in rows)
             figures |= {meetings: int(count), drift: mean, nbytes: sent}
         losses = {
             f"{GROUP_LOSS}{index}": loss / weight if weight else nan
@@ -221,7 +252,28 @@ class LocalCoordination(SynchronousCoordination):
         if any(each.is_apart and not each.shows_merged for each in self._couplings.values()):
             self._compare_in(self._groups[INSIDE], self._parameters(), order)
             return ""
-        return super()._compare(order)
+        super()._compare(order)
+        if not self._is_whole and ALIKE in self._groups:
+            found = self._groups[ALIKE].all_gather(torch.tensor([checksum(self._shards)]))
+            if unlike := outliers([int(each) for each in found]):
+                raise different(self._groups[ALIKE], unlike, *OTHER_VALUES)
+        return ""
+
+    def compare(self, order: int = 0) -> None:
+        if self._is_whole:
+            super().compare(order)
+        else:  # all hear of it, not only those with the same shard
+            self.settle()
+            self.attempt(lambda: self._compare(order))
+
+    @property
+    def _writing(self) -> Collective:
+        return self._groups.get(INSIDE, self._groups.data)
+
+    @property
+    def _shards(self) -> list[Tensor]:
+        """What this task has of all blocks."""
+        return [home.own for home in dict.fromkeys(self._homes.values())]
 
 
 def told(like: Mapping[str, Any]) -> str:

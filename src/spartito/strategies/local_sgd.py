@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from spartito.checkpoint.saved import Saved
-from spartito.checkpoint.saved import Whole as WholeTensors
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Collective
 from spartito.collectives.placement import PROCESS_GROUP
@@ -21,7 +20,7 @@ from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.loss import LossFunction
-from spartito.engine.optimizers import NoOptimizer, OptimizerLike, load_named_state, unwrap
+from spartito.engine.optimizers import NoOptimizer, OptimizerLike
 from spartito.errors import SpartitoError, UserError
 from spartito.local import sending
 from spartito.local.coupling import Coupling
@@ -33,25 +32,27 @@ from spartito.local.plan import (
     Asked,
     Sites,
     check_groups,
+    check_inside,
     check_weights,
     updates_between,
 )
 from spartito.local.sites import Hierarchy, JoinedSites
 from spartito.local.turns import turns_of
+from spartito.local.values import Replicas, Shards, Values
 from spartito.log import warn
-from spartito.storage.tensors import unpack_state
-from spartito.strategies.coupled import SECTION, Coupled, Grouping, LocalCoordination, told
+from spartito.strategies.apart import SECTION, accumulated_by_all, like_of, load_own, states_of
+from spartito.strategies.coupled import ALIKE, Coupled, Grouping, LocalCoordination, told
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.pair import Pair
+from spartito.strategies.sharding import BLOCK, ShardingStrategy, check_shards
 from spartito.strategies.sharing import Placed
-from spartito.strategies.synchronous import SynchronousStrategy
 
 
-class LocalSGDStrategy(SynchronousStrategy):
+class LocalSGDStrategy(ShardingStrategy):
     """Groups of replicas that meet every so many updates (Stich 2019; DiLoCo, Douillard 2023).
 
-    Inside a group all is as under mirrored and multi_worker_mirrored. Between meetings nothing
-    goes from group to group.
+    Inside a group all is as under mirrored and multi_worker_mirrored, or as under sharded. Between
+    meetings nothing goes from group to group.
     """
 
     name = "local_sgd"
@@ -67,7 +68,10 @@ class LocalSGDStrategy(SynchronousStrategy):
         sites: Sites = None,
         overlap: bool | int = False,
         mixing: float | None = None,
+        inside: str | None = None,
         *,
+        zero: int | None = None,
+        block_bytes: int | None = None,
         cluster: ClusterSpec | None = None,
         device: torch.device | str | None = None,
         sync_batchnorm: bool | None = None,
@@ -101,6 +105,11 @@ class LocalSGDStrategy(SynchronousStrategy):
                 meeting to the next one's; False waits for it.
             mixing: How much of its own values a group keeps at a meeting, from 0 to 1; None is
                 half of it with ``overlap``, else 0. At the end of an epoch nothing is kept.
+            inside: What holds in a group: None or "mirrored" is all of the model on each replica;
+                "sharded" is a model in shards, as under `ShardedStrategy`: groups are of one
+                size, and those with the same shard meet.
+            zero: With "sharded" what is in shards, 1, 2 or 3; None is 3.
+            block_bytes: With "sharded" the size from which on a module is a block of its own.
             cluster: As under `SynchronousStrategy`, like all that follows.
             device: Where this process computes: a CPU.
             sync_batchnorm: Whether BatchNorm is one over the group's part of a batch.
@@ -122,11 +131,17 @@ class LocalSGDStrategy(SynchronousStrategy):
         self._turn = self._every // near
         self._asked, self._sites, self._weights = groups, sites, weights
         self._outer, self._exchange = choose(outer), sending.choose(compress)
+        in_shards = check_inside(inside, sites, {"zero": zero, "block_bytes": block_bytes})
+        zero = 3 if zero is None else zero
+        block_bytes = BLOCK if block_bytes is None else block_bytes
+        check_shards(zero, block_bytes)
         if communication in PROCESS_GROUP:
             raise UserError(
                 f"local_sgd with communication={communication!r}", "Choose 'auto' or 'sockets'."
             )
         super().__init__(
+            zero if in_shards else 0,
+            block_bytes,
             cluster=cluster,
             device=device,
             sync_batchnorm=sync_batchnorm,
@@ -141,17 +156,17 @@ class LocalSGDStrategy(SynchronousStrategy):
             )
         asked = (1, None) if self.is_evaluator else (groups, sites)
         is_average = isinstance(self._outer, Average)
-        self._grouping = Grouping(*asked, not is_average, self._turns.delay > 0)
+        self._grouping = Grouping(*asked, not is_average, self._turns.delay > 0, self._zero > 0)
         self.groups.connect = self._grouping.connect
         self._couplings: dict[int, Fragments] = {}
         self._warned = self._resumed = False
         self.coordination: LocalCoordination = LocalCoordination(
-            self, self._grouping, self._couplings
+            self, self._grouping, self._couplings, self._homes, self._zero < 3
         )
 
     def check(self, cluster: ClusterSpec) -> None:
         super().check(cluster)
-        check_groups(self._asked, self._sites, cluster.world_size)
+        check_groups(self._asked, self._sites, cluster.world_size, self._zero > 0)
 
     def prepare(
         self,
@@ -186,11 +201,19 @@ class LocalSGDStrategy(SynchronousStrategy):
         return prepared
 
     def _coupling(self, pair: Pair, world: JoinedGroups) -> Coupling | Hierarchy:
-        made = Coupling(pair.model, self._outer, self._weights, world, self._exchange())
+        model, weights = pair.model, self._weights
+        values: Values = Replicas(model, world)
+        if self._zero:
+            values = Shards(model, world, self.groups[ALIKE], self._homes)
+        made = Coupling(values, self._outer, weights, self._exchange())
         if not isinstance(world, JoinedSites):
             return made
-        near = Coupling(pair.model, Average(), self._weights, world.inside, sending.Whole())
+        near = Coupling(Replicas(model, world.inside), Average(), weights, sending.Whole())
         return Hierarchy(near, made, world, self._turn)
+
+    @property
+    def _owners(self) -> int:
+        return len(self._grouping.members[self._grouping.index]) if self._zero else 1
 
     def _check(self, precision: str) -> None:
         """Refuse what groups would do each in its own way."""
@@ -335,29 +358,11 @@ class LocalSGDStrategy(SynchronousStrategy):
             own["optimizer"] = state["optimizer"]
         if "accumulated" in state:
             own["accumulated"] = state["accumulated"]
-            state["accumulated"] = self._accumulated_by_all(state["accumulated"])
+            state["accumulated"] = accumulated_by_all(
+                pair, state["accumulated"], self.groups.world, self._grouping.is_leader
+            )
         common = {**self._grouping.like, "common": coupling.common_state()}
         return {**state, SECTION: {**common, "own": {str(index): own}}}
-
-    def _accumulated_by_all(self, own: Mapping[str, Any]) -> dict[str, Any]:
-        """What the batches since the last update have left in all groups."""
-        world = self.groups.world
-        factor = float(self._grouping.is_leader)
-        named = dict(unwrap(self._pairs.only.model).named_parameters())
-        learning = {id(p) for p in self._pairs.only.gradients.parameters}
-        gradients = {}
-        for name, parameter in named.items():
-            if id(parameter) not in learning:
-                continue
-            found = own["gradients"].get(name)
-            there = torch.tensor([0.0 if found is None else factor], dtype=torch.float64)
-            whole = torch.zeros_like(parameter) if found is None else found * factor
-            world.all_reduce(whole.detach())
-            if world.all_reduce(there).item():
-                gradients[name] = whole.detach()
-        sums = torch.tensor([own["weight"], own["loss"]], dtype=torch.float64) * factor
-        weight, loss = world.all_reduce(sums).tolist()
-        return {**own, "gradients": gradients, "weight": weight, "loss": loss}
 
     def _settled(self, pair: Pair) -> Fragments | None:
         """The groups of a pair, without exchanges under way."""
@@ -379,30 +384,23 @@ class LocalSGDStrategy(SynchronousStrategy):
             return
 
         def load() -> str:
-            self._load_groups(pair, coupling, saved)
+            index, is_same = self._grouping.index, self._is_like(saved)
+            coupling.load(*states_of(saved, index if is_same else None))
+            if is_same:
+                cuts = self._cuts(pair, "optimizer")
+                load_own(pair, saved, index, self._with_state(pair), cuts)
             return ""
 
         self.coordination.attempt(load)
+        for home in dict.fromkeys(self._homes.values()):
+            home.loaded()
 
-    def _load_groups(self, pair: Pair, coupling: Fragments, saved: Saved) -> None:
-        tree, tensors = saved.tree(SECTION), WholeTensors(saved.tensors(SECTION))
-        index, like = self._grouping.index, self._grouping.like
-        common = unpack_state(tree["common"], tensors)
-        saved_like = {name: tree[name] for name in ("count", "sites") if name in tree}
-        if saved_like != like:
-            if self.is_chief:
-                warn(
-                    "the checkpoint is of %s, and here are %s: all go on from the merged model, "
-                    "with the first group's optimizer", told(saved_like), told(like),
-                )  # fmt: skip
-            coupling.load(common, None)
-            return
-        own = unpack_state(tree["own"][str(index)], tensors)
-        coupling.load(common, own)
-        if "optimizer" in own:
-            load_named_state(unwrap(pair.model), pair.optimizer, own["optimizer"])
-        if "accumulated" in own:
-            gradients = own["accumulated"]["gradients"]
-            clones = {name: gradient.clone() for name, gradient in gradients.items()}
-            pair.saved = {**own["accumulated"], "gradients": clones, SECTION: True}
-        pair.gradients.compared()
+    def _is_like(self, saved: Saved) -> bool:
+        """Whether a checkpoint is of groups like these; else say what it is of."""
+        there, like = like_of(saved), self._grouping.like
+        if there != like and self.is_chief:
+            warn(
+                "the checkpoint is of %s, and here are %s: all go on from the merged model, "
+                "with the first group's optimizer", told(there), told(like),
+            )  # fmt: skip
+        return there == like

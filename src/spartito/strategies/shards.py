@@ -13,19 +13,40 @@ from spartito.collectives.rendezvous import WORLD, Rendezvous
 from spartito.engine import fused
 from spartito.engine.divided import ELEMENTWISE
 from spartito.engine.optimizers import optimizer_parameters
-from spartito.engine.sharding.homes import Home, settle
+from spartito.engine.sharding.homes import Home, settle_all
 from spartito.errors import UserError
 from spartito.strategies.coordination import SynchronousCoordination
-from spartito.strategies.groups import DATA, MODEL
+from spartito.strategies.groups import DATA, MODEL, Groups
+from spartito.strategies.pair import Pairs
 
 SHARDS, COPIES = "shards", "copies"
 
 
 class ShardedCoordination(SynchronousCoordination):
-    """Replicas that do not each have all values; what they wrote into these is settled first."""
+    """Replicas that do not each have all values; what they wrote into these is settled first.
 
-    homes: Mapping[int, Home] = {}
-    is_whole = False
+    Args:
+        name: As under `Coordination`.
+        job: Likewise.
+        cluster: Likewise.
+        pairs: Likewise.
+        groups: As under `SynchronousCoordination`.
+        homes: Of all parameters, by their ids; none where nothing is in shards.
+        is_whole: Whether each replica has all values of the parameters nevertheless.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        job: ClusterSpec,
+        cluster: ClusterSpec,
+        pairs: Pairs,
+        groups: Groups,
+        homes: Mapping[int, Home],
+        is_whole: bool,
+    ) -> None:
+        super().__init__(name, job, cluster, pairs, groups)
+        self._homes, self._is_whole = homes, is_whole
 
     def compare(self, order: int = 0) -> None:
         self.settle()
@@ -33,13 +54,15 @@ class ShardedCoordination(SynchronousCoordination):
 
     def settle(self) -> None:
         """Make what all have written into parameters their values; all call this."""
-        homes = dict.fromkeys(self.homes.values())
-        if homes:
-            writers = self._sum(float(any(home.is_written for home in homes)))
-            settle(homes, self._groups.data, writers)
+        settle_all(dict.fromkeys(self._homes.values()), self._writing)
+
+    @property
+    def _writing(self) -> Collective:
+        """Who writes the same into parameters."""
+        return self._groups.data
 
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
-        return super().checksum(parameters) if self.is_whole else 0
+        return super().checksum(parameters) if self._is_whole else 0
 
 
 def connect(copies: int, rendezvous: Rendezvous, cluster: ClusterSpec) -> dict[str, Collective]:

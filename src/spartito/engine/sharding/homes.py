@@ -372,6 +372,13 @@ def settle(homes: Collection[Home], group: Collective, writers: float) -> None:
         home.show_new()
 
 
+def settle_all(homes: Collection[Home], group: Collective) -> None:
+    """Find out who has written, and `settle`; all of ``group`` call this."""
+    if homes:
+        written = torch.tensor([float(any(home.is_written for home in homes))])
+        settle(homes, group, group.all_reduce(written).item())
+
+
 def _compare(homes: Iterable[Home], group: Collective) -> None:
     """Raise `UserError` if replicas see different values."""
     mine = checksum(parameter for home in homes for parameter in home.parameters)

@@ -1,0 +1,341 @@
+"""What groups merge: parameters as one task has them, and which tasks tell them to other groups."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+
+from spartito.checkpoint.boxes import Cut, Part, SpanCut
+from spartito.checkpoint.saved import Stored
+from spartito.collectives.collective import Collective
+from spartito.collectives.hierarchical import ENDS_GROUP, PATIENCE
+from spartito.collectives.store import error_from_text, error_to_text
+from spartito.engine.checksum import OTHER_VALUES, different, outliers, rounding_id
+from spartito.engine.optimizers import unwrap
+from spartito.engine.sharding.homes import Home, settle_all
+from spartito.errors import UserError
+from spartito.local.joined import JoinedGroups
+
+SUMMED = 3
+"""From which of a meeting's numbers on each part of a model has its own, which are added up."""
+
+
+class Values(ABC):
+    """The parameters of a model that groups merge, as one task has them.
+
+    Args:
+        model: Prepared.
+        world: All tasks, by their groups.
+    """
+
+    is_divided = False
+    """Whether the tasks of a group have parts of the parameters."""
+
+    def __init__(self, model: nn.Module, world: JoinedGroups) -> None:
+        self._model, self.world = model, world
+        self.parameters: list[nn.Parameter] = []
+        self.tensors: Sequence[Tensor] = ()
+        """This task's elements of each parameter, where they lie; perhaps none of some."""
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this task exchanges what it has with other groups."""
+        return self.world.is_leader
+
+    @property
+    def between(self) -> Collective:
+        """Those of other groups that it exchanges it with."""
+        return self.world.between
+
+    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Take these parameters from now on.
+
+        Args:
+            parameters: Of the model.
+
+        Raises:
+            UserError: Some are complex.
+        """
+        self.parameters = list(parameters)
+        self.tensors = self._own()
+        if self.dtype.is_complex:
+            raise UserError("complex parameters in groups that train apart", "Use real ones.")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """One that has room for all of them."""
+        found = torch.float32
+        for parameter in self.parameters:
+            found = torch.promote_types(found, parameter.dtype)
+        return found
+
+    @property
+    def numel(self) -> int:
+        """How many elements this task has."""
+        return sum(tensor.numel() for tensor in self.tensors)
+
+    @property
+    def names(self) -> list[str]:
+        """The user's names of the parameters."""
+        names = {id(p): name for name, p in unwrap(self._model).named_parameters()}
+        return [names[id(parameter)] for parameter in self.parameters]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The parts of a flat tensor, shaped as `tensors`."""
+        parts = flat.split([t.numel() for t in self.tensors]) if self.tensors else ()
+        return [part.view(t.shape) for part, t in zip(parts, self.tensors, strict=True)]
+
+    def named(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Tensors like these, as a checkpoint has them.
+
+        Args:
+            tensors: One for each parameter.
+        """
+        found = zip(self.names, tensors, self._cuts(), strict=True)
+        return {name: t if cut is None else Part(t, cut) for name, t, cut in found}
+
+    def named_state(self, state: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """An outer optimizer's state of these parameters, as a checkpoint has it.
+
+        Args:
+            state: By the user's names.
+        """
+        cuts = dict(zip(self.names, self._cuts(), strict=True))
+        return {
+            name: {key: _part(value, cuts[name]) for key, value in values.items()}
+            for name, values in state.items()
+            if not _is_empty(cuts[name])
+        }
+
+    def read(self, saved: Mapping[str, Stored]) -> list[Tensor]:
+        """What `named` has returned for a checkpoint, as this task has it.
+
+        Args:
+            saved: By the user's names.
+        """
+        found = zip(self.names, self._cuts(), strict=True)
+        return [saved[name].read(cut) for name, cut in found]
+
+    def read_state(self, saved: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+        """What `named_state` has returned for a checkpoint, of the parameters that are here.
+
+        Args:
+            saved: By the user's names.
+        """
+        cuts = dict(zip(self.names, self._cuts(), strict=True))
+        return {
+            name: {
+                key: value.read(cuts[name]) if isinstance(value, Stored) else value
+                for key, value in values.items()
+            }
+            for name, values in saved.items()
+            if name in cuts and not _is_empty(cuts[name])
+        }
+
+    def give(self, values: Tensor, mixing: float = 0.0) -> None:
+        """Let the model have values that were merged; all tasks call it.
+
+        Args:
+            values: Flat, of those who speak.
+            mixing: How much it keeps of its own.
+        """
+        views = self.views(self._told(values))
+        if mixing:
+            own = [tensor.detach().to(values.dtype) for tensor in self.tensors]
+            views = [view.lerp(mine, mixing) for view, mine in zip(views, own, strict=True)]
+        self.put(views)
+
+    def fill(self, values: Sequence[Tensor]) -> None:
+        """Write values where one's own lie; in shards `Home.loaded` follows on all tasks.
+
+        Args:
+            values: One for each parameter.
+        """
+        copy(self.tensors, values)
+
+    @abstractmethod
+    def put(self, values: Sequence[Tensor]) -> None:
+        """As `fill`, and let the model have them; all tasks call it."""
+
+    @abstractmethod
+    def agree(self) -> None:
+        """Refuse a replica that has other values than its group; all tasks call it.
+
+        Raises:
+            UserError: Which one it is.
+            TaskLostError: If a task is lost.
+        """
+
+    @abstractmethod
+    def across(self, work: Callable[[], object], numbers: Tensor) -> None:
+        """Let those who speak do ``work`` with other groups; all tasks call it.
+
+        Args:
+            work: Exchanges something over `between`.
+            numbers: In double precision, the first 0, come to all as they are after it; those from
+                `SUMMED` on are added up over those who speak for one group.
+
+        Raises:
+            TaskLostError: If a task is lost, on all.
+        """
+
+    @abstractmethod
+    def _own(self) -> Sequence[Tensor]:
+        """This task's elements of each parameter."""
+
+    def _cuts(self) -> list[Cut | None]:
+        """Of each parameter which elements those are; None: all."""
+        return [None] * len(self.parameters)
+
+    def _told(self, values: Tensor) -> Tensor:
+        """Those of who speaks for this task."""
+        return values
+
+
+class Replicas(Values):
+    """Each task has all of them, and the first of a group speaks for it."""
+
+    def put(self, values: Sequence[Tensor]) -> None:
+        self.fill(values)
+
+    def agree(self) -> None:
+        inside = self.world.inside
+        if inside.world_size == 1 or not self.tensors:
+            return
+        norms = torch._foreach_norm([t.detach() for t in self.tensors], 2, dtype=torch.float64)
+        mine = crc32(torch.stack(norms).numpy().tobytes())
+        told = torch.tensor([mine, rounding_id(torch.device("cpu"))])
+        found = [each.tolist() for each in self.world.within(lambda: inside.all_gather(told))]
+        values, rounds = zip(*found, strict=True)
+        if (unlike := outliers(values)) and len(set(rounds)) == 1:
+            raise different(inside, unlike, *OTHER_VALUES)
+
+    def across(self, work: Callable[[], object], numbers: Tensor) -> None:
+        self.world.across(work, numbers)
+
+    def _own(self) -> Sequence[Tensor]:
+        return self.parameters
+
+    def _told(self, values: Tensor) -> Tensor:
+        inside = self.world.inside
+        if not self.speaks:
+            values = values.new_empty(self.numel)
+        if inside.world_size > 1 and len(values):
+            self.world.within(lambda: inside.broadcast(values))
+        return values
+
+
+class Shards(Values):
+    """Each task has a shard, and speaks for it: groups are of one size.
+
+    Args:
+        model: Prepared.
+        world: All tasks, by their groups.
+        between: Those who have the same shard.
+        homes: Of the model's parameters, by their ids.
+    """
+
+    is_divided = True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        world: JoinedGroups,
+        between: Collective,
+        homes: Mapping[int, Home],
+    ) -> None:
+        super().__init__(model, world)
+        self._between, self._homes = between, homes
+
+    @property
+    def speaks(self) -> bool:
+        return True
+
+    @property
+    def between(self) -> Collective:
+        return self._between
+
+    def put(self, values: Sequence[Tensor]) -> None:
+        inside = self.world.inside
+        self.world.within(inside.barrier)  # others may compute with what is there
+        self.fill(values)
+        for home in self._in:
+            home.publish()
+        self.world.within(inside.barrier)
+
+    def agree(self) -> None:
+        self.world.within(lambda: settle_all(self._in, self.world.inside))
+
+    def across(self, work: Callable[[], object], numbers: Tensor) -> None:
+        world, reason = self.world, b""
+        try:
+            work()
+        except ENDS_GROUP as error:
+            reason = error_to_text(world.reason(error)).encode()
+            numbers[0] = len(reason)
+            world.line.group.close()  # so that nobody waits for us
+            self._between.close()
+        inside, limit = world.inside, world.inside.timeout
+        inside.timeout += PATIENCE  # another one may wait for its own others, and says for whom
+        inside.waiting.enabled = False
+        try:
+            rows = torch.stack(world.within(lambda: inside.all_gather(numbers)))
+            if rows[:, 0].any():
+                told = world.within(lambda: inside.all_gather_bytes(reason))
+                raise error_from_text(next(filter(None, told)).decode())
+        finally:
+            inside.timeout = limit
+            inside.waiting.enabled = True
+        numbers.copy_(rows[0])
+        numbers[SUMMED:] = rows[:, SUMMED:].sum(0)
+
+    @property
+    def _in(self) -> list[Home]:
+        return list(dict.fromkeys(self._homes[id(p)] for p in self.parameters))
+
+    def _own(self) -> Sequence[Tensor]:
+        found = []
+        for parameter, cut in zip(self.parameters, self._cuts(), strict=True):
+            home = self._homes[id(parameter)]
+            at = home.span_of(parameter).offset
+            if cut is None:
+                found.append(home.own[at : at + parameter.numel()].view(parameter.shape))
+            else:
+                found.append(home.own[at : at + cut.local[0]])
+        return found
+
+    def _cuts(self) -> list[Cut | None]:
+        found: list[Cut | None] = []
+        for parameter in self.parameters:
+            span, shape = self._homes[id(parameter)].span_of(parameter), tuple(parameter.shape)
+            whole = span.stop - span.start == parameter.numel()
+            found.append(None if whole else SpanCut(shape, span.start, span.stop))
+        return found
+
+
+@torch.no_grad()
+def copy(into: Sequence[Tensor], values: Sequence[Tensor]) -> None:
+    """Copy values into tensors, whatever their dtypes.
+
+    Args:
+        into: Tensors that may learn.
+        values: One for each of them.
+    """
+    if into:
+        torch._foreach_copy_([each.detach() for each in into], [each.detach() for each in values])
+
+
+def _part(value: Any, cut: Cut | None) -> Any:
+    if cut is None or not isinstance(value, Tensor) or tuple(value.shape) != cut.local:
+        return value
+    return Part(value, cut)
+
+
+def _is_empty(cut: Cut | None) -> bool:
+    """Whether a task has no elements of a parameter, so that it counts nothing for it either."""
+    return cut is not None and cut.local == (0,)
