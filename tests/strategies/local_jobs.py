@@ -330,9 +330,37 @@ def loaded(name: str, options: dict[str, Any], path: str) -> dict[str, Any]:
     return found
 
 
+def clipped(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """As `trained`, of all that looks at a whole update: norms, accumulation, weights."""
+    strategy = make_strategy(name, **options)
+    net = mlp(0.3)
+    trainer = sp.Trainer(
+        net,
+        optimizer=INNER["adamw"],
+        loss=nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]).double()),
+        strategy=strategy,
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 3, 0.7),
+        accumulate=2,
+        clip_norm=0.1,
+        deterministic=True,
+    )
+    x, y = blobs(EXAMPLES)
+    data = sp.data.arrays(x, y).shuffle().batch(BATCH)
+    history = trainer.fit(data, epochs=2, validation_data=(x, y), verbose=0)
+    found = {"history": history.history, "weights": weights(strategy, net)}
+    strategy.close()
+    return found
+
+
+def halves(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    first, *rest = parameters
+    return torch.optim.Rprop([{"params": [first]}, {"params": rest}])
+
+
 def refusal(name: str, options: dict[str, Any], kind: str = "") -> str:
     """What is said to a training that cannot be."""
-    given = {"outer": lambda p: torch.optim.LBFGS(p)} if kind == "outer" else {}
+    outers = {"outer": lambda p: torch.optim.LBFGS(p), "halves": halves}
+    given = {"outer": outers[kind]} if kind in outers else {}
     more = {"on_nonfinite": "skip"} if kind == "skip" else {}
     try:
         strategy = make_strategy(name, **options, **given)
@@ -369,3 +397,23 @@ def killed(name: str, options: dict[str, Any], rank: int) -> str:
     finally:
         strategy.close()
     return ""
+
+
+def held(name: str, options: dict[str, Any]) -> dict[str, int]:
+    """How many elements of each kind this task has after an update and a meeting."""
+    strategy = make_strategy(name, **options)
+    net = nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)).double()
+    _, optimizer = strategy.prepare(net, torch.optim.Adam(net.parameters()))
+    for batch in strategy.distribute(sp.data.arrays(*blobs(8)).batch(8)):
+        strategy.step(batch, nn.CrossEntropyLoss())
+    coupling = strategy._couplings[id(optimizer)]._parts[0]  # type: ignore[attr-defined]
+    outer = coupling._outer.state.values()
+    found = {
+        "model": sum(parameter.numel() for parameter in net.parameters()),
+        "state": sum(values["exp_avg"].numel() for values in optimizer.state.values()),
+        "start": coupling._start.numel(),
+        "outer": sum(values["momentum_buffer"].numel() for values in outer),
+        "own": sum(home.own.numel() for home in set(strategy._homes.values())),  # type: ignore[attr-defined]
+    }
+    strategy.close()
+    return found

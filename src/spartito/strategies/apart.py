@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from spartito.checkpoint.boxes import Cut
+from spartito.checkpoint.boxes import Cut, Part
 from spartito.checkpoint.saved import Saved, Unread
 from spartito.collectives.collective import Collective
 from spartito.engine.optimizers import load_named_state, unwrap
@@ -17,6 +18,27 @@ from spartito.strategies.states import saved_gradients, saved_optimizer
 
 SECTION = "groups"
 """Of a checkpoint: what each group alone has, and where they met last."""
+
+
+def in_parts(optimizer: Mapping[str, Any], cuts: Mapping[str, Cut]) -> dict[str, Any]:
+    """The named state of an optimizer, with the parts that this task has of tensors.
+
+    Args:
+        optimizer: Of this task.
+        cuts: Of which parameters it has a part.
+    """
+
+    def part(name: str, value: Any) -> Any:
+        cut = cuts.get(name)
+        if cut is None or not isinstance(value, Tensor) or tuple(value.shape) != cut.local:
+            return value  # whole, or a step counter
+        return Part(value, cut)
+
+    state = {
+        name: {key: part(name, value) for key, value in values.items()}
+        for name, values in optimizer["state"].items()
+    }
+    return {**optimizer, "state": state}
 
 
 def accumulated_by_all(

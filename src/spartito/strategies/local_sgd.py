@@ -40,7 +40,14 @@ from spartito.local.sites import Hierarchy, JoinedSites
 from spartito.local.turns import turns_of
 from spartito.local.values import Replicas, Shards, Values
 from spartito.log import warn
-from spartito.strategies.apart import SECTION, accumulated_by_all, like_of, load_own, states_of
+from spartito.strategies.apart import (
+    SECTION,
+    accumulated_by_all,
+    in_parts,
+    like_of,
+    load_own,
+    states_of,
+)
 from spartito.strategies.coupled import ALIKE, Coupled, Grouping, LocalCoordination, told
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.pair import Pair
@@ -345,7 +352,7 @@ class LocalSGDStrategy(ShardingStrategy):
         return super()._divisible(chain, parts)
 
     def _is_divided(self, pair: Pair) -> bool:
-        return id(pair.optimizer) in self._couplings
+        return id(pair.optimizer) in self._couplings or super()._is_divided(pair)
 
     def _state(self, pair: Pair) -> dict[str, Any]:
         state = super()._state(pair)
@@ -355,7 +362,8 @@ class LocalSGDStrategy(ShardingStrategy):
         index = self._grouping.index
         own = coupling.own_state()
         if index:  # the first group's is in the section of its name
-            own["optimizer"] = state["optimizer"]
+            own["optimizer"] = in_parts(state["optimizer"], self._cuts(pair, "optimizer"))
+            state["optimizer"] = {**state["optimizer"], "state": {}}
         if "accumulated" in state:
             own["accumulated"] = state["accumulated"]
             state["accumulated"] = accumulated_by_all(
