@@ -68,7 +68,7 @@ class Values(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """One that has room for all of them."""
+        """One that can hold the values of all of them."""
         found = torch.float32
         for parameter in self.parameters:
             found = torch.promote_types(found, parameter.dtype)
