@@ -15,6 +15,8 @@ from tests.strategies import local_jobs as jobs
 from tests.strategies import sharded_jobs
 from tests.strategies.test_contracts import close, run
 
+slow = pytest.mark.slow
+
 FOUR: dict[str, Any] = {"groups": [[0, 3], [1, 2]], "inside": "sharded"}
 """Two groups of two, which are no neighbours."""
 
@@ -23,14 +25,26 @@ FOUR: dict[str, Any] = {"groups": [[0, 3], [1, 2]], "inside": "sharded"}
     ("options", "inner"),
     [
         ({"every": 3, "outer": "diloco"}, "adamw"),
-        ({"every": 2, "communication": "sockets", "block_bytes": 100}, "sgd"),
-        ({"every": 4, "zero": 2, "fragments": 2, "outer": "adam", "weights": "equal"}, "adamw"),
-        ({"every": 4, "fragments": 2, "overlap": 1, "mixing": 0.25, "zero": 1}, "sgd"),
-        ({"every": 4, "overlap": 2, "communication": "sockets", "outer": "diloco"}, "adamw"),
+        pytest.param(
+            {"every": 2, "communication": "sockets", "block_bytes": 100}, "sgd", marks=slow
+        ),
+        pytest.param(
+            {"every": 4, "zero": 2, "fragments": 2, "outer": "adam", "weights": "equal"},
+            "adamw",
+            marks=slow,
+        ),
+        pytest.param(
+            {"every": 4, "fragments": 2, "overlap": 1, "mixing": 0.25, "zero": 1}, "sgd", marks=slow
+        ),
+        pytest.param(
+            {"every": 4, "overlap": 2, "communication": "sockets", "outer": "diloco"},
+            "adamw",
+            marks=slow,
+        ),
     ],
     ids=str,
 )
-@pytest.mark.parametrize("batch", [8, 4])
+@pytest.mark.parametrize("batch", [8, pytest.param(4, marks=slow)])
 def test_numbers_are_those_of_plain_torch(
     replicas: Replicas, options: dict[str, Any], inner: str, batch: int
 ) -> None:
@@ -70,6 +84,7 @@ KINDS: list[tuple[str, str, float | None]] = [
 ]
 
 
+@slow
 @pytest.mark.parametrize(
     "options",
     [{"block_bytes": 100}, {"communication": "sockets", "block_bytes": 300}, {"zero": 2}],
@@ -90,6 +105,7 @@ def test_a_meeting_after_each_update_of_sgd_is_plain_torch(
         assert losses == pytest.approx(plain, rel=0, abs=1e-12), case
 
 
+@slow
 @pytest.mark.parametrize(
     "options",
     [{}, {"communication": "sockets", "block_bytes": 100}, {"zero": 1, "fragments": 2}],
@@ -113,6 +129,7 @@ def test_numbers_are_those_of_groups_of_replicas(
     )
 
 
+@slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -141,6 +158,7 @@ def test_a_training_goes_on_where_it_was(
         close(again["weights"], whole["weights"])
 
 
+@slow
 def test_looking_at_it_between_meetings_changes_nothing(replicas: Replicas, tmp_path: Path) -> None:
     """And others go on from the merged model."""
     two: dict[str, Any] = {"epochs": 1, "examples": 2 * jobs.BATCH}  # what there is after two steps
@@ -162,7 +180,11 @@ def test_looking_at_it_between_meetings_changes_nothing(replicas: Replicas, tmp_
             assert found["steps"] == 6
 
 
-@pytest.mark.parametrize("options", [{}, {"zero": 1}, {"communication": "sockets"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, *[pytest.param(each, marks=slow) for each in ({"zero": 1}, {"communication": "sockets"})]],
+    ids=str,
+)
 def test_each_task_has_its_part(replicas: Replicas, options: dict[str, Any]) -> None:
     """Of the optimizer's state, of where groups began, and of the outer optimizer's state."""
     found = replicas(jobs.held, 4, "local_sgd", {**FOUR, "outer": "diloco", "every": 1, **options})
@@ -173,6 +195,7 @@ def test_each_task_has_its_part(replicas: Replicas, options: dict[str, Any]) -> 
         assert max(shares) <= numel / 2 + 64, name
 
 
+@slow
 @pytest.mark.parametrize("way", ["auto", "sockets", "beside"])
 def test_a_lost_task_is_named_in_all_groups(replicas: Replicas, way: str) -> None:
     options: dict[str, Any] = {**FOUR, "every": 3}
