@@ -28,6 +28,8 @@ LOCAL = {
     ],
 }
 TRAINING = ("--epochs=3", "--seed=3")
+STEPS = 125
+"""Of an epoch."""
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +123,26 @@ def test_parameter_servers(play: Play, local: Callable[[str], list[float]]) -> N
     # Pushes of one round are added up as they come.
     assert losses(player.runs / "digits") == pytest.approx(local("servers"), rel=1e-4)
     assert (player.runs / "digits" / "evaluations.jsonl").is_file()
+
+
+@pytest.mark.slow
+def test_parameter_servers_of_which_a_worker_is_deleted_and_one_is_killed(
+    play: Play, local: Callable[[str], list[float]]
+) -> None:
+    player = play("mnist", "--kind=job", *LOCAL["servers"])
+    player.start()
+    player.follow(until=after_an_epoch(player))
+    player.delete("worker", 1)  # comes back, and finds a checkpoint of the running job
+    player.crash("ps", 1)
+    assert player.follow(), player.said
+    lost = {"worker 1", "ps 1"}
+    assert {name for name, count in starts(player).items() if count == 2} == lost
+    assert player.states["worker", 1].codes == [75, 0]
+    found = losses(player.runs / "digits")
+    assert found == pytest.approx(local("servers"), rel=0.1)
+    for number in range(2):  # each worker's part of each step, once
+        record = json.loads((player.runs / "digits" / f"tasks/ps-{number}.json").read_text())
+        assert record["work_items"] == 2 * len(found) * STEPS
 
 
 @pytest.mark.slow

@@ -96,8 +96,10 @@ def go_on(trainer: Trainer, options: Options) -> BackupAndRestore:
     assert out is not None
     if not coordination.joins:
         if options.resume:
-            saved = "yes" if CheckpointManager(out / CHECKPOINTS).all() else ""
-            if any(coordination.tell_all(saved)):
+            own = "yes" if CheckpointManager(out / CHECKPOINTS).all() else ""
+            saved = any(coordination.tell_all(own))
+            # Who replaces a lost worker finds those that were written meanwhile.
+            if coordination.publish(lambda: saved):
                 trainer.load(out / CHECKPOINTS)
         elif trainer.is_chief and not coordination.is_evaluator:
             LocalBackups(out / BACKUPS / folder_of(1)).remove()

@@ -225,6 +225,8 @@ class Trainer:
         restored, self._restored = self._restored, None
         first = self.epoch if restored or found else 0
         first = first if initial_epoch is None else initial_epoch
+        if not self.coordination.joins:  # a worker that comes late may have read a newer one
+            first = self.coordination.publish(lambda: first)
         self.epochs, self.steps_per_epoch = epochs, steps_per_epoch or chain.steps_per_epoch
         self.batch_size, self.examples = chain.batch_size, chain.examples
         self.stop_training, self.went_on, self._verbose = False, False, bool(verbose)
