@@ -111,6 +111,7 @@ x = torch.randn(64, 4)
 trainer = sp.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), 0.1),
                      loss=torch.nn.CrossEntropyLoss(), strategy=sp.strategy())
 trainer.fit((x, (x.sum(1) > 0).long()), epochs=2, batch_size=16)
+trainer.evaluate((x, (x.sum(1) > 0).long()), batch_size=32)  # its step is the training's
 if os.environ.get("OWN"):
     print("by hand", flush=True)
 """

@@ -193,18 +193,18 @@ def _write_stacks_when_asked(path: Path) -> None:
     _WHO.pack_into(_heart.memory, _WHO_AT, os.getpid(), STACKS_SIGNAL)
 
 
-def beat(step: int, phase: int) -> None:
+def beat(step: int | None, phase: int) -> None:
     """Say where this task is.
 
     Args:
-        step: The global step.
+        step: The global step; None: as it was.
         phase: What begins: one of the numbers `DATA`, `STEP`, ... of this module.
     """
     heart = _heart
     if heart is not None:
         if phase == STEP:
             heart.steps += 1
-        heart.beat(step, phase)
+        heart.beat(heart.step if step is None else step, phase)
 
 
 def waits() -> int:

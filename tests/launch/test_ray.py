@@ -18,6 +18,8 @@ import pytest
 
 from spartito.cluster.ports import free_port
 from spartito.errors import UserError
+from spartito.launch.on_ray.actor import Node, versions
+from spartito.launch.on_ray.job import check_nodes
 from spartito.launch.on_ray.session import check_fits
 from tests.skips import skip
 
@@ -319,3 +321,15 @@ def test_tasks_fit_where_nodes_have_enough() -> None:
     for nodes in ([node(4.0, 1.0), node(4.0)], [node(3.0, 2.0)], [node(8.0, 8.0, alive=False)]):
         with pytest.raises(UserError, match="2 tasks, one of 2 CPU, 1 GPU, do not fit"):
             check_fits([worker, worker], nodes)
+
+
+def test_a_node_with_another_python_is_named() -> None:
+    own = versions()
+    same = Node("10.0.0.1", "a", 20001, dict(own))
+    check_nodes([same], own, "/job")
+    # What an actor's `find` said under another Python, with the same Spartito.
+    other = Node("10.0.0.2", "b", 20002, {**own, "Python": "3.12.4"}, niceness=15)
+    with pytest.raises(UserError) as found:
+        check_nodes([same, other], own, "/job")
+    said = f"node 10.0.0.2 (b) has Python 3.12.4, Spartito {own['Spartito']}, and here is Python"
+    assert said in str(found.value)

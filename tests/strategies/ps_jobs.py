@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
+from spartito.checkpoint.manager import CheckpointManager
 from spartito.data.batch import Batch
 from spartito.errors import SpartitoError, show
 from spartito.ps.client.link import Link
@@ -32,6 +33,7 @@ from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.server.server import Server
 from spartito.ps.server.shard import Shard
 from spartito.ps.server.update_log import replay
+from spartito.recipes.options import CHECKPOINTS, Options, go_on
 from spartito.strategies import strategy as make_strategy
 from spartito.training.evaluator import Evaluator
 from tests.commands import cluster_of, tf_config
@@ -110,6 +112,7 @@ class Asked:
     run_dir: str | None = None
     checkpoints: str = ""
     load: str = ""
+    recipe: bool = False
 
     @property
     def plan(self) -> int:
@@ -229,6 +232,10 @@ def train(asked: Asked, wait: Callable[[], None] = lambda: None) -> dict[str, An
     )
     if asked.load:
         trainer.load(asked.load)
+    if asked.recipe:  # which goes on from what is there, where it may
+        assert trainer.run_dir is not None
+        there = bool(CheckpointManager(trainer.run_dir / CHECKPOINTS).all())
+        go_on(trainer, Options(None, 1, None, 8, 0, "fp32", resume=there, json=False))
     histories, seen = [], Seen()
     for _ in range(asked.fits):
         history = trainer.fit(

@@ -86,14 +86,18 @@ def test_a_killed_worker_that_is_started_again_gets_work(tmp_path: Path) -> None
         assert found.record("worker 1")["batches"] >= 4
 
 
-def test_a_worker_that_reads_a_newer_checkpoint_begins_where_the_chief_did(tmp_path: Path) -> None:
+@pytest.mark.parametrize("recipe", [False, True])
+def test_a_worker_that_finds_a_newer_checkpoint_begins_where_the_chief_did(
+    tmp_path: Path, recipe: bool
+) -> None:
     """Both wait in the last epoch, and the one before it is in the checkpoint."""
-    asked = Asked(callbacks="save", checkpoints=str(tmp_path / "saved"),
-                  holds={"worker 0": 26, "worker 1": 26})  # fmt: skip
+    asked = Asked(callbacks="save", checkpoints=str(tmp_path / "run" / "checkpoints"),
+                  recipe=recipe, holds={"worker 0": 26, "worker 1": 26})  # fmt: skip
     with job(tmp_path, asked, worker=2, ps=1) as found:
         found.held("worker 0", "worker 1")
         found.kill("worker 1")
-        again = replace(found.asked, holds={"worker 1": 2}, load=asked.checkpoints)
+        load = "" if recipe else asked.checkpoints
+        again = replace(found.asked, holds={"worker 1": 2}, load=load)
         found.start("worker 1", asked=again)
         found.held("worker 1")  # it computes its second batch
         found.go("worker 0", "worker 1")

@@ -95,13 +95,12 @@ def go_on(trainer: Trainer, options: Options) -> BackupAndRestore:
     out, coordination = trainer.run_dir, trainer.coordination
     assert out is not None
     if not coordination.joins:
-        if options.resume:
-            own = "yes" if CheckpointManager(out / CHECKPOINTS).all() else ""
-            saved = any(coordination.tell_all(own))
-            # Who replaces a lost worker finds those that were written meanwhile.
-            if coordination.publish(lambda: saved):
-                trainer.load(out / CHECKPOINTS)
-        elif trainer.is_chief and not coordination.is_evaluator:
+        own = "yes" if options.resume and CheckpointManager(out / CHECKPOINTS).all() else ""
+        saved = any(coordination.tell_all(own))
+        # Who replaces a lost worker finds what was written meanwhile: the chief's word counts.
+        if coordination.publish(lambda: saved):
+            trainer.load(out / CHECKPOINTS)
+        elif trainer.is_chief and not coordination.is_evaluator and not options.resume:
             LocalBackups(out / BACKUPS / folder_of(1)).remove()
     return BackupAndRestore(every=EVERY)
 

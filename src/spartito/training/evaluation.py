@@ -60,7 +60,7 @@ class Evaluation:
             self._batches.load_state_dict({"pass": 0, "step": 0})
             with closing(self._once()) as batches:
                 for number, batch in enumerate(batches):
-                    beat(number, EVALUATE)
+                    beat(None, EVALUATE)
                     for hook in begin:
                         hook(number)
                     loss, weight, output = self._strategy.evaluate(batch, self._loss)

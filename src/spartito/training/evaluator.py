@@ -17,6 +17,7 @@ from typing import Any
 from spartito.checkpoint.manager import Best, CheckpointManager, read_checkpoint, sequence_of
 from spartito.cluster.limits import time_limit
 from spartito.errors import TaskLostError, UserError
+from spartito.heartbeat import EVALUATE, beat
 from spartito.log import note, warn
 from spartito.report.evaluations import append_evaluation
 from spartito.report.figures import VALIDATION, duration, figure, scalars
@@ -188,6 +189,7 @@ class Evaluator:
         trainer.strategy.load({"model": state["model"]})
         saved: dict[str, Any] = state.get("trainer") or {"epoch": 0, "step": 0}
         trainer.epoch, trainer.step = saved["epoch"], saved.get("counted", saved["step"])
+        beat(trainer.step, EVALUATE)
         figures = {f"{VALIDATION}{n}": value for n, value in self._evaluation.run().items()}
         seconds = time.perf_counter() - began
         begun = bool((saved.get("loop") or {}).get("done"))  # saved within the next epoch

@@ -35,7 +35,7 @@ def predicted(
     batches = strategy.distribute(dataset, training=False)
     with closing(iter(batches)) as stream:
         for number, batch in enumerate(islice(stream, steps)):
-            beat(number, EVALUATE)
+            beat(None, EVALUATE)
             for hook in begin:
                 hook(number)
             output = strategy.predict(batch, loss is not None)

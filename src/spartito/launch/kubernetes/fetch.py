@@ -11,12 +11,13 @@ import sys
 import tarfile
 import tempfile
 import zipfile
+import zlib
 from pathlib import Path, PurePosixPath
 from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
-from spartito.errors import SpartitoError, UserError
+from spartito.errors import SpartitoError, UserError, show
 from spartito.log import note
 
 DONE = ".fetched"
@@ -34,7 +35,16 @@ def path_of(url: str) -> str:
 
 
 def fetch(url: str, folder: Path) -> None:
-    """Put what is at ``url`` into ``folder``; `SpartitoError` where that fails."""
+    """Put what is at ``url`` into ``folder``.
+
+    Args:
+        url: Of an archive or a file.
+        folder: Where it goes.
+
+    Raises:
+        SpartitoError: It cannot be had, or not all of it came.
+        UserError: It is no such archive.
+    """
     done = folder / DONE
     if done.is_file() and done.read_text() == url:
         return
@@ -43,12 +53,15 @@ def fetch(url: str, folder: Path) -> None:
         try:
             with urlopen(url, timeout=SECONDS) as reply, file.open("wb") as to:
                 shutil.copyfileobj(reply, to, 1 << 20)
+                size, came = reply.headers.get("Content-Length"), to.tell()
+            if size is not None and came != int(size):  # of which urllib says nothing
+                raise OSError(f"{came} of {size} bytes came")
         except (URLError, OSError, ValueError) as error:
             raise SpartitoError(f"{url} cannot be fetched: {error}") from error
         note("%s: %.1f MB", url, file.stat().st_size / 1e6)
         try:
             _put(file, folder, _name(url))
-        except (tarfile.TarError, zipfile.BadZipFile, OSError) as error:
+        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
             raise UserError(f"{url} cannot be unpacked: {error}") from error
     done.write_text(url)
 
@@ -66,8 +79,23 @@ def _put(file: Path, folder: Path, name: str) -> None:
             archive.extractall(folder)
     else:
         with tarfile.open(file) as tar:
-            tar.extractall(folder, filter="data")  # nothing outside of the folder
+            _unpack(tar, folder)
+
+
+def _unpack(tar: tarfile.TarFile, folder: Path) -> None:
+    """All of an archive, and nothing outside of the folder."""
+    if hasattr(tarfile, "data_filter"):
+        tar.extractall(folder, filter="data")
+        return
+    for member in tar:  # Python before 3.11.4
+        inside = (folder / member.name).resolve().is_relative_to(folder.resolve())
+        if not inside or not (member.isfile() or member.isdir()):
+            raise tarfile.TarError(f"{member.name!r} is a link, or lies outside of the archive")
+        tar.extract(member, folder)
 
 
 if __name__ == "__main__":
-    fetch(sys.argv[1], Path(sys.argv[2]))
+    try:
+        fetch(sys.argv[1], Path(sys.argv[2]))
+    except SpartitoError as error:
+        sys.exit(show(error))

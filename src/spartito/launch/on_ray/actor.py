@@ -34,13 +34,17 @@ SILENCE = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Where an actor is: the address of its node, a free port there, and what it cannot run."""
+    """Where an actor is: the address of its node, a free port there, and what it cannot run.
+
+    Its ``niceness`` is that of its task: Ray gives its workers 15, and a task cannot take it back.
+    """
 
     host: str
     name: str
     port: int
     versions: Mapping[str, str]
     problem: str = ""
+    niceness: int = 0
 
     def __str__(self) -> str:
         return f"{self.host} ({self.name})"
@@ -78,7 +82,7 @@ class TaskActor:
             check_program(argv[is_module:], is_module)
         except Exception as error:
             problem = str(error)
-        return Node(host, socket.gethostname(), port, versions(), problem)
+        return Node(host, socket.gethostname(), port, versions(), problem, os.nice(0))
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], call: bytes | None) -> None:
         """Start the task; what is to be called is written into a folder of this node."""

@@ -180,17 +180,7 @@ class OnRay(Processes):
                 f"the tasks cannot be actors of this Ray cluster: {lines[-1].strip()}",
                 "Spartito has to be installed on every node, with the same Python.",
             ) from error
-        own = versions()
-        for node in nodes:
-            if node.problem:
-                raise UserError(
-                    f"on node {node}: {node.problem}", f"{folder} has to be on every node."
-                )
-            if node.versions != own:
-                raise UserError(
-                    f"node {node} has {_listed(node.versions)}, and here is {_listed(own)}",
-                    "Install the same on every node.",
-                )
+        check_nodes(nodes, versions(), folder)
         return nodes
 
     def _follow(
@@ -208,6 +198,11 @@ class OnRay(Processes):
         width = max(len(str(task)) for task in roles.tasks)
         for task, node in zip(roles.tasks, nodes, strict=True):
             self.say(f"{task!s:<{width}}  on node {node}")
+        if most := max(node.niceness for node in nodes):
+            self.say(
+                f"tasks have niceness {most} there, and wait for any other program of their node; "
+                "RAY_worker_niceness=0 ray start ... changes that"
+            )
         of_tasks = travelling(env, self.env) | {ENV_SECRET: read_secret(env)}
         call = None if self.call is None else ray.put(self.call)
 
@@ -237,6 +232,24 @@ class OnRay(Processes):
                 notice=self.notice,
                 sink=self.sink,
                 on_end=self.on_end if self.ending is None else partial(self.ending.take, read),
+            )
+
+
+def check_nodes(nodes: Sequence[Node], own: Mapping[str, str], folder: str | None) -> None:
+    """Raise `UserError` where a task could not run.
+
+    Args:
+        nodes: What the actors say of their nodes.
+        own: The versions here.
+        folder: Where the tasks run; None where they need none.
+    """
+    for node in nodes:
+        if node.problem:
+            raise UserError(f"on node {node}: {node.problem}", f"{folder} has to be on every node.")
+        if node.versions != own:
+            raise UserError(
+                f"node {node} has {_listed(node.versions)}, and here is {_listed(own)}",
+                "Install the same on every node.",
             )
 
 
