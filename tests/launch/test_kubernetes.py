@@ -174,6 +174,12 @@ def test_no_pod_has_more_rights_than_it_needs(kind: str) -> None:
     assert policy["egress"][2] == {"ports": [{"protocol": "TCP", "port": 8443}]}
 
 
+def test_data_at_http_may_be_behind_https() -> None:
+    documents = written(kind="job", workers=2, data="http://data.example/digits.zip")
+    ports = of(documents, "NetworkPolicy")["spec"]["egress"][2]["ports"]
+    assert [one["port"] for one in ports] == [80, 443]
+
+
 def test_the_store_of_a_job_that_recovers_ends_with_the_workers() -> None:
     documents = written(kind="jobset", workers=2, recover=True, name="digits")
     worker, store = jobs_of(documents)

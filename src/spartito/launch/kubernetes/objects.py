@@ -103,8 +103,8 @@ def _network_policy(job: Pods) -> Object:
     if job.url is not None:
         parts = urlsplit(job.url)
         port = parts.port or (443 if parts.scheme == "https" else 80)
-        ports = sorted({port, 443})  # where http:// leads to https://
-        egress.append({"ports": [Row(protocol="TCP", port=one) for one in ports]})
+        ports = {port} if parts.scheme == "https" else {port, 443}  # http:// may lead to https://
+        egress.append({"ports": [Row(protocol="TCP", port=one) for one in sorted(ports)]})
     spec = {
         **own(),
         "policyTypes": List(["Ingress", "Egress"]),
