@@ -236,3 +236,24 @@ def test_a_job_that_somebody_ends_does_not_come_again(slurm: Slurm) -> None:
     slurm.run("scancel", str(number))
     job = slurm.wait(number)
     assert (job.state, job.restarts) == ("CANCELLED", 0), job.text
+
+
+def test_a_job_whose_node_is_lost_comes_again(slurm: Slurm) -> None:
+    (slurm.work / "lost.py").write_text(
+        "import os, sys, time\n"
+        "if os.environ.get('SLURM_RESTART_COUNT'):\n    sys.exit(0)\n"
+        "print('ready', flush=True)\n"
+        "time.sleep(200)\n"
+    )
+    number = write_and_submit(slurm, "lost", "lost.py", "--sbatch=--nodelist=node2")
+    output = slurm.work / f"lost-{number}.out"
+    assert eventually(lambda: output.exists() and "ready" in output.read_text(), 60)
+    slurm.run("scontrol", "update", "nodename=node2", "state=down", "reason=test")
+    try:
+        assert eventually(
+            lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", str(number)), 60
+        )
+    finally:
+        slurm.run("scontrol", "update", "nodename=node2", "state=resume")
+    job = slurm.wait(number)
+    assert (job.code, job.restarts) == (0, 1), job.text
