@@ -15,6 +15,7 @@ import pytest
 ENV = "SPARTITO_REQUIRE"
 KINDS = {
     "docker": "a container engine, and the image 'spartito' to begin with",
+    "podman": "podman and podman-compose, and Docker's image 'spartito' to begin with",
     "netns": "network namespaces: root, iproute2, iptables",
     "ssh": "OpenSSH, client and server",
     "slurm": "Slurm's daemons, munge and namespaces, as root",

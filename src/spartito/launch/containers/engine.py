@@ -63,6 +63,11 @@ COMPLAINTS = (
         "Build it: spartito cluster image",
     ),
     (
+        "missing files:",
+        "this podman-compose reads no file from its input",
+        "Take a later one: pip install --upgrade podman-compose",
+    ),
+    (
         ("minimum memory limit", "range of cpus is from"),
         "a limit that the engine cannot keep",
         "Change cpus or mem_limit in the file.",
@@ -98,9 +103,18 @@ class TaskState:
         return self.status in ("exited", "dead")
 
 
+ENV_ENGINE = "SPARTITO_ENGINE"
+"""Which engine drives containers, ``docker`` or ``podman``; else docker, where that is here."""
+
+ENGINES = ("docker", "podman")
+
+
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """The engine of this machine; ``compose`` are the words that start its composer."""
+    """The engine of this machine; ``compose`` are the words that start its composer.
+
+    ``docker`` is its command, which Podman's understands too.
+    """
 
     docker: str
     compose: tuple[str, ...]
@@ -108,13 +122,17 @@ class Engine:
     @classmethod
     def find(cls) -> Engine:
         """The engine, once it has replied; `UserError` where there is none or no right to it."""
-        docker = shutil.which("docker")
-        if docker is None:
-            raise UserError(
-                "there is no docker command on this machine",
-                "Install Docker Engine; or run without containers: spartito run --workers 2 ...",
-            )
+        docker = _command(os.environ.get(ENV_ENGINE, ""))
         call([docker, "version", "--format", "{{.Server.Version}}"], ASK_SECONDS)
+        if _is_podman(docker):
+            composer = shutil.which("podman-compose")
+            if composer is None:
+                raise UserError(
+                    "there is podman, but no podman-compose",
+                    "Install it, by 'pip install podman-compose' for example.",
+                )
+            # Without a pod, so that each container can have the user's own number.
+            return cls(docker, (composer, "--in-pod=false"))
         if _works([docker, "compose", "version"]):
             return cls(docker, (docker, "compose"))
         old = shutil.which("docker-compose")
@@ -124,6 +142,11 @@ class Engine:
                 "Install docker-compose-plugin or docker-compose, as your system calls it.",
             )
         return cls(docker, (old,))
+
+    @property
+    def is_podman(self) -> bool:
+        """Whether it is Podman."""
+        return _is_podman(self.docker)
 
     def ask(self, *words: str, limit: float = ASK_SECONDS) -> str:
         """What ``docker`` with ``words`` prints."""
@@ -136,7 +159,11 @@ class Engine:
         folder = job.path.parent.resolve()
         where = ["--project-name", job.name]
         text = "\n".join(line for line in job.text.splitlines() if not line.startswith("name:"))
-        return call([*self.compose, *where, "--file", "-", *words], limit, text, folder)
+        env = None
+        if self.is_podman and os.getuid() != 0:
+            # Files that the user made for the tasks are the tasks' own: their numbers are equal.
+            env = {**os.environ, "PODMAN_USERNS": "keep-id"}
+        return call([*self.compose, *where, "--file", "-", *words], limit, text, folder, env)
 
     def label(self, image: str, label: str) -> str | None:
         """A label of ``image``, empty without; None where the image is not on this machine."""
@@ -247,11 +274,33 @@ def _can_have(engine: Engine, image: str) -> bool:
     return bool(listed) or _works([engine.docker, "pull", "--quiet", image], START_SECONDS)
 
 
+def _command(asked: str) -> str:
+    """The command of the engine that ``asked`` names, else of one that is here."""
+    if asked and asked not in ENGINES:
+        raise UserError(f"{ENV_ENGINE}={asked!r} is no engine", f"Known: {', '.join(ENGINES)}.")
+    found = next(filter(None, map(shutil.which, [asked] if asked else ENGINES)), None)
+    if found is None:
+        raise UserError(
+            f"there is no {asked or 'docker'} command on this machine",
+            f"Install {'Podman' if asked == 'podman' else 'Docker Engine'}; or run without "
+            "containers: spartito run --workers 2 ...",
+        )
+    return found
+
+
+def _is_podman(command: str) -> bool:
+    return Path(command).name == "podman"
+
+
 def call(
-    words: Sequence[str], limit: float, given: str | None = None, folder: Path | None = None
+    words: Sequence[str],
+    limit: float,
+    given: str | None = None,
+    folder: Path | None = None,
+    env: Mapping[str, str] | None = None,
 ) -> str:
     """What a command prints in ``folder``; its failure as the error that its reader needs."""
-    code, out, err = run(words, limit, given, folder)
+    code, out, err = run(words, limit, given, folder, env=env)
     if code:
         raise complaint(err or out)
     return out
@@ -263,6 +312,7 @@ def run(
     given: str | None = None,
     folder: Path | None = None,
     shown: bool = False,
+    env: Mapping[str, str] | None = None,
 ) -> tuple[int, str, str]:
     """A command's exit code and what it prints, empty where that is ``shown``.
 
@@ -278,6 +328,7 @@ def run(
             stderr=pipe,
             text=True,
             cwd=folder,
+            env=env,
             start_new_session=True,
         ) as popen:
             try:

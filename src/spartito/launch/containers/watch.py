@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -34,6 +35,9 @@ REST_SECONDS = 15.0
 LOST = frozenset(128 + number for number in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP))
 """Exit codes of a container whose task was killed from outside."""
 
+
+STAMP = re.compile(rb"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{9}(?:Z|[+-]\d\d:\d\d) ")
+"""What Podman puts before each part of a line that was written in several."""
 
 PAUSED_SECONDS = 5.0
 """For a container that stands still, where another can be started instead."""
@@ -270,6 +274,8 @@ class Watch:
                 if at <= since:
                     continue  # read before the container was started again
                 self._last[service] = at
+                if self.engine.is_podman:
+                    text = STAMP.sub(b"", text)
                 with self._pen:
                     self._print(prefixed(prefix, text or b"\n"))
         popen.wait()
