@@ -147,6 +147,7 @@ def callbacks(asked: Asked) -> list[sp.Callback]:
         "stop": [Stop()],
         "early": [sp.callbacks.EarlyStopping(monitor="loss", patience=0, min_delta=100.0)],
         "save": [sp.callbacks.ModelCheckpoint(asked.checkpoints)],
+        "often": [sp.callbacks.ModelCheckpoint(asked.checkpoints, every_steps=3)],
         "backup": [sp.callbacks.BackupAndRestore(asked.checkpoints or None, every=2, share=None)],
     }
     return known[asked.callbacks]

@@ -13,6 +13,7 @@ import spartito as sp
 from spartito.cluster.recovery import Recovery
 from tests.commands import cluster_of, tf_config
 from tests.replicas import Replicas
+from tests.strategies import decoupled_jobs
 from tests.strategies import local_jobs as jobs
 from tests.strategies.ps_jobs import Asked, Job, job
 from tests.strategies.test_contracts import close, run
@@ -32,7 +33,12 @@ SMALL = {"min_shard_bytes": 16}
 )
 @pytest.mark.parametrize("batch", [8, 3])
 def test_a_quorum_of_all_has_the_numbers_of_plain_torch(
-    replicas: Replicas, workers: int, options: dict[str, Any], inner: str, batch: int
+    replicas: Replicas,
+    capfd: pytest.CaptureFixture[str],
+    workers: int,
+    options: dict[str, Any],
+    inner: str,
+    batch: int,
 ) -> None:
     """Also with three examples in a batch, on two servers, and with two epochs and more."""
     given = {"groups": workers, "quorum": workers, **SMALL, **options}
@@ -50,6 +56,9 @@ def test_a_quorum_of_all_has_the_numbers_of_plain_torch(
     close(result["here"], expected["weights"])
     for name in ("loss", "val_loss", *(f"loss_of_group_{index}" for index in range(workers))):
         close(result["history"][name], expected[name])
+    steps = -(-jobs.EXAMPLES // batch)
+    said = capfd.readouterr().err.count(f"every={options['every']}, and an epoch has {steps} up")
+    assert said == (options["every"] > steps)
 
 
 def applied_once(found: Job) -> None:
@@ -123,6 +132,99 @@ def test_looking_at_it_in_the_middle_changes_nothing(replicas: Replicas) -> None
     left = run(replicas, case, jobs.glanced, looks=False)
     close(run(replicas, case, jobs.glanced, looks=True), left)
     assert left["1.num_batches_tracked"] == 2 * 6
+
+
+@pytest.mark.parametrize(
+    ("workers", "options", "at", "checkpoint"),
+    [
+        (2, {"every": 4}, (2,), "2"),
+        pytest.param(2, {"every": 4}, (4,), "4", marks=pytest.mark.slow),
+        pytest.param(3, {"every": 2, "outer": "diloco"}, (), "epoch-0", marks=pytest.mark.slow),
+        pytest.param(2, {"every": 4}, (10,), "10", marks=pytest.mark.slow),
+        pytest.param(2, {"every": 4}, (6,), "6", marks=pytest.mark.slow),
+        pytest.param(2, {"every": 4}, (), "end", marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_it_goes_on_exactly_from_a_checkpoint(
+    replicas: Replicas,
+    tmp_path: Path,
+    workers: int,
+    options: dict[str, Any],
+    at: tuple[int, ...],
+    checkpoint: str,
+) -> None:
+    """Between two meetings, right after one, and after an epoch; saving changes nothing."""
+    given = {"groups": workers, "quorum": workers, **SMALL, **options}
+    case = ("parameter_server", workers, given)
+    epochs = jobs.EPOCHS * (2 if checkpoint == "end" else 1)
+    expected = jobs.by_torch(
+        [[index] for index in range(workers)],
+        options["every"],
+        options.get("outer", "average"),
+        epochs=epochs,
+    )["weights"]
+    found = run(replicas, case, decoupled_jobs.kept, path=str(tmp_path), at=at)
+    if checkpoint != "end":
+        close(found, expected)
+    for all_load in (True, False):
+        path = str(tmp_path / checkpoint)
+        more = {"path": path, "all_load": all_load, "epochs": epochs}
+        close(run(replicas, case, decoupled_jobs.gone_on, **more), expected)
+
+
+@pytest.mark.parametrize("options", [{"max_staleness": 0}, {"groups": 2, "quorum": 2, "every": 4}])
+def test_a_callback_may_evaluate_amid_an_epoch(replicas: Replicas, options: dict[str, Any]) -> None:
+    """It runs on the chief alone: the others, which do not call it, never see its figures."""
+    results = replicas(
+        decoupled_jobs.evaluating, 2, "parameter_server", {**SMALL, **options}, servers=1
+    )
+    chief, other = results
+    assert other["found"] == []
+    assert len(chief["found"]) == 2 * jobs.EPOCHS
+    for result in results:
+        close(result["history"], chief["found"][1::2])
+        close(result["after"], chief["found"][-1])
+
+
+@pytest.mark.slow
+def test_another_number_of_groups_goes_on_from_the_merged_model(
+    replicas: Replicas, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    given = {"every": 2, **SMALL}
+    case = ("parameter_server", 2, {"groups": 2, "quorum": 2, **given})
+    run(replicas, case, decoupled_jobs.kept, path=str(tmp_path), at=())
+    other = ("parameter_server", 3, {"groups": 3, "quorum": 3, **given})
+    path = str(tmp_path / "epoch-1")
+    found = run(replicas, other, decoupled_jobs.gone_on, path=path, all_load=False, epochs=3)
+    assert "the checkpoint is of 2 groups, and here are 3" in capfd.readouterr().err
+    assert all(value.isfinite().all() for value in found.values())
+
+
+@pytest.mark.slow
+def test_it_goes_on_exactly_where_the_chief_computes_nothing(tmp_path: Path) -> None:
+    """It saves when it likes: wherever the groups are, they stand still where they met last."""
+    apart = {"groups": 2, "quorum": 2, "every": 4}
+    saved = tmp_path / "saved"
+    asked = Asked(options=apart, examples=192, callbacks="often", checkpoints=str(saved))
+
+    def trained(folder: str, asked: Asked) -> dict[str, Any]:
+        (tmp_path / folder).mkdir()
+        with job(tmp_path / folder, asked, chief=1, worker=2, ps=1) as found:
+            found.finish()
+            assert not found.said("chief 0", "without the groups' own states")
+            weights: dict[str, Any] = found.result("worker 0")["weights"]
+            return weights
+
+    whole = trained("first", asked)
+    again = {
+        path.name: trained(path.name, replace(asked, callbacks="", load=str(path)))
+        for path in sorted(saved.glob("step-*"))[:3]
+    }
+    assert len(again) > 1
+    for found in again.values():
+        for name, value in whole.items():
+            assert (value - found[name]).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize(

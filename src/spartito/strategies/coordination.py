@@ -99,6 +99,11 @@ class Coordination(ABC):
     def publish(self, work: Callable[[], T]) -> T:
         """What ``work`` returns, plain values, on every task; only those that decide do it."""
 
+    @contextmanager
+    def training(self) -> Generator[None]:
+        """A block of `fit`, in which only tasks that decide run what users have given."""
+        yield
+
     def tell_all(self, text: str) -> list[str]:
         """The ``text`` of every task, by rank; all call it. Where they do not meet: ``[text]``."""
         return [text]

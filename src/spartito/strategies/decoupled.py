@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from spartito.data.batch import Batch
 from spartito.errors import TaskLostError, UserError
 from spartito.local.outer import Outer, choose, make_outer
 from spartito.local.plan import EQUAL, TOKENS, Asked, check_weights, groups_of, updates_between
+from spartito.log import warn
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.memory import is_summed
 from spartito.ps.protocol.messages import Outcome, Push
@@ -25,14 +27,13 @@ from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.timetable import Row
 from spartito.ps.protocol.work import Arrival, WorkSource
 from spartito.ps.scheduler.gathering import Done
+from spartito.strategies.own_states import OwnOptimizer
 from spartito.strategies.pair import Pair
 from spartito.strategies.pusher import Pusher, WorkPosition
 
 EVERY = 20
 GROUP_LOSS, GROUP_MERGES, BYTES = "loss_of_group_", "merges_of_group_", "bytes_between_groups"
 """Figures of an epoch."""
-SECTION = "outer"
-"""Of a checkpoint: the state of the servers' optimizer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +111,24 @@ def apart(
     return asked
 
 
+def check_length(every: int, steps: int | None, accumulate: int) -> None:
+    """Say that an epoch of so many ``steps`` is shorter than what a group does between pushes.
+
+    Args:
+        every: Updates between two pushes; 0 where groups do not train apart.
+        steps: Global batches; None: nobody knows yet.
+        accumulate: Global batches of an update.
+    """
+    updates = None if steps is None else -(-steps // accumulate)
+    if updates is not None and updates < every:
+        warn(
+            "every=%d, and an epoch has %d update%s: groups push what they have moved at its end",
+            every,
+            updates,
+            "s"[: updates != 1],
+        )
+
+
 def figures(done: Mapping[int, Done], groups: int) -> dict[str, float]:
     """What was merged of each of so many groups, as figures of an epoch."""
     own = [done.get(group, Done()) for group in range(groups)]
@@ -147,6 +166,9 @@ class GroupPusher(Pusher):
     ) -> None:
         super().__init__(pair, servers, rules, compute)
         self._work, self._is_equal, self._options_of = work, weights == EQUAL, options_of
+        self.own: OwnOptimizer = OwnOptimizer(pair, self.forget)
+        if work is not None and rules.in_step:
+            work.keep(self.own)
         self._starts: list[Tensor] = []
         self._updates = self._examples = 0
         self._loss = self._weight = 0.0
@@ -159,6 +181,7 @@ class GroupPusher(Pusher):
         else:
             self.servers.admit()
             self._starts = self._copies()
+            self.own.kept = copy.deepcopy(self.own.state) if self._rules.in_step else None
         self._examples += batch.size
 
     def push(self) -> tuple[float, float]:
@@ -178,7 +201,7 @@ class GroupPusher(Pusher):
 
     def leave(self) -> None:
         """Give up what was not pushed, and have the servers' values."""
-        self._forget()
+        self.forget()
         super().leave()
         with suppress(TaskLostError):  # the first cause is what is told
             self.servers.look()
@@ -201,9 +224,10 @@ class GroupPusher(Pusher):
     def _copies(self) -> list[Tensor]:
         return [tensor.detach().clone() for tensor in self.servers.vector.tensors]
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Begin anew from the servers' values."""
         self._starts, self._own = [], []
+        self.own.kept = None
         self._updates = self._examples = 0
         self._loss = self._weight = 0.0
 
@@ -264,7 +288,7 @@ class GroupPusher(Pusher):
         counts = weight, self.servers.push_bytes, self._loss, self._weight
         merge = self._work.merge(Arrival(current.stream, lease.id, *counts))
         starts, updates, examples = self._starts, self._updates, self._examples
-        self._forget()
+        self.forget()
         if not merge.number:
             current.abandoned = True
             self.servers.release()
@@ -290,6 +314,8 @@ class GroupPusher(Pusher):
         current.first = current.step + 1
         if self.servers.result() in (Outcome.STALE, Outcome.EXPIRED):
             current.abandoned = True
+        else:
+            self.own.at = current.stream, lease.pass_, current.first
 
 
 def _spoil(current: WorkPosition) -> None:

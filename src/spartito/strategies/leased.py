@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import msgspec
@@ -17,7 +18,7 @@ from spartito.ps.job import Job
 from spartito.ps.protocol.messages import Values, advance, furthest
 from spartito.ps.protocol.options import set_options, settings
 from spartito.ps.protocol.timetable import Row, Timetable, decode_timetable
-from spartito.ps.protocol.work import WorkSource
+from spartito.ps.protocol.work import NOWHERE, At, WorkSource
 from spartito.ps.scheduler.ledger import Kept
 from spartito.ps.scheduler.planner import Planner
 from spartito.strategies import decoupled
@@ -48,11 +49,13 @@ class LeasedCoordination(Coordination):
         self._job: Job | None = None
         self._planner: Planner | None = None
         self._streams = self._published = 0
+        self.met: At = NOWHERE
+        """Where all groups were when their states were brought together; for the next position."""
         self._told = 0  # dropped pushes that a result has told of
         self._stopped = False
         self._encoded, self._timetable = b"", Timetable()
         self._seen = Values(0, 0, 0, 0)
-        self._went_on = False
+        self._went_on = self._trains = False
         self._first_epoch = self._opened = 0
 
     def join(self, job: Job, chief: Chief | None, work: WorkSource | None, pusher: Pusher) -> None:
@@ -133,7 +136,17 @@ class LeasedCoordination(Coordination):
             return {}
         return decoupled.figures(self.chief.coordinator.meetings.take(), self.shards)
 
+    @contextmanager
+    def training(self) -> Generator[None]:
+        before, self._trains = self._trains, True
+        try:
+            yield
+        finally:
+            self._trains = before
+
     def publish(self, work: Callable[[], T]) -> T:
+        if self.chief is not None and self._trains:
+            return work()  # a callback's: the workers, which have none, do not ask for it
         if self.chief is not None:
             known: list[T] = self.chief.recall()
             found = known[0] if known else work()

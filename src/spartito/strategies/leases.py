@@ -25,7 +25,7 @@ from spartito.engine.denormals import Denormals
 from spartito.errors import SpartitoError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.ps.chief import Chief
-from spartito.ps.protocol.work import Complete, Lease, Pause, Report, WorkSource
+from spartito.ps.protocol.work import NOWHERE, Complete, Lease, Pause, Report, WorkSource
 from spartito.ps.scheduler.plan import Plan
 from spartito.strategies.distributed import Distributed, Figures, StepResult
 from spartito.strategies.leased import LeasedCoordination
@@ -167,7 +167,9 @@ class Leased(Distributed):
         current = pusher.current if pusher else None
         if chief is None or self._stream is None or (current is not None and current.lease.group):
             return self.state_dict(), step, done
-        found = chief.coordinator.settled(self._stream, self._epoch + ended)
+        met, self._coordination.met = self._coordination.met, NOWHERE
+        here = met[1:] if met[0] == self._stream else None
+        found = chief.coordinator.settled(self._stream, self._epoch + ended, here)
         step += found.updates - self._coordination.counted
         return {"pass": found.pass_, "step": found.step}, step, found.done
 

@@ -26,7 +26,7 @@ from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, has_sparse_gradients, named_state, unwrap
 from spartito.errors import UserError
 from spartito.heartbeat import CONNECT, during
-from spartito.local.outer import Outer, load_outer_state, outer_state
+from spartito.local.outer import Outer
 from spartito.local.plan import TOKENS, Asked
 from spartito.names import PRECISIONS
 from spartito.ps.job import Job, Options, workers_of
@@ -34,7 +34,8 @@ from spartito.ps.protocol.codec import check_wire_dtype
 from spartito.ps.protocol.options import set_options
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.scheduler.plan import Plan
-from spartito.strategies.decoupled import EVERY, SECTION, Apart, GroupPusher, apart
+from spartito.strategies import own_states
+from spartito.strategies.decoupled import EVERY, Apart, GroupPusher, apart, check_length
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.ending import serve_and_end, uncaught
 from spartito.strategies.leased import LeasedCoordination
@@ -179,7 +180,7 @@ class ParameterServerStrategy(ReplicaStrategy):
             self.name, self.job, self.cluster, self._pairs, self._rules.workers
         )
         self._loss: LossFunction | None = None
-        self._deterministic = False
+        self._deterministic = self._planned = False
         atexit.register(self.close)
 
     @property
@@ -275,27 +276,30 @@ class ParameterServerStrategy(ReplicaStrategy):
             self._update(pair, None, 0, False)
 
     def _state(self, pair: Pair) -> dict[str, Any]:
+        if self._groups_apart is not None:
+            return own_states.saved(self.coordination, pair, self._served, self._rules.in_step)
         served = self.coordination.fetch()
         model = unwrap(pair.model)
         optimizer = named_state(model, pair.optimizer)
-        if self._groups_apart is not None:
-            names = {id(parameter): name for name, parameter in model.named_parameters()}
-            outer = outer_state(self._served, names)
-            self._served.state.clear()
-            return {"model": dict(model.state_dict()), "optimizer": optimizer, SECTION: outer}
         if served is not None:
             set_options(optimizer["groups"], served)
         pair.optimizer.state.clear()  # it lives on the servers
         return {"model": dict(model.state_dict()), "optimizer": optimizer}
 
     def _load(self, saved: Saved) -> None:
-        if self.coordination.chief is not None and "optimizer" not in saved:
+        whole = "optimizer" in saved
+        if self.coordination.chief is not None and not whole:
             given = {section: saved.whole(section) for section in saved}
-            saved = Saved.of({**self.state_dict(), **given})  # the servers keep theirs
+            if self._groups_apart is None:
+                now = self.state_dict()
+            else:
+                now = own_states.merged(self.coordination, self._pairs.only, self._served)
+            saved = Saved.of({**now, **given})  # the servers keep theirs
         super()._load(saved)
-        if self._groups_apart is not None and SECTION in saved:
-            named = dict(unwrap(self._pairs.only.model).named_parameters())
-            load_outer_state(self._served, named, saved.whole(SECTION))
+        if self._groups_apart is not None:
+            pair, workers = self._pairs.only, workers_of(self.cluster)
+            index = workers.index(self.task) if self.task in workers else -1
+            own_states.loaded(self.coordination, pair, self._served, saved, whole, index)
         self.coordination.give()
         self._served.state.clear()
 
@@ -321,6 +325,9 @@ class ParameterServerStrategy(ReplicaStrategy):
             The plan by which the chief leases them.
         """
         every = self._rules.every
+        if not self._planned:
+            check_length(every, steps or chain.steps_per_epoch, self._pairs.only.accumulate)
+        self._planned = True
         return Plan(
             data_shards=self._rules.workers,
             steps_per_pass=chain.steps_per_pass,

@@ -14,6 +14,7 @@ from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.messages import Outcome, Push
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.work import Lease
+from spartito.strategies.own_states import OwnOptimizer
 from spartito.strategies.pair import Pair
 
 
@@ -75,6 +76,8 @@ class Pusher:
         """Which work item is computed now."""
         self.repeats = True
         """Whether `compute` can do what was done: not so in loops that users write."""
+        self.own: OwnOptimizer | None = None
+        """Of a group that trains apart: what it keeps to itself."""
         self._rules, self._compute = rules, compute
         self._batches: list[Batch] = []  # of the next push, or of the last one that was sent
         self._sent: Push | None = None

@@ -241,7 +241,7 @@ class Trainer:
             loop.load_state_dict(restored["loop"], steps_per_epoch, whole=initial_epoch is not None)
             restore(self._given, restored["callbacks"])
         try:
-            with self.notice:
+            with self.notice, self.coordination.training():
                 end = first if over else epochs
                 loop.run(range(first, end), steps_per_epoch, validation, history)
                 self.saves.finish()

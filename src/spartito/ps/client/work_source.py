@@ -19,20 +19,26 @@ from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
 from spartito.ps.protocol.work import (
     MAX_PUBLISHED,
+    PART,
     PURPOSE,
     Arrival,
     Ask,
     Assignment,
     Decision,
     Failed,
+    Fetch,
+    Given,
     Heartbeat,
     Hello,
     Leave,
     Merge,
+    OwnState,
+    Part,
     Pause,
     Refused,
     Report,
     Take,
+    Taken,
     ToWorker,
     Value,
     Welcome,
@@ -70,6 +76,7 @@ class WorkerLink(WorkSource):
         self._dial, self._chief, self._worker = dial, chief, worker
         self._runtime, self._patience = runtime, patience
         self._timetable, self._generation = b"", 0
+        self._own: OwnState | None = None
         self._sent = self._received = 0  # by connections that have ended
         self._ask_lock = runtime.lock()  # of asking, and of hearing the reply
         self._send_lock = runtime.lock()  # of sending
@@ -133,19 +140,48 @@ class WorkerLink(WorkSource):
             reply, payload = self._ask(Take(stream, epoch, report, wait), Assignment, metrics)
             if reply.changed:
                 self._timetable = payload
+            if reply.has:
+                self._fetch()
+            if reply.wants:
+                self.give()
             if not wait or not isinstance(reply.work, Pause):
                 return reply.work
             report, metrics = None, b""  # it was received: a reply came
 
     def merge(self, arrival: Arrival) -> Merge:
         while True:
-            found = self._ask(arrival, Decision)[0].merge
-            if found is not None:
-                return found
+            reply = self._ask(arrival, Decision)[0]
+            if reply.merge is not None:
+                return reply.merge
+            if reply.wants:
+                self.give()
+
+    def keep(self, own: OwnState) -> None:
+        self._own = own
+
+    def give(self) -> None:
+        if self._own is None:
+            return
+        at, state = self._own.show()
+        for begin in range(0, max(1, len(state)), PART):
+            end = begin + PART
+            given = Given(at, first=not begin, last=end >= len(state))
+            self._ask(given, Taken, state[begin:end])
+
+    def _fetch(self) -> None:
+        """Go on from what the chief has for this group."""
+        parts, last = list[bytes](), False
+        while not last:
+            reply, part = self._ask(Fetch(sum(map(len, parts))), Part)
+            parts, last = [*parts, part], reply.last
+        if self._own is not None and any(parts):
+            self._own.load(b"".join(parts))
 
     def published(self, key: int) -> bytes:
         while True:
             reply, payload = self._ask(Ask(key), Value)
+            if reply.wants:
+                self.give()
             if reply.found:
                 return payload
 

@@ -85,6 +85,24 @@ class Merge(msgspec.Struct, frozen=True):
 
 REJECTED = Merge(0)
 
+At = tuple[Count, Number, Number]
+"""Up to where a group has done its part: stream, pass and step; zeros before its first merge."""
+NOWHERE: At = (0, 0, 0)
+PART = 1 << 20
+"""Bytes of a state that are sent at once, between which a worker gives its heartbeat."""
+
+
+class OwnState(Protocol):
+    """What a group that trains apart keeps to itself."""
+
+    def show(self) -> tuple[At, bytes]:
+        """As it was when the group was merged the last time, and where that was."""
+        ...
+
+    def load(self, state: bytes) -> None:
+        """Go on from one."""
+        ...
+
 
 class WorkSource(Protocol):
     """Where a task that computes gets its work: a link to the coordinator."""
@@ -108,6 +126,14 @@ class WorkSource(Protocol):
 
     def merge(self, arrival: Arrival) -> Merge:
         """With whom what a group has moved is merged, once that is decided."""
+        ...
+
+    def keep(self, own: OwnState) -> None:
+        """Give ``own`` to the chief when it asks, and take what it was at a checkpoint."""
+        ...
+
+    def give(self) -> None:
+        """Give it now, as nothing is asked of the chief for a while."""
         ...
 
     def published(self, key: int) -> bytes:
@@ -180,6 +206,7 @@ class Decision(msgspec.Struct, frozen=True, tag="decision"):
     """What becomes of what a group has moved; None: it is not decided yet."""
 
     merge: Merge | None
+    wants: bool = False
 
 
 class Ask(msgspec.Struct, frozen=True, tag="ask"):
@@ -194,6 +221,20 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     what: Text
 
 
+class Given(msgspec.Struct, frozen=True, tag="given"):
+    """A part of what a group keeps to itself is the payload: the ``first``, the ``last``."""
+
+    at: At
+    first: bool
+    last: bool
+
+
+class Fetch(msgspec.Struct, frozen=True, tag="fetch"):
+    """What this group is to go on from, from byte ``begin``; the reply is `Part`."""
+
+    begin: Count
+
+
 class Leave(msgspec.Struct, frozen=True, tag="bye"):
     """The worker is done and leaves. Has no reply."""
 
@@ -206,16 +247,32 @@ class Welcome(msgspec.Struct, frozen=True, tag="welcome"):
 
 
 class Assignment(msgspec.Struct, frozen=True, tag="assignment"):
-    """Work; if the chief's timetable has changed since the last reply it is the payload."""
+    """Work; if the chief's timetable has changed since the last reply it is the payload.
+
+    The chief ``wants`` what the group keeps to itself, or ``has`` what it is to go on from.
+    """
 
     work: Work
     changed: bool = False
+    wants: bool = False
+    has: bool = False
 
 
 class Value(msgspec.Struct, frozen=True, tag="value"):
     """What was published is the payload; without ``found`` nothing was yet."""
 
     found: bool
+    wants: bool = False
+
+
+class Taken(msgspec.Struct, frozen=True, tag="taken"):
+    """A part has come."""
+
+
+class Part(msgspec.Struct, frozen=True, tag="part"):
+    """A part of what this group is to go on from is the payload."""
+
+    last: bool
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
@@ -225,5 +282,5 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     do: Text = ""
 
 
-ToCoordinator = Hello | Heartbeat | Take | Arrival | Ask | Failed | Leave
-ToWorker = Welcome | Assignment | Decision | Value | Refused
+ToCoordinator = Hello | Heartbeat | Take | Arrival | Ask | Given | Fetch | Failed | Leave
+ToWorker = Welcome | Assignment | Decision | Value | Taken | Part | Refused

@@ -68,8 +68,7 @@ class Coordinator(Readings):
         self._expect_all = expect_all and not all(member.came for member in self._members)
         self._bad_limit = bad_limit
         self.dropped = sum(member.bad for member in self._members)  # not finite, by all
-        self._stopped = before.stopped
-        super().__init__(runtime.condition(), before.queues)
+        super().__init__(runtime.condition(), before.queues, before.stopped)
         self.meetings = Meetings(rules, self.book, self._members, self._changed, runtime)
         self._work_seconds = timeout * self.meetings.updates  # each may take the limit
         self.key_values = KeyValues(runtime, before.values)
@@ -171,7 +170,7 @@ class Coordinator(Readings):
             while True:
                 work = self._look(worker, stream, epoch)
                 left = end - self.runtime.now()
-                if not isinstance(work, Pause) or left <= 0:
+                if not isinstance(work, Pause) or left <= 0 or self.meetings.states.wants(worker):
                     return work
                 self._changed.wait(min(left, LOOK_SECONDS))
 

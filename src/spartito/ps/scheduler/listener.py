@@ -23,11 +23,15 @@ from spartito.ps.protocol.work import (
     Assignment,
     Decision,
     Failed,
+    Fetch,
+    Given,
     Heartbeat,
     Hello,
     Leave,
+    Part,
     Refused,
     Take,
+    Taken,
     ToCoordinator,
     Value,
     Welcome,
@@ -125,6 +129,7 @@ class WorkerListener:
         """Reply until the worker leaves: True."""
         known = b""
         patience = min(REPLY_SECONDS, self._heartbeat)
+        states = self._coordinator.meetings.states
         while True:
             message = wire.receive()
             self._coordinator.hear(worker, session)
@@ -135,15 +140,23 @@ class WorkerListener:
                     work = self._coordinator.take(worker, stream, epoch, report, wait, patience)
                     timetable = self._coordinator.timetable
                     changed = timetable != known
-                    wire.send(Assignment(work, changed), timetable if changed else b"")
+                    told = states.asks(worker), states.keeps(worker)
+                    wire.send(Assignment(work, changed, *told), timetable if changed else b"")
                     known = timetable
                 case Arrival():
-                    wire.send(Decision(self._coordinator.meetings.ask(worker, message, patience)))
+                    merge = self._coordinator.meetings.ask(worker, message, patience)
+                    wire.send(Decision(merge, merge is None and states.asks(worker)))
                 case Ask(key):
                     value = self._coordinator.key_values.published(key, patience)
                     if value is None and self._coordinator.ended:
                         raise UserError("the job has ended", "Start a new one.")
-                    wire.send(Value(value is not None), value or b"")
+                    wire.send(Value(value is not None, states.asks(worker)), value or b"")
+                case Given():
+                    states.take(worker, message, bytes(wire.payload))
+                    wire.send(Taken())
+                case Fetch(begin):
+                    part, last = states.part(worker, begin)
+                    wire.send(Part(last), part)
                 case Failed(what):
                     self._coordinator.failed(worker, what)
                 case Leave():

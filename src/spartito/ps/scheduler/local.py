@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from spartito.errors import TaskLostError
-from spartito.ps.protocol.work import Arrival, Merge, Pause, Report, Work, WorkSource
+from spartito.ps.protocol.work import (
+    Arrival,
+    Merge,
+    OwnState,
+    Pause,
+    Report,
+    Work,
+    WorkSource,
+)
 from spartito.ps.scheduler.coordinator import Coordinator
 from spartito.ps.scheduler.meetings import LOOK_SECONDS
 
@@ -43,6 +51,12 @@ class LocalLink(WorkSource):
             self._coordinator.check(began)
             if found is not None:
                 return found
+
+    def keep(self, own: OwnState) -> None:
+        """Nothing: the chief has its own."""
+
+    def give(self) -> None:
+        """Nothing: the chief has its own."""
 
     def published(self, key: int) -> bytes:
         value = self._coordinator.key_values.published(key, self._coordinator.timeout)

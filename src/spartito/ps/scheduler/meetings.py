@@ -12,6 +12,7 @@ from spartito.ps.protocol.work import REJECTED, Arrival, Lease, Merge
 from spartito.ps.scheduler.gathering import Done, Gathering
 from spartito.ps.scheduler.ledger import Agreed, Book
 from spartito.ps.scheduler.members import Member
+from spartito.ps.scheduler.states import States
 
 LOOK_SECONDS = 0.25
 """How often who waits, and the watch, look whether somebody is missing."""
@@ -40,6 +41,8 @@ class Meetings:
         )
         self._grace, self._book, self._queues = rules.grace, book, book.ledger.queues
         self._members, self._changed, self._runtime = members, changed, runtime
+        self.states = States(members, changed, runtime)
+        """What groups keep to themselves."""
 
     def ask(self, worker: int, arrival: Arrival, patience: float) -> Merge | None:
         """What becomes of what ``worker`` has moved; None after ``patience`` seconds."""
@@ -56,12 +59,13 @@ class Meetings:
                 left = end - self._runtime.now()
                 if not self._gathering.waits(worker):
                     continue
-                if left <= 0:
+                if left <= 0 or self.states.wants(worker):
                     return None
                 self._changed.wait(min(left, LOOK_SECONDS, self._grace or LOOK_SECONDS))
 
     def begin(self, worker: int) -> None:
         """``worker`` has got a lease. Called with the lock held."""
+        self.states.forget(worker)
         self._gathering.begin(worker)
 
     def leave(self, worker: int) -> None:
@@ -91,6 +95,8 @@ class Meetings:
         return any((who, lease.id) == (worker, arrival.lease) for who, lease in held)
 
     def _decide(self, arrival: Arrival) -> None:
+        if self.states.collecting:
+            return
         ledger, queue = self._book.ledger, self._queues[arrival.stream]
         held = dict(queue.held())
         live = {index for index, member in enumerate(self._members) if member.live}
@@ -102,6 +108,7 @@ class Meetings:
         free = 0 if over else min(len(live - held.keys() | done), queue.spare(epoch))
         for merged in self._gathering.decide(self._runtime.now(), away, free, live):
             for worker, (came, merge) in merged.items():
+                self.states.forget(worker)
                 self._book.note(Agreed(worker, came.stream, came.lease, merge))
             self._changed.notify_all()
 

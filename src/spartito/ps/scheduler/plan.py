@@ -92,6 +92,16 @@ class BatchIndex:
         batch = found.first + step - found.step
         return batch if batch < found.stop else None
 
+    def past(self, number: int, step: int) -> int | None:
+        """How many global batches there are before step ``step`` of pass ``number``, its end too.
+
+        None: it is not in this row.
+        """
+        found = self._pass(number)
+        if found is None or not found.step <= step <= found.step + found.stop - found.first:
+            return None
+        return found.first + step - found.step
+
     def epoch(self, batch: int) -> int:
         """The epoch that global batch ``batch`` belongs to."""
         plan = self._plan

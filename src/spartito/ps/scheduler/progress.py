@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import msgspec
 
 from spartito.ps.protocol.work import Lease
-from spartito.ps.scheduler.plan import Pass, Plan
+from spartito.ps.scheduler.plan import BatchIndex, Pass, Plan
 from spartito.ps.scheduler.ranges import Ranges
 
 LEASE_SECONDS = 1.0
@@ -103,3 +103,38 @@ class Settled(NamedTuple):
     step: int
     done: int
     updates: int
+
+
+def settled(
+    plan: Plan,
+    batches: BatchIndex,
+    shards: Sequence[ShardProgress],
+    held: Collection[Outstanding],
+    epoch: int,
+    met: tuple[int, int] | None,
+) -> Settled:
+    """As `WorkQueue.settled`; ``shards`` are its slices, ``held`` the leases that are out."""
+    begin, end = batches.stop(epoch - 1), batches.stop(epoch)
+    batch = min(found.done.frontier() for found in shards)
+    there = None if met is None else batches.past(*met)
+    if met is not None and there is not None and _is_done(shards, held, there):
+        done = there - begin + (0 if epoch else plan.first_epoch_done)
+        # In the epoch that ends there: a later pass may be of the next one.
+        where = met if done > 0 else batches.locate(there)
+        return Settled(*where, done, batches.updates(there))
+    if epoch < plan.epochs and batch >= end:
+        batch = max(begin, end - 1)
+    done = batch - begin + (0 if epoch else plan.first_epoch_done)
+    return Settled(*batches.locate(batch), done, batches.updates(batch))
+
+
+def _is_done(shards: Sequence[ShardProgress], held: Collection[Outstanding], batch: int) -> bool:
+    """Whether all before ``batch`` is finished, or in a lease that ends there."""
+    for index, found in enumerate(shards):
+        ends = [(o.start, o.stop) for o in held if o.lease.data_shard == index and o.stop <= batch]
+        done = Ranges()
+        for span in (*found.done, *ends):
+            done.add(*span)
+        if done.frontier() < batch:
+            return False
+    return True

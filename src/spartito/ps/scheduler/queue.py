@@ -23,6 +23,7 @@ from spartito.ps.scheduler.progress import (
     RateEstimate,
     Settled,
     ShardProgress,
+    settled,
 )
 
 END_FRACTION = 4
@@ -251,17 +252,13 @@ class WorkQueue:
         """(pass, step) of the first global batch with a work item that is not finished."""
         return self._batches.locate(self._frontier())
 
-    def settled(self, epoch: int) -> Settled:
+    def settled(self, epoch: int, met: tuple[int, int] | None = None) -> Settled:
         """From where ``epoch`` would be gone on with: nothing before that is done again.
 
-        Where others have begun later epochs that is its last global batch.
+        Where others have begun later epochs that is its last global batch. All workers may have
+        ``met`` at a (pass, step), which counts if all before it is finished, or reported soon.
         """
-        begin, end = self._batches.stop(epoch - 1), self._batches.stop(epoch)
-        batch = self._frontier()
-        if epoch < self.plan.epochs and batch >= end:
-            batch = max(begin, end - 1)
-        done = batch - begin + (0 if epoch else self.plan.first_epoch_done)
-        return Settled(*self._batches.locate(batch), done, self._batches.updates(batch))
+        return settled(self.plan, self._batches, self._shards, self._held.values(), epoch, met)
 
     def begun(self) -> Iterator[WorkRange]:
         """All that is finished or out, each range of one pass."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from spartito.ps.protocol.runtime import Condition
 from spartito.ps.protocol.work import Lease, Totals
@@ -11,10 +11,15 @@ from spartito.ps.scheduler.queue import WorkQueue, WorkRange
 
 
 class Readings:
-    """What can be asked of the queues of all streams; ``changed`` is their lock."""
+    """What can be asked of the queues of all streams; ``changed`` is their lock.
 
-    def __init__(self, changed: Condition, queues: Mapping[int, WorkQueue]) -> None:
-        self._changed, self._queues = changed, queues
+    Who is among ``stopped`` has ended.
+    """
+
+    def __init__(
+        self, changed: Condition, queues: Mapping[int, WorkQueue], stopped: Collection[int]
+    ) -> None:
+        self._changed, self._queues, self._stopped = changed, queues, stopped
 
     def sums(self, stream: int, epoch: int) -> Totals:
         """What is done of an epoch."""
@@ -28,10 +33,16 @@ class Readings:
         with self._changed:
             return self._queues[stream].frontier()
 
-    def settled(self, stream: int, epoch: int) -> Settled:
-        """From where an epoch would be gone on with."""
+    def settled(self, stream: int, epoch: int, met: tuple[int, int] | None = None) -> Settled:
+        """From where an epoch would be gone on with; ``met``: where all workers have met."""
         with self._changed:
-            return self._queues[stream].settled(epoch)
+            return self._queues[stream].settled(epoch, met)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is a stream that has not ended."""
+        with self._changed:
+            return any(stream not in self._stopped for stream in self._queues)
 
     def begun_in(self, stream: int) -> list[WorkRange]:
         """All work of a stream that is finished or out."""
