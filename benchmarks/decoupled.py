@@ -1,14 +1,22 @@
 """Three groups, decoupled over a parameter server: one at a quarter of the speed, and one killed.
 
 ``slow``: examples per second against a synchronous meeting, local_sgd. ``killed``: a group ends by
-SIGKILL and is started again: the longest step of another one (not of the chief, which evaluates),
-and the final accuracy on the digits.
+SIGKILL and is started again: when it trains again, the longest step of another one (not of the
+chief, which evaluates), and the final accuracy on the digits.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+<<<<<<< HEAD
+=======
+import math
+import os
+import signal
+import subprocess
+import sys
+>>>>>>> 7c14d50 (Chaos for groups over servers and groups of several workers; a task that stands still is not asked for its store; a killed group in the benchmark trains long enough to be seen again)
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -30,6 +38,10 @@ SIDES = {
 SLOW = ("--slow", f"worker:{GROUPS - 1}=0.25")
 TARGET = 2.0
 VICTIM = f"worker-{GROUPS - 1}"
+<<<<<<< HEAD
+=======
+LIMIT = 240.0
+>>>>>>> 7c14d50 (Chaos for groups over servers and groups of several workers; a task that stands still is not asked for its store; a killed group in the benchmark trains long enough to be seen again)
 
 
 def main() -> None:
@@ -39,7 +51,8 @@ def main() -> None:
     options.add_argument("--parts", nargs="+", choices=["slow", "killed"])
     options.add_argument("--windows", type=positive, default=2, help="windows of a turn")
     options.add_argument("--steps", type=positive, default=200, help="steps of a window")
-    options.add_argument("--epochs", type=positive, default=10, help="of each training of digits")
+    # Some 20 s, of which the new process needs a few to start.
+    options.add_argument("--epochs", type=positive, default=100, help="of each training of digits")
     given = options.parse_args()
     here, parts = announce(__doc__), given.parts or ["slow", "killed"]
     figures = [*(slow(given) if "slow" in parts else ())]
@@ -81,18 +94,21 @@ def killed(given: argparse.Namespace) -> list[Figure]:
     """One of three groups ends by SIGKILL, and is started again."""
     accuracy: dict[bool, list[float]] = {True: [], False: []}
     waits: dict[bool, list[float]] = {True: [], False: []}
-    came = []
+    came, back = [], []
     for number in range(given.rounds):
         for kills in (True, False) if number % 2 == 0 else (False, True):
-            found, pause, merges = training(number, given.epochs, kills)
+            found, pause, merges, away = training(number, given.epochs, kills)
             accuracy[kills].append(100 * found)
             waits[kills].append(pause)
-            came.append(merges)
+            came += [merges] * kills
+            back += [away] * kills
             print(
                 f"round {number + 1}, {'killed' if kills else 'whole'}: {found:.1%}, the others' "
-                f"longest step {pause * 1e3:.0f} ms, merges of the group at the end {merges}",
+                f"longest step {pause * 1e3:.0f} ms, merges of the group in the last half of the "
+                f"epochs {merges}" + f", its next step after {away:.1f} s" * kills,
                 flush=True,
             )
+    epochs = given.epochs
     less = mean(accuracy[False]) - mean(accuracy[True])
     noise = max(pstdev(accuracy[False]), 0.5)
     return [
@@ -101,25 +117,66 @@ def killed(given: argparse.Namespace) -> list[Figure]:
         Figure("accuracy, whole (%)", mean(accuracy[False])),
         Figure("the others' longest step, killed", median(waits[True]), 1.0, "<=", "s"),
         Figure("the others' longest step, whole", median(waits[False]), measure="s"),
-        Figure("fewest merges of that group in the last epoch", min(came), 1),
+        Figure("until the killed group trains again", median(back), measure="s"),
+        Figure(
+            "fewest merges of that group in the last half of the epochs", min(came), epochs // 2
+        ),
     ]
 
 
-def training(seed: int, epochs: int, kills: bool) -> tuple[float, float, int]:
-    """Validation accuracy, the longest step of another, merges of the last group at the end."""
+def training(seed: int, epochs: int, kills: bool) -> tuple[float, float, int, float]:
+    """Validation accuracy, the longest step of another, and of the last group two figures.
+
+    Its merges in the last half of the epochs, and the seconds from its end to its next step.
+    """
+    killed_at = math.nan
     with tempfile.TemporaryDirectory() as folder:
         words = [
             *("--workers", str(GROUPS), *SIDES["decoupled"]),
             *("-m", "benchmarks.jobs.decoupled", str(epochs), str(seed)),
         ]
+<<<<<<< HEAD
         run_killing(words, Path(folder), VICTIM if kills else None, [VICTIM], 1.0)
+=======
+        env = {**os.environ, "BENCHMARK_FOLDER": folder, "SPARTITO_SNAPSHOT_DIR": folder}
+        out = Path(folder, "out.txt")
+        with out.open("w") as file:
+            job = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
+            try:
+                if kills:
+                    killed_at = kill(Path(folder), job)
+                code = job.wait(LIMIT)
+            finally:
+                if job.poll() is None:
+                    job.terminate()
+                    job.wait(30.0)
+        if code:
+            sys.exit(f"the job ended with {code}:\n{out.read_text()[-4000:]}")
+>>>>>>> 7c14d50 (Chaos for groups over servers and groups of several workers; a task that stands still is not asked for its store; a killed group in the benchmark trains long enough to be seen again)
         others = [Path(folder, f"worker-{index}.json") for index in range(1, GROUPS - 1)]
         steps = [pairwise(json.loads(path.read_text())) for path in others]
         history = json.loads(Path(folder, "history.json").read_text())
+        began = [float(path.read_text()) for path in Path(folder).glob(f"{VICTIM}.*.began")]
     pause = max(after - before for each in steps for before, after in each)
-    merges = history[f"merges_of_group_{GROUPS - 1}"][-1]
-    return history["val_accuracy"][-1], pause, int(merges)
+    merges = history[f"merges_of_group_{GROUPS - 1}"][epochs // 2 :]
+    return history["val_accuracy"][-1], pause, int(sum(merges)), max(began) - killed_at
 
 
+<<<<<<< HEAD
+=======
+def kill(folder: Path, job: subprocess.Popen[bytes]) -> float:
+    """End the last group once it has trained for a second; returns when, as `time.monotonic`."""
+    end = time.monotonic() + LIMIT
+    while not [*folder.glob(f"{VICTIM}.*.began")]:
+        if job.poll() is not None or time.monotonic() > end:
+            sys.exit(f"the job did not begin:\n{Path(folder, 'out.txt').read_text()[-4000:]}")
+        time.sleep(0.02)
+    time.sleep(1.0)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(Path(folder, f"{VICTIM}.pid").read_text()), signal.SIGKILL)
+    return time.monotonic()
+
+
+>>>>>>> 7c14d50 (Chaos for groups over servers and groups of several workers; a task that stands still is not asked for its store; a killed group in the benchmark trains long enough to be seen again)
 if __name__ == "__main__":
     main()

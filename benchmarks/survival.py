@@ -43,6 +43,7 @@ PANELS = {
     "plain": (*SYNCHRONOUS, "local_sgd", "one_device", "parameter_server", "files"),
     "--recover": ("recover", "journal", "two_multi_worker_mirrored", "two_parameter_server"),
     "replicas=2": ("copies",),
+    "groups over servers": ("decoupled",),
     "BackupAndRestore": ("backups",),
     "a machine each": ("machines",),
 }
@@ -77,6 +78,16 @@ def parts(pictures: Path) -> dict[str, Part]:
         "`parameter_server`: a chief, two workers, two servers, an evaluator",
         (*SERVED, "--evaluator", "--faults", f"{ALONE},nan"),
     )
+    found["local_groups"] = Part(
+        "`local_sgd`: two groups of two workers",
+        ("mnist", "--workers", "4", "--strategy", "local_sgd", "--strategy-options",
+         '{"groups": 2, "every": 20}', "--faults", "kill,stop,pause,exception,memory"),
+    )  # fmt: skip
+    found["decoupled"] = Part(
+        "`parameter_server` with two groups that train apart: a chief, two workers, two servers",
+        (*SERVED, "--strategy-options", '{"groups": 2, "every": 10}',
+         "--faults", "kill,stop,pause,term,exception,slow,memory"),
+    )  # fmt: skip
     found["evaluator"] = Part(
         "An evaluator beside `multi_worker_mirrored`",
         (*MNIST, "--strategy", "multi_worker_mirrored", "--evaluator", "--roles", "evaluator",

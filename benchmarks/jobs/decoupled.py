@@ -31,9 +31,9 @@ def main() -> None:
     def step(*args: Any, **options: Any) -> Any:
         """As the strategy's own; callbacks run on the chief alone."""
         found = own(*args, **options)
-        if not times:
-            (folder / f"{task}.began").touch()
         times.append(time.monotonic())
+        if len(times) == 1:  # a file for each process that was this task
+            (folder / f"{task}.{os.getpid()}.began").write_text(str(times[0]))
         return found
 
     strategy.step = step  # type: ignore[method-assign]

@@ -353,6 +353,29 @@ def keep_files(names: Iterable[str]) -> None:
             _met[path] = mmap.mmap(file.fileno(), SIZE, access=mmap.ACCESS_READ)
 
 
+def stands(name: str) -> bool:
+    """Whether another task is known to stand still, as one that is stopped by a signal.
+
+    Args:
+        name: The task, as messages name it.
+    """
+    beat = _beat_of(name)
+    life = None if beat is None else life_of(beat.pid)
+    return life is not None and bool(life.stands)
+
+
+def _beat_of(name: str) -> Beat | None:
+    """The last sign of life of a task of this machine; None of any other."""
+    own = os.environ.get(ENV_HEARTBEAT)
+    if not own:
+        return None
+    path = file_of(Path(own).parent, name)
+    try:
+        return Beat.read_from(_met[path] if path in _met else path.read_bytes())
+    except (OSError, struct.error):
+        return None
+
+
 def last_words(name: str) -> str:
     """What is known here of another task, for the end of a sentence about it.
 
@@ -364,13 +387,8 @@ def last_words(name: str) -> str:
         task of another machine, or of no launcher. Of one that this task has met nothing is said
         that its replacement did.
     """
-    own = os.environ.get(ENV_HEARTBEAT)
-    if not own:
-        return ""
-    path = file_of(Path(own).parent, name)
-    try:
-        beat = Beat.read_from(_met[path] if path in _met else path.read_bytes())
-    except (OSError, struct.error):
+    beat = _beat_of(name)
+    if beat is None:
         return ""
     if not beat.phase:
         return " (it has not come to a strategy yet)"

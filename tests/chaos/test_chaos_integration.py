@@ -33,6 +33,35 @@ def test_a_worker_that_is_killed(commands: Commands) -> None:
     assert not list((commands.directory / "out/temporary").iterdir())
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["kill", "exception"])
+def test_a_worker_of_groups_over_servers(commands: Commands, kind: str) -> None:
+    """One that is killed is replaced, an exception ends the job; no update is lost or doubled."""
+    apart = json.dumps({"groups": 2, "every": 5})
+    words = ["chaos", "mnist", "--strategy", "parameter_server", "--strategy-options", apart]
+    words += ["--chief", "--ps", "1", "--schedule", f"{kind}@worker:1#40", "--limit", "20"]
+    with nothing_left():
+        ended = commands.spartito(*words, "--out", "out", "--", "--epochs=1")
+    assert ended.code == 0, ended.text
+    (result,) = map(json.loads, (commands.directory / "out/results.jsonl").read_text().splitlines())
+    assert (result["broken"], result["doubled"]) == ([], 0)
+    assert result["code"] == (0 if kind == "kill" else 1)
+    assert result["lost"] == 0
+
+
+@pytest.mark.slow
+def test_a_worker_inside_a_group_that_is_killed(commands: Commands) -> None:
+    """Its group cannot go on without it, nor the other group: all end, and name it."""
+    apart = json.dumps({"groups": 2, "every": 5})
+    words = ["chaos", "mnist", "--strategy", "local_sgd", "--strategy-options", apart]
+    words += ["--workers", "4", "--schedule", "kill@worker:3#40", "--limit", "20"]
+    with nothing_left():
+        ended = commands.spartito(*words, "--out", "out", "--", "--epochs=1")
+    assert ended.code == 0, ended.text
+    (result,) = map(json.loads, (commands.directory / "out/results.jsonl").read_text().splitlines())
+    assert (result["code"], result["broken"]) == (69, [])
+
+
 def test_ctrl_c_leaves_nothing(commands: Commands) -> None:
     words = ["chaos", "mnist", "--faults", "stop", "--out", "out", "--", "--epochs=100"]
     with nothing_left():

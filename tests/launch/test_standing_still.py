@@ -10,9 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 import spartito
-from spartito.heartbeat import SIZE, Beat, file_of, keep_files, last_words
+from spartito.collectives.liveness import LivenessCheck
+from spartito.collectives.store import Membership
+from spartito.collectives.torch_store import OfTorch
+from spartito.errors import TaskLostError
+from spartito.heartbeat import SIZE, Beat, file_of, keep_files, last_words, stands
 from spartito.launch.heartbeats import Heartbeats
 from tests.launch.supervised import WAITS, Job, Start
 
@@ -124,6 +129,32 @@ def test_nothing_that_a_replacement_did_is_said_of_a_lost_task(
         assert last_words(name).startswith(" (last seen at step 41, in 'step', ")
         keep_files([name])
         assert last_words(name) == " (it has not come to a strategy yet)"
+    finally:
+        beats.close()
+
+
+def test_the_others_know_of_a_task_that_it_stands_still(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that keeps the store where tasks meet: it is not asked for seconds."""
+    beats = Heartbeats(print)
+    monkeypatch.setenv("SPARTITO_HEARTBEAT", str(file_of(beats.folder, "worker 1")))
+    try:
+        env = beats.begin("worker 0", os.environ)
+        words = [sys.executable, "-c", TASK + "beat(41, STEP)\n" + "sys.stdin.read()"]
+        with subprocess.Popen(
+            words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        ) as task:
+            assert one.stdout is not None
+            one.stdout.readline()
+            assert not stands("worker 0")
+            one.send_signal(signal.SIGSTOP)
+            os.waitid(os.P_PID, one.pid, os.WSTOPPED | os.WNOWAIT)
+            assert stands("worker 0 (10.0.0.1:1234)")
+            store = OfTorch(HashStore())
+            check = LivenessCheck(Membership(1, ["worker 0", "worker 1"], store, 60.0))
+            assert check.reason(TaskLostError("worker 0 did not come")) is None
+            assert not store.gather(["1"], 0.0)
+            one.send_signal(signal.SIGCONT)
+        assert not stands("worker 0")
     finally:
         beats.close()
 

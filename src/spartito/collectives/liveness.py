@@ -10,7 +10,7 @@ from functools import partial
 
 from spartito.collectives.store import Membership, error_from_text, error_to_text
 from spartito.errors import SpartitoError, TaskLostError, UserError
-from spartito.heartbeat import dump_stacks, last_words
+from spartito.heartbeat import dump_stacks, last_words, stands
 
 GRACE = 3.0  # seconds in which tasks that live sign in after an error
 LINGER = 10.0  # seconds that the keeper of the store stays for those who have not read its reason
@@ -71,6 +71,9 @@ class LivenessCheck:
         group = self._group
         if group is None or self._silent or not _all_named(str(error), [group.keeper]):
             return self._silent
+        if stands(group.keeper):  # it would be asked for seconds
+            self._silent = True
+            return True
         try:
             group.ask(lambda: group.store.set(str(group.rank), b""), 0.0)
         except TaskLostError:
