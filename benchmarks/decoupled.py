@@ -9,14 +9,6 @@ from __future__ import annotations
 
 import argparse
 import json
-<<<<<<< HEAD
-=======
-import math
-import os
-import signal
-import subprocess
-import sys
->>>>>>> 7c14d50 (Chaos for groups over servers and groups of several workers; a task that stands still is not asked for its store; a killed group in the benchmark trains long enough to be seen again)
 import tempfile
 from itertools import pairwise
 from pathlib import Path
@@ -38,10 +30,6 @@ SIDES = {
 SLOW = ("--slow", f"worker:{GROUPS - 1}=0.25")
 TARGET = 2.0
 VICTIM = f"worker-{GROUPS - 1}"
-<<<<<<< HEAD
-=======
-LIMIT = 240.0
->>>>>>> 7c14d50 (Chaos for groups over servers and groups of several workers; a task that stands still is not asked for its store; a killed group in the benchmark trains long enough to be seen again)
 
 
 def main() -> None:
@@ -129,54 +117,20 @@ def training(seed: int, epochs: int, kills: bool) -> tuple[float, float, int, fl
 
     Its merges in the last half of the epochs, and the seconds from its end to its next step.
     """
-    killed_at = math.nan
     with tempfile.TemporaryDirectory() as folder:
         words = [
             *("--workers", str(GROUPS), *SIDES["decoupled"]),
             *("-m", "benchmarks.jobs.decoupled", str(epochs), str(seed)),
         ]
-<<<<<<< HEAD
-        run_killing(words, Path(folder), VICTIM if kills else None, [VICTIM], 1.0)
-=======
-        env = {**os.environ, "BENCHMARK_FOLDER": folder, "SPARTITO_SNAPSHOT_DIR": folder}
-        out = Path(folder, "out.txt")
-        with out.open("w") as file:
-            job = subprocess.Popen(command, cwd=ROOT, env=env, stdout=file, stderr=file)
-            try:
-                if kills:
-                    killed_at = kill(Path(folder), job)
-                code = job.wait(LIMIT)
-            finally:
-                if job.poll() is None:
-                    job.terminate()
-                    job.wait(30.0)
-        if code:
-            sys.exit(f"the job ended with {code}:\n{out.read_text()[-4000:]}")
->>>>>>> 7c14d50 (Chaos for groups over servers and groups of several workers; a task that stands still is not asked for its store; a killed group in the benchmark trains long enough to be seen again)
+        killed_at = run_killing(words, Path(folder), VICTIM if kills else None, [VICTIM], 1.0)
         others = [Path(folder, f"worker-{index}.json") for index in range(1, GROUPS - 1)]
         steps = [pairwise(json.loads(path.read_text())) for path in others]
         history = json.loads(Path(folder, "history.json").read_text())
-        began = [float(path.read_text()) for path in Path(folder).glob(f"{VICTIM}.*.began")]
+        began = [float(path.read_text()) for path in Path(folder).glob(f"{VICTIM}.*.first")]
     pause = max(after - before for each in steps for before, after in each)
     merges = history[f"merges_of_group_{GROUPS - 1}"][epochs // 2 :]
     return history["val_accuracy"][-1], pause, int(sum(merges)), max(began) - killed_at
 
 
-<<<<<<< HEAD
-=======
-def kill(folder: Path, job: subprocess.Popen[bytes]) -> float:
-    """End the last group once it has trained for a second; returns when, as `time.monotonic`."""
-    end = time.monotonic() + LIMIT
-    while not [*folder.glob(f"{VICTIM}.*.began")]:
-        if job.poll() is not None or time.monotonic() > end:
-            sys.exit(f"the job did not begin:\n{Path(folder, 'out.txt').read_text()[-4000:]}")
-        time.sleep(0.02)
-    time.sleep(1.0)
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(int(Path(folder, f"{VICTIM}.pid").read_text()), signal.SIGKILL)
-    return time.monotonic()
-
-
->>>>>>> 7c14d50 (Chaos for groups over servers and groups of several workers; a task that stands still is not asked for its store; a killed group in the benchmark trains long enough to be seen again)
 if __name__ == "__main__":
     main()

@@ -33,7 +33,8 @@ def main() -> None:
         found = own(*args, **options)
         times.append(time.monotonic())
         if len(times) == 1:  # a file for each process that was this task
-            (folder / f"{task}.{os.getpid()}.began").write_text(str(times[0]))
+            (folder / f"{task}.{os.getpid()}.first").write_text(str(times[0]))
+            (folder / f"{task}.began").touch()
         return found
 
     strategy.step = step  # type: ignore[method-assign]
