@@ -140,9 +140,7 @@ def test_the_others_know_of_a_task_that_it_stands_still(monkeypatch: pytest.Monk
     try:
         env = beats.begin("worker 0", os.environ)
         words = [sys.executable, "-c", TASK + "beat(41, STEP)\n" + "sys.stdin.read()"]
-        with subprocess.Popen(
-            words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        ) as task:
+        with subprocess.Popen(words, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as one:
             assert one.stdout is not None
             one.stdout.readline()
             assert not stands("worker 0")
