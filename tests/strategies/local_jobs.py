@@ -417,3 +417,32 @@ def held(name: str, options: dict[str, Any]) -> dict[str, int]:
     }
     strategy.close()
     return found
+
+
+class Few(nn.Module):
+    """Four parameters, one of them a scalar."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.shift = nn.Parameter(torch.zeros(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x[:, :3] * self.scale + self.shift
+        return out
+
+
+def few(name: str, options: dict[str, Any], folder: str) -> dict[str, Tensor]:
+    """The weights of a small model that was saved and loaded on its way."""
+    strategy = make_strategy(name, **options)
+    net = Few().double()
+    trainer = sp.Trainer(
+        net, optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), strategy=strategy
+    )
+    trainer.fit(blobs(32), batch_size=8, epochs=2, verbose=0)
+    trainer.save(folder)
+    trainer.load(folder)
+    trainer.fit(blobs(32), batch_size=8, epochs=3, verbose=0)
+    found = weights(strategy, net)
+    strategy.close()
+    return found

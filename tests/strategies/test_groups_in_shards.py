@@ -224,3 +224,14 @@ def test_one_group_is_sharded(replicas: Replicas) -> None:
     other: Any = ("sharded", 2, {})
     left, right = (run(replicas, each, contract_jobs.fit_mlp) for each in (one, other))
     close(left, right)
+
+
+@slow
+@pytest.mark.parametrize("options", [{}, {"compress": "4bit"}, {"communication": "sockets"}])
+def test_shards_without_elements(
+    replicas: Replicas, options: dict[str, Any], tmp_path: Path
+) -> None:
+    given = {"groups": 2, "every": 3, "outer": "diloco", **options}
+    here: Any = ("local_sgd", 4, {**given, "inside": "sharded"})
+    left = run(replicas, here, jobs.few, folder=str(tmp_path))
+    close(left, run(replicas, ("local_sgd", 4, given), jobs.few, folder=str(tmp_path)))

@@ -399,7 +399,8 @@ class LocalSGDStrategy(ShardingStrategy):
                 load_own(pair, saved, index, self._with_state(pair), cuts)
             return ""
 
-        self.coordination.attempt(load)
+        with self._as_shards():
+            self.coordination.attempt(load)
         for home in dict.fromkeys(self._homes.values()):
             home.loaded()
 
