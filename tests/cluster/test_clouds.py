@@ -79,7 +79,7 @@ def test_torchrun_and_mpirun_on_the_nodes_speak_for_themselves(tool: Tool) -> No
         (dstack(3), "node 3 of 3"),
         (dstack(1) | {"DSTACK_NODE_RANK": "x"}, "DSTACK_NODE_RANK='x' is not a whole number"),
         (dstack(1) | {"DSTACK_NODES_IPS": "a\na\nb"}, "worker 0 and worker 1 have one address"),
-        (skypilot(1) | {"SPARTITO_PS": "3"}, "3 nodes, which leaves no worker beside 3 ps"),
+        (skypilot(1) | {"SPARTITO_PS": "3"}, "SPARTITO_PS=3, but SkyPilot has 3 tasks"),
         (skypilot(1) | {"SPARTITO_CHIEF": "2"}, "SPARTITO_CHIEF=2, but a job has at most one"),
         (skypilot(1) | {"SPARTITO_EVALUATOR": "2"}, "at most one evaluator"),
     ],

@@ -5,20 +5,19 @@ Tested with environments as the sources of both set them, never in a cloud.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from spartito.cluster.endpoints import port_range
 from spartito.cluster.listed import (
-    ENV_CHIEF,
-    ENV_EVALUATOR,
-    ENV_PS,
     address,
     check_addresses,
     count,
     spec_of,
+    task_of,
+    with_roles,
 )
-from spartito.cluster.spec import ClusterSpec, Task
+from spartito.cluster.spec import ClusterSpec
 from spartito.errors import UserError
 
 PORT = 29_500
@@ -66,39 +65,12 @@ def from_clouds(env: Mapping[str, str]) -> ClusterSpec | None:
         )
     allowed = port_range(env)
     port = PORT if allowed is None else allowed[0]
-    roles = _roles(env, [address(host, port) for host in hosts], tool.name)
+    roles = with_roles([address(host, port) for host in hosts], env, tool.name, chief=True)
     check_addresses(roles, tool.name)
-    tasks = [Task(role, index) for role, listed in roles.items() for index in range(len(listed))]
-    return spec_of(roles, tasks[rank], tool.name)
+    return spec_of(roles, task_of(rank, roles), tool.name)
 
 
 def _tool(env: Mapping[str, str]) -> _Tool | None:
     """The tool that says who we are; what prepares a node has no number yet."""
     told = (tool for tool in TOOLS if env.get(tool.rank) and env.get(tool.nodes, "1") != "1")
     return next(told, None)
-
-
-def _roles(
-    env: Mapping[str, str], everyone: Sequence[str], source: str
-) -> dict[str, tuple[str, ...]]:
-    """Who listens where: chief, workers, servers, evaluator, in the order of the nodes."""
-    wanted = {
-        "chief": count(env, ENV_CHIEF, 0),
-        "worker": 0,
-        "ps": count(env, ENV_PS, 0),
-        "evaluator": count(env, ENV_EVALUATOR, 0),
-    }
-    for role, name in (("chief", ENV_CHIEF), ("evaluator", ENV_EVALUATOR)):
-        if wanted[role] > 1:
-            raise UserError(f"{name}={wanted[role]}, but a job has at most one {role}")
-    wanted["worker"] = len(everyone) - sum(wanted.values())
-    if wanted["worker"] < 1:
-        raise UserError(
-            f"{source} has {len(everyone)} nodes, which leaves no worker beside "
-            + ", ".join(f"{number} {role}" for role, number in wanted.items() if number > 0),
-            "Ask for one node more for each task: a node has one.",
-        )
-    rest = iter(everyone)
-    return {
-        role: tuple(next(rest) for _ in range(number)) for role, number in wanted.items() if number
-    }

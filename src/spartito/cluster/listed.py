@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 from spartito.cluster.spec import (
@@ -97,10 +98,35 @@ def with_servers(addresses: Sequence[str], servers: int) -> dict[str, tuple[str,
     return {role: tasks for role, tasks in cluster.items() if tasks}
 
 
+def with_roles(
+    addresses: Sequence[str], env: Mapping[str, str], source: str, *, chief: bool = False
+) -> dict[str, tuple[str, ...]]:
+    """The roles of numbered tasks, as ``SPARTITO_PS`` and its like say how many there are of each.
+
+    Workers, then servers, then an evaluator; the first task is a chief where one is asked for and
+    ``chief`` says that there may be one. `UserError` where no worker is left.
+    """
+    names = {"chief": ENV_CHIEF} if chief else {}
+    names |= {"ps": ENV_PS, "evaluator": ENV_EVALUATOR}
+    asked = {role: count(env, name, 0) for role, name in names.items()}
+    for role in ("chief", "evaluator"):
+        if asked.get(role, 0) > 1:
+            raise UserError(f"{names[role]}={asked[role]}, but a job has at most one {role}")
+    workers = len(addresses) - sum(asked.values())
+    if workers < 1:
+        told = " and ".join(f"{names[role]}={number}" for role, number in asked.items() if number)
+        raise UserError(
+            f"{told}, but {source} has {len(addresses)} tasks: that leaves no worker",
+            "Start more tasks, or ask for fewer of these.",
+        )
+    counts = {"chief": asked.get("chief", 0), "worker": workers, **asked}
+    rest = iter(addresses)
+    return {role: tuple(islice(rest, number)) for role, number in counts.items() if number}
+
+
 def task_of(number: int, cluster: Mapping[str, tuple[str, ...]]) -> Task:
-    """The task that is the ``number``-th of a cluster made by `with_servers`."""
-    workers = len(cluster["worker"])
-    return Task("worker", number) if number < workers else Task("ps", number - workers)
+    """The task that is the ``number``-th of a cluster made by `with_servers` or `with_roles`."""
+    return [Task(role, i) for role, tasks in cluster.items() for i in range(len(tasks))][number]
 
 
 def check_addresses(cluster: Mapping[str, tuple[str, ...]], source: str) -> None:
@@ -149,17 +175,6 @@ def count(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     if not (text.isascii() and text.isdigit()):
         raise UserError(f"{name}={env[name]!r} is not a whole number")
     return int(text)
-
-
-def servers(env: Mapping[str, str], tasks: int) -> int:
-    """How many of ``tasks`` numbered ones are ps, by ``SPARTITO_PS``; one worker must be left."""
-    wanted = count(env, ENV_PS, 0)
-    if wanted >= tasks:
-        raise UserError(
-            f"{ENV_PS}={wanted} of {tasks} tasks leaves no worker",
-            f"Start more tasks, or set {ENV_PS} to at most {tasks - 1}.",
-        )
-    return wanted
 
 
 def named_task(env: Mapping[str, str]) -> Task | None:

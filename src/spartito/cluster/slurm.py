@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 
 from spartito.cluster import mpi, srun
 from spartito.cluster.endpoints import port_range
 from spartito.cluster.listed import (
-    ENV_EVALUATOR,
     address,
     check_addresses,
     count,
-    servers,
     spec_of,
     task_of,
-    with_servers,
+    with_roles,
 )
 from spartito.cluster.nodelist import expand, expand_counts
-from spartito.cluster.spec import EVALUATOR, ClusterSpec, Task, is_loopback
+from spartito.cluster.spec import ClusterSpec, is_loopback
 from spartito.errors import UserError
 from spartito.names import ENV_PORTS
 
@@ -76,9 +74,9 @@ def from_slurm(env: Mapping[str, str]) -> ClusterSpec | None:
     # Within one node a name that nobody can resolve does no harm.
     hosts = nodes if len(nodes) > 1 else (LOOPBACK,)
     everyone = [address(hosts[node], base + local) for node, local in slots]
-    found = _roles(env, everyone)
+    found = with_roles(everyone, env, SOURCE)
     check_addresses(found, SOURCE)
-    spec = spec_of(found, _task(rank, found), SOURCE)
+    spec = spec_of(found, task_of(rank, found), SOURCE)
     return _meeting(spec, env.get("MASTER_ADDR", "").strip(), base, len(nodes))
 
 
@@ -90,21 +88,6 @@ def remark(env: Mapping[str, str]) -> str | None:
     if srun.in_step(env) and not srun.is_typed(env):
         return None
     return f"this Slurm job has {tasks} tasks, but this process is none: start them with srun"
-
-
-def _roles(env: Mapping[str, str], everyone: Sequence[str]) -> dict[str, tuple[str, ...]]:
-    """Who listens at which address: workers, then servers, then the evaluator."""
-    evaluators = count(env, ENV_EVALUATOR, 0)
-    if evaluators > 1:
-        raise UserError(f"{ENV_EVALUATOR}={evaluators}, but a job has at most one evaluator")
-    training = len(everyone) - evaluators
-    found = with_servers(everyone[:training], servers(env, training))
-    return found | ({EVALUATOR: tuple(everyone[training:])} if evaluators else {})
-
-
-def _task(rank: int, cluster: Mapping[str, tuple[str, ...]]) -> Task:
-    last = rank == sum(map(len, cluster.values())) - 1
-    return Task(EVALUATOR, 0) if EVALUATOR in cluster and last else task_of(rank, cluster)
 
 
 def _nodes(env: Mapping[str, str]) -> tuple[str, ...]:
