@@ -33,7 +33,7 @@ from tests.callers import LIMIT, call, read_to_end
 ROOT = Path(sp.__file__).parent
 KEY = Key(b"what the tasks of this job know")
 
-OF_THE_CALLER = {"launch/called.py", "launch/functions.py", "launch/sending.py"}
+OF_THE_CALLER = {"launch/called.py", "launch/outcome.py", "launch/sending.py"}
 """These send a function to processes that its caller starts, in a folder that is this user's."""
 
 UNSAFE_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib"}

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import spartito as sp
-from spartito.launch.functions import TaskTraceback
+from spartito.launch.outcome import TaskTraceback
 
 OWN = threading.Lock()
 

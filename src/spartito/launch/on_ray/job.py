@@ -15,13 +15,13 @@ from spartito.cluster.listed import address
 from spartito.cluster.secret import read_secret, with_secret
 from spartito.cluster.spec import Task, is_loopback
 from spartito.errors import TaskLostError, UserError
-from spartito.launch.functions import Ending
 from spartito.launch.hosts.plan import check_passed, travelling
 from spartito.launch.job import JobSpec, option
 from spartito.launch.local import defaults
 from spartito.launch.on_ray.actor import Node, TaskActor, versions
 from spartito.launch.on_ray.following import Following
 from spartito.launch.on_ray.session import check_fits, connected, resources
+from spartito.launch.outcome import Ending
 from spartito.launch.process import process_of
 from spartito.launch.processes import Processes
 from spartito.launch.roles import Roles, task_environment
