@@ -190,6 +190,7 @@ OWN = {
         (["--package=none.whl"], "--package none.whl is no file"),
         (["--package=-e ."], "nothing that pip installs"),
         (["--package=x", "--setup=true"], "--setup and --package x"),
+        (["--package=x", "--image=a.example/b:1"], "--image a.example/b:1 and --package x"),
     ],
     "dstack": [
         ([NONE], "no --out"),

@@ -1,4 +1,4 @@
-"""The data of a job in Kubernetes, fetched from a server before a task starts."""
+"""The data of a job in pods and on rented nodes, fetched from a server before a task starts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from spartito.launch.kubernetes.fetch import path_of
+from spartito.launch.fetch import path_of
 
-FETCH = ("-m", "spartito.launch.kubernetes.fetch")
+FETCH = ("-m", "spartito.launch.fetch")
 OLDER = (
     "import sys, runpy, tarfile; del tarfile.data_filter; "
-    "runpy.run_module('spartito.launch.kubernetes.fetch', run_name='__main__')"
+    "runpy.run_module('spartito.launch.fetch', run_name='__main__')"
 )
 """As the Python of Debian 12, whose tarfile knows no filters."""
 
@@ -38,12 +38,16 @@ def tar_of(names: dict[str, bytes], *, link: str = "") -> bytes:
     return made.getvalue()
 
 
-def zip_of(names: dict[str, bytes]) -> bytes:
+def zip_of(names: dict[str, bytes], *, locked: bool = False) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w") as archive:
         for name, data in names.items():
             archive.writestr(name, data)
-    return made.getvalue()
+    found = made.getvalue()
+    if locked:  # as with a password: a bit of the flags, in the list at the end and of the file
+        found = found.replace(b"PK\1\2\x14\3\x14\0\0", b"PK\1\2\x14\3\x14\0\1")
+        found = found.replace(b"PK\3\4\x14\0\0", b"PK\3\4\x14\0\1")
+    return found
 
 
 FILES = {"train/a.bin": b"a" * 70_000, "labels.csv": b"1,2"}
@@ -56,6 +60,8 @@ SERVED = {
     "/half.tar.gz": tar_of({"a.bin": bytes(range(256)) * 400})[:-60],
     "/none.zip": b"no archive",
     "/cut.csv": b"1,2",
+    "/cut.chunks": b"1,2",
+    "/locked.zip": zip_of({"a": b"1"}, locked=True),
 }
 
 
@@ -76,6 +82,11 @@ class Reply(BaseHTTPRequestHandler):
             return
         data = SERVED.get(self.path)
         self.send_response(404 if data is None else 200)
+        if self.path == "/cut.chunks":
+            self.send_header("Transfer-Encoding", "chunked")
+            self.end_headers()
+            self.wfile.write(b"a\r\n1,2")
+            return
         more = 10 if self.path == "/cut.csv" else 0
         self.send_header("Content-Length", str(len(data or b"") + more))
         self.end_headers()
@@ -131,6 +142,9 @@ def test_a_zip_behind_another_address_and_a_plain_file(server: Server, tmp_path:
     [
         ("none.csv", 1, "cannot be fetched: HTTP Error 404"),
         ("cut.csv", 1, "cannot be fetched: 3 of 13 bytes came"),
+        ("cut.chunks", 1, "cannot be fetched: IncompleteRead"),
+        ("a b.csv", 1, "cannot be fetched: URL can't contain control characters"),
+        ("locked.zip", 2, "is encrypted, password required"),
         ("half.tar.gz", 2, "cannot be unpacked: "),
         ("none.zip", 2, "cannot be unpacked: File is not a zip file"),
         ("outside.tar.gz", 2, "cannot be unpacked: "),

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from spartito.cli import main
 from spartito.cluster import resolve
 from spartito.errors import SpartitoError, UserError
+from spartito.launch.fetch import fetch, path_of
 from spartito.launch.job import Program
-from spartito.launch.kubernetes.fetch import fetch, path_of
 from spartito.launch.kubernetes.file import job_file
 from spartito.launch.kubernetes.launcher import Kubernetes
 from spartito.launch.kubernetes.values import check_image, quantity

@@ -1,7 +1,7 @@
-"""Fetches the data of a job into a folder: python -m spartito.launch.kubernetes.fetch URL FOLDER.
+"""Fetches the data of a job into a folder: python -m spartito.launch.fetch URL FOLDER.
 
-An archive (tar, zip) is unpacked; another file is put there as it is. What is there already is
-taken, for a pod that is started again.
+In a pod, or on a node of a cloud tool. An archive (tar, zip) is unpacked; another file is put there
+as it is. What is there already is taken, for a pod that is started again.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ import sys
 import tarfile
 import tempfile
 import zipfile
-import zlib
+from http.client import HTTPException
 from pathlib import Path, PurePosixPath
-from urllib.error import URLError
 from urllib.parse import urlsplit
 from urllib.request import urlopen
 
@@ -28,10 +27,10 @@ SECONDS = 60.0
 """For a reply, and between two parts of it."""
 
 
-def path_of(url: str) -> str:
-    """Where the data of ``url`` is in a pod: the folder, or the one file in it."""
+def path_of(url: str, folder: str = "/data") -> str:
+    """Where the data of ``url`` is once it is in ``folder``: all of it, or the one file in it."""
     name = _name(url)
-    return "/data" if name.endswith(ARCHIVES) else f"/data/{name}"
+    return folder if name.endswith(ARCHIVES) else f"{folder}/{name}"
 
 
 def fetch(url: str, folder: Path) -> None:
@@ -56,12 +55,12 @@ def fetch(url: str, folder: Path) -> None:
                 size, came = reply.headers.get("Content-Length"), to.tell()
             if size is not None and came != int(size):  # of which urllib says nothing
                 raise OSError(f"{came} of {size} bytes came")
-        except (URLError, OSError, ValueError) as error:
+        except (HTTPException, OSError, ValueError) as error:
             raise SpartitoError(f"{url} cannot be fetched: {error}") from error
         note("%s: %.1f MB", url, file.stat().st_size / 1e6)
         try:
             _put(file, folder, _name(url))
-        except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+        except Exception as error:  # each kind of archive has errors of its own
             raise UserError(f"{url} cannot be unpacked: {error}") from error
     done.write_text(url)
 

@@ -42,6 +42,8 @@ NAMES = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 MOST_RESTARTS, MOST_RETRIES = 100, 3
 INDEX_WORD = "{index}"
 """What stands for the index of an array's run in a word of the program."""
+OURS = ("array", "ntasks-per-node")
+"""What a ``--sbatch`` may not say, also where the file does not: the rest follows from them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,16 +180,18 @@ class Slurm:
             asked=self,
             strategy_options=job.strategy_options,
             out=None if job.out is None else _named(job.out),
-            memory=self._memory(self.memory, self.nodes, here),
+            memory=self._memory("--memory", self.memory, self.nodes, here),
             ports=None if job.ports is None else parse_range(job.ports, "--ports"),
             insecure=job.insecure,
             signal=self.signal or (signal_before(limit) if job.program.kind == "recipe" else None),
             array=array,
-            ps_memory=self._memory(self.ps_memory, self.ps_nodes or 1, len(roles.tasks) - here),
+            ps_memory=self._memory(
+                "--ps-memory", self.ps_memory, self.ps_nodes or 1, len(roles.tasks) - here
+            ),
         )
         if array is not None and planned.ports is not None:
             check_ports(planned.ports, array, -(-here // self.nodes))
-        check_lines(self.sbatch, [*(name for name, _ in options_of(planned)), "ntasks-per-node"])
+        check_lines(self.sbatch, [*(name for name, _ in options_of(planned)), *OURS])
         return planned
 
     def _command(self, job: JobSpec, array: Array | None) -> tuple[str, tuple[str, ...]]:
@@ -223,15 +227,15 @@ class Slurm:
             shlex.quote(_named(Path(self.container))),
         )
 
-    def _memory(self, text: str | None, nodes: int, tasks: int) -> int | None:
+    def _memory(self, flag: str, text: str | None, nodes: int, tasks: int) -> int | None:
         """The MiB of each node, None where nothing is said."""
         if text is None:
             return None
-        size = memory_bytes(text)
+        size = memory_bytes(text, flag)
         least = -(-tasks // nodes) * LEAST_MEMORY
         if size < least:
             raise UserError(
-                f"--memory {text} of each node is too small: Python and torch alone take "
+                f"{flag} {text} of each node is too small: Python and torch alone take "
                 f"{least >> 20}m for the tasks there",
                 "The model, its optimizer and a batch need memory as well.",
             )

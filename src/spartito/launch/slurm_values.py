@@ -85,7 +85,7 @@ def check_values(given: Mapping[str, str | None]) -> None:
 
 
 def check_lines(lines: Sequence[str], written: Sequence[str]) -> None:
-    """Raise `UserError` for a ``--sbatch`` that is no option, or one that is ``written`` anyway."""
+    """Raise `UserError` for a ``--sbatch`` that is no option, or one that is ``written`` by us."""
     for line in lines:
         words = _words(line)
         if not words or not re.match(r"--?[A-Za-z]", words[0]) or "\n" in line:
@@ -96,7 +96,7 @@ def check_lines(lines: Sequence[str], written: Sequence[str]) -> None:
         option = name if words[0].startswith("--") else SHORT.get(name[0], name)
         if option in written:
             raise UserError(
-                f"--sbatch {line!r}: the file says --{option} already",
+                f"--sbatch {line!r}: this command says --{option} itself",
                 "Use the option of this command, or change the file.",
             )
 

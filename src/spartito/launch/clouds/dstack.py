@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spartito.launch.clouds.plan import Nodes, text_of
-from spartito.launch.kubernetes.fetch import path_of
+from spartito.launch.fetch import path_of
 from spartito.launch.written import List, Row
 from spartito.names import ENV_RUN_DIR, ENV_SECRET
 
@@ -38,7 +38,7 @@ def dstack_file(job: Nodes) -> str:
 
 def data_of(url: str | None) -> str:
     """Where the data is in a container."""
-    return "/data" if url is None else FETCHED + path_of(url).removeprefix("/data")
+    return "/data" if url is None else path_of(url, FETCHED)
 
 
 def _heading(job: Nodes) -> Iterator[str]:
@@ -102,7 +102,7 @@ def _volumes(job: Nodes) -> Iterator[str]:
 def _commands(job: Nodes) -> Iterator[str]:
     yield from job.setup
     if job.data.url is not None:
-        fetch = "python -m spartito.launch.kubernetes.fetch"
+        fetch = "python -m spartito.launch.fetch"
         yield f"mkdir -p {FETCHED}"
         yield f"{fetch} {shlex.quote(job.data.url)} {FETCHED}"
     yield f"exec {job.command}"

@@ -215,6 +215,11 @@ class Sky(Cloud):
                 f"--setup and --package {self.package}: the lines install Spartito themselves",
                 "Leave one of them out.",
             )
+        if self.image is not None and self.package is not None:
+            raise UserError(
+                f"--image {self.image} and --package {self.package}: an image has Spartito already",
+                "Leave one of them out.",
+            )
         data = _sky_data(None if job.data is None else str(job.data))
         return self.planned(
             job,

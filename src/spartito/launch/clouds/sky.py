@@ -8,7 +8,7 @@ from typing import Any
 
 from spartito.errors import EXIT_PREEMPTED
 from spartito.launch.clouds.plan import Nodes, text_of
-from spartito.launch.kubernetes.fetch import path_of
+from spartito.launch.fetch import path_of
 from spartito.launch.written import Block, List, Row
 from spartito.names import ENV_RUN_DIR, ENV_SECRET, ENV_SNAPSHOT_DIR
 
@@ -45,9 +45,9 @@ def sky_file(job: Nodes) -> str:
     return text_of(_heading(job), _document(job), above)
 
 
-def data_of(job_data_url: str | None) -> str:
+def data_of(url: str | None) -> str:
     """Where the data is on a node."""
-    return DATA if job_data_url is None else DATA + path_of(job_data_url).removeprefix("/data")
+    return DATA if url is None else path_of(url, DATA)
 
 
 def _heading(job: Nodes) -> Iterator[str]:
@@ -66,7 +66,7 @@ def _heading(job: Nodes) -> Iterator[str]:
         told += "there goes on from it: take another --name to begin anew."
     else:
         yield f"  sky launch -c {job.name} sky.yaml{secret}"
-        yield f"  rsync -r {job.name}:runs/{job.name}/ runs/{job.name}/"
+        yield f"  rsync -r {job.name}:runs/{job.name} runs/"
         yield f"  sky down {job.name}"
         yield ""
         told = "Model and report are on the first node, until it is taken down: fetch them first."
@@ -133,7 +133,7 @@ def _setup(job: Nodes) -> Iterator[str]:
         yield f"uv pip install --python {HOME}/bin/python {package}"
     if job.data.url is not None:
         yield f"mkdir -p {DATA}"
-        fetch = "python -m spartito.launch.kubernetes.fetch"
+        fetch = "python -m spartito.launch.fetch"
         yield f"PATH={_path(job)} {fetch} {shlex.quote(job.data.url)} {DATA}"
     yield f"mkdir -p {job.run}"
 

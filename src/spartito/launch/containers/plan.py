@@ -141,9 +141,12 @@ def service(task: Task) -> str:
     return task.type if task.type in ("chief", "evaluator") else f"{task.type}-{task.index}"
 
 
-def memory_bytes(text: str) -> int:
-    """The bytes that an engine's word such as ``512m`` or ``2g`` means; `UserError` if none."""
+def memory_bytes(text: str, option: str = "--memory") -> int:
+    """The bytes that an engine's word such as ``512m`` or ``2g`` means; `UserError` if none.
+
+    ``option`` is where it was given.
+    """
     found = MEMORY.fullmatch(text.strip())
     if found is None:
-        raise UserError(f"--memory {text!r} is no amount of memory", "Write it as 512m or 2g.")
+        raise UserError(f"{option} {text!r} is no amount of memory", "Write it as 512m or 2g.")
     return int(float(found[1]) * UNITS[found[2].lower()])

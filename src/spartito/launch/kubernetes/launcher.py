@@ -11,8 +11,8 @@ from spartito.cluster.endpoints import parse_range
 from spartito.cluster.recovery import Recovery
 from spartito.errors import UserError
 from spartito.launch.containers.plan import IMAGE, LEAST_MEMORY
+from spartito.launch.fetch import path_of
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
-from spartito.launch.kubernetes.fetch import path_of
 from spartito.launch.kubernetes.file import job_file, needs
 from spartito.launch.kubernetes.plan import KINDS, PORT, Pods
 from spartito.launch.kubernetes.values import (

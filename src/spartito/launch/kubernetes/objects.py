@@ -238,7 +238,7 @@ def _resources(job: Pods, role: str) -> Object:
 
 
 def _fetch(job: Pods, url: str) -> Object:
-    words = ["python", "-m", "spartito.launch.kubernetes.fetch", _plain(url), "/data"]
+    words = ["python", "-m", "spartito.launch.fetch", _plain(url), "/data"]
     mounts = [("data", "/data", False), ("tmp", "/tmp", False)]
     return {
         "name": "data",
