@@ -15,6 +15,7 @@ from tests.cluster.environments import (
     mpich,
     open_mpi,
     pytorch_job,
+    skypilot,
     srun,
 )
 
@@ -31,6 +32,7 @@ def everything(folder: Path) -> list[dict[str, str]]:
         indexed_job(1),
         srun(1),
         mpich(1),
+        skypilot(1),
         {"SPARTITO_CLUSTER": str(path), "SPARTITO_TASK": "worker 1"},
         {
             "SPARTITO_CLUSTER_DIR": str(folder / "shared"),
