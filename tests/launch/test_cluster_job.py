@@ -272,6 +272,10 @@ def test_what_a_container_says_of_itself() -> None:
             "Error response from daemon: Minimum memory limit allowed is 6MB",
             "a limit that the engine cannot keep",
         ),
+        (
+            "podman-compose: error: unrecognized arguments: --in-pod=false",
+            "this podman-compose is too old",
+        ),
     ],
 )
 def test_the_engines_complaints_say_what_to_do(said: str, means: str) -> None:

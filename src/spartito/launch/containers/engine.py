@@ -63,8 +63,8 @@ COMPLAINTS = (
         "Build it: spartito cluster image",
     ),
     (
-        "missing files:",
-        "this podman-compose reads no file from its input",
+        ("missing files:", "unrecognized arguments: --in-pod"),
+        "this podman-compose is too old",
         "Take a later one: pip install --upgrade podman-compose",
     ),
     (
