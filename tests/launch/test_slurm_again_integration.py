@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -253,6 +254,9 @@ def test_a_job_whose_node_is_lost_comes_again(slurm: Slurm) -> None:
         assert eventually(
             lambda: "Restarts=1" in slurm.run("scontrol", "show", "job", str(number)), 60
         )
+        # Slurm drains a node that gets a job again while it still ends it there.
+        ending = ["pgrep", "--full", rf"^slurmstepd: \[{number}\."]
+        assert eventually(lambda: subprocess.run(ending, capture_output=True).returncode == 1, 60)
     finally:
         slurm.run("scontrol", "update", "nodename=node2", "state=resume")
     job = slurm.wait(number)
