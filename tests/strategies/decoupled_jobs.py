@@ -92,3 +92,42 @@ def gone_on(
     found = weights(strategy, net)
     strategy.close()
     return found
+
+
+def figures(name: str, options: dict[str, Any], path: str, at: int) -> dict[str, list[float]]:
+    """Loss and accuracy of a training that is saved after ``at`` batches; 0: goes on from there."""
+    strategy = make_strategy(name, **options)
+    trainer = sp.Trainer(
+        mlp(), optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), metrics=["accuracy"],
+        strategy=strategy, deterministic=True,
+    )  # fmt: skip
+
+    class Save(sp.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            self.batches += 1
+            if self.batches == at:
+                trainer.save(path)
+
+    if not at:
+        trainer.load(path)
+    data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
+    history = trainer.fit(data, epochs=2, callbacks=[Save()], verbose=0).history
+    strategy.close()
+    return {name: history[name] for name in ("loss", "accuracy")}
+
+
+def counted(name: str, options: dict[str, Any], path: str, epochs: int) -> float:
+    """The updates that this task's optimizer has counted, where the chief alone has loaded."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    trainer = sp.Trainer(
+        net, optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), strategy=strategy
+    )
+    if strategy.is_chief:
+        trainer.load(path)
+    trainer.fit(sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH), epochs=epochs, verbose=0)
+    found = trainer.optimizer.state[next(net.parameters())]["step"]
+    strategy.close()
+    return float(found)

@@ -315,6 +315,30 @@ def glanced(name: str, options: dict[str, Any], looks: bool) -> dict[str, Any]:
     return found
 
 
+def written_amid(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A training in which somebody writes into the merged model that was shown."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+
+    class Write(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            if trainer.step == 2:
+                strategy.coordination.synchronize()
+                for parameter in net.parameters():
+                    parameter.data.mul_(0.5)
+                last = list(net.parameters())[-1]
+                last.data = torch.ones_like(last)
+
+    trainer = sp.Trainer(
+        net, optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), strategy=strategy
+    )
+    data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
+    trainer.fit(data, epochs=1, callbacks=[Write()], verbose=0)
+    found = weights(strategy, net)
+    strategy.close()
+    return found
+
+
 def loaded(name: str, options: dict[str, Any], path: str) -> dict[str, Any]:
     """The model of a checkpoint, and whether training goes on from it."""
     strategy = make_strategy(name, **options)

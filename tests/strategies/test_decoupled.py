@@ -173,6 +173,32 @@ def test_it_goes_on_exactly_from_a_checkpoint(
         close(run(replicas, case, decoupled_jobs.gone_on, **more), expected)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("at", [3, 4, 6])
+def test_an_epoch_that_is_gone_on_with_has_all_its_figures(
+    replicas: Replicas, tmp_path: Path, at: int
+) -> None:
+    """Also right after a meeting, when the chief has not reported its own part yet."""
+    case = ("parameter_server", 2, {"groups": 2, "quorum": 2, "every": 4, **SMALL})
+    path = str(tmp_path / "saved")
+    whole = run(replicas, case, decoupled_jobs.figures, path=path, at=at)
+    close(whole["loss"], jobs.by_torch([[0], [1]], 4, epochs=2)["loss"])
+    close(run(replicas, case, decoupled_jobs.figures, path=path, at=0), whole)
+
+
+@pytest.mark.slow
+def test_groups_that_wait_for_nobody_get_an_optimizer_from_the_chief(
+    replicas: Replicas, tmp_path: Path
+) -> None:
+    """Where it alone has loaded, as from a disk of its own."""
+    given = {"groups": 2, "every": 4, **SMALL}
+    case = ("parameter_server", 2, {"quorum": 2, **given})
+    run(replicas, case, decoupled_jobs.kept, path=str(tmp_path), at=())
+    saved, job = str(tmp_path / "epoch-1"), decoupled_jobs.counted
+    found = replicas(job, 2, "parameter_server", given, servers=1, path=saved, epochs=jobs.EPOCHS)
+    assert min(found) >= 2 * 6, found
+
+
 @pytest.mark.parametrize("options", [{"max_staleness": 0}, {"groups": 2, "quorum": 2, "every": 4}])
 def test_a_callback_may_evaluate_amid_an_epoch(replicas: Replicas, options: dict[str, Any]) -> None:
     """It runs on the chief alone: the others, which do not call it, never see its figures."""

@@ -180,6 +180,21 @@ def test_looking_at_it_between_meetings_changes_nothing(replicas: Replicas, tmp_
             assert found["steps"] == 6
 
 
+@slow
+@pytest.mark.parametrize(
+    "options",
+    [{"inside": None}, {}, {"zero": 2}, {"communication": "sockets", "block_bytes": 100}],
+    ids=str,
+)
+def test_what_is_written_into_a_model_that_is_only_shown_is_gone(
+    replicas: Replicas, options: dict[str, Any]
+) -> None:
+    """All of it: a page of memory that one has written to has other values too."""
+    case = ("local_sgd", 4, {**FOUR, "every": 4, **options})
+    expected = jobs.by_torch(FOUR["groups"], 4, epochs=1)["weights"]
+    close(run(replicas, case, jobs.written_amid), expected)
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, *[pytest.param(each, marks=slow) for each in ({"zero": 1}, {"communication": "sockets"})]],

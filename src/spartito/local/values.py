@@ -261,11 +261,18 @@ class Shards(Values):
         return self._between
 
     def put(self, values: Sequence[Tensor]) -> None:
-        inside = self.world.inside
+        inside, homes = self.world.inside, self._in
+        for home in homes:
+            home.release()
         self.world.within(inside.barrier)  # others may compute with what is there
         self.fill(values)
-        for home in self._in:
-            home.publish()
+        for home in homes:
+            # What was written into the parameters since the groups met is gone, as it is where
+            # each has all of them; left on a page of its own it would be taken at the next update.
+            if home.is_written:
+                home.loaded()
+            else:
+                home.publish()
         self.world.within(inside.barrier)
 
     def agree(self) -> None:

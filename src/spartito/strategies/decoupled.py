@@ -167,7 +167,7 @@ class GroupPusher(Pusher):
         super().__init__(pair, servers, rules, compute)
         self._work, self._is_equal, self._options_of = work, weights == EQUAL, options_of
         self.own: OwnOptimizer = OwnOptimizer(pair, self.forget)
-        if work is not None and rules.in_step:
+        if work is not None:
             work.keep(self.own)
         self._starts: list[Tensor] = []
         self._updates = self._examples = 0

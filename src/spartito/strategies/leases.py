@@ -98,6 +98,7 @@ class Leased(Distributed):
         self.waited = 0.0
         self._partial: list[float] = []  # of a lease that was left in the middle
         self._partial_metrics = b""
+        self._reported: Sequence[float] = ()  # the sums of this epoch, up to the present lease
 
     def __iter__(self) -> Generator[Batch]:
         for batches in self.epochs(1, None, 0):
@@ -142,7 +143,9 @@ class Leased(Distributed):
         chief = self._coordination.chief
         if chief is None or self._stream is None:
             return mine
-        parts = chief.coordinator.sums(self._stream, self._epoch).sums, self._partial
+        parts = [chief.coordinator.sums(self._stream, self._epoch).sums, self._partial]
+        if self._is_met:
+            parts.append(_since(mine, self._reported))
         return [sum(column) for column in zip([0.0] * len(mine), *filter(None, parts), strict=True)]
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -153,7 +156,8 @@ class Leased(Distributed):
         if chief is None or self._stream is None:
             return [own]
         found = chief.coordinator.sums(self._stream, self._epoch).metrics
-        return [*sorted(found), self._partial_metrics]  # in whatever order they came
+        here = [own] if self._is_met else []
+        return [*sorted(found), self._partial_metrics, *here]  # in whatever order they came
 
     def order(self) -> int:
         return 0
@@ -203,6 +207,15 @@ class Leased(Distributed):
             if self._is_settled(chief, stream, epoch):
                 return
 
+    @property
+    def _is_met(self) -> bool:
+        """Whether a checkpoint is after the lease that we have, which we have not reported yet."""
+        pusher = self._coordination.pusher
+        current = pusher.current if pusher else None
+        if current is None or not current.lease.counts or current.first != current.lease.stop:
+            return False
+        return self._coordination.met == (current.stream, current.lease.pass_, current.first)
+
     def _run_epoch(self, stream: int, epoch: int, figures: Figures) -> Generator[Batch]:
         work, chief = self._coordination.work, self._coordination.chief
         while work is not None:
@@ -230,7 +243,7 @@ class Leased(Distributed):
         self, work: WorkSource, pusher: Pusher, stream: int, epoch: int, figures: Figures
     ) -> Generator[Batch]:
         report: Report | None = None
-        before = figures.sums()
+        before = self._reported = figures.sums()
         while True:
             began, phase = time.perf_counter(), waits()
             found = work.take(stream, epoch, report, wait=False)
@@ -272,7 +285,7 @@ class Leased(Distributed):
                     current.abandoned,
                     figures.take(),
                 )
-                before = now
+                before = self._reported = now
 
     def _work_items(self, current: WorkPosition) -> Generator[Batch, None, int | None]:
         """The batches of a lease; returns where its pass ended, if that was found."""

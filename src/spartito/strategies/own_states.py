@@ -98,7 +98,7 @@ def together(coordination: LeasedCoordination, own: OwnOptimizer) -> Iterator[li
     """
     chief = coordination.chief
     assert chief is not None
-    coordinator = chief.coordinator
+    coordinator, coordination.met = chief.coordinator, NOWHERE
     seconds = coordinator.timeout if coordinator.is_open else coordinator.lease_seconds
     with coordinator.meetings.states.collected(seconds, coordinator.check) as given:
         found = {worker: (one.at, one.state) for worker, one in given.items()}
