@@ -45,11 +45,13 @@ def test_a_server_that_is_killed_is_started_again(start: Start, tmp_path: Path, 
     ]
 
 
-def test_a_worker_that_is_started_again_too_late_is_ended(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["worker", "ps"])
+def test_who_is_started_again_too_late_is_ended(start: Start, tmp_path: Path, policy: str) -> None:
     waits = dies_first(tmp_path, 1, "open('again', 'w').close()\n" + SLEEPS)
     chief = f"import os\nos.chdir({str(tmp_path)!r})\n" + waits_for(tmp_path / "again")
-    worker = f"import os\nos.chdir({str(tmp_path)!r})\n" + waits
-    code, _, err = start(chief, worker, policies=[CHIEF, WORKER], stop=0.05).end()
+    late = f"import os\nos.chdir({str(tmp_path)!r})\n" + waits
+    policies = [CHIEF, WORKER if policy == "worker" else PS]
+    code, _, err = start(chief, late, policies=policies, stop=0.05).end()
     assert code == 0
     assert err.splitlines()[-1] == "spartito: worker 1 came too late; the job has ended"
 

@@ -11,14 +11,14 @@ from spartito.launch.process import Failure, Running
 def done_at(tasks: Sequence[Running]) -> float | None:
     """When the last of the tasks that count ended well; None as long as one has not.
 
-    The vital ones count; where tasks are replaced, those that are no replacements, as such a one
-    may have come too late.
+    The vital ones count that were not started again, as such a one may have come too late; where
+    the others go on without a task, all that were not.
     """
     there = [task for task in tasks if not task.let_go]
     counts = [
         task
         for task in there
-        if (task.process.vital if task.process.gives_up is None else task.starts == 1)
+        if task.starts == 1 and (task.process.vital or task.process.gives_up is not None)
     ] or [task for task in there if task.code == 0 and task.process.gives_up is not None]
     if not counts or any(task.code != 0 for task in counts):
         return None
