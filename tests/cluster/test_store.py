@@ -47,6 +47,7 @@ from spartito.cluster.store.server import Server
 from spartito.cluster.store.values import Values
 from spartito.errors import SpartitoError
 from tests.cluster.stores import KEY, LIMIT, SECRET, TLS, client, is_closed, served
+from tests.launch.supervised import stands_still, wait_until
 from tests.processes import context
 
 KEYS = st.sampled_from(["a", "b", "old/a", "old/b"])
@@ -224,6 +225,8 @@ def test_a_store_that_is_frozen_or_gone_is_an_error_in_time(
         each = client(ours.recv(), limit=0.3)
         each.set("a", b"")
         os.kill(process.pid, number)
+        if number == signal.SIGSTOP:  # it may be on its way to do something
+            wait_until(lambda: stands_still(process.pid))
         what = "did not reply within 0.3 s" if number == signal.SIGSTOP else "is gone"
         with pytest.raises(StoreGoneError, match=what):
             each.get("a", 0.0)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -10,6 +11,19 @@ from torch import Tensor, nn
 import spartito as sp
 from tests.strategies.jobs import blobs, make_strategy, mlp, weights
 from tests.strategies.local_jobs import BATCH, EPOCHS, EXAMPLES, INNER
+
+
+def heard(
+    name: str, options: dict[str, Any], what: Callable[..., Any], log: str, **more: Any
+) -> Any:
+    """What ``what`` returns; the lines that our logger shows meanwhile are added to a file."""
+    lines, logger = logging.FileHandler(log), logging.getLogger("spartito")
+    logger.addHandler(lines)
+    try:
+        return what(name, options, **more)
+    finally:
+        logger.removeHandler(lines)
+        lines.close()
 
 
 def kept(name: str, options: dict[str, Any], path: str, at: Sequence[int]) -> dict[str, Tensor]:

@@ -34,7 +34,7 @@ SMALL = {"min_shard_bytes": 16}
 @pytest.mark.parametrize("batch", [8, 3])
 def test_a_quorum_of_all_has_the_numbers_of_plain_torch(
     replicas: Replicas,
-    capfd: pytest.CaptureFixture[str],
+    tmp_path: Path,
     workers: int,
     options: dict[str, Any],
     inner: str,
@@ -43,7 +43,9 @@ def test_a_quorum_of_all_has_the_numbers_of_plain_torch(
     """Also with three examples in a batch, on two servers, and with two epochs and more."""
     given = {"groups": workers, "quorum": workers, **SMALL, **options}
     case = ("parameter_server", workers, given)
-    result = run(replicas, case, jobs.trained, inner=inner, batch=batch)
+    log = str(tmp_path / "log")
+    told = {"inner": inner, "batch": batch, "log": log}
+    result = run(replicas, case, decoupled_jobs.heard, what=jobs.trained, **told)
     expected = jobs.by_torch(
         [[index] for index in range(workers)],
         options["every"],
@@ -57,7 +59,7 @@ def test_a_quorum_of_all_has_the_numbers_of_plain_torch(
     for name in ("loss", "val_loss", *(f"loss_of_group_{index}" for index in range(workers))):
         close(result["history"][name], expected[name])
     steps = -(-jobs.EXAMPLES // batch)
-    said = capfd.readouterr().err.count(f"every={options['every']}, and an epoch has {steps} up")
+    said = Path(log).read_text().count(f"every={options['every']}, and an epoch has {steps} up")
     assert said == (options["every"] > steps)
 
 
@@ -215,15 +217,18 @@ def test_a_callback_may_evaluate_amid_an_epoch(replicas: Replicas, options: dict
 
 @pytest.mark.slow
 def test_another_number_of_groups_goes_on_from_the_merged_model(
-    replicas: Replicas, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    replicas: Replicas, tmp_path: Path
 ) -> None:
     given = {"every": 2, **SMALL}
     case = ("parameter_server", 2, {"groups": 2, "quorum": 2, **given})
     run(replicas, case, decoupled_jobs.kept, path=str(tmp_path), at=())
     other = ("parameter_server", 3, {"groups": 3, "quorum": 3, **given})
-    path = str(tmp_path / "epoch-1")
-    found = run(replicas, other, decoupled_jobs.gone_on, path=path, all_load=False, epochs=3)
-    assert "the checkpoint is of 2 groups, and here are 3" in capfd.readouterr().err
+    told = {"path": str(tmp_path / "epoch-1"), "all_load": False, "epochs": 3}
+    log = tmp_path / "log"
+    found = run(
+        replicas, other, decoupled_jobs.heard, what=decoupled_jobs.gone_on, log=str(log), **told
+    )
+    assert "the checkpoint is of 2 groups, and here are 3" in log.read_text()
     assert all(value.isfinite().all() for value in found.values())
 
 

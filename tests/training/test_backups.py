@@ -212,15 +212,17 @@ def test_backups_in_a_store(
     put = MemoryFileSystem.put_file
 
     def refuse(*_: object) -> None:
+        bad.trainer.wait()
         monkeypatch.setattr(MemoryFileSystem, "put_file", lambda *_: 1 / 0)
 
     def accept(*_: object) -> None:
         free.trainer.wait()
         monkeypatch.setattr(MemoryFileSystem, "put_file", put)
 
-    free, end = Tell(4, accept), Tell(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
+    bad, free = Tell(2, refuse), Tell(4, accept)
+    end = Tell(5, lambda: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(PreemptedError, match=f"goes on from {url}"):
-        fit(url, Tell(2, refuse), free, end)
+        fit(url, bad, free, end)
     assert caplog.text.count("cannot be written: division by zero") == 1
     names = {path.split("/")[-2][:13] for path in files.find(str(tmp_path))}
     assert (len(names), max(names)) == (2, "step-00000006")
