@@ -28,6 +28,8 @@ TARGETS = {
     ("cats", "local 4bit", "no meetings"): 0.97,
     ("cats", "overlap", "ddp"): 2.0,
     ("cats", "overlap", "no meetings"): 0.97,
+    ("cats", "overlap 4bit", "ddp"): 2.0,
+    ("cats", "overlap 4bit", "no meetings"): 0.97,
 }
 """How many times the examples per second of the second side."""
 MOST_WAITING = 2.0

@@ -192,6 +192,7 @@ def test_a_port_in_use(way: str, commands: Commands) -> None:
     check(ended, [taken, "Address already in use", "choose a free one"])
 
 
+@pytest.mark.slow
 def test_someone_else_at_the_rendezvous(commands: Commands) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

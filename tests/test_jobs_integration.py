@@ -235,6 +235,7 @@ def test_a_model_that_looks_at_files_writes_nothing(
         predict(folder, [], {})
 
 
+@pytest.mark.slow
 def test_a_run_goes_on(trained: dict[str, Any], commands: Commands) -> None:
     folder = commands.directory / "longer"
     shutil.copytree(commands.directory / "digits", folder)
@@ -363,6 +364,7 @@ def test_an_own_script_on_one_device(alone: dict[str, Any]) -> None:
         for slow, case in zip((True, True, False, False, True), LAUNCHES, strict=True)
     ],
 )
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_segments_left")
 def test_two_processes_give_the_numbers_of_one(
     launch: Launch, tasks: list[Any], strategy: str, commands: Commands, alone: dict[str, Any]
@@ -457,6 +459,7 @@ def test_a_worker_that_freezes_is_named_and_ended(commands: Commands) -> None:
     assert "Traceback" not in ended.err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("here", [0, 1])
 def test_a_worker_that_never_comes(commands: Commands, here: int) -> None:
     hosts = addresses(2)

@@ -75,6 +75,7 @@ def test_only_the_compose_file_tells_the_two_ways_apart(model: str) -> None:
     assert scripts[0].read_bytes() == scripts[1].read_bytes()
 
 
+@pytest.mark.slow
 def test_the_script_trains_without_containers(tmp_path: Path) -> None:
     script = EXAMPLES / "digits_synchronous" / "train.py"
     told = {"SPARTITO_EPOCHS": "1", "SPARTITO_RUN_DIR": str(tmp_path), "PYTHONPATH": str(LEAN)}

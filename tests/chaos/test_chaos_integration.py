@@ -62,6 +62,7 @@ def test_a_worker_inside_a_group_that_is_killed(commands: Commands) -> None:
     assert (result["code"], result["broken"]) == (69, [])
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_nothing(commands: Commands) -> None:
     words = ["chaos", "mnist", "--faults", "stop", "--out", "out", "--", "--epochs=100"]
     with nothing_left():

@@ -67,6 +67,7 @@ def commands(
         yield found
 
 
+@pytest.mark.slow
 def test_run_and_train(commands: Commands) -> None:
     ended = commands.spartito("run", "--strategy", "theirs", "--workers", "2", "train.py")
     assert ended.code == 0, ended.text
@@ -79,6 +80,7 @@ def test_run_and_train(commands: Commands) -> None:
     assert "spartito: theirs, 2 replicas" in ended.err
 
 
+@pytest.mark.slow
 def test_compare(commands: Commands) -> None:
     ended = commands.spartito(
         *("compare", "train.py", "--strategies", "theirs", "--workers", "1", "--out", "out"),

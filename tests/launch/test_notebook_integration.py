@@ -172,6 +172,7 @@ def test_a_model_of_a_cell_trains_in_two_processes_as_in_plain_torch(notebook: N
     assert notebook.run("apart(other, plain(2)) < 1e-12").result == "True"
 
 
+@pytest.mark.slow
 def test_an_error_of_a_task_shows_the_cell_that_raised_it(notebook: Notebook) -> None:
     notebook.run(FAILS)
     cell = notebook.run("import spartito as sp\nsp.launch(fails, workers=2)")
@@ -183,6 +184,7 @@ def test_an_error_of_a_task_shows_the_cell_that_raised_it(notebook: Notebook) ->
     assert mistake.traceback.startswith("spartito: error: sp.launch has no option 'worker'")
 
 
+@pytest.mark.slow
 def test_an_interrupt_ends_all_tasks_and_the_kernel_goes_on(notebook: Notebook) -> None:
     notebook.run(WAITS)
     cell = notebook.run("import spartito as sp\nsp.launch(waits, workers=2)", "worker 1] pid")

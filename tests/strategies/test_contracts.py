@@ -71,6 +71,7 @@ SLOWER = [
     ("multi_worker_mirrored", 3, {"communication": "sockets"}),
     ("central_storage", 3, {}),
     ("sharded", 3, {"zero": 1}),
+    ("pipeline", 4, {"stages": 2, "schedule": "zero_bubble"}),
     ("pipeline", 4, {"mesh": {"pipeline": 2, "model": 2}}),
     ONE_GROUP,
     ("parameter_server", 3, {"max_staleness": 0, "min_shard_bytes": 16, "shared_memory": False}),
