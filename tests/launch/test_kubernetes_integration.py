@@ -139,7 +139,8 @@ def test_parameter_servers_of_which_a_worker_is_deleted_and_one_is_killed(
     assert {name for name, count in starts(player).items() if count == 2} == lost
     assert player.states["worker", 1].codes == [75, 0]
     found = losses(player.runs / "digits")
-    assert found == pytest.approx(local("servers"), abs=0.08)  # asynchronous: no two are equal
+    # What came since a server's snapshot is computed again, so that the way there is another one.
+    assert found[-1] == pytest.approx(local("servers")[-1], abs=0.08)
     for number in range(2):  # each worker's part of each step, once
         record = json.loads((player.runs / "digits" / f"tasks/ps-{number}.json").read_text())
         assert record["work_items"] == 2 * len(found) * STEPS
