@@ -3,7 +3,8 @@
     python -m benchmarks.survival --out runs/survival --minutes 15
 
 Each part is one command ``spartito chaos``; what ``--out`` has results of is not run again, so
-that a run which was ended goes on where it was. The page is written after each part.
+that a run which was ended goes on where it was. The page is written after each part; of parts
+that did not run it keeps what ran before.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.jobs.survivor import draw
 from spartito.chaos.picture import picture
@@ -25,6 +27,12 @@ from spartito.chaos.suite import read_results
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "survival.md"
+KEPT = ROOT / "docs" / "survival.jsonl"
+FIELDS = (
+    "strategy", "schedule", "code", "seconds", "restarts", "repeated", "lost", "doubled",
+    "difference", "broken",
+)  # fmt: skip
+"""Of a result, what is kept beside the page."""
 PICTURE = ROOT / "docs" / "pictures" / "survival.svg"
 BEGIN = "<!-- results: python -m benchmarks.survival -->"
 SYNCHRONOUS = (
@@ -43,7 +51,7 @@ PANELS = {
     "plain": (*SYNCHRONOUS, "local_sgd", "one_device", "parameter_server", "files"),
     "--recover": ("recover", "journal", "two_multi_worker_mirrored", "two_parameter_server"),
     "replicas=2": ("copies",),
-    "groups over servers": ("decoupled",),
+    "groups": ("local_groups", "decoupled"),
     "BackupAndRestore": ("backups",),
     "a machine each": ("machines",),
 }
@@ -147,20 +155,36 @@ def by_chance(kinds: Sequence[str], runs: int) -> str:
 
 def write(out: Path, named: dict[str, Part]) -> None:
     """The page of all results so far, behind what people have written."""
-    found = {name: read_results(out / name) for name in named}
-    together = [result for results in found.values() for result in results]
+    found = results(out, named)
+    together = [one for part in found.values() for one in part]
     panels = {
-        words: [result for name in names for result in found[name]]
-        for words, names in PANELS.items()
+        words: [one for name in names for one in found[name]] for words, names in PANELS.items()
     }
-    PICTURE.write_text(picture({words: results for words, results in panels.items() if results}))
+    KEPT.write_text(
+        "".join(
+            json.dumps({"part": name} | {field: one[field] for field in FIELDS}) + "\n"
+            for name, part in found.items()
+            for one in part
+        )
+    )
+    PICTURE.write_text(picture({words: part for words, part in panels.items() if part}))
     shown = "![Faults by strategies](pictures/survival.svg)"
     said = [BEGIN, summary(together), shown] if together else [BEGIN]
-    for name, results in found.items():
-        if results:
-            said += [f"## {named[name].title}", page(results).strip().replace("## ", "### ")]
+    for name, part in found.items():
+        if part:
+            said += [f"## {named[name].title}", page(part).strip().replace("## ", "### ")]
     head = DOCS.read_text().partition(BEGIN)[0].rstrip() if DOCS.exists() else "# Survival"
     DOCS.write_text("\n\n".join([head, *said]) + "\n")
+
+
+def results(out: Path, named: dict[str, Part]) -> dict[str, list[dict[str, Any]]]:
+    """Those in ``out``, by part, and those beside the page of parts that did not run there."""
+    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
+    kept = [json.loads(line) for line in lines]
+    return {
+        name: read_results(out / name) or [one for one in kept if one["part"] == name]
+        for name in named
+    }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -186,11 +210,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         write(options.out, named)
         if code not in (0, 1):
             return code
-    results = [one for name in named for one in read_results(options.out / name)]
-    print(summary(results))
+    ran = [one for name in named for one in read_results(options.out / name)]
+    print(summary(ran))
     if options.json:
-        print(json.dumps(results))
-    return int(any(result["broken"] for result in results))
+        print(json.dumps(ran))
+    return int(any(one["broken"] for one in ran))
 
 
 if __name__ == "__main__":
