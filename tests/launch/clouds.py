@@ -71,12 +71,12 @@ def play(
         for rank, machine in enumerate(machines):
             home = folder / f"node-{rank}"
             home.mkdir()
-            said = task["envs"] if tool == "sky" else task["env"]
+            said = task["envs"] if tool == "sky" else _listed(task["env"], secrets)
             env = {
                 "PATH": os.environ["PATH"],
                 "HOME": str(home),
                 "OMP_NUM_THREADS": "1",  # the nodes share the cores of this machine
-                **{name: _filled(str(value), secrets) for name, value in said.items()},
+                **{name: str(value) for name, value in said.items()},
             }
             told = variables(tool, rank, addresses, secrets)
             if tool == "sky":
@@ -109,11 +109,10 @@ def play(
                 popen.wait()
 
 
-def _filled(text: str, secrets: Mapping[str, str]) -> str:
-    """The value of a variable, as dstack puts its secrets in."""
-    for name, value in secrets.items():
-        text = text.replace(f"${{{{ secrets.{name} }}}}", value)
-    return text
+def _listed(lines: Sequence[str], shell: Mapping[str, str]) -> dict[str, str]:
+    """dstack's variables; one without a value is that of the shell where it is applied."""
+    pairs = [line.partition("=") for line in lines]
+    return {name: value if is_given else shell[name] for name, is_given, value in pairs}
 
 
 def _carry(task: Mapping[str, Any], folder: Path, home: Path) -> None:

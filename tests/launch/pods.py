@@ -47,6 +47,11 @@ class Job:
         (found,) = self.pod["containers"]
         return dict(found)
 
+    @property
+    def containers(self) -> list[str]:
+        listed = [*self.pod.get("initContainers", ()), *self.pod["containers"]]
+        return [one["name"] for one in listed]
+
     def host(self, index: int) -> str:
         return f"{self.name}-{index}"
 
@@ -69,10 +74,11 @@ class Job:
         """What the Job does about a pod that failed: its first rule that matches."""
         for rule in self.spec.get("podFailurePolicy", {"rules": []})["rules"]:
             codes = rule.get("onExitCodes")
-            if codes is not None and code in codes["values"]:
-                assert codes["containerName"] == self.container["name"]
-                return str(rule["action"])
-            if codes is None and disrupted:
+            if codes is not None:
+                assert codes["containerName"] in self.containers
+                if code in codes["values"] and codes["containerName"] == self.container["name"]:
+                    return str(rule["action"])
+            elif disrupted:
                 return str(rule["action"])
         return "Count"
 
@@ -96,7 +102,7 @@ def jobs_of(documents: Sequence[Object]) -> list[Job]:
             Job(
                 one["metadata"]["name"],
                 one["metadata"]["labels"]["app.kubernetes.io/component"],
-                one["spec"]["template"]["spec"]["subdomain"],
+                one["spec"]["template"]["spec"].get("subdomain", ""),
                 one["spec"],
             )
             for one in documents
@@ -117,7 +123,7 @@ def jobs_of(documents: Sequence[Object]) -> list[Job]:
         if "metadata" in template:  # Kubeflow counts the pods of this one
             nodes = kinds["TrainingRuntime"]["spec"]["mlPolicy"]["numNodes"]
             template["spec"] |= {"completions": nodes, "parallelism": nodes}
-        subdomain = spec["network"]["subdomain"]
+        subdomain = spec.get("network", {}).get("subdomain", "")
         found.append(Job(f"{name}-{one['name']}-0", one["name"], subdomain, template["spec"]))
     return found
 

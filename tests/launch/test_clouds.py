@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from itertools import product
 from pathlib import Path
@@ -18,6 +19,7 @@ from spartito.cluster import resolve
 from spartito.errors import UserError
 from spartito.launch.clouds.dstack import dstack_file
 from spartito.launch.clouds.launcher import Dstack, Sky
+from spartito.launch.clouds.package import installed_package
 from spartito.launch.clouds.sky import sky_file
 from spartito.launch.job import Program
 from spartito.registry import strategy_info, strategy_names
@@ -28,6 +30,8 @@ from tests.launch.jobs import asked
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "clouds"
 DOCUMENTED = ROOT / "docs" / "clusters.md"
+IMAGE = "registry.example/team/spartito:1.0"
+WHEEL = "spartito-0.1.0-py3-none-any.whl"
 KEPT = {"sky": Path("s3://bucket/runs"), "dstack": Path("/mnt/runs")}
 both = pytest.mark.parametrize("tool", ["sky", "dstack"])
 
@@ -50,6 +54,11 @@ def text_of(tool: str, target: str = "mnist", *arguments: str, **options: Any) -
 def written(tool: str, target: str = "mnist", *arguments: str, **options: Any) -> dict[str, Any]:
     found: dict[str, Any] = yaml.safe_load(text_of(tool, target, *arguments, **options))
     return found
+
+
+def environment(document: dict[str, Any]) -> dict[str, str]:
+    """The variables of a file for dstack; without a value those of the shell."""
+    return {line.partition("=")[0]: line.partition("=")[2] for line in document["env"]}
 
 
 def many() -> list[tuple[str, str]]:
@@ -99,7 +108,7 @@ def test_each_node_reads_who_it_is(tool: str) -> None:
     told = ["chief 0", "worker 0", "worker 1", "ps 0", "evaluator 0"]
     options: dict[str, Any] = {"workers": 2, "ps": 1, "chief": True, "evaluator": True}
     document = written(tool, out=KEPT[tool], **options)
-    said = document["envs"] if tool == "sky" else document["env"]
+    said = document["envs"] if tool == "sky" else environment(document)
     nodes = document["num_nodes"] if tool == "sky" else document["nodes"]
     node = skypilot if tool == "sky" else dstack
     specs = [resolve(node(rank, nodes) | said) for rank in range(nodes)]
@@ -141,10 +150,11 @@ def test_words_reach_the_script_as_they_were_typed(tool: str) -> None:
 def test_a_job_of_one_needs_no_secret() -> None:
     assert "secrets" not in written("sky")
     assert "SPARTITO_SECRET" not in written("dstack")["env"]
+    options = '{"groups":\n 2}'
+    said = environment(written("dstack", workers=2, ps=1, strategy_options=options))
+    assert json.loads(said["SPARTITO_STRATEGY_OPTIONS"]) == {"groups": 2}
     assert written("sky", workers=2, insecure=True)["envs"]["SPARTITO_TLS"] == "off"
-    assert (
-        written("dstack", workers=2)["env"]["SPARTITO_SECRET"] == "${{ secrets.spartito_secret }}"
-    )
+    assert "SPARTITO_SECRET" in written("dstack", workers=2)["env"]  # the shell's, no value here
 
 
 def test_a_wheel_goes_along() -> None:
@@ -155,6 +165,55 @@ def test_a_wheel_goes_along() -> None:
     assert there in found["setup"]
     assert "pip install" not in written("sky", setup=("true",))["setup"]
     assert "'spartito[remote]>=1'" in written("sky", package="spartito[remote]>=1")["setup"]
+
+
+def test_a_version_that_no_index_may_have_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wheel = tmp_path / "spartito-9-py3-none-any.whl"
+    wheel.write_text("")
+    notes = {
+        "pip install spartito": (None, "spartito==9"),
+        "pip install DIR": ({"url": "file:///src/a%20b", "dir_info": {}}, "spartito==9"),
+        "pip install WHEEL": ({"url": wheel.as_uri(), "archive_info": {}}, f"./{wheel.name}"),
+        "a wheel that is gone": ({"url": "file:///a.whl", "archive_info": {}}, "spartito==9"),
+        "pip install URL": (
+            {"url": "https://e.example/spartito-9.whl", "archive_info": {}},
+            "spartito @ https://e.example/spartito-9.whl",
+        ),
+        "pip install git+URL": (
+            {"url": "https://e.example/s.git", "vcs_info": {"vcs": "git", "commit_id": "c0"}},
+            "spartito @ git+https://e.example/s.git@c0",
+        ),
+    }
+    for how, (told, expected) in notes.items():
+        info = tmp_path / how.replace("/", "") / "spartito-9.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text("Metadata-Version: 2.1\nName: spartito\nVersion: 9\n")
+        if told is not None:
+            (info / "direct_url.json").write_text(json.dumps(told))
+        with monkeypatch.context() as found:
+            found.syspath_prepend(info.parent)
+            package, folder = installed_package()
+        assert package == expected, how
+        assert bool(folder) == (how in ("pip install DIR", "a wheel that is gone"))
+    package, folder = installed_package()
+    for words in ([], ["--package=./spartito-9-py3-none-any.whl"], ["--image=a.example/b:1"]):
+        assert main(["cluster", "sky", "mnist", *words]) == 0
+        out, err = capsys.readouterr()
+        named = bool(folder) and not words
+        assert ("an index may not have it" in " ".join(err.split())) == named
+        assert ("an index may not have it" in " ".join(out.replace("#", "").split())) == named
+
+
+def test_an_image_that_machines_ask_docker_io_for_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, named in (([], True), (["--image=a.example/b:1"], False)):
+        assert main(["cluster", "dstack", "mnist", "--out=/mnt/runs", *words]) == 0
+        out, err = capsys.readouterr()
+        assert ("names no registry" in err) == named
+        assert ("names no registry" in " ".join(out.replace("#", "").split())) == named
 
 
 NONE = "--out"
@@ -232,23 +291,28 @@ def test_folders_that_the_tools_would_read_otherwise_are_refused() -> None:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("sky.yaml", ["sky", "mnist", "--workers=4", "--", "--epochs=3"]),
+        ("sky.yaml", ["sky", "mnist", "--workers=4", f"--package={WHEEL}", "--", "--epochs=3"]),
         (
             "sky-spot.yaml",
             ["sky", "mnist", "--chief", "--workers=2", "--ps=2", "--evaluator", "--spot",
-             "--out=s3://bucket/runs", "--", "--epochs=3"],
+             f"--package={WHEEL}", "--out=s3://bucket/runs", "--", "--epochs=3"],
         ),
-        ("dstack.yml", ["dstack", "mnist", "--workers=4", "--out=/mnt/runs", "--", "--epochs=3"]),
+        (
+            "dstack.yml",
+            ["dstack", "mnist", "--workers=4", "--out=/mnt/runs", f"--image={IMAGE}", "--",
+             "--epochs=3"],
+        ),
         (
             "dstack-gpus.yml",
             ["dstack", "mnist", "--workers=2", "--ps=1", "--gpus", "--gpu-type=L4", "--spot",
-             "--out=/mnt/runs", "--image=registry.example/team/spartito:1.0"],
+             "--out=/mnt/runs", f"--image={IMAGE}"],
         ),
     ],
 )  # fmt: skip
 def test_the_examples_are_what_the_command_writes(
     name: str, words: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
+    Path(WHEEL).write_text("")
     assert main(["cluster", *words]) == 0
     made = capsys.readouterr().out
     assert made == (EXAMPLES / name).read_text()

@@ -60,7 +60,7 @@ def losses(folder: Path) -> list[float]:
 
 OUT = {"sky": "--out=s3://bucket/runs", "dstack": "--out=/mnt/runs"}
 KEPT = {"sky": "bucket-runs", "dstack": "mnt/runs"}
-SECRETS = {"SPARTITO_SECRET": "5e" * 32, "spartito_secret": "5e" * 32}
+SECRETS = {"SPARTITO_SECRET": "5e" * 32}
 
 
 @pytest.mark.slow

@@ -90,6 +90,21 @@ def test_who_decides_how_a_job_ends(
     assert verdict(made, ends(made, **ended)) == expected
 
 
+def test_a_server_that_was_started_again_too_late_fails_nobody(tmp_path: Path) -> None:
+    made = job(tmp_path, SERVED)
+    done = {"worker_0": (0, 5), "worker_1": (0, 5), "evaluator": (0, 5)}
+    for code, when, starts, expected in (
+        (69, 6, 2, (0, "worker 0")),
+        (137, 6, 2, (0, "worker 0")),
+        (1, 6, 2, (1, "ps 0")),
+        (69, 6, 1, (69, "ps 0")),
+        (137, 4, 4, (69, "ps 0")),
+    ):
+        states = ends(made, **done, ps_0=(code, when))
+        late = [replace(s, starts=starts) if s.service == "ps-0" else s for s in states]
+        assert verdict(made, late) == expected
+
+
 LATER = {"worker_2": (0, 1), "worker_3": (0, 1), "ps_1": (0, 2)}
 
 

@@ -30,6 +30,7 @@ from tests.launch.kubernetes_schemas import check, refuses
 from tests.launch.pods import Job, expanded, jobs_of
 
 KINDS = ("job", "jobset", "trainjob")
+IMAGE = "registry.example/team/spartito:1.0"
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples" / "kubernetes"
 DOCUMENTED = ROOT / "docs" / "clusters.md"
@@ -128,18 +129,25 @@ def test_exit_codes_decide_what_is_started_again() -> None:
         cases = ((2, False), (1, False), (137, False), (137, True), (75, False), (69, False))
         return [job.action(code, disrupted) for code, disrupted in cases]
 
-    (alone,) = jobs_of(written(workers=2, restarts=None))
-    assert actions(alone) == ["FailJob", "Count", "Count", "Ignore", "Ignore", "Ignore"]
-    assert alone.spec["maxFailedIndexes"] == 0
-    assert alone.spec["podReplacementPolicy"] == "Failed"
-    assert everything(alone)["restartPolicy"] == "Never"
-    # Several Jobs do not end each other: a task that waits for one that gave up gives up too.
-    for job in jobs_of(written(workers=2, ps=1, evaluator=True)):
-        assert actions(job) == ["FailJob", "Count", "Count", "Ignore", "Ignore", "Count"]
-        assert "maxFailedIndexes" not in job.spec
-    for job in jobs_of(written(kind="jobset", workers=2, ps=1)):
-        assert actions(job)[-1] == "Ignore"
-        assert job.spec["backoffLimitPerIndex"] == 3
+    # 69 counts: tasks that never reach each other would try for ever.
+    told = ["FailJob", "Count", "Count", "Ignore", "Ignore", "Count"]
+    (workers,) = jobs_of(written(workers=2))
+    assert actions(workers) == told
+    assert workers.spec["maxFailedIndexes"] == 0
+    assert workers.spec["podReplacementPolicy"] == "Failed"
+    assert everything(workers)["restartPolicy"] == "Never"
+    for kind in KINDS:
+        url = Path("https://example.org/digits.zip")
+        documents = written(kind=kind, workers=2, ps=2, evaluator=True, data=url, restarts=7)
+        worker, ps, evaluator = jobs_of(documents)
+        for job in (worker, ps, evaluator):
+            assert actions(job) == told
+            assert job.spec["backoffLimitPerIndex"] == 7
+            fetched = job.spec["podFailurePolicy"]["rules"][1]
+            assert fetched["onExitCodes"]["containerName"] in job.containers
+            assert fetched["action"] == "FailJob"
+        assert ps.spec["maxFailedIndexes"] == 0
+        assert "maxFailedIndexes" not in worker.spec  # the others go on without a worker
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -191,6 +199,55 @@ def test_the_store_of_a_job_that_recovers_ends_with_the_workers() -> None:
     assert everything(store)["restartPolicy"] == "OnFailure"
 
 
+@pytest.mark.parametrize("kind", ["jobset", "trainjob"])
+def test_a_server_that_comes_back_when_the_work_is_done_holds_nobody(kind: str) -> None:
+    documents = written(kind=kind, workers=2, ps=2, chief=True, evaluator=True)
+    one = of(documents, "JobSet" if kind == "jobset" else "TrainingRuntime")
+    spec = one["spec"] if kind == "jobset" else one["spec"]["template"]["spec"]
+    roles = ["chief", "worker", "evaluator"]
+    assert spec["successPolicy"] == {"operator": "All", "targetReplicatedJobs": roles}
+    assert "successPolicy" not in text_of(kind=kind, workers=2)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_task_alone_is_found_by_nobody(kind: str) -> None:
+    text = text_of(kind=kind)
+    for what in ("kind: Service", "subdomain", "TF_CONFIG", "TASK_INDEX", "secret", "network:"):
+        assert what not in text, what
+    documents = list(yaml.safe_load_all(text))
+    policy = of(documents, "NetworkPolicy")["spec"]
+    assert policy["ingress"] == []
+    assert policy["egress"] == [{"ports": [{"protocol": p, "port": 53} for p in ("UDP", "TCP")]}]
+    (job,) = jobs_of(documents)
+    assert resolve(job.environment(0)).world_size == 1
+    for one in documents:
+        check(one)
+
+
+def test_what_only_some_pods_want() -> None:
+    taints = [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    documents = written(kind="jobset", workers=2, ps=1, gpus=True, pull_secret="registry")
+    for one in documents:
+        check(one)
+    for job in jobs_of(documents):
+        assert everything(job).get("tolerations") == (taints if job.role == "worker" else None)
+        assert everything(job)["imagePullSecrets"] == [{"name": "registry"}]
+    text = text_of(kind="jobset", workers=2, recover=True, cpus="16", memory="64Gi")
+    *_, store = jobs_of(list(yaml.safe_load_all(text)))
+    assert store.container["resources"]["limits"] == {"cpu": "500m", "memory": "512Mi"}
+    assert "# Together: 3 pods, 32.5 CPUs, 128.5Gi." in text
+
+
+def test_an_image_that_a_cluster_asks_docker_io_for_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for words, named in (([], True), (["--image=mine:1"], True), (["--image=a.example/b"], False)):
+        assert main(["cluster", "kubernetes", "mnist", *words]) == 0
+        out, err = capsys.readouterr()
+        assert ("names no registry" in err) == named
+        assert ("names no registry" in " ".join(out.replace("#", "").split())) == named
+
+
 def test_a_script_comes_along_word_for_word() -> None:
     text = "import sys\n\tx = 1 \nprint('ä # not a comment')\n\n"
     (Path.cwd() / "Train_2.py").write_text(text)
@@ -224,6 +281,8 @@ def test_a_queue_is_named_and_not_asked(capsys: pytest.CaptureFixture[str]) -> N
         (["--memory=512m"], "too small"),
         (["--storage=-1Gi"], "--storage '-1Gi' is no quantity"),
         (["--storage-class=Fast"], "--storage-class 'Fast'"),
+        (["--pull-secret=a_b"], "--pull-secret 'a_b'"),
+        (["--wait=3"], "--wait 3.0 without --recover"),
         (["--data=My_Pictures"], "--data (a claim) 'My_Pictures'"),
         (["--data=s3://bucket/a"], "--data s3://bucket/a cannot be fetched"),
         (["--out=a..b"], "--out (a claim) 'a..b'"),
@@ -322,16 +381,12 @@ def test_the_examples_are_what_the_command_writes(
     kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = {
-        "job": ["--workers", "4"],
-        "jobset": ["--chief", "--workers", "4", "--ps", "2", "--evaluator", "--queue", "team-a"],
-        "trainjob": [
-            "--workers",
-            "4",
-            "--recover",
-            "--gpus",
-            "--image",
-            "registry.example/team/spartito:1.0",
+        "job": ["--workers", "4", "--image", IMAGE],
+        "jobset": [
+            *("--chief", "--workers", "4", "--ps", "2", "--evaluator", "--queue", "team-a"),
+            *("--image", IMAGE),
         ],
+        "trainjob": ["--workers", "4", "--recover", "--gpus", "--image", IMAGE],
     }[kind]
     said = ["cluster", "kubernetes", "mnist", "--kind", kind, *words, "--", "--epochs=3"]
     assert main(said) == 0

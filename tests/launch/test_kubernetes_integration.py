@@ -108,7 +108,7 @@ def test_a_synchronous_job(
     else:  # both save the step at which one was told to end
         assert codes == {("worker", 0): [75, 0], ("worker", 1): [75, 0]}
     assert fault == "none" or "going on after step" in "".join(player.said)
-    assert sum(state.failures for state in player.states.values()) == (fault == "killed")
+    assert sum(state.failures for state in player.states.values()) == 2 * (fault == "killed")
     assert losses(player.runs / "digits") == local("synchronous")
 
 
@@ -158,7 +158,22 @@ def test_others_go_on_without_a_pod_that_is_replaced(play: Play) -> None:
     assert len(losses(player.runs / "digits")) == 3
 
 
-@pytest.mark.parametrize(("code", "count"), [(2, 1), (1, 4)])
+SERVES_FOR_EVER = """
+import json, os, time
+if json.loads(os.environ["TF_CONFIG"])["task"]["type"] == "ps":
+    time.sleep(3600)
+"""
+
+
+def test_a_server_that_waits_when_the_work_is_done_is_ended(play: Play, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SERVES_FOR_EVER)
+    player = play("train.py", "--kind=jobset", "--chief", "--workers=1", "--ps=1", arguments=())
+    player.start()
+    assert player.follow(), player.said
+    assert player.states["ps", 0].done == "ended"
+
+
+@pytest.mark.parametrize(("code", "count"), [(2, 1), (1, 4), (69, 4)])
 def test_a_pod_that_fails_for_good_ends_the_job(
     play: Play, tmp_path: Path, code: int, count: int
 ) -> None:

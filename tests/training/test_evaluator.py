@@ -19,6 +19,7 @@ from spartito.cluster.spec import Task
 from spartito.errors import TaskLostError, UserError
 from spartito.report.evaluations import EVALUATIONS, keep_until, with_evaluations
 from spartito.report.page import read_run
+from spartito.storage.atomic import is_whole
 from spartito.training.evaluation import Evaluation
 from spartito.training.evaluator import Evaluator
 from spartito.training.heartbeat import FILE, look, process_began
@@ -180,10 +181,33 @@ def test_a_training_that_failed(tmp_path: Path) -> None:
     assert [line["epoch"] for line in lines(tmp_path)] == [1]
 
 
-def test_a_damaged_checkpoint_is_passed_over(tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPARTITO_TIMEOUT", "1")  # half of it may what is missing take
     train(tmp_path)
     (tmp_path / "checkpoints" / "step-00000012" / "model.safetensors").write_bytes(b"")
     assert look_on(tmp_path).history.epoch == []
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "manifest.json"])
+def test_a_checkpoint_whose_files_come_one_by_one_is_waited_for(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(tmp_path)
+    missing, there = tmp_path / name, tmp_path / "checkpoints" / "step-00000012" / name
+    there.rename(missing)
+    looks = []
+
+    def look_at(path: Path) -> bool:
+        looks.append(is_whole(path))
+        if not looks[-1] and missing.exists():
+            missing.rename(there)
+        return looks[-1]
+
+    monkeypatch.setattr("spartito.training.evaluator.is_whole", look_at)
+    assert look_on(tmp_path).history.epoch[-1] == 2
+    assert False in looks
 
 
 @pytest.mark.parametrize("task", [CLUSTER, ASIDE])

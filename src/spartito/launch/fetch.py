@@ -6,6 +6,7 @@ as it is. What is there already is taken, for a pod that is started again.
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import tarfile
@@ -23,6 +24,12 @@ DONE = ".fetched"
 ARCHIVES = (".tar", ".tgz", ".tar.gz", ".tar.bz2", ".tar.xz", ".zip")
 """What is unpacked, by the end of its name."""
 
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
+"""A URL, as a path has it: with one slash."""
+
+SCHEMES = ("http", "https")
+"""What is fetched."""
+
 SECONDS = 60.0
 """For a reply, and between two parts of it."""
 
@@ -31,6 +38,12 @@ def path_of(url: str, folder: str = "/data") -> str:
     """Where the data of ``url`` is once it is in ``folder``: all of it, or the one file in it."""
     name = _name(url)
     return folder if name.endswith(ARCHIVES) else f"{folder}/{name}"
+
+
+def parse_url(text: str) -> tuple[str, str] | None:
+    """Scheme and rest of a URL, which may have gone through a path; None where it is none."""
+    found = URL.fullmatch(text)
+    return None if found is None else (found[1], found[2])
 
 
 def fetch(url: str, folder: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from spartito.cluster.recovery import Recovery
 from spartito.errors import UserError
@@ -14,6 +15,9 @@ from spartito.registry import strategy_info, strategy_names
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recovering:
     """What is said of a lost worker."""
+
+    RESTARTS_ALONE: ClassVar[bool] = False
+    """Whether tasks are started again without ``--recover``, too."""
 
     recover: bool = option(
         "Go on when a worker is killed: it is started again, and gets its state from the others.",
@@ -38,7 +42,7 @@ class Recovering:
         given = {name: value for name, value in said.items() if value is not None}
         if self.recover:
             return Recovery(**given)  # type: ignore[arg-type]
-        if self.restarts is not None:
+        if self.restarts is not None and not self.RESTARTS_ALONE:
             given["restarts"] = self.restarts
         for name, value in given.items():
             flag = f"--{name.replace('_', '-')}"

@@ -42,13 +42,25 @@ class Roles:
     @property
     def tasks(self) -> tuple[Task, ...]:
         """All tasks; the first is the coordinator."""
+        return tuple(Task(role, i) for role, count in self.counts.items() for i in range(count))
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many tasks of each role there are, in order; none of a role that has none."""
         counts = {
             "chief": int(self.chief),
             "worker": self.workers,
             "ps": self.ps,
             "evaluator": int(self.evaluator),
         }
-        return tuple(Task(role, index) for role, count in counts.items() for index in range(count))
+        return {role: count for role, count in counts.items() if count}
+
+    def cluster(self, addresses: Sequence[str]) -> dict[str, list[str]]:
+        """The ``cluster`` of a `TF_CONFIG`; ``addresses`` are those of all tasks, in order."""
+        cluster: dict[str, list[str]] = {}
+        for task, address in zip(self.tasks, addresses, strict=True):
+            cluster.setdefault(task.type, []).append(address)
+        return cluster
 
     def restarts(self, task: Task) -> int:
         """How often ``task`` is started again after it was killed from outside.
@@ -120,10 +132,8 @@ def task_environment(
     parameter server sees no GPU, so that it takes no memory of one.
     """
     base = {name: value for name, value in env.items() if name not in torchrun.VARIABLES}
-    cluster: dict[str, list[str]] = {}
-    for other, address in zip(roles.tasks, addresses, strict=True):
-        cluster.setdefault(other.type, []).append(address)
-    config = {tf_config.VARIABLE: json.dumps({"cluster": cluster, "task": _named(task)})}
+    told = {"cluster": roles.cluster(addresses), "task": _named(task)}
+    config = {tf_config.VARIABLE: json.dumps(told)}
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if task.type == "ps" else {}
     return base | config | hidden
 

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from textwrap import wrap
 from typing import Any
 
 import yaml
+
+WIDTH = 98
+"""Of a comment."""
 
 
 def dump(document: Mapping[str, Any]) -> str:
@@ -23,6 +27,31 @@ def dump(document: Mapping[str, Any]) -> str:
         width=1 << 20,
     )
     return text
+
+
+def comment(text: str, indent: str = "") -> list[str]:
+    """The lines of a comment."""
+    return [f"{indent}# {line}" for line in wrap(text, WIDTH - len(indent))]
+
+
+def commented(
+    document: Mapping[str, Any], above: Mapping[str, str], apart: Collection[str] = ()
+) -> Iterator[str]:
+    """The lines of ``document``, with comments.
+
+    Args:
+        document: what is written.
+        above: what stands above the first line that begins so.
+        apart: lines at the top that have a blank one before them begin so.
+    """
+    left, last = dict(above), ""
+    for line in dump(document).splitlines():
+        if last and line.startswith(tuple(apart)):
+            yield ""
+        if key := next((key for key in left if line.lstrip().startswith(key)), None):
+            yield from comment(left.pop(key), " " * (len(line) - len(line.lstrip())))
+        yield line
+        last = line
 
 
 class List(list[Any]):
@@ -105,11 +134,14 @@ _TIME = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _LINE_BREAK = re.compile("[\n\x85\u2028\u2029]")
+_DOUBLED = re.compile(r"""[^"\\]*'[^"\\]*""")
+"""In single quotes it would have some of them twice, in double ones nothing is changed."""
+_SPECIAL = re.compile(r"[][{},:#&*!|>%@`]")
 
 
 def _string(dumper: yaml.SafeDumper, data: str) -> yaml.Node:
     style = None  # quotes only where PyYAML itself needs them
-    if _LINE_BREAK.search(data):
+    if _LINE_BREAK.search(data) or (_DOUBLED.fullmatch(data) and _SPECIAL.search(data)):
         style = '"'
     elif _NUMBER.fullmatch(data[:1] + data[1:].replace("_", "")) or _TIME.fullmatch(data):
         style = "'"

@@ -172,6 +172,19 @@ def verify(path: str | os.PathLike[str], only: Collection[str] | None = None) ->
     return manifest
 
 
+def is_whole(path: str | os.PathLike[str]) -> bool:
+    """Whether all files of the directory ``path`` are there, by their sizes; none is read.
+
+    A store that is mounted as a folder shows them one by one, whatever was renamed on the machine
+    that wrote them.
+    """
+    try:
+        files = read_manifest(path).files
+        return all((Path(path) / name).stat().st_size == fact.size for name, fact in files.items())
+    except (OSError, UserError):
+        return False
+
+
 def sweep(directory: str | os.PathLike[str]) -> list[Path]:
     """Clear what killed writers left in ``directory``; returns the leftovers that it treated.
 

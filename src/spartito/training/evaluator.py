@@ -22,6 +22,7 @@ from spartito.log import note, warn
 from spartito.report.evaluations import append_evaluation
 from spartito.report.figures import VALIDATION, duration, figure, scalars
 from spartito.report.page import write_report
+from spartito.storage.atomic import is_whole
 from spartito.training.callback import Callback, Training
 from spartito.training.callbacks.early_stopping import EarlyStopping
 from spartito.training.callbacks.model_checkpoint import ModelCheckpoint
@@ -33,6 +34,8 @@ from spartito.training.history import History
 POLL_SECONDS = 0.25
 SAY_AFTER, SAY_EVERY = 2.0, 30.0
 """Seconds of waiting before it is said, and said again."""
+ARRIVAL_SECONDS = 60.0
+"""For the files of a checkpoint that come one by one, through a store that is mounted."""
 KEEP = 5
 """Checkpoints that stay where an evaluator wants some and the fit has no ModelCheckpoint."""
 
@@ -104,6 +107,7 @@ class Evaluator:
         self._limit = time_limit()
         self._silence = Silence(str(trainer.coordination.task))
         self._sequences: dict[tuple[str, int, int], int] = {}
+        self._arriving: dict[Path, float] = {}  # since when
         self._first: int | None = None
         self._last = 0
         self._best: float | None = None
@@ -117,11 +121,14 @@ class Evaluator:
         while True:
             seen = self._look()
             newest = None if seen is None else self._newest(seen.signal)
-            if newest is not None:
-                self._evaluate(newest)
+            if newest is not None and not self._arrives(newest[1]):
+                self._last = newest[0]
+                self._evaluate(newest[1])
                 self._silence.end()
-            elif seen is not None and self._is_over(seen.signal):
-                break
+            elif newest is None and seen is not None and self._is_over(seen.signal):
+                if not self._any_arrives():
+                    break
+                self._wait(seen)
             else:
                 self._wait(seen)
         for tensorboard in self._tensorboards:
@@ -158,17 +165,26 @@ class Evaluator:
     def _is_over(self, signal: Signal) -> bool:
         return signal.fit > self._fit or signal.state != "running"
 
-    def _newest(self, signal: Signal) -> Path | None:
-        """The newest checkpoint of this fit that was not looked at yet."""
+    def _newest(self, signal: Signal) -> tuple[int, Path] | None:
+        """The newest checkpoint of this fit that was not looked at yet, with its number."""
         if self._first is None:  # the chief was through with this fit before we came to it
             return None
         end = signal.first if signal.fit > self._fit else float("inf")
         found = ((self._sequence(path), path) for path in self._manager.candidates())
-        sequence, path = max((pair for pair in found if pair[0] < end), default=(0, None))
-        if sequence <= self._last:
-            return None
-        self._last = sequence
-        return path
+        newest = max((pair for pair in found if pair[0] < end), default=None)
+        return None if newest is None or newest[0] <= self._last else newest
+
+    def _arrives(self, path: Path) -> bool:
+        """Whether files of a checkpoint may still come: it is not whole, and not for long."""
+        if is_whole(path) or not path.is_dir():
+            return False
+        since = self._arriving.setdefault(path, time.monotonic())
+        return time.monotonic() - since < min(ARRIVAL_SECONDS, self._limit / 2)
+
+    def _any_arrives(self) -> bool:
+        """Whether there is a checkpoint whose manifest comes still, or has just come."""
+        without = [path for path in self._manager.candidates() if self._sequence(path) < 0]
+        return any(self._arrives(path) or sequence_of(path) > 0 for path in without)
 
     def _sequence(self, path: Path) -> int:
         """As `sequence_of`, remembered: a folder may hold thousands."""
@@ -178,7 +194,9 @@ class Evaluator:
             return -1
         key = (path.name, facts.st_ino, facts.st_mtime_ns)
         if key not in self._sequences:
-            self._sequences[key] = sequence_of(path)
+            if (sequence := sequence_of(path)) < 0:
+                return sequence  # its manifest may still come
+            self._sequences[key] = sequence
         return self._sequences[key]
 
     def _evaluate(self, path: Path) -> None:

@@ -8,11 +8,9 @@ from typing import Any
 
 from spartito.launch.clouds.plan import Nodes, text_of
 from spartito.launch.fetch import path_of
+from spartito.launch.kubernetes.values import names_no_registry
 from spartito.launch.written import List, Row
 from spartito.names import ENV_RUN_DIR, ENV_SECRET
-
-SECRET = "spartito_secret"
-"""What the secret is called at dstack's server."""
 
 FETCHED = "/tmp/data"
 """Where fetched data is in a container."""
@@ -33,7 +31,18 @@ def dstack_file(job: Nodes) -> str:
     """The file that ``dstack apply`` takes."""
     document = _document(job)
     above = {key: text for key, text in ABOUT.items() if key.rstrip(":") in document}
+    above[f"- {ENV_SECRET}"] = "Its value is that of the shell, as above."
     return text_of(_heading(job), document, above)
+
+
+def image_of_nobody(job: Nodes) -> str:
+    """What is to be done about an image that names no registry; empty where it names one."""
+    if job.image is None or not names_no_registry(job.image):
+        return ""
+    return (
+        f"the image {job.image} names no registry: the machines ask docker.io/library for it. Push "
+        "it where they can pull it, and name that: --image registry.example/team/spartito:1.0"
+    )
 
 
 def data_of(url: str | None) -> str:
@@ -45,11 +54,12 @@ def _heading(job: Nodes) -> Iterator[str]:
     yield f"{job.about} under {job.strategy}: {job.who}, each on a node of dstack."
     if job.insecure:
         yield "Insecure: what tasks send is not encrypted (--insecure)."
+    if wrong := image_of_nobody(job):
+        yield f"{wrong[0].upper()}{wrong[1:]}."
     yield ""
     if job.meets:
-        yield "By a secret the tasks know each other, and encrypt what they send. Make it once:"
-        yield f"  dstack secret set {SECRET} $(openssl rand -hex 32)"
-        yield ""
+        yield "By a secret the tasks know each other, and encrypt what they send."
+        yield f"  export {ENV_SECRET}=$(openssl rand -hex 32)"
     yield "  dstack apply -f .dstack.yml"
     yield ""
     told = f"Model and report: the folder {job.name} in {job.out}, which stays. A recipe that "
@@ -63,9 +73,10 @@ def _document(job: Nodes) -> dict[str, Any]:
     if not uneven and len(job.roles.tasks) > 1:
         found["nodes"] = len(job.roles.tasks)
     found["working_dir"] = "/runs"
-    found["env"] = {**job.environment, ENV_RUN_DIR: job.run, **job.snapshots}
+    told = {**job.environment, ENV_RUN_DIR: job.run, **job.snapshots}
+    found["env"] = [f"{name}={value}".replace("\n", " ") for name, value in told.items()]
     if job.meets:
-        found["env"][ENV_SECRET] = f"${{{{ secrets.{SECRET} }}}}"
+        found["env"].append(ENV_SECRET)  # from the shell where it is applied
     if job.scripts is not None:
         found["files"] = [f"{job.scripts}:/scripts"]
     found["volumes"] = list(_volumes(job))
@@ -105,7 +116,7 @@ def _commands(job: Nodes) -> Iterator[str]:
         fetch = "python -m spartito.launch.fetch"
         yield f"mkdir -p {FETCHED}"
         yield f"{fetch} {shlex.quote(job.data.url)} {FETCHED}"
-    yield f"exec {job.command}"
+    yield f"exec {job.line}"
 
 
 def _resources(job: Nodes, gpu: bool) -> dict[str, Any]:

@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import re
+import shlex
 import sys
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
-from spartito.cluster.endpoints import parse_range
 from spartito.errors import UserError
 from spartito.launch.clouds import dstack, sky
+from spartito.launch.clouds.package import asked_package, installed_package, of_no_index
 from spartito.launch.clouds.plan import Data, Nodes
-from spartito.launch.containers.plan import IMAGE, LEAST_MEMORY
+from spartito.launch.containers.plan import IMAGE
+from spartito.launch.fetch import SCHEMES, parse_url
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
-from spartito.launch.kubernetes.values import check_image, quantity
+from spartito.launch.kubernetes.values import check_image, check_memory, quantity
+from spartito.launch.planned import check_apart, check_text, name_of
 from spartito.launch.roles import Roles
-from spartito.launch.target import check_folder, inside_here
-from spartito.registry import default_name, strategy_info
-
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.+)")
-"""A URL, as a path has it: with one slash."""
-
-FETCHED = ("http", "https")
-"""What is fetched onto each node."""
+from spartito.launch.target import check_folder, named_here
 
 BUCKETS = ("s3", "gs", "r2", "cos", "oci", "nebius", "coreweave")
 """Stores that SkyPilot mounts."""
@@ -35,7 +32,7 @@ GPU_TYPE = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cloud:
+class Cloud(ABC):
     """What both have in common."""
 
     gpus: bool = option("A GPU for each worker.", False)
@@ -46,31 +43,30 @@ class Cloud:
     setup: tuple[str, ...] = option("A line of the shell that prepares each node.", ())
     timeout: int = option("Seconds that a task waits for another.", 600, least=1)
 
-    def planned(
-        self,
-        job: JobSpec,
-        command: str,
-        *,
-        scripts: str,
-        runs: str,
-        data: tuple[Data, str | None],
-        out: str | None,
-        image: str | None,
-        package: str = "",
-        restarts: int = 0,
-    ) -> Nodes:
-        """Check what both tools want.
+    def start(self, job: JobSpec) -> int:
+        """Print the file.
 
         Args:
             job: what is to run.
-            command: the last word of the command that was typed.
-            scripts: where the script's folder is on a node.
-            runs: where run folders are.
-            data: the data, and where it is on a node.
-            out: what keeps the run folders.
-            image: what the nodes run, None for the machine itself.
-            package: what pip installs, where it does.
-            restarts: how often the job starts again after an error.
+
+        Returns:
+            0.
+
+        Raises:
+            UserError: the job cannot run so; nothing was written.
+        """
+        planned = self.plan(job)
+        for said in self._notes(planned):
+            print(f"spartito: {said}", file=sys.stderr)
+        sys.stdout.write(self._text(planned))
+        return 0
+
+    @abstractmethod
+    def plan(self, job: JobSpec) -> Nodes:
+        """Check the job, before there is a file.
+
+        Args:
+            job: what is to run.
 
         Returns:
             What the file says.
@@ -78,38 +74,55 @@ class Cloud:
         Raises:
             UserError: the job cannot run so.
         """
+
+    @abstractmethod
+    def _text(self, job: Nodes) -> str:
+        """The file."""
+
+    @abstractmethod
+    def _notes(self, job: Nodes) -> list[str]:
+        """What the user should know of it."""
+
+    def _planned(
+        self,
+        job: JobSpec,
+        tool: str,
+        *,
+        scripts: str,
+        runs: str,
+        seen: str | None,
+        **own: Any,
+    ) -> Nodes:
+        """Check what both tools want; ``own`` is what one of them adds.
+
+        ``scripts``, ``runs`` and ``seen`` are where the script's folder, run folders and the data
+        are on a node.
+        """
         program, roles = job.program, job.roles()
         strategy = job.choose(roles)
-        if roles.workers > 1 and strategy_info(strategy).one_machine:
+        check_apart(strategy, roles, "each task has a node of its own")
+        self._check_values(own["image"])
+        check_folders_of_recipe(program, tool)
+        name = job.name or name_of(program.title)
+        if not NAME.fullmatch(name):
             raise UserError(
-                f"{strategy} is for one machine, and each task has a node of its own",
-                f"Use --strategy {default_name(2, 0)}.",
+                f"--name {name!r} cannot name a job",
+                "Use 2 to 40 small letters, digits and -, with a letter first and no - at the end.",
             )
-        self._check_values(image)
-        check_folders_of_recipe(program, command)
-        if job.ports is not None:
-            parse_range(job.ports, "--ports")
-        name = _name(job.name, program.title)
         script = program.script
         there = None if script is None else f"{scripts}/{script.name}"
-        words = program.argv(there, out=f"{runs}/{name}", data=data[1])
-        for word in (*words, *self.setup):
-            if word.encode("utf-8", "replace").decode() != word or "\0" in word:
-                raise UserError(f"{word[:99]!r} is not text", "The file is UTF-8.")
+        words = program.argv(there, out=f"{runs}/{name}", data=seen)
+        check_text((*words, *self.setup))
+        ours = len(words) - len(program.arguments)
         return Nodes(
             name=name,
             about=program.title,
-            words=words,
-            given=len(program.arguments),
+            command=("python", *map(_at_home, words[:ours]), *map(shlex.quote, words[ours:])),
             strategy=strategy,
             strategy_options=job.strategy_options,
             roles=roles,
             run=f"{runs}/{name}",
-            scripts=None if script is None else local("the script's folder", script.parent),
-            out=out,
-            data=data[0],
-            image=image,
-            package=package,
+            scripts=None if script is None else named_here("the script's folder", script.parent),
             cpus=f"{quantity('--cpus', self.cpus).normalize():f}",
             memory=f"{(quantity('--memory', self.memory) / 2**30).normalize():f}",
             setup=self.setup,
@@ -119,20 +132,14 @@ class Cloud:
             timeout=self.timeout,
             ports=job.ports,
             insecure=job.insecure,
-            restarts=restarts,
+            **own,
         )
 
     def _check_values(self, image: str | None) -> None:
         if image is not None:
             check_image(image)
         quantity("--cpus", self.cpus)
-        if quantity("--memory", self.memory) < LEAST_MEMORY:
-            raise UserError(
-                f"--memory {self.memory} is too small: Python and torch alone take "
-                f"{LEAST_MEMORY >> 20}Mi",
-                "The model, its optimizer and a batch need memory as well: --memory 4Gi, for "
-                "example.",
-            )
+        check_memory(self.memory)
         if self.gpu_type is not None:
             if not self.gpus:
                 raise UserError(f"--gpu-type {self.gpu_type} without --gpus", "Add --gpus.")
@@ -172,33 +179,8 @@ class Sky(Cloud):
         least=0,
     )
 
-    def start(self, job: JobSpec) -> int:
-        """Print the file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            0.
-
-        Raises:
-            UserError: the job cannot run so; nothing was written.
-        """
-        sys.stdout.write(sky.sky_file(self.plan(job)))
-        return 0
-
     def plan(self, job: JobSpec) -> Nodes:
-        """Check the job, before there is a file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            What the file says.
-
-        Raises:
-            UserError: the job cannot run so.
-        """
+        """See `Cloud.plan`."""
         out = None if job.out is None else _bucket("--out", str(job.out))
         if self.gpus and self.gpu_type is None:
             raise UserError("--gpus: SkyPilot wants to know which", "Add --gpu-type L4, or others.")
@@ -221,17 +203,30 @@ class Sky(Cloud):
                 "Leave one of them out.",
             )
         data = _sky_data(None if job.data is None else str(job.data))
-        return self.planned(
+        own, folder = installed_package()
+        if self.package is not None or self.setup or self.image is not None:
+            folder = ""
+        return self._planned(
             job,
             "sky",
             scripts=sky.WORKDIR,
             runs="~/runs",
-            data=(data, None if job.data is None else sky.data_of(data.url)),
+            seen=None if job.data is None else sky.data_of(data.url),
+            data=data,
             out=out,
             image=self.image,
-            package=_package(self.package),
+            package=own if self.package is None else asked_package(self.package),
+            installed_from=folder,
             restarts=self.restarts or 0,
         )
+
+    def _text(self, job: Nodes) -> str:
+        return sky.sky_file(job)
+
+    def _notes(self, job: Nodes) -> list[str]:
+        if not job.installed_from:
+            return []
+        return [of_no_index(job.package, shlex.quote(job.installed_from))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,33 +248,8 @@ class Dstack(Cloud):
 
     image: str = option("The image that all run.", IMAGE, metavar="NAME")
 
-    def start(self, job: JobSpec) -> int:
-        """Print the file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            0.
-
-        Raises:
-            UserError: the job cannot run so; nothing was written.
-        """
-        sys.stdout.write(dstack.dstack_file(self.plan(job)))
-        return 0
-
     def plan(self, job: JobSpec) -> Nodes:
-        """Check the job, before there is a file.
-
-        Args:
-            job: what is to run.
-
-        Returns:
-            What the file says.
-
-        Raises:
-            UserError: the job cannot run so.
-        """
+        """See `Cloud.plan`."""
         if job.out is None:
             raise UserError(
                 "no --out: what a container writes goes with it",
@@ -291,65 +261,56 @@ class Dstack(Cloud):
         roles = job.roles()
         out = _kept("--out", str(job.out), roles)
         data = _dstack_data(None if job.data is None else str(job.data), roles)
-        found = self.planned(
+        found = self._planned(
             job,
             "dstack",
             scripts="/scripts",
             runs="/runs",
-            data=(data, None if job.data is None else dstack.data_of(data.url)),
+            seen=None if job.data is None else dstack.data_of(data.url),
+            data=data,
             out=out,
             image=self.image,
         )
-        for word in (*found.words, *found.setup, found.strategy_options or ""):
+        for word in (*found.command, *found.setup, found.strategy_options or ""):
             if "${{" in word:
                 raise UserError(
                     f"{word[:99]!r}: dstack would put a value in for ${{{{", "Reword it."
                 )
         return found
 
+    def _text(self, job: Nodes) -> str:
+        return dstack.dstack_file(job)
 
-def local(what: str, path: Path) -> str:
-    """``path`` as the file names it: ``./data``, or whole where it is outside of this folder."""
-    inside = inside_here(path)
-    found = str(path.resolve()) if inside is None else f"./{inside}" if inside.parts else "."
-    if bad := re.search(r"[:$\x00-\x1f\x7f]", found):
-        raise UserError(f"{what} {found!r} has {bad[0]!r}, which the tool would read", "Rename it.")
-    return found
+    def _notes(self, job: Nodes) -> list[str]:
+        return [wrong] if (wrong := dstack.image_of_nobody(job)) else []
 
 
-def _name(given: str | None, title: str) -> str:
-    """The job's name: as asked, else after its program."""
-    own = re.sub(r"[^a-z0-9]+", "-", title.lower().removesuffix(".py")).strip("-")[:40].strip("-")
-    name = given or (own if own[:1].isalpha() and len(own) > 1 else f"job-{own}".strip("-"))
-    if not NAME.fullmatch(name):
-        raise UserError(
-            f"--name {name!r} cannot name a job",
-            "Use 2 to 40 small letters, digits and -, with a letter first and no - at the end.",
-        )
-    return name
+def _at_home(word: str) -> str:
+    """A word of ours for the shell; ``~/`` in it is the home there."""
+    before, home, rest = word.partition("~/")
+    return f'{before}"$HOME"/{shlex.quote(rest)}' if home else shlex.quote(word)
 
 
 def _bucket(flag: str, text: str) -> str:
-    found = URL.fullmatch(text)
-    if found is None or found[1].lower() not in BUCKETS:
+    scheme, rest = parse_url(text) or ("", "")
+    if scheme.lower() not in BUCKETS or not rest:
         raise UserError(
             f"{flag} {text} is no bucket", f"Name one, as s3://bucket/runs: {', '.join(BUCKETS)}."
         )
     if bad := re.search(r"[$\s]", text):
         raise UserError(f"{flag} {text!r} has {bad[0]!r}", "Name a bucket without.")
-    return f"{found[1].lower()}://{found[2].rstrip('/')}"
+    return f"{scheme.lower()}://{rest.rstrip('/')}"
 
 
 def _sky_data(text: str | None) -> Data:
     """A folder here, a bucket, or what is fetched."""
-    found = None if text is None else URL.fullmatch(text)
     if text is None:
         return Data()
-    if found is None:
+    if (found := parse_url(text)) is None:
         check_folder("--data", Path(text))
-        return Data(folder=local("--data", Path(text)))
-    if found[1] in FETCHED:
-        return Data(url=f"{found[1]}://{found[2]}")
+        return Data(folder=named_here("--data", Path(text)))
+    if found[0] in SCHEMES and found[1]:
+        return Data(url=f"{found[0]}://{found[1]}")
     return Data(store=_bucket("--data", text))
 
 
@@ -373,25 +334,12 @@ def _kept(flag: str, text: str, roles: Roles) -> str:
 
 
 def _dstack_data(text: str | None, roles: Roles) -> Data:
-    found = None if text is None else URL.fullmatch(text)
+    """A folder of the machines, a volume, or what is fetched."""
     if text is None:
         return Data()
-    if found is not None and found[1] in FETCHED:
-        return Data(url=f"{found[1]}://{found[2]}")
-    if found is not None:
-        raise UserError(f"--data {text} cannot be fetched", "Use http:// or https://.")
+    if (found := parse_url(text)) is not None:
+        if found[0] not in SCHEMES or not found[1]:
+            raise UserError(f"--data {text} cannot be fetched", "Use http:// or https://.")
+        return Data(url=f"{found[0]}://{found[1]}")
     kept = _kept("--data", text, roles)
     return Data(folder=kept) if kept.startswith("/") else Data(store=kept)
-
-
-def _package(text: str | None) -> str:
-    """What pip installs; a wheel is one that is here."""
-    if text is None:
-        return f"spartito=={version('spartito')}"
-    if not text.endswith(".whl"):
-        if not text.strip() or re.search(r"[\x00-\x1f]", text) or text.startswith("-"):
-            raise UserError(f"--package {text!r} is nothing that pip installs")
-        return text
-    if not Path(text).is_file():
-        raise UserError(f"--package {text} is no file", f"The folder we are in is {Path.cwd()}.")
-    return local("--package", Path(text))

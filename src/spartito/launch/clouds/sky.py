@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from spartito.errors import EXIT_PREEMPTED
+from spartito.launch.clouds.package import is_wheel, of_no_index
 from spartito.launch.clouds.plan import Nodes, text_of
 from spartito.launch.fetch import path_of
 from spartito.launch.written import Block, List, Row
@@ -40,6 +41,10 @@ def sky_file(job: Nodes) -> str:
     above = dict(ABOUT)
     if len(job.roles.tasks) == job.roles.workers:
         del above["accelerators:"]
+    if len(job.roles.tasks) > 1:
+        above["~/runs:"] = "To the other nodes files come one by one, some seconds later."
+    if job.installed_from:
+        above["setup:"] += f" {of_no_index(job.package)}."
     if job.restarts:
         above["job_recovery:"] += f" Any other code, a mistake too, is tried {job.restarts} times."
     return text_of(_heading(job), _document(job), above)
@@ -106,7 +111,7 @@ def _resources(job: Nodes) -> dict[str, Any]:
 
 def _mounts(job: Nodes) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    if _is_wheel(job.package):
+    if is_wheel(job.package):
         found[PACKAGES + "/" + job.package.rpartition("/")[2]] = job.package
     if job.data.folder is not None:
         found[DATA] = job.data.folder
@@ -117,17 +122,13 @@ def _mounts(job: Nodes) -> dict[str, Any]:
     return found
 
 
-def _is_wheel(package: str) -> bool:
-    return package.endswith(".whl")
-
-
 def _setup(job: Nodes) -> Iterator[str]:
     """The lines of ``setup``."""
     if job.setup:
         yield from job.setup
     elif job.image is None:
         wheel = f"{PACKAGES}/{shlex.quote(job.package.rpartition('/')[2])}"
-        package = wheel if _is_wheel(job.package) else shlex.quote(job.package)
+        package = wheel if is_wheel(job.package) else shlex.quote(job.package)
         yield "export PATH=~/.local/bin:$PATH"
         yield f"uv venv --allow-existing --python 3.12 {HOME}"
         yield f"uv pip install --python {HOME}/bin/python {package}"
@@ -149,4 +150,4 @@ def _run(job: Nodes) -> Iterator[str]:
     if folder := job.snapshots.get(ENV_SNAPSHOT_DIR):
         yield f"export {ENV_SNAPSHOT_DIR}={folder}"
     yield "cd ~"
-    yield f"exec {job.command}"
+    yield f"exec {job.line}"

@@ -23,10 +23,6 @@ from spartito.names import (
     ENV_SECRET_FILE,
     ENV_SNAPSHOT_DIR,
     ENV_STORE,
-    ENV_STRATEGY,
-    ENV_STRATEGY_OPTIONS,
-    ENV_TIMEOUT,
-    ENV_TLS,
 )
 
 SHARED_MEMORY = "1g"
@@ -99,17 +95,13 @@ def _on_one_line(comment: str) -> str:
 
 def _heading(job: Containers, tasks: Sequence[Task], name: str) -> Iterator[str]:
     """The comments at the top."""
-    roles = job.roles
-    counts = {"chief": int(roles.chief), "worker": roles.workers, "parameter server": roles.ps}
-    counts["evaluator"] = int(roles.evaluator)
-    who = ", ".join(f"{n} {what}{'s' if n > 1 else ''}" for what, n in counts.items() if n)
     commands = {
         f"up {name}": "start it and follow it; ends with the job's exit code",
         f"status {name}": "how each task goes",
         f"down {name}": "end it, and remove all but the run folder",
     }
     width = max(map(len, commands))
-    yield f"# {job.about} under {job.strategy}: {who}."
+    yield f"# {job.about} under {job.strategy}: {job.who}."
     if job.network.machines:
         here = ", ".join(service(task) for task in tasks)
         yield f"# Machines: {', '.join(job.network.machines)}. On this one: {here}."
@@ -160,7 +152,7 @@ def _store(job: Containers, host: str, port: int) -> dict[str, Any]:
         "command": List(words),
         "environment": {
             ENV_SECRET_FILE: f"/run/secrets/{SECRET}",
-            **({ENV_TLS: "off"} if job.insecure else {}),
+            **job.tls,
         },
         "restart": "always",
         "volumes": [Row(type="volume", source=STORE, target="/snapshots")],
@@ -202,10 +194,7 @@ def _shared(job: Containers) -> dict[str, Any]:
 
 def _variables(job: Containers) -> dict[str, str]:
     """The environment that is the same for all tasks."""
-    variables = {ENV_STRATEGY: job.strategy}
-    if job.strategy_options is not None:
-        variables[ENV_STRATEGY_OPTIONS] = job.strategy_options
-    variables |= {ENV_TIMEOUT: f"{job.timeout:g}", ENV_RUN_DIR: "/runs"}
+    variables = {**job.said, ENV_RUN_DIR: "/runs"}
     if job.ports is not None:
         variables[ENV_PORTS] = f"{job.ports[0]}-{job.ports[-1]}"
     if job.roles.ps:
@@ -214,9 +203,7 @@ def _variables(job: Containers) -> dict[str, str]:
         variables |= {ENV_RECOVERY: job.recovery.text, ENV_STORE: address(*job.store)}
     if job.meets:
         variables[ENV_SECRET_FILE] = f"/run/secrets/{SECRET}"
-    if job.insecure:
-        variables[ENV_TLS] = "off"
-    return variables | RUNTIME
+    return variables | job.tls | RUNTIME
 
 
 def _service(
@@ -258,9 +245,7 @@ def _service(
 
 
 def _tf_config(job: Containers, task: Task) -> str:
-    cluster: dict[str, list[str]] = {}
-    for one in job.roles.tasks:
-        cluster.setdefault(one.type, []).append(address(*job.address(one)))
+    cluster = job.roles.cluster([address(*job.address(one)) for one in job.roles.tasks])
     return json.dumps({"cluster": cluster, "task": {"type": task.type, "index": task.index}})
 
 

@@ -24,6 +24,7 @@ from spartito.launch.containers.plan import (
 )
 from spartito.launch.hosts.names import parse_hosts
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
+from spartito.launch.planned import check_text
 from spartito.launch.recovering import Recovering
 from spartito.launch.roles import Roles
 from spartito.launch.target import check_folder, inside_here
@@ -96,11 +97,7 @@ class Compose(Recovering):
             UserError: the job cannot run so.
         """
         program, roles = job.program, job.roles()
-        for word in (program.name, *program.arguments):
-            if word.encode("utf-8", "replace").decode() != word:
-                raise UserError(
-                    f"{word!r} is not UTF-8", "A compose file is: write it in other words."
-                )
+        check_text((program.name, *program.arguments))
         chosen = job.choose(roles)
         self._check_machine(chosen, roles)
         if self.recover and roles.ps:

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import Task
 from spartito.errors import UserError
-from spartito.launch.roles import RESTARTS, Roles
+from spartito.launch.planned import Planned
+from spartito.launch.roles import RESTARTS
 
 IMAGE = "spartito"
 PORT = 29500
@@ -56,23 +57,16 @@ class Network:
 
 
 @dataclass(frozen=True, slots=True)
-class Containers:
+class Containers(Planned):
     """A job in containers, checked: see `Compose.plan`.
 
-    ``command`` is what every task runs; ``about`` says in a word what that is. ``scripts``,
-    ``data`` and ``out`` are folders of the machine, as the file will name them. ``cores`` are
-    those of one machine, ``user`` is who runs in the container. ``ports`` are those at which tasks
-    may listen, None where that is left to us; ``insecure`` ones do not encrypt what they send. With
-    a ``recovery`` each worker is started again ``restarts`` times.
+    ``scripts``, ``data`` and ``out`` are folders of the machine, as the file will name them.
+    ``cores`` are those of one machine, ``user`` is who runs in the container. ``ports`` are those
+    at which tasks may listen, None where that is left to us. With a ``recovery`` each worker is
+    started again ``restarts`` times.
     """
 
-    name: str
-    about: str
-    command: tuple[str, ...]
-    strategy: str
-    roles: Roles
     out: str
-    strategy_options: str | None = None
     image: str = IMAGE
     scripts: str | None = None
     data: str | None = None
@@ -80,9 +74,7 @@ class Containers:
     network: Network = Network()
     cores: int = 1
     user: str = CONTAINER_USER
-    timeout: float = 300.0
     ports: range | None = None
-    insecure: bool = False
     recovery: Recovery | None = None
     restarts: int = RESTARTS
 
@@ -104,11 +96,6 @@ class Containers:
     def leader(self) -> Task:
         """The task where the others meet, and whose exit code is the job's."""
         return self.roles.tasks[0]
-
-    @property
-    def meets(self) -> bool:
-        """Whether tasks meet at the leader's address at all."""
-        return sum(task.type != "evaluator" for task in self.roles.tasks) > 1
 
     def machine_of(self, task: Task) -> str:
         """The machine that ``task`` runs on, ``""`` for this one; see `Roles.machine_of`."""

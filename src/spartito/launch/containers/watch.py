@@ -54,13 +54,17 @@ def verdict(
     all of its own. Then the code is 0 if one of them ended well, as a task does when the job
     ends: those that the others can do without may be lost.
 
+    One that was lost before the first task had ended well, and started again after, came too
+    late: its end is no failure.
+
     Where tasks are replaced, one that was killed ends the job when it was started again as often
     as it may be (``again`` says how often it was), and the others are too few without it.
     """
     if job.recovery is not None:
         return _of_recovering(job, states, again)
     leader, servers = job.leader, job.has_servers
-    failed = [state for state in states if state.ended and state.code]
+    led = next((s for s in states if s.service == leader and s.ended and not s.code), None)
+    failed = [s for s in states if s.ended and s.code and not (led and _came_late(s, led))]
     fatal = [s for s in failed if s.service == leader or not _is_dispensable(job, s, servers)]
     if fatal:
         return _blame(fatal)
@@ -109,6 +113,12 @@ def _blame(failed: Sequence[TaskState]) -> tuple[int, str]:
     # Who lost a peer did not fail first, whatever the clock says.
     culprit = min(failed, key=lambda s: (s.code == EXIT_TASK_LOST, s.finished_at))
     return (EXIT_TASK_LOST if culprit.code in LOST else culprit.code), culprit.name
+
+
+def _came_late(state: TaskState, led: TaskState) -> bool:
+    """Whether one that was started again found nobody: the first task, ``led``, was done."""
+    lost = state.code in LOST or state.code == EXIT_TASK_LOST
+    return lost and state.starts > 1 and state.finished_at > led.finished_at
 
 
 def _is_dispensable(job: JobFile, state: TaskState, servers: bool) -> bool:
@@ -197,8 +207,13 @@ class Watch:
             self._news.wait(5 * PAUSE_SECONDS)
         self.finish(LOOK_SECONDS)
         code, name = found
+        states = self.engine.states(self.job)
         if code:
-            say(how_it_ended(self.job, self.engine.states(self.job), name))
+            say(how_it_ended(self.job, states, name))
+        else:
+            for state in states:
+                if state.service in self.job.tasks and not state.ended and state.starts > 1:
+                    say(f"{state.name} came too late; the job has ended")
         return code
 
     def _start_again(self, states: list[TaskState]) -> list[TaskState]:

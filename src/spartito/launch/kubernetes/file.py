@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from decimal import Decimal
-from textwrap import wrap
 
-from spartito.launch.kubernetes.objects import INSTANCE, Object, claim, objects
-from spartito.launch.kubernetes.plan import STORE, Pods
-from spartito.launch.kubernetes.values import quantity
-from spartito.launch.written import dump
-
-WIDTH = 98
-"""Of a comment."""
+from spartito.launch.kubernetes.objects import INSTANCE, claim, objects
+from spartito.launch.kubernetes.plan import Pods
+from spartito.launch.kubernetes.values import names_no_registry, quantity
+from spartito.launch.written import comment, commented
 
 KIND = {"job": "an Indexed Job", "jobset": "a JobSet", "trainjob": "a TrainJob"}
-NAMES = {"ps": "parameter server", STORE: "store"}
+ENDED = {"job": "job,service", "jobset": "jobset", "trainjob": "trainjob,trainingruntime"}
+"""What 'kubectl delete' is told to end."""
 
 ABOUT = {
     "NetworkPolicy": "The pods of the job reach each other, and names; nobody else reaches them. "
@@ -31,51 +28,80 @@ ABOUT = {
 """What stands above an object of a kind."""
 
 ABOUT_LINES = {
+    "ttlSecondsAfterFinished:": "For a day after its end it is listed, and its pods with what they "
+    "printed.",
     "backoffLimitPerIndex:": "So often is each task started again after a failure that counts.",
     "maxFailedIndexes:": "One that is lost for good ends the job: the others cannot do without it.",
     "podReplacementPolicy:": "Not before the lost pod has ended: two would be one task.",
-    "shareProcessNamespace:": "The first process of the pod is not the task, which so gets its "
-    "signals, but one that reaps.",
+    "podFailurePolicy:": "2 is a mistake of the user's: no second try. 75 (told to end, all is "
+    "saved) and pods that the cluster takes away start again, and do not count. All else does",
+    "shareProcessNamespace:": "Process 1 is then the pod's own: it reaps what is left of others, "
+    "and the task gets signals as it would anywhere.",
     "terminationGracePeriodSeconds:": "From SIGTERM to SIGKILL: for a last backup.",
-    "- name: TASK_INDEX": "Who is in the job, and who this is.",
+    "tolerations:": "Nodes with GPUs are often kept free of what needs none.",
+    "- name: TASK_INDEX": "Who is in the job, and who this is. JOB_COMPLETION_INDEX comes behind "
+    "all variables, too late to be put into one.",
     "readinessProbe:": "Ready is a task that reaches the others. No liveness probe: to wait is no "
     "fault, and every wait has a limit.",
     "requests: {cpu": "Requests are limits: such pods are evicted last.",
-    "successPolicy:": "The store does not end by itself.",
     "failurePolicy:": "The Jobs below start their pods again; one that gives up ends all.",
     "initContainers:": "Fetches the data before the task starts.",
+    "- {protocol: UDP": "Names.",
+    "emptyDir: {medium": "For gradients; it counts as memory of the pod.",
 }
 """What stands above a line, where it comes first in an object."""
 
 
 def job_file(job: Pods) -> str:
     """The file that ``kubectl apply`` takes."""
+    about, lines = ABOUT | _about(job), ABOUT_LINES | _about_lines(job)
     parts = ["\n".join([*_heading(job), ""])]
     for one in objects(job):
-        above = _comment(ABOUT[one["kind"]]) if one["kind"] in ABOUT else []
-        parts.append("\n".join([*above, *_commented(job, one), ""]))
+        above = comment(about[one["kind"]]) if one["kind"] in about else []
+        # What a script says is not commented on.
+        body = commented(one, {} if one["kind"] == "ConfigMap" else lines)
+        parts.append("\n".join([*above, *body, ""]))
     return "---\n".join(parts)
 
 
 def needs(job: Pods) -> str:
     """What the pods of the job take together."""
-    counts = job.counts
-    pods = sum(counts.values())
-    cpus, memory = quantity("--cpus", job.cpus) * pods, quantity("--memory", job.memory) * pods
-    gpus = f", {counts['worker']} GPUs" if job.gpus and counts.get("worker") else ""
-    return f"{_plural(pods, 'pod')}, {_number(cpus)} CPUs, {_number(memory / 2**30)}Gi{gpus}"
+    pods = sum(job.counts.values())
+    cpus = memory = Decimal(0)
+    for role, count in job.counts.items():
+        each = job.size(role)
+        cpus += count * quantity("--cpus", each[0])
+        memory += count * quantity("--memory", each[1])
+    gpus = f", {job.roles.workers} GPUs" if job.gpus else ""
+    return (
+        f"{pods} pod{'s' if pods > 1 else ''}, {_number(cpus)} CPUs, "
+        f"{_number(memory / 2**30)}Gi{gpus}"
+    )
+
+
+def image_of_nobody(job: Pods) -> str:
+    """What is to be done about an image that names no registry; empty where it names one."""
+    if not names_no_registry(job.image):
+        return ""
+    return (
+        f"the image {job.image} names no registry: nodes that do not have it ask "
+        f"docker.io/library. Load it into each (kind load docker-image {job.image}, minikube image "
+        f"load {job.image}), or push it where they can pull it, and name that: --image "
+        "registry.example/team/spartito:1.0"
+    )
 
 
 def _heading(job: Pods) -> Iterator[str]:
-    who = ", ".join(_plural(n, NAMES.get(role, role)) for role, n in job.counts.items())
-    jobs = f"{len(job.counts)} Indexed Jobs" if not job.is_one_object else KIND[job.kind]
+    several = job.kind == "job" and len(job.counts) > 1
+    jobs = f"{len(job.counts)} Indexed Jobs" if several else KIND[job.kind]
     chosen = f"-l {INSTANCE}={job.name}"
     space = f" -n {job.namespace}" if job.namespace is not None else ""
-    ended = {"job": "job,service", "jobset": "jobset", "trainjob": "trainjob,trainingruntime"}
     others = "networkpolicy" + (",configmap" if job.script is not None else "")
-    yield f"# {job.about} under {job.strategy}: {who}, in {jobs}."
+    yield from comment(f"{job.about} under {job.strategy}: {job.who}, in {jobs}.")
     if job.insecure:
         yield "# Insecure: what tasks send is not encrypted (--insecure)."
+    if wrong := image_of_nobody(job):
+        yield from comment(wrong[0].upper() + wrong[1:] + ".")
     yield "#"
     if job.meets:
         yield "# By a secret the tasks know each other, and encrypt what they send. Make it once:"
@@ -85,9 +111,10 @@ def _heading(job: Pods) -> Iterator[str]:
     yield f"#   kubectl{space} apply -f job.yaml"
     yield f"#   kubectl{space} get pods {chosen}"
     yield f"#   kubectl{space} logs {chosen} --prefix -f --max-log-requests 99"
-    yield f"#   kubectl{space} delete {ended[job.kind]},{others} {chosen}"
+    ended = ENDED[job.kind].removesuffix(",service" if job.alone else "")
+    yield f"#   kubectl{space} delete {ended},{others} {chosen}"
     yield "#"
-    yield from _comment(
+    yield from comment(
         f"Model and report: the folder {job.name} in the claim {claim(job)}, which stays. A recipe "
         "that finds a backup there goes on from it: take another --name to begin anew."
     )
@@ -95,32 +122,37 @@ def _heading(job: Pods) -> Iterator[str]:
     yield f"# Together: {needs(job)}. Whether {asks} has so much was not asked."
 
 
-def _commented(job: Pods, one: Object) -> Iterator[str]:
-    """The lines of an object, those that want it with a comment above."""
-    left = dict(ABOUT_LINES)
-    left["podFailurePolicy:"] = _codes(job)
-    for line in dump(one).splitlines():
-        key = next((key for key in left if line.lstrip().startswith(key)), None)
-        if key is not None:
-            yield from _comment(left.pop(key), " " * (len(line) - len(line.lstrip())))
-        yield line
+def _about(job: Pods) -> dict[str, str]:
+    """What is said of the kinds otherwise in this job."""
+    told = {}
+    if job.alone:
+        told["NetworkPolicy"] = (
+            "Nobody reaches the pod, and it asks for names alone. What a script fetches wants a "
+            "rule of its own."
+        )
+        told["TrainJob"] = "The job itself."
+    else:
+        told["PersistentVolumeClaim"] = (
+            f"{ABOUT['PersistentVolumeClaim']} Several pods write there: its class has to allow "
+            "ReadWriteMany, as NFS and CephFS do, and disks do not."
+        )
+    return told
 
 
-def _comment(text: str, indent: str = "") -> list[str]:
-    """The lines of a comment."""
-    return [f"{indent}# {line}" for line in wrap(text, WIDTH - len(indent))]
-
-
-def _codes(job: Pods) -> str:
-    also = "69 (another task was lost), " if job.is_one_object else ""
-    return (
-        f"2 is a mistake of the user's: no second try. {also}75 (told to end, all is saved) and "
-        "pods that the cluster takes away start again, and do not count."
-    )
-
-
-def _plural(count: int, what: str) -> str:
-    return f"{count} {what}{'s' if count > 1 else ''}"
+def _about_lines(job: Pods) -> dict[str, str]:
+    """What is said above lines in this job alone."""
+    found, told = {}, []
+    also = "." if job.alone else ", 69 (another task was lost, or never came) too."
+    found["podFailurePolicy:"] = ABOUT_LINES["podFailurePolicy:"] + also
+    if job.roles.ps:
+        told.append("A server that comes back when the work is done has nobody to serve.")
+    if job.recovery is not None:
+        told.append("The store does not end by itself.")
+    if told:
+        found["successPolicy:"] = " ".join(told)
+    if job.url is not None:
+        found[f"- {{protocol: TCP, port: {job.data_ports[0]}}}"] = "The data."
+    return found
 
 
 def _number(value: Decimal) -> str:

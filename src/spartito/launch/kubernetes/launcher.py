@@ -6,14 +6,15 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from spartito.cluster.endpoints import parse_range
 from spartito.cluster.recovery import Recovery
 from spartito.errors import UserError
-from spartito.launch.containers.plan import IMAGE, LEAST_MEMORY
-from spartito.launch.fetch import path_of
+from spartito.launch.containers.plan import IMAGE
+from spartito.launch.fetch import SCHEMES, parse_url, path_of
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
-from spartito.launch.kubernetes.file import job_file, needs
+from spartito.launch.kubernetes.file import image_of_nobody, job_file, needs
 from spartito.launch.kubernetes.plan import KINDS, PORT, Pods
 from spartito.launch.kubernetes.values import (
     LONGEST,
@@ -21,22 +22,20 @@ from spartito.launch.kubernetes.values import (
     SUFFIX,
     check_image,
     check_label,
+    check_memory,
     check_name,
     quantity,
 )
+from spartito.launch.planned import check_apart, check_text, name_of
 from spartito.launch.recovering import Recovering
-from spartito.launch.roles import Roles
+from spartito.launch.roles import RESTARTS, Roles
 from spartito.names import nearest
-from spartito.registry import default_name, strategy_info
 
 MOST_SCRIPT = 1 << 20
 """Bytes that a ConfigMap may have."""
 
 WAIT = 600.0
 """Seconds for a replacement: a pod has to be scheduled, and its image fetched."""
-
-URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):/+(.*)")
-"""A URL, as a path has it: with one slash."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,6 +47,7 @@ class Kubernetes(Recovering):
     Args:
         kind: ``job``, ``jobset`` or ``trainjob``.
         image: what all run.
+        pull_secret: the Secret by which nodes pull it.
         gpus: whether each worker gets a GPU.
         cpus: the CPUs of each pod, as Kubernetes writes them: ``2``, ``500m``.
         memory: the memory of each pod, as ``4Gi``.
@@ -60,13 +60,18 @@ class Kubernetes(Recovering):
             others, which go on.
         min_workers: how many go on at least where no replacement comes; None: all.
         wait: seconds for a replacement; 600 by default.
-        restarts: how often each worker is started again; 3 by default.
+        restarts: how often each task is started again after a failure that counts; 3 by default.
     """
+
+    RESTARTS_ALONE: ClassVar[bool] = True
 
     kind: str = option(
         "job (Indexed Jobs), jobset, or trainjob (Kubeflow's trainer).", "job", metavar="KIND"
     )
     image: str = option("The image that all run.", IMAGE, metavar="NAME")
+    pull_secret: str | None = option(
+        "The Secret by which nodes pull the image from its registry.", metavar="NAME"
+    )
     gpus: bool = option("A GPU for each worker.", False)
     cpus: str = option("CPUs of each pod, as 2 or 500m.", "2", metavar="N")
     memory: str = option("Memory of each pod, as 4Gi.", "4Gi", metavar="SIZE")
@@ -75,6 +80,10 @@ class Kubernetes(Recovering):
     storage: str = option("Size of the claim of the run folders.", "10Gi", metavar="SIZE")
     storage_class: str | None = option("The class of that claim.", metavar="NAME")
     timeout: int = option("Seconds that a task waits for another.", 600, least=1)
+    restarts: int | None = option(
+        f"How often each task is started again after a failure that counts, {RESTARTS} by default.",
+        least=0,
+    )
 
     def start(self, job: JobSpec) -> int:
         """Print the file.
@@ -96,6 +105,8 @@ class Kubernetes(Recovering):
                 "asked",
                 file=sys.stderr,
             )
+        if wrong := image_of_nobody(planned):
+            print(f"spartito: {wrong}", file=sys.stderr)
         sys.stdout.write(text)
         return 0
 
@@ -115,15 +126,11 @@ class Kubernetes(Recovering):
         if self.kind not in KINDS:
             raise UserError(f"--kind {self.kind!r} is no kind of job", nearest(self.kind, KINDS))
         strategy = job.choose(roles)
-        if roles.workers > 1 and strategy_info(strategy).one_machine:
-            raise UserError(
-                f"{strategy} is for one machine, and each pod is a machine of its own",
-                f"Use --strategy {default_name(2, 0)}.",
-            )
+        check_apart(strategy, roles, "each pod is a machine of its own")
         recovery = self._recovery(strategy, roles)
         self._check_values(roles)
         check_folders_of_recipe(program, "kubernetes")
-        name = job.name or _name_of(program.title)
+        name = job.name or name_of(program.title)
         data, url = _data(None if job.data is None else str(job.data))
         script = None if program.script is None else _script(program.script)
         there = None if script is None else f"/scripts/{script[0]}"
@@ -141,6 +148,7 @@ class Kubernetes(Recovering):
             data=data,
             url=url,
             image=self.image,
+            pull_secret=self.pull_secret,
             cpus=self.cpus,
             memory=self.memory,
             gpus=self.gpus,
@@ -155,15 +163,13 @@ class Kubernetes(Recovering):
             restarts=self.restarts_of_each,
         )
         _check_names(planned)
-        if self.queue is not None and not planned.is_one_object:
+        if self.queue is not None and self.kind == "job" and len(planned.counts) > 1:
             raise UserError(
                 f"--queue {self.queue} with --kind job and {' and '.join(planned.counts)}: these "
                 "are several Jobs, and Kueue admits each by itself",
                 "Use --kind jobset, which it admits as a whole.",
             )
-        for word in (*planned.command, *(script or ())):
-            if word.encode("utf-8", "replace").decode() != word or "\0" in word:
-                raise UserError(f"{word[:99]!r} is not text", "A file of Kubernetes is UTF-8.")
+        check_text((*planned.command, *(script or ())))
         return planned
 
     def _recovery(self, strategy: str, roles: Roles) -> Recovery | None:
@@ -192,25 +198,17 @@ class Kubernetes(Recovering):
         check_image(self.image)
         quantity("--cpus", self.cpus)
         quantity("--storage", self.storage)
-        if quantity("--memory", self.memory) < LEAST_MEMORY:
-            raise UserError(
-                f"--memory {self.memory} is too small: Python and torch alone take "
-                f"{LEAST_MEMORY >> 20}Mi",
-                "The model, its optimizer and a batch need memory as well: --memory 4Gi, for "
-                "example.",
-            )
+        check_memory(self.memory)
         if self.namespace is not None:
             check_label("--namespace", self.namespace)
         if self.queue is not None:
             check_label("--queue", self.queue)
-        if self.storage_class is not None:
-            check_name("--storage-class", self.storage_class)
-
-
-def _name_of(title: str) -> str:
-    """What the job is called after its program."""
-    name = re.sub(r"[^a-z0-9]+", "-", title.lower().removesuffix(".py")).strip("-")
-    return name if name[:1].isalpha() else f"job-{name}".strip("-")
+        for flag, text in {
+            "--storage-class": self.storage_class,
+            "--pull-secret": self.pull_secret,
+        }.items():
+            if text is not None:
+                check_name(flag, text)
 
 
 def _check_names(job: Pods) -> None:
@@ -251,11 +249,11 @@ def _data(text: str | None) -> tuple[str | None, str | None]:
     """The claim, or the URL, with the data."""
     if text is None:
         return None, None
-    found = URL.fullmatch(text)
+    found = parse_url(text)
     if found is None:
         return _claim("--data", text), None
-    scheme, rest = found.groups()
-    if scheme not in ("http", "https") or not rest:
+    scheme, rest = found
+    if scheme not in SCHEMES or not rest:
         raise UserError(
             f"--data {scheme}://{rest} cannot be fetched",
             "Name a claim, or an archive or a file at http:// or https://.",

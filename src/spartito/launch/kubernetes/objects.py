@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 from typing import Any
-from urllib.parse import urlsplit
 
 from spartito.cluster.listed import address
 from spartito.cluster.tf_config import VARIABLE
-from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, EXIT_USER
+from spartito.errors import EXIT_PREEMPTED, EXIT_USER
 from spartito.launch.kubernetes.plan import INDEX, STORE, Pods
 from spartito.launch.kubernetes.values import quantity
 from spartito.launch.local import RUNTIME
@@ -21,10 +20,6 @@ from spartito.names import (
     ENV_SECRET_FILE,
     ENV_SNAPSHOT_DIR,
     ENV_STORE,
-    ENV_STRATEGY,
-    ENV_STRATEGY_OPTIONS,
-    ENV_TIMEOUT,
-    ENV_TLS,
 )
 
 Object = dict[str, Any]
@@ -42,6 +37,8 @@ INSTANCE = "app.kubernetes.io/instance"
 NUMBER = "metadata.annotations['batch.kubernetes.io/job-completion-index']"
 SECRET = "/etc/spartito"
 GPU = "nvidia.com/gpu"
+FETCH = "data"
+"""The container that fetches the data before a task starts."""
 QUEUE = "kueue.x-k8s.io/queue-name"
 TRAINER = "trainer.kubeflow.org/v1alpha1"
 
@@ -57,7 +54,8 @@ def objects(job: Pods) -> list[Object]:
     if job.out is None:
         found.append(_claim(job))
     if job.kind == "job":
-        return [*found, _service(job), *(_job(job, role) for role in job.counts)]
+        found += [] if job.alone else [_service(job)]
+        return [*found, *(_job(job, role) for role in job.counts)]
     if job.kind == "jobset":
         return [*found, _object(job, "jobset.x-k8s.io/v1alpha2", "JobSet", spec=_set(job))]
     runtime = {"mlPolicy": {"numNodes": job.roles.workers}, "template": {"spec": _set(job)}}
@@ -99,16 +97,14 @@ def _network_policy(job: Pods) -> Object:
         return {"podSelector": {"matchLabels": Row({INSTANCE: job.name})}}
 
     names = [Row(protocol=way, port=53) for way in ("UDP", "TCP")]
-    egress: list[Object] = [{"to": [own()]}, {"ports": names}]
+    egress: list[Object] = [] if job.alone else [{"to": [own()]}]
+    egress.append({"ports": names})
     if job.url is not None:
-        parts = urlsplit(job.url)
-        port = parts.port or (443 if parts.scheme == "https" else 80)
-        ports = {port} if parts.scheme == "https" else {port, 443}  # http:// may lead to https://
-        egress.append({"ports": [Row(protocol="TCP", port=one) for one in sorted(ports)]})
+        egress.append({"ports": [Row(protocol="TCP", port=one) for one in job.data_ports]})
     spec = {
         **own(),
         "policyTypes": List(["Ingress", "Egress"]),
-        "ingress": [{"from": [own()]}],
+        "ingress": List() if job.alone else [{"from": [own()]}],
         "egress": egress,
     }
     return _object(job, "networking.k8s.io/v1", "NetworkPolicy", spec=spec)
@@ -147,15 +143,16 @@ def _job(job: Pods, role: str) -> Object:
 
 def _set(job: Pods) -> Object:
     """The spec of a JobSet: the roles as replicated jobs."""
-    ended = {"operator": "All", "targetReplicatedJobs": List([job.roles.tasks[0].type])}
+    work = [role for role in job.counts if role not in ("ps", STORE)]
     spec: Object = {}
     if job.kind == "jobset":
         spec["ttlSecondsAfterFinished"] = KEPT_SECONDS
-    spec["network"] = Row(
-        enableDNSHostnames=True, subdomain=job.name, publishNotReadyAddresses=True
-    )
-    if job.recovery is not None:
-        spec["successPolicy"] = ended
+    if not job.alone:
+        spec["network"] = Row(
+            enableDNSHostnames=True, subdomain=job.name, publishNotReadyAddresses=True
+        )
+    if len(work) < len(job.counts):
+        spec["successPolicy"] = {"operator": "All", "targetReplicatedJobs": List(work)}
     spec["failurePolicy"] = Row(maxRestarts=0)
     spec["replicatedJobs"] = [_replicated(job, role) for role in job.counts]
     return spec
@@ -175,7 +172,7 @@ def _job_spec(job: Pods, role: str) -> Object:
     if role == STORE:  # its container is started again where it is: so it keeps its journal
         return spec | {"template": _template(job, role)}
     spec["backoffLimitPerIndex"] = job.restarts
-    if not job.roles.ps and role == "worker":
+    if count > 1 and (role == "ps" or not job.roles.ps):
         spec["maxFailedIndexes"] = 0
     spec["podReplacementPolicy"] = "Failed"
     spec["podFailurePolicy"] = {"rules": _rules(job)}
@@ -183,15 +180,13 @@ def _job_spec(job: Pods, role: str) -> Object:
 
 
 def _rules(job: Pods) -> list[Object]:
-    def codes(*values: int) -> Object:
-        return Row(containerName=job.container, operator="In", values=List(values))
+    def code(container: str, value: int) -> Object:
+        return Row(containerName=container, operator="In", values=List([value]))
 
-    again = [EXIT_PREEMPTED]
-    if job.is_one_object:
-        again.insert(0, EXIT_TASK_LOST)
+    containers = [job.container, *([FETCH] if job.url is not None else [])]
     return [
-        {"action": "FailJob", "onExitCodes": codes(EXIT_USER)},
-        {"action": "Ignore", "onExitCodes": codes(*again)},
+        *({"action": "FailJob", "onExitCodes": code(one, EXIT_USER)} for one in containers),
+        {"action": "Ignore", "onExitCodes": code(job.container, EXIT_PREEMPTED)},
         {"action": "Ignore", "onPodConditions": [Row(type="DisruptionTarget", status="True")]},
     ]
 
@@ -204,8 +199,12 @@ def _template(job: Pods, role: str) -> Object:
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
     }
-    if job.kind == "job":
+    if job.kind == "job" and not job.alone:
         spec = {"subdomain": job.name, **spec}
+    if job.gpus and role == "worker":
+        spec["tolerations"] = [Row(key=GPU, operator="Exists", effect="NoSchedule")]
+    if job.pull_secret is not None:
+        spec["imagePullSecrets"] = [Row(name=job.pull_secret)]
     spec["securityContext"] = {
         "runAsNonRoot": True,
         "runAsUser": USER,
@@ -231,7 +230,7 @@ def _rights() -> Object:
 
 def _resources(job: Pods, role: str) -> Object:
     """Requests are limits; a GPU is for a worker."""
-    same: Object = {"cpu": job.cpus, "memory": job.memory}
+    same: Object = dict(zip(("cpu", "memory"), job.size(role), strict=True))
     if job.gpus and role == "worker":
         same[GPU] = "1"
     return {"requests": Row(same), "limits": Row(same)}
@@ -241,11 +240,11 @@ def _fetch(job: Pods, url: str) -> Object:
     words = ["python", "-m", "spartito.launch.fetch", _plain(url), "/data"]
     mounts = [("data", "/data", False), ("tmp", "/tmp", False)]
     return {
-        "name": "data",
+        "name": FETCH,
         "image": job.image,
         "imagePullPolicy": "IfNotPresent",
         "command": List(words),
-        "resources": _resources(job, "data"),
+        "resources": _resources(job, FETCH),
         "securityContext": _rights(),
         "volumeMounts": [_mount(*mount) for mount in mounts],
     }
@@ -259,7 +258,7 @@ def _container(job: Pods, role: str) -> Object:
         "image": job.image,
         "imagePullPolicy": "IfNotPresent",
         "command": List(map(_plain, words)),
-        "workingDir": "/runs",
+        **({} if role == STORE else {"workingDir": "/runs"}),
         "env": _environment(job, role),
     }
     if job.meets:
@@ -284,16 +283,13 @@ def _probe(job: Pods, role: str) -> Object:
 
 
 def _environment(job: Pods, role: str) -> list[Object]:
-    told = {ENV_TLS: "off"} if job.insecure else {}
+    told = dict(job.tls)
     if job.meets:
         told[ENV_SECRET_FILE] = f"{SECRET}/secret"
     if role == STORE:
         return [_variable(name, value) for name, value in told.items()]
     run = f"/runs/{job.name}"
-    shared = {ENV_STRATEGY: job.strategy}
-    if job.strategy_options is not None:
-        shared[ENV_STRATEGY_OPTIONS] = job.strategy_options
-    shared |= {ENV_TIMEOUT: f"{job.timeout:g}", ENV_RUN_DIR: run, ENV_RESUME: "1"}
+    shared = {**job.said, ENV_RUN_DIR: run, ENV_RESUME: "1"}
     if job.roles.ps:
         shared[ENV_SNAPSHOT_DIR] = f"{run}/snapshots"
     if job.recovery is not None:
@@ -302,10 +298,13 @@ def _environment(job: Pods, role: str) -> list[Object]:
     shared |= {**told, "OMP_NUM_THREADS": str(threads), **RUNTIME}
     if role == "ps":
         shared["CUDA_VISIBLE_DEVICES"] = ""
+    variables = [_variable(name, _plain(value)) for name, value in shared.items()]
+    if job.alone:
+        return variables
     return [
         {"name": INDEX, "valueFrom": {"fieldRef": Row(fieldPath=NUMBER)}},
         {"name": VARIABLE, "value": job.tf_config(role)},
-        *(_variable(name, _plain(value)) for name, value in shared.items()),
+        *variables,
     ]
 
 
@@ -320,12 +319,12 @@ def _plain(text: str) -> str:
 
 def _mounts(job: Pods, role: str) -> list[tuple[str, str, bool]]:
     """The volumes of a container: name, path, whether it only reads."""
-    found = [("tmp", "/tmp", False), ("shm", "/dev/shm", False)]
+    found = [("tmp", "/tmp", False)]
     if job.meets:
         found.append(("secret", SECRET, True))
     if role == STORE:
         return [*found, ("journal", "/snapshots", False)]
-    found.append(("runs", "/runs", False))
+    found += [("shm", "/dev/shm", False), ("runs", "/runs", False)]
     if job.script is not None:
         found.append(("script", "/scripts", True))
     if job.data is not None or job.url is not None:

@@ -1,20 +1,25 @@
-"""A job for Kubernetes as one checked value: what runs, who takes part, and what each may use."""
+"""A job in Kubernetes as one checked value: what runs, who takes part, and what each may use."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from urllib.parse import urlsplit
 
 from spartito.cluster.listed import address
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import Task
-from spartito.launch.roles import RESTARTS, Roles
+from spartito.launch.planned import Planned
+from spartito.launch.roles import RESTARTS
 
 PORT = 29500
 """Where a task listens in its own pod."""
 
 STORE = "store"
 """The role of the pod that keeps the store of a job that recovers."""
+
+STORE_SIZE = ("500m", "512Mi")
+"""The CPUs and the memory of that pod, which does not import torch."""
 
 INDEX = "TASK_INDEX"
 """The variable with a pod's number, which stands in its `TF_CONFIG`."""
@@ -23,26 +28,19 @@ KINDS = ("job", "jobset", "trainjob")
 
 
 @dataclass(frozen=True, slots=True)
-class Pods:
+class Pods(Planned):
     """A job for Kubernetes, checked: see `Kubernetes.plan`.
 
-    ``command`` is what every task runs; ``about`` says in a word what that is. ``script`` is the
-    name and the text of a script that the file carries along; None where the image has it.
-    ``out`` is a claim that is there already; None: the file claims one. ``cpus`` and ``memory``
-    are those of each pod, as Kubernetes writes them. ``data`` is a claim, ``url`` where the data
-    is fetched from instead.
+    ``script`` is the name and the text of a script that the file carries along; None where the
+    image has it. ``out`` is a claim that is there already; None: the file claims one. ``cpus`` and
+    ``memory`` are those of each pod, as Kubernetes writes them. ``data`` is a claim, ``url`` where
+    the data is fetched from instead. ``pull_secret`` opens the registry of the image.
     """
 
-    name: str
     kind: str
-    about: str
-    command: tuple[str, ...]
-    strategy: str
-    roles: Roles
     image: str
     cpus: str
     memory: str
-    strategy_options: str | None = None
     script: tuple[str, str] | None = None
     out: str | None = None
     storage: str = "10Gi"
@@ -50,36 +48,38 @@ class Pods:
     data: str | None = None
     url: str | None = None
     gpus: bool = False
+    pull_secret: str | None = None
     queue: str | None = None
     namespace: str | None = None
-    timeout: float = 600.0
     port: int = PORT
-    insecure: bool = False
     recovery: Recovery | None = None
     restarts: int = RESTARTS
 
     @property
     def counts(self) -> dict[str, int]:
         """The pods of each role, the store among them where there is one."""
-        found: dict[str, int] = {}
-        for task in self.roles.tasks:
-            found[task.type] = found.get(task.type, 0) + 1
-        return found | ({STORE: 1} if self.recovery is not None else {})
+        return self.roles.counts | ({STORE: 1} if self.recovery is not None else {})
 
     @property
-    def meets(self) -> bool:
-        """Whether tasks meet at all."""
-        return sum(task.type != "evaluator" for task in self.roles.tasks) > 1
+    def alone(self) -> bool:
+        """Whether there is one pod, which nobody has to find."""
+        return sum(self.counts.values()) == 1
+
+    @property
+    def data_ports(self) -> list[int]:
+        """Where the data is fetched from; http:// may lead to https://."""
+        parts = urlsplit(self.url or "")
+        port = parts.port or (443 if parts.scheme == "https" else 80)
+        return list(dict.fromkeys([port] if parts.scheme == "https" else [port, 443]))
 
     @property
     def container(self) -> str:
         """What the container of a task is called: Kubeflow wants ``node``."""
         return "node" if self.kind == "trainjob" else "task"
 
-    @property
-    def is_one_object(self) -> bool:
-        """Whether the job fails as a whole: one Job, or the Jobs of a set."""
-        return self.kind != "job" or len(self.counts) == 1
+    def size(self, role: str) -> tuple[str, str]:
+        """The CPUs and the memory of a pod."""
+        return STORE_SIZE if role == STORE else (self.cpus, self.memory)
 
     def host(self, role: str, index: int | str) -> str:
         """The name by which the other pods find one: host and headless service."""
@@ -98,8 +98,7 @@ class Pods:
 
     def tf_config(self, role: str) -> str:
         """The `TF_CONFIG` of the pods of ``role``: each puts its own number into it."""
-        cluster: dict[str, list[str]] = {}
-        for task in self.roles.tasks:
-            cluster.setdefault(task.type, []).append(self.address(task.type, task.index))
+        addresses = [self.address(task.type, task.index) for task in self.roles.tasks]
+        cluster = json.dumps(self.roles.cluster(addresses))
         told = f'{{"type": {json.dumps(role)}, "index": $({INDEX})}}'
-        return f'{{"cluster": {json.dumps(cluster)}, "task": {told}}}'
+        return f'{{"cluster": {cluster}, "task": {told}}}'

@@ -6,6 +6,7 @@ import re
 from decimal import Decimal
 
 from spartito.errors import UserError
+from spartito.launch.containers.plan import LEAST_MEMORY
 
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
 """A part of a name in DNS (RFC 1123)."""
@@ -68,6 +69,20 @@ def check_image(text: str) -> None:
         raise UserError(
             f"--image {text!r} is no name of an image",
             "Write it as registry.example/team/spartito:1.0, the path in small letters.",
+        )
+
+
+def names_no_registry(image: str) -> bool:
+    """Whether ``image`` is one that engines look for among docker.io's own: nobody's."""
+    return "/" not in image
+
+
+def check_memory(text: str) -> None:
+    """Raise `UserError` where ``text``, the value of ``--memory``, does not hold torch."""
+    if quantity("--memory", text) < LEAST_MEMORY:
+        raise UserError(
+            f"--memory {text} is too small: Python and torch alone take {LEAST_MEMORY >> 20}Mi",
+            "The model, its optimizer and a batch need memory as well: --memory 4Gi, for example.",
         )
 
 
