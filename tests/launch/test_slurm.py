@@ -191,6 +191,7 @@ def test_workers_spread_over_the_nodes_and_servers_beside_them() -> None:
         ({"gpus_per_node": "2", "gres": "gpu:2"}, "say both how many GPUs"),
         ({"constraint": "a b"}, "--constraint 'a b'"),
         ({"qos": ""}, "--qos ''"),
+        ({"out": Path("a\n#SBATCH --nodes=9")}, "--out .* cannot be printed"),
         ({"sbatch": ["mail-type=END"]}, "is no option of sbatch"),
         ({"sbatch": ["--x\n#SBATCH --nodes=9"]}, "is no option of sbatch"),
         ({"sbatch": ["--nodes=9"]}, "this command says --nodes itself"),

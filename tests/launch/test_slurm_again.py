@@ -72,6 +72,44 @@ def test_without_restarts_a_job_runs_once(code: int, expected: int) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (expected, "", "")
 
 
+@pytest.mark.parametrize(
+    ("codes", "of_srun", "expected", "again"),
+    [
+        ("2 69 69", 69, 2, False),
+        ("69 2", 69, 2, False),
+        ("0 1 69", 69, 1, False),
+        ("69 1", 69, 69, True),
+        ("137 69 1", 137, 69, True),
+        ("75 75", 75, 75, True),
+        ("0 0", 69, 69, True),  # srun lost its node
+    ],
+)
+def test_the_task_that_failed_first_decides(
+    codes: str, of_srun: int, expected: int, again: bool
+) -> None:
+    ended = run(batch_file(plan_batch("mnist", workers=2)), of_srun, CODES=codes)
+    assert (ended.returncode, "scontrol requeue 7" in ended.stdout) == (expected, again)
+    assert [path.name for path in Path("runs/mnist-7").iterdir()] == [".lost-7"] * (expected == 69)
+
+
+def test_what_a_lost_node_left_goes_at_the_next_start() -> None:
+    folder = Path("runs/mnist-7")
+    folder.mkdir(parents=True)
+    for name in (".secret-7-0", ".codes-7-0", ".secret-8-0"):
+        (folder / name).write_text("2\n")
+    ended = run(batch_file(plan_batch("mnist", workers=2)), 75, SLURM_RESTART_COUNT="1")
+    assert ended.returncode == 75
+    assert [path.name for path in folder.iterdir()] == [".secret-8-0"]
+
+
+def test_a_script_that_is_ended_leaves_no_secret() -> None:
+    text = batch_file(plan_batch("mnist", workers=2))
+    ended = run(text.replace("code=$?\nif", "kill $$; sleep 9\nif"))
+    assert ended.returncode != 0
+    assert Path("srun.secret").exists()
+    assert not list(Path("runs/mnist-7").iterdir())
+
+
 def test_the_secret_is_in_a_file_of_the_user_alone_and_goes() -> None:
     text = batch_file(plan_batch("mnist", workers=2, out=Path("a folder")))
     found = set()
@@ -254,6 +292,7 @@ def test_in_a_container_the_folders_have_their_names(tmp_path: Path) -> None:
             "exec",
             "--nv",
             f"--bind={here}",
+            f"--bind={here}/runs/x",
             f"--bind={tmp_path}/data",
             f"--pwd={here}",
         ),
@@ -261,6 +300,27 @@ def test_in_a_container_the_folders_have_their_names(tmp_path: Path) -> None:
         *("--out=runs/x", f"--data={tmp_path}/data"),
     ]
     assert told["PYTHONNOUSERSITE"] == "1"
+
+
+def test_links_mean_nothing_in_a_container(tmp_path: Path) -> None:
+    for name in ("real", "scratch", "code"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "code" / "train.py").touch()
+    (tmp_path / "link").symlink_to("real")
+    (tmp_path / "real" / "runs").symlink_to("../scratch")
+    (tmp_path / "real" / "train.py").symlink_to("../code/train.py")
+    (tmp_path / "real" / "image").mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path / "link")
+        text = batch_file(plan_batch("train.py", workers=2, container="image"))
+        words, told, _ = played(text, PWD=str(tmp_path / "link"))
+    assert words[5:] == [
+        f"--bind={tmp_path}/real",
+        f"--bind={tmp_path}/scratch/train-7",
+        f"--bind={tmp_path}/code",
+        *(f"--pwd={tmp_path}/real", "image", "python", f"{tmp_path}/code/train.py"),
+    ]
+    assert told["SPARTITO_SECRET_FILE"].startswith(f"{tmp_path}/scratch/train-7/")
 
 
 def commands() -> list[str]:
@@ -281,5 +341,6 @@ def test_the_documented_commands_write_files(capsys: pytest.CaptureFixture[str])
     assert "#SBATCH hetjob" in apart
     assert "--array=0-9%2" in array
     assert "--het-group" not in plain
-    words = 'apptainer exec --nv --bind="$PWD" --pwd="$PWD" spartito.sif python '
+    here, run = '"$(pwd -P)"', '"$(realpath "$SPARTITO_RUN_DIR")"'
+    words = f"apptainer exec --nv --bind={here} --bind={run} --pwd={here} spartito.sif python "
     assert words in boxed

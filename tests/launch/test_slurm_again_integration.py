@@ -132,6 +132,20 @@ def test_no_job_comes_again_that_may_not(slurm: Slurm) -> None:
         assert (job.code, job.restarts) == (code, restarts), job.text
 
 
+def test_a_mistake_of_one_task_ends_the_job_as_one(slurm: Slurm) -> None:
+    (slurm.work / "mistake.py").write_text(
+        "import torch\nimport spartito as sp\nstrategy = sp.strategy()\n"
+        "strategy.reduce('sum', torch.tensor(1.0))\n"
+        "if strategy.cluster.rank == 1:\n    raise sp.UserError('no such file here')\n"
+        "strategy.reduce('sum', torch.tensor(1.0))\n"
+    )
+    job = slurm.wait(write_and_submit(slurm, "mistake", "mistake.py", "--nodes=2", "--workers=2"))
+    assert (job.code, job.restarts) == (2, 0), job.text
+    assert "1: spartito: error: no such file here" in job.text
+    assert re.search(r"^0: spartito: error: .*worker 1", job.text, re.MULTILINE), job.text
+    assert not list((slurm.work / "runs/mistake").glob(".*"))
+
+
 def test_runs_of_an_array_have_folders_and_ports_of_their_own(slurm: Slurm) -> None:
     number = write_and_submit(slurm, "who", "who.py", "--workers=2", "--array=1-3")
     jobs = [slurm.wait(f"{number}_{index}") for index in (1, 2, 3)]

@@ -132,7 +132,7 @@ def test_a_killed_worker_is_named_and_ends_the_job_with_69(slurm: Slurm) -> None
     assert (job.code, job.restarts) == (69, 1), job.text
     assert "spartito: 69: restart 1, of 100 at most" in job.text
     assert "spartito: 69: no restart after 1 of them" in job.text
-    assert re.search(r"node2: task 1: Killed", job.text)
+    assert re.search(r"task 1: Exited with exit code 137", job.text)
     assert re.search(r"^0: spartito: error: .*worker 1", job.text, re.MULTILINE), job.text
 
 

@@ -19,7 +19,7 @@ here=$(dirname "$0")
 case "$1" in
     show) [ "$3" = 12 ] || { echo "slurm_load_jobs error: Invalid job id specified" >&2; exit 1; }
           cat "$here/records" ;;
-    write) cat "$here/batch" ;;
+    write) echo >> "$here/asked"; cat "$here/batch" ;;
 esac
 """
 
@@ -153,6 +153,18 @@ def test_runs_of_an_array_have_their_folders(
     assert f"run folder: {work}/my runs/3\n" in text
     says(work, part="ArrayJobId=10 ArrayTaskId=1-2%1 ", state="PENDING", batch=batch)
     assert "run folder" not in status(capsys)[1]
+
+
+def test_the_batch_file_of_an_array_is_asked_for_once(
+    work: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    says(work, batch=batch_file(plan_batch("mnist", array="1-3", out=Path("runs"))))
+    records = work.parent / "bin" / "records"
+    one = records.read_text().replace("JobId=12 ", "JobId=1{0} ArrayJobId=10 ArrayTaskId={0} ")
+    records.write_text("".join(one.replace("{0}", str(index)) for index in (1, 2, 3)))
+    _, text = status(capsys)
+    assert [f"run folder: {work}/runs/{index}\n" in text for index in (1, 2, 3)] == [True] * 3
+    assert (work.parent / "bin" / "asked").read_text() == "\n"
 
 
 def test_a_job_of_somebody_else_has_no_folder(

@@ -15,6 +15,7 @@ from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.roles import Roles
 from spartito.launch.slurm_file import (
     BIND,
+    BIND_RUN,
     INDEX,
     RUN_DIR,
     BatchJob,
@@ -28,6 +29,7 @@ from spartito.launch.slurm_values import (
     check_image,
     check_lines,
     check_ports,
+    check_printable,
     check_setup,
     check_signal,
     check_values,
@@ -160,6 +162,8 @@ class Slurm:
             check_signal(self.signal, limit)
         array = None if self.array is None else parse_array(self.array)
         check_folder("--data", job.data)
+        script = job.program.script
+        check_printable({"--out": job.out, "the script's name": script and script.name})
         about, command = self._command(job, array)
         name = job.name or re.sub(r"[^A-Za-z0-9_-]+", "-", about.removesuffix(".py")).strip("-_")
         if not NAMES.fullmatch(name):
@@ -215,10 +219,11 @@ class Slurm:
         if self.container is None:
             return ()
         check_image(self.container)
-        given = [path for path in (job.data, job.out) if path is not None]
-        given += [] if job.program.script is None else [job.program.script.parent]
+        script = job.program.script
+        given = [] if job.data is None else [job.data]
+        given += [] if script is None else [script.resolve().parent]
         outside = {str(path.resolve()): None for path in given if inside_here(path) is None}
-        binds = [BIND, *map(shlex.quote, outside)]
+        binds = [BIND, BIND_RUN, *map(shlex.quote, outside)]
         has_gpus = self.gpus_per_node is not None or "gpu" in (self.gres or "")
         return (
             *("apptainer", "exec", *(["--nv"] if has_gpus else [])),

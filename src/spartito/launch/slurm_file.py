@@ -39,8 +39,14 @@ RANDOM = "od -An -vtx1 -N32 /dev/urandom | tr -d ' \\n'"
 KILLED = (129, 137, 143)
 """How srun says that SIGHUP, SIGKILL or SIGTERM ended a task."""
 
-BIND = '"$PWD"'
-"""The folder of the job, which a container sees as it is."""
+BIND = '"$(pwd -P)"'
+"""The folder of the job, which a container sees as it is; a link to it means nothing there."""
+
+BIND_RUN = f'"$(realpath "${ENV_RUN_DIR}")"'
+"""The run folder, which may lie behind a link elsewhere."""
+
+TRAPPED = "HUP INT QUIT ABRT ALRM TERM USR1 USR2 TSTP"
+"""What Slurm may send to all processes of a task, so also to the shell around it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,8 +251,10 @@ def _folder(job: BatchJob) -> Iterator[str]:
     if job.tasks > 1:
         yield "# The tasks know each other by a secret, in a file that this user alone can read."
         yield f"unset {ENV_SECRET}"
-        path = f"${ENV_RUN_DIR}/.secret-{NUMBER}-${{SLURM_RESTART_COUNT:-0}}"
-        yield f'secret=$(realpath -m "{path}")'
+        yield f"turn={NUMBER}-${{SLURM_RESTART_COUNT:-0}} run=$(realpath {RUN_DIR})"
+        yield f'rm -f "$run"/.secret-{NUMBER}-* "$run"/.codes-{NUMBER}-*  # of a node that was lost'
+        yield 'secret="$run/.secret-$turn" codes="$run/.codes-$turn"'
+        yield """trap 'rm -f "$secret" "$codes"' EXIT"""
         yield f'if [ -z "${{{ENV_SECRET_FILE}-}}" ]; then'
         yield f'    (umask 077 && {RANDOM} > "$secret") || exit {EXIT_USER}'
         yield f'    export {ENV_SECRET_FILE}="$secret"'
@@ -267,10 +275,27 @@ def _step(job: BatchJob) -> Iterator[str]:
         options.append("--label")
     if job.apart:
         options.append("--het-group=0,1")
-    yield " ".join(["srun", *options, *job.command])
+    if job.tasks == 1:
+        yield " ".join(["srun", *options, *job.command])
+        yield "code=$?"
+        yield ""
+        return
+    yield "# srun ends with the largest code. Here that of the first task to fail counts, as the"
+    yield f"# others only lost it; and {EXIT_USER} always, a mistake that would be there again."
+    yield "export codes"
+    yield f"task='trap : {TRAPPED}"
+    yield '"$@"'
     yield "code=$?"
-    if job.tasks > 1:
-        yield 'rm -f "$secret"'
+    yield '[ $code = 0 ] || echo $code >> "$codes"'
+    yield "exit $code'"
+    yield " ".join(["srun", *options, "/bin/bash", "-c", '"$task"', "task", *job.command])
+    yield "code=$?"
+    yield f'if grep -qsx {EXIT_USER} "$codes"; then'
+    yield f"    code={EXIT_USER}"
+    yield 'elif [ -s "$codes" ]; then'
+    yield '    read -r code < "$codes"'
+    yield "fi"
+    yield 'rm -f "$secret" "$codes"'
     yield ""
 
 

@@ -146,13 +146,15 @@ def job_states(number: str) -> list[JobState]:
         UserError: there is no Slurm here, it does not reply, or it knows no such job.
     """
     shown = _scontrol("show", "job", number)
-    found = [_state(record) for record in re.split(r"\n\s*\n", shown.strip()) if "JobId=" in record]
+    records = re.split(r"\n\s*\n", shown.strip())
+    scripts: dict[str, str] = {}  # runs of an array have one
+    found = [_state(record, scripts) for record in records if "JobId=" in record]
     if not found:
         raise _unknown(number)
     return sorted(found, key=lambda job: [int(digits) for digits in re.findall(r"\d+", job.number)])
 
 
-def _state(record: str) -> JobState:
+def _state(record: str, scripts: dict[str, str]) -> JobState:
     fields = {name: value.strip() for name, value in FIELD.findall(record)}
     empty = ("(null)", "None", "N/A", "Unknown")
     fields = {name: "" if value in empty else value for name, value in fields.items()}
@@ -174,21 +176,23 @@ def _state(record: str) -> JobState:
         code=int(code or 0),
         signal=int(signal or 0),
         output=fields.get("StdOut", ""),
-        run_dir=_run_dir(fields),
+        run_dir=_run_dir(fields, scripts),
     )
 
 
-def _run_dir(fields: Mapping[str, str]) -> Path | None:
-    """The run folder that the batch file names; None where it is none of ours, or not shown."""
+def _run_dir(fields: Mapping[str, str], scripts: dict[str, str]) -> Path | None:
+    """The run folder that the batch file names; None where it is none of ours, or not shown.
+
+    ``scripts`` keeps the batch files, so that each is asked for once.
+    """
     index = fields.get("ArrayTaskId", "")
     if index and not index.isdecimal():
         return None  # runs that wait have one record
     number = fields.get("HetJobId") or fields["JobId"]
-    try:
-        text = _scontrol("write", "batch_script", number, "-")
-    except UserError:  # somebody else's
-        return None
-    if not (line := RUN_DIR.search(text)):
+    whole = fields.get("ArrayJobId") or number
+    if whole not in scripts:
+        scripts[whole] = _batch_script(number)
+    if not (line := RUN_DIR.search(scripts[whole])):
         return None
     try:
         (path,) = shlex.split(line[1])
@@ -202,6 +206,13 @@ def _run_dir(fields: Mapping[str, str]) -> Path | None:
     for name, value in known.items():
         path = path.replace(f"${{{name}}}", value).replace(f"${name}", value)
     return None if "$" in path else Path(fields.get("WorkDir", "")) / path
+
+
+def _batch_script(number: str) -> str:
+    try:
+        return _scontrol("write", "batch_script", number, "-")
+    except UserError:  # somebody else's
+        return ""
 
 
 def _scontrol(*words: str) -> str:

@@ -84,6 +84,16 @@ def check_values(given: Mapping[str, str | None]) -> None:
             raise UserError(f"--{option} {value!r} is nothing that Slurm could read")
 
 
+def check_printable(given: Mapping[str, Path | str | None]) -> None:
+    """Raise `UserError` for a name with characters that would end a line of the batch file."""
+    for what, value in given.items():
+        if value is not None and not str(value).isprintable():
+            raise UserError(
+                f"{what} {str(value)!r} has characters that cannot be printed",
+                "Slurm reads the batch file line by line: give it another name.",
+            )
+
+
 def check_lines(lines: Sequence[str], written: Sequence[str]) -> None:
     """Raise `UserError` for a ``--sbatch`` that is no option, or one that is ``written`` by us."""
     for line in lines:
