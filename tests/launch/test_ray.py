@@ -18,7 +18,7 @@ import pytest
 
 from spartito.cluster.ports import free_port
 from spartito.errors import UserError
-from spartito.launch.on_ray.actor import Node, versions
+from spartito.launch.on_ray.actor import Node, check_runnable, checksum_of, versions
 from spartito.launch.on_ray.job import check_nodes
 from spartito.launch.on_ray.session import check_fits
 from tests.skips import skip
@@ -326,10 +326,35 @@ def test_tasks_fit_where_nodes_have_enough() -> None:
 def test_a_node_with_another_python_is_named() -> None:
     own = versions()
     same = Node("10.0.0.1", "a", 20001, dict(own))
-    check_nodes([same], own, "/job")
+    check_nodes([same], own)
     # What an actor's `find` said under another Python, with the same Spartito.
     other = Node("10.0.0.2", "b", 20002, {**own, "Python": "3.12.4"}, niceness=15)
     with pytest.raises(UserError) as found:
-        check_nodes([same, other], own, "/job")
+        check_nodes([same, other], own)
     said = f"node 10.0.0.2 (b) has Python 3.12.4, Spartito {own['Spartito']}, and here is Python"
     assert said in str(found.value)
+
+
+def test_a_node_without_the_folder_or_with_another_script_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    argv, own = ["train.py", "--epochs=1"], versions()
+    for where, said in {
+        "/nowhere/job": "the folder /nowhere/job cannot be entered: No such file or directory\n"
+        "  The job's folder has to be on every node, at the same path",
+        str(tmp_path): "there is no script 'train.py'\n"
+        f"  It has to be on every node, as it is here: share {tmp_path}",
+    }.items():
+        with pytest.raises(UserError, match=re.escape(said)) as problem:
+            check_runnable(where, argv)
+        there = Node("10.0.0.1", "a", 20001, own, str(problem.value))
+        with pytest.raises(UserError, match=re.escape(f"on node 10.0.0.1 (a): {said}")):
+            check_nodes([there], own)
+    Path("train.py").write_text("print(1)")
+    here = checksum_of(argv)
+    Path("train.py").write_text("print(2)")
+    there = Node("10.0.0.2", "b", 20002, own, script=checksum_of(argv))
+    check_nodes([there], own, there.script)
+    with pytest.raises(UserError, match="another version of the script"):
+        check_nodes([there], own, here)

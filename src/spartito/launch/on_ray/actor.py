@@ -6,6 +6,7 @@ actor ends, for whatever reason, so does the connection between them, and the ta
 
 from __future__ import annotations
 
+import hashlib
 import os
 import platform
 import select
@@ -22,6 +23,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from spartito.cluster.ports import free_port
+from spartito.errors import UserError
 from spartito.launch import called
 from spartito.launch.hosts import agent
 from spartito.launch.target import check_program
@@ -37,6 +39,7 @@ class Node:
     """Where an actor is: the address of its node, a free port there, and what it cannot run.
 
     Its ``niceness`` is that of its task: Ray gives its workers 15, and a task cannot take it back.
+    ``script`` is a checksum of the script there, as `checksum_of` has it.
     """
 
     host: str
@@ -45,6 +48,7 @@ class Node:
     versions: Mapping[str, str]
     problem: str = ""
     niceness: int = 0
+    script: str = ""
 
     def __str__(self) -> str:
         return f"{self.host} ({self.name})"
@@ -73,16 +77,14 @@ class TaskActor:
 
         host = str(ray.util.get_node_ip_address())
         allowed = None if ports is None else range(ports[0], ports[1] + 1)
-        port, problem = 0, ""
+        port, problem, script = 0, "", ""
         try:
             port = free_port(host, allowed=allowed, held=self._held)
-            if folder is not None:
-                os.chdir(folder)
-            is_module = argv[0] == "-m"
-            check_program(argv[is_module:], is_module)
+            check_runnable(folder, argv)
+            script = checksum_of(argv)
         except Exception as error:
             problem = str(error)
-        return Node(host, socket.gethostname(), port, versions(), problem, os.nice(0))
+        return Node(host, socket.gethostname(), port, versions(), problem, os.nice(0), script)
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], call: bytes | None) -> None:
         """Start the task; what is to be called is written into a folder of this node."""
@@ -143,6 +145,34 @@ class TaskActor:
                 process.wait(agent.HEARTBEAT)
                 return
             self._send("0\n")
+
+
+def check_runnable(folder: str | None, argv: Sequence[str]) -> None:
+    """Go to the folder, and raise `UserError` where Python could not run ``argv`` there."""
+    try:
+        if folder is not None:
+            os.chdir(folder)
+    except OSError as error:
+        raise UserError(
+            f"the folder {folder} cannot be entered: {error.strerror}",
+            "The job's folder has to be on every node, at the same path: share it, or copy it.",
+        ) from error
+    is_module = argv[0] == "-m"
+    try:
+        check_program(argv[is_module:], is_module)
+    except UserError as error:
+        what = str(error).splitlines()[0]
+        if is_module:
+            raise UserError(what, "Install its package on every node.") from error
+        raise UserError(
+            what, f"It has to be on every node, as it is here: share {folder}, or copy it."
+        ) from error
+
+
+def checksum_of(argv: Sequence[str]) -> str:
+    """Of the script that ``argv`` begins with; nothing for a module or a folder."""
+    path = Path(argv[0])
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else ""
 
 
 def versions() -> dict[str, str]:

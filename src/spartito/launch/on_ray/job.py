@@ -18,7 +18,7 @@ from spartito.errors import TaskLostError, UserError
 from spartito.launch.hosts.plan import check_passed, travelling
 from spartito.launch.job import JobSpec, option
 from spartito.launch.local import defaults
-from spartito.launch.on_ray.actor import Node, TaskActor, versions
+from spartito.launch.on_ray.actor import Node, TaskActor, checksum_of, versions
 from spartito.launch.on_ray.following import Following
 from spartito.launch.on_ray.session import check_fits, connected, resources
 from spartito.launch.outcome import Ending
@@ -180,7 +180,7 @@ class OnRay(Processes):
                 f"the tasks cannot be actors of this Ray cluster: {lines[-1].strip()}",
                 "Spartito has to be installed on every node, with the same Python.",
             ) from error
-        check_nodes(nodes, versions(), folder)
+        check_nodes(nodes, versions(), checksum_of(job.argv()))
         return nodes
 
     def _follow(
@@ -235,21 +235,26 @@ class OnRay(Processes):
             )
 
 
-def check_nodes(nodes: Sequence[Node], own: Mapping[str, str], folder: str | None) -> None:
-    """Raise `UserError` where a task could not run.
+def check_nodes(nodes: Sequence[Node], own: Mapping[str, str], script: str = "") -> None:
+    """Raise `UserError` where a task could not run, or would run something else.
 
     Args:
         nodes: What the actors say of their nodes.
         own: The versions here.
-        folder: Where the tasks run; None where they need none.
+        script: The checksum of the script here.
     """
     for node in nodes:
         if node.problem:
-            raise UserError(f"on node {node}: {node.problem}", f"{folder} has to be on every node.")
+            raise UserError(f"on node {node}: {node.problem}")
         if node.versions != own:
             raise UserError(
                 f"node {node} has {_listed(node.versions)}, and here is {_listed(own)}",
                 "Install the same on every node.",
+            )
+        if node.script != script:
+            raise UserError(
+                f"node {node} has another version of the script than this machine",
+                "Share the job's folder with every node, or copy it anew.",
             )
 
 
