@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from copy import copy
 
+from spartito.cluster.reach import look_after
 from spartito.cluster.secret import Key
 from spartito.cluster.store.protocol import (
     HEAD,
@@ -33,7 +34,6 @@ from spartito.cluster.store.protocol import (
     seals,
     size_of,
 )
-from spartito.cluster.store.reach import look_after
 from spartito.cluster.tls import ALERT, Encrypted
 from spartito.errors import SpartitoError, UserError
 from spartito.forks import keep_from_forks

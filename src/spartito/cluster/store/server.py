@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 
+from spartito.cluster.reach import look_after
 from spartito.cluster.secret import Key
 from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.protocol import (
@@ -32,7 +33,6 @@ from spartito.cluster.store.protocol import (
     seals,
     size_of,
 )
-from spartito.cluster.store.reach import look_after
 from spartito.cluster.store.values import Values
 from spartito.cluster.tls import ALERT, Listening, speaks_another
 from spartito.cluster.tls import HELLO as TLS_HELLO

@@ -13,6 +13,7 @@ leaves the machine.
 from __future__ import annotations
 
 import contextlib
+import errno
 import select
 import socket
 import struct
@@ -24,6 +25,7 @@ import msgspec
 import numpy as np
 
 from spartito.cluster.connection import Connection
+from spartito.cluster.reach import look_after
 from spartito.decoders import msgpack_decoder
 from spartito.errors import SpartitoError
 from spartito.forks import keep_from_forks
@@ -46,6 +48,9 @@ LONG_HEADER = 4 << 20
 
 PREFIX = struct.Struct("<4sBBHIQIQ")
 """Magic, version, flags, reserved, header bytes, payload bytes, CRC-32, sum of the payload."""
+SILENCE = 10
+"""Seconds without a sign of the other machine after which a connection is `Gone`: longer than a
+line full of gradients keeps a packet waiting, and much less than a task may take to reply."""
 START = 256
 """Bytes that every frame begins with: the prefix, the header, and zeros where that is shorter."""
 _CRC = struct.Struct("<I")
@@ -119,6 +124,7 @@ class Wire:
         self._buffer = _NOTHING  # for payloads without a target
         if sock.family != getattr(socket, "AF_UNIX", None):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            look_after(sock, SILENCE)
         self.timeout = timeout
 
     @property
@@ -272,10 +278,8 @@ class Wire:
                 count = self._sock.sendmsg(parts[:_MAX_BUFFERS])
             except BlockingIOError as error:
                 raise TimeoutError(f"nothing was taken within {self._send_timeout:g} s") from error
-            except TimeoutError:
-                raise
             except OSError as error:
-                raise Gone(*error.args) from error
+                raise _end_of(error) from error
             left -= count
             if left == 0:
                 break
@@ -297,13 +301,18 @@ class Wire:
             count = self._sock.recv_into(view[got:] if got else view, 0, flags)
         except BlockingIOError as error:
             raise TimeoutError(f"nothing came within {self._timeout:g} s") from error
-        except TimeoutError:
-            raise
         except OSError as error:
-            raise Gone(*error.args) from error
+            raise _end_of(error) from error
         if count == 0:
             raise Gone("the other end closed the connection")
         return count
+
+
+def _end_of(error: OSError) -> OSError:
+    """What ended a connection: our limit, or the kernel's, to which the other machine is gone."""
+    if isinstance(error, TimeoutError) and error.errno != errno.ETIMEDOUT:
+        return TimeoutError(*error.args)
+    return Gone(*error.args)
 
 
 def _is_local(sock: Connection) -> bool:

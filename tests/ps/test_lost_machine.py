@@ -1,0 +1,89 @@
+"""A machine that is lost without a word: its connections end long before the time limit."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from spartito.launch.network import Machine, NoNamespacesError, network
+from tests.commands import Commands, commands_in
+from tests.skips import skip
+
+LIMIT = 600.0
+"""What a task has to reply; the test's own limit is less."""
+
+SERVER = """
+import socket
+from spartito.ps.protocol.messages import Request
+from spartito.ps.protocol.wire import Wire
+
+listener = socket.create_server(("0.0.0.0", 29531))
+print("listens", flush=True)
+wires = [Wire(listener.accept()[0], Request) for _ in range(2)]
+print(*(type(wire.receive()).__name__ for wire in wires), flush=True)
+for wire in wires:
+    try:
+        wire.receive()  # for ever
+    except OSError as error:
+        print(type(error).__name__, flush=True)
+"""
+CLIENT = """
+import signal
+import socket
+import sys
+from spartito.ps.protocol.messages import GetState, Reply
+from spartito.ps.protocol.wire import Wire
+
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+waits, sends = (
+    Wire(socket.create_connection(("alpha", 29531)), Reply, timeout=float(sys.argv[1]))
+    for _ in range(2)
+)
+for wire in (waits, sends):
+    wire.send(GetState())
+print("asked", flush=True)
+signal.sigwait({signal.SIGUSR1})
+sends.send(GetState())  # this one is never acknowledged
+for wire in (waits, sends):
+    try:
+        wire.receive()
+    except OSError as error:
+        print(type(error).__name__, flush=True)
+"""
+
+
+@pytest.fixture
+def machines() -> Iterator[list[Machine]]:
+    try:
+        with network("alpha", "beta") as made:
+            yield made
+    except NoNamespacesError as error:
+        skip("netns", error)
+
+
+@pytest.fixture
+def commands(tmp_path: Path) -> Iterator[Commands]:
+    with commands_in(tmp_path) as started:
+        started.write("server.py", SERVER)
+        started.write("client.py", CLIENT)
+        yield started
+
+
+@pytest.mark.slow
+def test_both_ends_notice_a_machine_that_is_lost(
+    commands: Commands, machines: list[Machine]
+) -> None:
+    alpha, beta = machines
+    server = commands.start(*alpha.enters, sys.executable, "server.py")
+    server.wait_for("listens")
+    client = commands.start(*beta.enters, sys.executable, "client.py", f"{LIMIT:g}")
+    client.wait_for("asked")
+    server.wait_for("GetState GetState")
+    alpha.cut()
+    client.send(signal.SIGUSR1)
+    assert client.end().out.split() == ["asked", "Gone", "Gone"]
+    assert server.end().out.split()[-2:] == ["Gone", "Gone"]
