@@ -2,7 +2,8 @@
 
 The nodes are started with ``RAY_worker_niceness=0``: by default Ray gives its workers niceness 15,
 so that its own processes, and any other program, go before them, which no task of `spartito run`
-has to bear. Both sides run while the cluster does.
+has to bear. Both sides run while the cluster does, on the same cores; how many of them Ray's own
+processes keep busy meanwhile is a figure too.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from benchmarks.busy import Busy
 from benchmarks.common import Figure, Windows, announce, conclude, parser, progress
 from benchmarks.launching import end_by_exception, run_quietly
 from spartito.cluster.ports import free_port
@@ -28,6 +30,22 @@ WORKERS, STEPS, WINDOWS = 2, 2000, 4
 JOBS = Path(__file__).parent / "jobs"
 RATE, START, STARTS = 0.95, 0.5, 3
 LIMIT = 90.0
+
+TASK, STANDS, ACTOR, OWN = "tasks", "what stands for them", "actors", "Ray's own processes"
+KINDS = {
+    "spartito.launch.hosts.agent": STANDS,
+    "spartito run": STANDS,
+    "relay.py": STANDS,
+    "in_containers.py": TASK,
+    "ray::TaskActor": ACTOR,
+    "ray::": OWN,
+    "/ray/": OWN,
+    "ray.scripts": OWN,
+}
+"""What a process is, by the first of these that its command line has."""
+
+Cores = dict[str, list[dict[str, float]]]
+"""Of each side and round: the cores that each kind of process kept busy."""
 
 
 def main() -> None:
@@ -39,9 +57,12 @@ def main() -> None:
     here = announce(__doc__)
     figures: list[Figure] = []
     seconds: Windows = {}
+    cores: Cores = {}
+    if given.only != "rate":
+        check_train()
     with two_nodes() as address:
         if given.only != "start":
-            seconds |= rates(address, given.rounds)
+            seconds, cores = rates(address, given.rounds)
             ours, alone = (statistics.median(seconds[side]) for side in ("ray", "local"))
             pairs = zip(seconds["local"], seconds["ray"], strict=True)
             ratio = statistics.median(there / here for there, here in pairs)
@@ -49,6 +70,12 @@ def main() -> None:
                 Figure("MLP, spartito run --ray / spartito run", ratio, RATE),
                 Figure("spartito run --ray", ours * 1e6, measure="us a step"),
                 Figure("spartito run", alone * 1e6, measure="us a step"),
+                *(
+                    Figure(f"cores of {kind}, {name}", statistics.median(busy), measure="cores")
+                    for kind in (TASK, ACTOR, STANDS, OWN)
+                    for side, name in (("ray", "with --ray"), ("local", "without"))
+                    if (busy := [one[kind] for one in cores[side] if kind in one])
+                ),
             ]
         if given.only != "rate":
             found = starts(address, min(given.rounds, STARTS))
@@ -59,10 +86,28 @@ def main() -> None:
                 Figure("sp.launch.ray", ours, measure="s"),
                 Figure("TorchTrainer", theirs, measure="s"),
             ]
-    conclude(here, figures, given.json, seconds=seconds)
+    conclude(here, figures, given.json, seconds=seconds, cores=cores)
 
 
-def rates(address: str, rounds: int) -> Windows:
+def check_train() -> None:
+    """End the program before anything runs where Ray Train is not there."""
+    import ray
+
+    try:
+        import ray.train.torch
+    except ImportError as error:
+        sys.exit(
+            f"Ray Train cannot be imported, against which the start is measured: {error}\n"
+            f"pip install 'ray[train]=={ray.__version__}', or leave it out: --only rate"
+        )
+
+
+def kind_of(words: str) -> str:
+    """What a process with this command line is; "" where it has nothing to do with either side."""
+    return next((kind for part, kind in KINDS.items() if part in words), "")
+
+
+def rates(address: str, rounds: int) -> tuple[Windows, Cores]:
     """Seconds per step of the MLP on the cluster and in local processes: one figure a round."""
     words = ["fit", f"--windows={WINDOWS}", f"--steps={STEPS}"]
     job = [str(JOBS / "in_containers.py"), *words]
@@ -72,14 +117,18 @@ def rates(address: str, rounds: int) -> Windows:
         "local": [*usual, *job],
     }
     seconds: Windows = {side: [] for side in commands}
+    cores: Cores = {side: [] for side in commands}
     for number in range(rounds):
         now = {}
         for side in commands if number % 2 else reversed(commands):
-            windows = _figures(run_quietly(commands[side], limit=LIMIT))["windows"]
+            with Busy(kind_of) as busy:
+                found = _figures(run_quietly(commands[side], limit=LIMIT))
+            windows, first = found["windows"], found["first"]
+            cores[side].append(busy.cores(first, first + STEPS * sum(windows)))
             seconds[side].append(statistics.median(windows))
             now[side] = seconds[side][-1] * 1e6
         progress(number, rounds, now, "us a step")
-    return seconds
+    return seconds, cores
 
 
 def starts(address: str, rounds: int) -> Windows:

@@ -85,7 +85,7 @@ def metrics(run: Path) -> str:
         lines += [f"# HELP spartito_{name} {about}", f"# TYPE spartito_{name} {kind}"]
         for one in records:
             if one[key] is not None:
-                lines.append(f'spartito_{name}{{task="{one["task"]}"}} {one[key]:g}')
+                lines.append(f'spartito_{name}{{task="{one["task"]}"}} {one[key]:.15g}')
     lines += ["# HELP spartito_phase What it is at.", "# TYPE spartito_phase gauge"]
     lines += [f'spartito_phase{{task="{one["task"]}",phase="{one["phase"]}"}} 1' for one in records]
     return "\n".join(lines) + "\n"
