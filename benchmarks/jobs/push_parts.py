@@ -31,7 +31,7 @@ from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.connection import Connection
 from spartito.ps.server.store import Store
-from spartito.strategies import leases
+from spartito.strategies import lease_readers
 from spartito.strategies.pusher import Pusher
 from spartito.strategies.replica import ReplicaStrategy
 from spartito.training.loop import TrainingLoop
@@ -108,7 +108,7 @@ def worker_parts() -> Parts:
     parts.wrap(Servers, "result", "reply: wait, read")
     parts.wrap(Link, "fill_model", "copy the values into the model")
     parts.wrap(Pusher, "_send", "request: build, send", counts=True)
-    read: Callable[..., Generator[Batch]] = leases.IndexedReader.read
+    read: Callable[..., Generator[Batch]] = lease_readers.IndexedReader.read
 
     def reading(reader: Any, lease: Any) -> Generator[Batch]:
         batches = read(reader, lease)
@@ -116,7 +116,7 @@ def worker_parts() -> Parts:
         while (batch := following()) is not None:
             yield batch
 
-    setattr(leases.IndexedReader, "read", reading)  # noqa: B010 - a method is replaced
+    setattr(lease_readers.IndexedReader, "read", reading)  # noqa: B010 - a method is replaced
     return parts
 
 

@@ -8,28 +8,32 @@ its first message ends the process by SIGSEGV.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeAlias
 
 import msgspec
 
+Binary: TypeAlias = msgspec.msgpack.Decoder[Any]
+
 _turn = threading.Lock()
-_binary: dict[Any, msgspec.msgpack.Decoder[Any]] = {}
+_binary: dict[Any, Binary] = {}
 _text: dict[Any, msgspec.json.Decoder[Any]] = {}
 
 
-def msgpack_decoder(kind: Any) -> msgspec.msgpack.Decoder[Any]:
+def msgpack_decoder(kind: Any, hook: Callable[[type, Any], Any] | None = None) -> Binary:
     """The decoder of msgpack for a type, which all threads may use at once.
 
     Args:
         kind: A `msgspec.Struct`, or a union of some.
+        hook: Makes what msgspec does not know, of a type and a plain value.
 
     Returns:
         The same one each time.
     """
     with _turn:
-        if kind not in _binary:
-            _binary[kind] = msgspec.msgpack.Decoder(kind)
-        return _binary[kind]
+        if (kind, hook) not in _binary:
+            _binary[kind, hook] = msgspec.msgpack.Decoder(kind, dec_hook=hook)
+        return _binary[kind, hook]
 
 
 def json_decoder(kind: Any) -> msgspec.json.Decoder[Any]:

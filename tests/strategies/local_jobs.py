@@ -315,28 +315,47 @@ def glanced(name: str, options: dict[str, Any], looks: bool) -> dict[str, Any]:
     return found
 
 
-def written_amid(name: str, options: dict[str, Any]) -> dict[str, Any]:
-    """A training in which somebody writes into the merged model that was shown."""
+def written_amid(name: str, options: dict[str, Any], how: str) -> dict[str, Any] | str:
+    """A training in which somebody writes into the merged model that was shown.
+
+    ``how``: to stay ("in place", "set", on the "chief" alone), or puts it "back".
+    """
     strategy = make_strategy(name, **options)
     net = mlp()
 
+    @torch.no_grad()
+    def write() -> None:
+        _, bias, *_, last = net.parameters()
+        before = bias.clone(), last.clone()
+        if how == "set":
+            last.data = torch.ones_like(last)
+        elif how != "chief" or strategy.is_chief:
+            last.neg_()
+            bias.data.mul_(0.5)
+        if how == "back":
+            bias.copy_(before[0])
+            last.copy_(before[1])
+
     class Write(sp.Callback):
+        batches = 0
+
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
-            if trainer.step == 2:
+            self.batches += 1
+            if self.batches == 2:
                 strategy.coordination.synchronize()
-                for parameter in net.parameters():
-                    parameter.data.mul_(0.5)
-                last = list(net.parameters())[-1]
-                last.data = torch.ones_like(last)
+                write()
 
     trainer = sp.Trainer(
         net, optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), strategy=strategy
     )
     data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
-    trainer.fit(data, epochs=1, callbacks=[Write()], verbose=0)
-    found = weights(strategy, net)
-    strategy.close()
-    return found
+    try:
+        trainer.fit(data, epochs=1, callbacks=[Write()], verbose=0)
+        return weights(strategy, net)
+    except (sp.UserError, sp.TaskLostError) as error:
+        return str(error)
+    finally:
+        strategy.close()
 
 
 def loaded(name: str, options: dict[str, Any], path: str) -> dict[str, Any]:
@@ -385,7 +404,6 @@ def refusal(name: str, options: dict[str, Any], kind: str = "") -> str:
     """What is said to a training that cannot be."""
     outers = {"outer": lambda p: torch.optim.LBFGS(p), "halves": halves}
     given = {"outer": outers[kind]} if kind in outers else {}
-    more = {"on_nonfinite": "skip"} if kind == "skip" else {}
     try:
         strategy = make_strategy(name, **options, **given)
     except sp.UserError as error:
@@ -394,7 +412,7 @@ def refusal(name: str, options: dict[str, Any], kind: str = "") -> str:
     if kind == "model" and strategy.cluster.rank == 1:
         net = nn.Linear(2, 2)
     try:
-        sp.Trainer(net, optimizer=INNER["sgd"], strategy=strategy, **more)  # type: ignore[arg-type]
+        sp.Trainer(net, optimizer=INNER["sgd"], strategy=strategy)
         return ""
     except sp.UserError as error:
         return str(error)

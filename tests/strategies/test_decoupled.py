@@ -215,6 +215,17 @@ def test_a_callback_may_evaluate_amid_an_epoch(replicas: Replicas, options: dict
         close(result["after"], chief["found"][-1])
 
 
+def test_what_is_written_into_a_model_that_is_only_shown_is_refused(replicas: Replicas) -> None:
+    """The chief alone has callbacks; the others lose it."""
+    given = {"groups": 2, "quorum": 2, "every": 4, **SMALL}
+    first, other = replicas(jobs.written_amid, 2, "parameter_server", given, "in place", servers=1)
+    assert "0.bias, 3.bias changed while the model showed the merged values" in first
+    assert "0.bias" not in str(other)
+    case = ("parameter_server", 2, given)
+    found = run(replicas, case, jobs.written_amid, how="back")
+    close(found, jobs.by_torch([[0], [1]], 4, epochs=1)["weights"])
+
+
 @pytest.mark.slow
 def test_another_number_of_groups_goes_on_from_the_merged_model(
     replicas: Replicas, tmp_path: Path

@@ -186,13 +186,18 @@ def test_looking_at_it_between_meetings_changes_nothing(replicas: Replicas, tmp_
     [{"inside": None}, {}, {"zero": 2}, {"communication": "sockets", "block_bytes": 100}],
     ids=str,
 )
-def test_what_is_written_into_a_model_that_is_only_shown_is_gone(
+def test_what_is_written_into_a_model_that_is_only_shown_is_refused(
     replicas: Replicas, options: dict[str, Any]
 ) -> None:
-    """All of it: a page of memory that one has written to has other values too."""
-    case = ("local_sgd", 4, {**FOUR, "every": 4, **options})
+    """By all tasks, whoever wrote; what is put back leaves nothing behind, on no page of memory."""
+    given = {**FOUR, "every": 4, **options}
+    for how, names in (("in place", ("0.bias", "3.bias")), ("set", ("3.bias",))):
+        found = replicas(jobs.written_amid, 4, "local_sgd", given, how)
+        for said in found:
+            assert "changed while the model showed the merged values" in said
+            assert any(name in said for name in names)
     expected = jobs.by_torch(FOUR["groups"], 4, epochs=1)["weights"]
-    close(run(replicas, case, jobs.written_amid), expected)
+    close(run(replicas, ("local_sgd", 4, given), jobs.written_amid, how="back"), expected)
 
 
 @pytest.mark.parametrize(

@@ -227,12 +227,28 @@ def test_what_it_cannot_do_is_refused(replicas: Replicas) -> None:
         ({"communication": "ddp"}, "", "local_sgd with communication='ddp'"),
         ({"sites": 2}, "", "every=20 with sites=2"),
         ({"sites": 3, "every": [2, 4]}, "", "sites=3 of 2 groups"),
-        ({}, "skip", "on_nonfinite='skip' or 'stop' under local_sgd"),
         ({}, "outer", "LBFGS as outer optimizer"),
         ({}, "model", "worker 1 .*has another model than worker 0"),
     ):
         for found in replicas(jobs.refusal, 2, "local_sgd", options, kind):
             assert re.match(text, found.removeprefix("worker 0: ")), (options, kind, found)
+
+
+@pytest.mark.parametrize("options", [{"every": 4}, {**SITES, "every": [2, 4]}], ids=str)
+def test_what_is_written_into_a_model_that_is_only_shown_is_refused(
+    replicas: Replicas, options: dict[str, Any]
+) -> None:
+    """Also where one task alone did; what is put back is no matter."""
+    given = {"groups": UNEVEN, **options}
+    count = 4 if "sites" in options else 3
+    for how in ("in place", "chief"):
+        for said in replicas(jobs.written_amid, count, "local_sgd", given, how):
+            assert "0.bias, 3.bias changed while the model showed the merged values" in said
+    found = run(replicas, ("local_sgd", count, given), jobs.written_amid, how="back")
+    expected = jobs.by_torch(UNEVEN, 4, epochs=1)
+    if "sites" in options:
+        expected = jobs.sites_by_torch(SITES["groups"], SITES["sites"], [2, 4], epochs=1)
+    close(found, expected["weights"])
 
 
 @pytest.mark.parametrize("way", ["auto", "sockets", "beside", "sites"])

@@ -9,6 +9,7 @@ the mean of the models.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from spartito.local.flight import Flight
 from spartito.local.outer import OuterFactory, load_outer_state, make_outer, outer_state
 from spartito.local.plan import EQUAL
 from spartito.local.sending import Exchange, Whole
+from spartito.local.shown import Shown
 from spartito.local.since import Meetings, Since
 from spartito.local.values import Values, copy
 
@@ -46,6 +48,7 @@ class Coupling:
         self._values, self._factory = values, outer
         self._is_equal, self._exchange = weights == EQUAL, exchange
         self._aside: list[Tensor] = []
+        self._shown = Shown((), ())
         self._copies: list[nn.Parameter] = []
         self._outer: Optimizer | None = None
         self._begin()
@@ -130,6 +133,10 @@ class Coupling:
         since.weight = since.weight + weight
         since.asked = since.asked or asked
 
+    def agree(self) -> None:
+        """As `Values.agree`."""
+        self._values.agree()
+
     def begin(self, due: int) -> None:
         """Take how far the group has moved, and let leaders exchange it; all tasks call it.
 
@@ -146,8 +153,8 @@ class Coupling:
         numbers = torch.tensor([0.0, share, float(since.asked), 0.0], dtype=torch.float64)
         self.flight = flight = Flight(since.weight, numbers, due)
         if self._values.speaks:
-            flight.moved = self._difference()
-            numbers[SQUARE] = share * _square(flight.moved)
+            flight.moved, numbers[1], square = self._moved(share)
+            numbers[SQUARE] = numbers[1] * square
             flight.depart(self._exchange, self._values.world.line)
 
     def settle(self) -> None:
@@ -212,14 +219,24 @@ class Coupling:
 
         def mean() -> None:
             nonlocal merged
-            moved = self._difference()
+            moved, numbers[1], _ = self._moved(share)
             Whole().add(moved, numbers[1:], values.between)
             if total := numbers[1].item():
                 merged = self._start - moved.div_(total)
 
         values.across(mean, numbers)
         values.give(merged)
+        self._shown = Shown(values.names, values.shown())
         return True
+
+    def check_shown(self) -> None:
+        """Refuse what was written into the model while it showed the mean; all tasks call it.
+
+        Raises:
+            UserError: On who finds that.
+        """
+        if self._aside:
+            self._shown.check(self._values.shown())
 
     def take_back(self) -> bool:
         """Put one's own values back in place; all tasks call it.
@@ -345,6 +362,14 @@ class Coupling:
         moved = torch.empty_like(self._start)
         copy(self._values.views(moved), self._aside or self._values.tensors)
         return torch.sub(self._start, moved, out=moved)
+
+    def _moved(self, share: float) -> tuple[Tensor, float, float]:
+        """On who speaks: `_difference`, what it counts for, and the square of its norm."""
+        moved = self._difference()
+        square, values = _square(moved), self._values
+        if values.only_finite and not values.all_say(isfinite(square)):
+            return moved.zero_(), 0.0, 0.0
+        return moved, share, square
 
     def _named(self, flat: Tensor) -> dict[str, Any]:
         return {**self._values.named(self._values.views(flat))}

@@ -54,6 +54,8 @@ class Fragments:
         self._parameters: list[nn.Parameter] = []
         self.updates = 0
         """How many since all have met."""
+        self.left_out = 0
+        """Updates of this epoch that were not finite, which this group has left out."""
         self._seconds = 0.0
         self._look_ahead()
 
@@ -79,6 +81,11 @@ class Fragments:
     def take_seconds(self) -> float:
         """In which this task was at meetings, instead of training, since the last call."""
         found, self._seconds = self._seconds, 0.0
+        return found
+
+    def take_left_out(self) -> int:
+        """How many updates this group has left out in this epoch; the next one begins."""
+        found, self.left_out = self.left_out, 0
         return found
 
     def follow(self, parameters: Sequence[nn.Parameter], strict: bool = False) -> None:
@@ -144,6 +151,7 @@ class Fragments:
         """
         began, asked = perf_counter(), False
         for part in sorted(self._in_flight, key=lambda part: part.due):
+            part.agree()  # callbacks may have written since the update
             asked |= part.end(self._turns.mixing)
         for part in self._parts:
             asked |= part.is_apart and part.meet_all()
@@ -161,6 +169,11 @@ class Fragments:
         """As `Coupling.show`, of all fragments."""
         return _any([part.show() for part in self._parts])
 
+    def check_shown(self) -> None:
+        """As `Coupling.check_shown`, of all fragments."""
+        for part in self._parts:
+            part.check_shown()
+
     def take_back(self) -> bool:
         """As `Coupling.take_back`, of all fragments."""
         return _any([part.take_back() for part in self._parts])
@@ -174,7 +187,8 @@ class Fragments:
 
     def own_state(self) -> dict[str, Any]:
         """What this group alone has between meetings, for a checkpoint."""
-        return {"fragments": [part.own_state() for part in self._parts]}
+        parts = [part.own_state() for part in self._parts]
+        return {"fragments": parts, "left_out": self.left_out}
 
     def common_state(self) -> dict[str, Any]:
         """What all groups have in common between meetings, for a checkpoint; on leaders."""
@@ -201,7 +215,7 @@ class Fragments:
             for part in self._parts:
                 part.load(whole, None)
             return
-        self.updates = common["updates"]
+        self.updates, self.left_out = common["updates"], own.get("left_out", 0)
         for part, its, mine in zip(self._parts, found, own["fragments"], strict=True):
             part.load(its, mine)
         self._look_ahead()

@@ -84,6 +84,10 @@ class Hierarchy:
         """As `Coupling.due`."""
         return self._near.due
 
+    def agree(self) -> None:
+        """As `Coupling.agree`."""
+        self._near.agree()
+
     def begin(self, due: int) -> None:
         """As `Coupling.begin`, in each site."""
         self._near.begin(due)
@@ -118,6 +122,10 @@ class Hierarchy:
         self._world.within(self._near.show)
         with self._of_site():
             return self._far.show()
+
+    def check_shown(self) -> None:
+        """As `Coupling.check_shown`."""
+        self._far.check_shown()
 
     def take_back(self) -> bool:
         """As `Coupling.take_back`."""

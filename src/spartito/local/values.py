@@ -35,6 +35,8 @@ class Values(ABC):
 
     is_divided = False
     """Whether the tasks of a group have parts of the parameters."""
+    only_finite = False
+    """Whether what is not finite stays out of meetings, with the group that has it."""
 
     def __init__(self, model: nn.Module, world: JoinedGroups) -> None:
         self._model, self.world = model, world
@@ -147,7 +149,8 @@ class Values(ABC):
         views = self.views(self._told(values))
         if mixing:
             own = [tensor.detach().to(values.dtype) for tensor in self.tensors]
-            views = [view.lerp(mine, mixing) for view, mine in zip(views, own, strict=True)]
+            if not self.only_finite or all(bool(mine.isfinite().all()) for mine in own):
+                views = [view.lerp(mine, mixing) for view, mine in zip(views, own, strict=True)]
         self.put(views)
 
     def fill(self, values: Sequence[Tensor]) -> None:
@@ -157,6 +160,10 @@ class Values(ABC):
             values: One for each parameter.
         """
         copy(self.tensors, values)
+
+    def shown(self) -> Sequence[Tensor]:
+        """This task's elements of each parameter, as the model shows them to the user."""
+        return self.tensors
 
     @abstractmethod
     def put(self, values: Sequence[Tensor]) -> None:
@@ -170,6 +177,14 @@ class Values(ABC):
             UserError: Which one it is.
             TaskLostError: If a task is lost.
         """
+
+    def all_say(self, own: bool) -> bool:
+        """Whether all who speak for this group say so; they alone call it.
+
+        Args:
+            own: Whether this task does.
+        """
+        return own
 
     @abstractmethod
     def across(self, work: Callable[[], object], numbers: Tensor) -> None:
@@ -275,8 +290,17 @@ class Shards(Values):
                 home.publish()
         self.world.within(inside.barrier)
 
+    def shown(self) -> Sequence[Tensor]:
+        for home in self._in:
+            home.release()
+        return self._parts_of(lambda home: home.shown)
+
     def agree(self) -> None:
         self.world.within(lambda: settle_all(self._in, self.world.inside))
+
+    def all_say(self, own: bool) -> bool:
+        inside, says = self.world.inside, torch.tensor([float(own)])
+        return bool(self.world.within(lambda: inside.all_reduce(says)).item() == inside.world_size)
 
     def across(self, work: Callable[[], object], numbers: Tensor) -> None:
         world, reason = self.world, b""
@@ -306,14 +330,18 @@ class Shards(Values):
         return list(dict.fromkeys(self._homes[id(p)] for p in self.parameters))
 
     def _own(self) -> Sequence[Tensor]:
+        return self._parts_of(lambda home: home.own)
+
+    def _parts_of(self, shard: Callable[[Home], Tensor]) -> list[Tensor]:
+        """This task's elements of each parameter in the shards of their homes."""
         found = []
         for parameter, cut in zip(self.parameters, self._cuts(), strict=True):
             home = self._homes[id(parameter)]
-            at = home.span_of(parameter).offset
+            own, at = shard(home), home.span_of(parameter).offset
             if cut is None:
-                found.append(home.own[at : at + parameter.numel()].view(parameter.shape))
+                found.append(own[at : at + parameter.numel()].view(parameter.shape))
             else:
-                found.append(home.own[at : at + cut.local[0]])
+                found.append(own[at : at + cut.local[0]])
         return found
 
     def _cuts(self) -> list[Cut | None]:

@@ -47,6 +47,11 @@ class Coordination(ABC):
     skips_nonfinite = False
     """Whether an update whose loss or gradients are not finite is left out, on all tasks."""
 
+    @property
+    def skips_together(self) -> bool:
+        """Whether all tasks leave out the same updates."""
+        return False
+
     def __init__(self, name: str, job: ClusterSpec, cluster: ClusterSpec, pairs: Pairs) -> None:
         self.name, self.job, self.cluster = name, job, cluster
         self.record_to: Path | None = None
@@ -212,6 +217,10 @@ class SynchronousCoordination(Coordination):
         self._groups = groups
 
     @property
+    def skips_together(self) -> bool:
+        return True
+
+    @property
     def joins(self) -> bool:
         return self._groups.joins
 
@@ -285,12 +294,7 @@ class SynchronousCoordination(Coordination):
                 "has other parameters that learn than",
                 "Freeze and unfreeze the same ones on every replica.",
             )
-        unlike = outliers(values)
-        if unlike and len(set(rounds)) > 1:  # processors of several kinds: to rounding, then
-            sums = group.all_gather(torch.tensor(moments(parameters), dtype=torch.float64))
-            unlike = outliers(drifted([tuple(each.tolist()) for each in sums]))
-        if unlike:
-            raise different(group, unlike, *OTHER_VALUES)
+        _compare_values(group, parameters, values, rounds)
 
     def checksum(self, parameters: Sequence[nn.Parameter]) -> int:
         """A checksum of what must be equal on all replicas."""
@@ -306,3 +310,23 @@ class SynchronousCoordination(Coordination):
 
     def _sum(self, value: float) -> float:
         return self._groups.world.all_reduce(torch.tensor([value], dtype=torch.float64)).item()
+
+
+def compare_values(group: Collective, tensors: Sequence[Tensor]) -> None:
+    """Raise `UserError` unless all tasks of a group have the same values of these, all call it."""
+    device = tensors[0].device if tensors else torch.device("cpu")
+    found = group.all_gather(torch.tensor([checksum(tensors), rounding_id(device)]))
+    values, rounds = zip(*(each.tolist() for each in found), strict=True)
+    _compare_values(group, tensors, values, rounds)
+
+
+def _compare_values(
+    group: Collective, tensors: Sequence[Tensor], values: Sequence[int], rounds: Sequence[int]
+) -> None:
+    """As `compare_values`; these are all tasks' checksums, and how they round."""
+    unlike = outliers(values)
+    if unlike and len(set(rounds)) > 1:  # processors of several kinds: to rounding, then
+        sums = group.all_gather(torch.tensor(moments(tensors), dtype=torch.float64))
+        unlike = outliers(drifted([tuple(each.tolist()) for each in sums]))
+    if unlike:
+        raise different(group, unlike, *OTHER_VALUES)

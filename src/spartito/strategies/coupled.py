@@ -15,7 +15,6 @@ from spartito.collectives.collective import Collective, IdentityCollective, Traf
 from spartito.collectives.lane import Lane
 from spartito.collectives.placement import Placement
 from spartito.collectives.rendezvous import WORLD, Rendezvous
-from spartito.engine.checksum import OTHER_VALUES, checksum, different, outliers
 from spartito.engine.optimizers import unwrap
 from spartito.engine.sharding.homes import Home
 from spartito.errors import UserError
@@ -24,8 +23,10 @@ from spartito.local.fragments import Fragments
 from spartito.local.joined import JoinedGroups
 from spartito.local.plan import Asked, Members, Sites, check_alike, groups_of, sites_of
 from spartito.local.sites import JoinedSites
+from spartito.log import warn
 from spartito.strategies.apart import SECTION
 from spartito.strategies.base import Strategy
+from spartito.strategies.coordination import compare_values
 from spartito.strategies.groups import DATA, MODEL, one_shard_each
 from spartito.strategies.shards import COPIES, SHARDS, ShardedCoordination
 from spartito.strategies.sharing import Placed
@@ -38,7 +39,7 @@ LEVELS = (
     ("meetings", "drift", "bytes_between_groups"),
     ("meetings_of_sites", "drift_of_sites", "bytes_between_sites"),
 )
-MEETINGS = "meeting_wait_fraction"
+MEETINGS, SKIPPED = "meeting_wait_fraction", "skipped"
 """Figures of an epoch."""
 
 
@@ -200,11 +201,13 @@ class LocalCoordination(ShardedCoordination):
             for each in self._couplings[id(pair.optimizer)].take_meetings()
         ]
         levels = LEVELS if grouping.sites else LEVELS[:1]
+        left_out = sum(each.take_left_out() for each in self._couplings.values())
         brought = list(own)
         for level in range(len(levels)):
             of_level = [each[level] for each in met]
             brought += [sum(each.count for each in of_level), sum(each.drift for each in of_level)]
             brought.append(sum(each.nbytes for each in of_level))
+        brought.append(left_out)
         rows = self._groups.world.all_gather(torch.tensor(brought, dtype=torch.float64))
         leaders = [rows[group[0]].tolist() for group in grouping.members]
         figures: dict[str, float] = {}
@@ -219,7 +222,36 @@ class LocalCoordination(ShardedCoordination):
             f"{GROUP_LOSS}{index}": loss / weight if weight else nan
             for index, (loss, weight, *_) in enumerate(leaders)
         }
+        if self.skips_nonfinite:  # by any group
+            figures[SKIPPED] = int(sum(leader[-1] for leader in leaders))
         return {**figures, **losses}
+
+    @property
+    def skips_together(self) -> bool:
+        return self._grouping.world is None
+
+    def tell_left_out(self, count: int) -> None:
+        """Say that one's own group has left out an update, the ``count``-th of this epoch.
+
+        The chief says it of its own.
+        """
+        if self._grouping.is_leader and not self.cluster.is_chief:
+            warn(
+                "loss or gradients of group %d were not finite: an update left out (%d in this "
+                "epoch)",
+                self._grouping.index,
+                count,
+            )
+
+    def check_shown(self, coupling: Fragments) -> None:
+        """Refuse, on all tasks, what one has written into the merged model that is shown."""
+
+        def check() -> str:
+            coupling.check_shown()
+            return ""
+
+        with self.during("data"):
+            self.attempt(check)
 
     def waits(self, data: float, seconds: float) -> dict[str, float]:
         found = super().waits(data, seconds)
@@ -254,17 +286,19 @@ class LocalCoordination(ShardedCoordination):
             return ""
         super()._compare(order)
         if not self._is_whole and ALIKE in self._groups:
-            found = self._groups[ALIKE].all_gather(torch.tensor([checksum(self._shards)]))
-            if unlike := outliers([int(each) for each in found]):
-                raise different(self._groups[ALIKE], unlike, *OTHER_VALUES)
+            compare_values(self._groups[ALIKE], self._shards)
         return ""
 
     def compare(self, order: int = 0) -> None:
         if self._is_whole:
             super().compare(order)
         else:  # all hear of it, not only those with the same shard
-            self.settle()
-            self.attempt(lambda: self._compare(order))
+
+            def compare() -> str:
+                self.settle()  # who has written something else is told to all groups, too
+                return self._compare(order)
+
+            self.attempt(compare)
 
     @property
     def _writing(self) -> Collective:

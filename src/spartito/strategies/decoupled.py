@@ -18,8 +18,10 @@ from spartito.data.batch import Batch
 from spartito.errors import TaskLostError, UserError
 from spartito.local.outer import Outer, choose, make_outer
 from spartito.local.plan import EQUAL, TOKENS, Asked, check_weights, groups_of, updates_between
+from spartito.local.shown import Shown
 from spartito.log import warn
 from spartito.ps.client.servers import Servers
+from spartito.ps.protocol.layout import BUFFER
 from spartito.ps.protocol.memory import is_summed
 from spartito.ps.protocol.messages import Outcome, Push
 from spartito.ps.protocol.options import set_options
@@ -173,6 +175,7 @@ class GroupPusher(Pusher):
         self._updates = self._examples = 0
         self._loss = self._weight = 0.0
         self._own: list[Tensor] = []  # aside, while the model shows the servers' values
+        self._shown = Shown((), ())
 
     def ready(self, batch: Batch) -> None:
         """As `Pusher.ready`: the values that the group itself has, once it has begun."""
@@ -208,9 +211,24 @@ class GroupPusher(Pusher):
 
     def look(self) -> None:
         """As `Pusher.look`; the group's own values come back with its next batch."""
-        if self._starts and not self._own:
+        if self._own:
+            self._shown.check(list(self._parameters.values()))
+        elif self._starts:
             self._own = self._copies()
         super().look()
+        self.show()
+
+    def show(self) -> None:
+        """As `Pusher.show`: nobody may write into it until the next batch."""
+        if self._own:
+            self._shown = Shown(list(self._parameters), list(self._parameters.values()))
+
+    @property
+    def _parameters(self) -> dict[str, Tensor]:
+        """By name."""
+        vector = self.servers.vector
+        pairs = zip(vector.layout.entries, vector.tensors, strict=True)
+        return {entry.name: tensor for entry, tensor in pairs if entry.group != BUFFER}
 
     @property
     def _here(self) -> WorkPosition:
@@ -234,6 +252,8 @@ class GroupPusher(Pusher):
     @torch.no_grad()
     def _take_back(self) -> None:
         """Have one's own values again, after the servers' were looked at."""
+        if self._own:
+            self._shown.check(list(self._parameters.values()))
         tensors = self.servers.vector.tensors
         for tensor, own, start in zip(tensors, self._own, self._starts, strict=False):
             if is_summed(str(tensor.dtype).removeprefix("torch.")):

@@ -23,6 +23,10 @@ class Figures(Protocol):
         """The state of its metrics since the last call."""
         ...
 
+    def show(self) -> bytes:
+        """The same, which the next call has too."""
+        ...
+
 
 class StepResult(msgspec.Struct, frozen=True):
     """What one step did.

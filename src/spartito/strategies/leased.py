@@ -252,6 +252,7 @@ class LeasedCoordination(Coordination):
             return None
         self.computing.arrive()
         served = self._job.fetch(self.chief)
+        self.computing.show()
         return None if self._job.rules.every else self._planner.counters(served)
 
     def give(self) -> None:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -17,17 +16,25 @@ from torch import Tensor
 from spartito.data.batch import Batch
 from spartito.data.collate import rows
 from spartito.data.dataset import Dataset
-from spartito.data.loader import IndexedFeed, Loader, make_feed, used_up
-from spartito.data.passes import Passes
-from spartito.data.prefetch import read_ahead, read_ahead_in
+from spartito.data.loader import Loader, used_up
 from spartito.data.source import PerWorker, Source
 from spartito.engine.denormals import Denormals
 from spartito.errors import SpartitoError, UserError
 from spartito.heartbeat import resume, waits
 from spartito.ps.chief import Chief
-from spartito.ps.protocol.work import NOWHERE, Complete, Lease, Pause, Report, WorkSource
+from spartito.ps.protocol.work import (
+    NOWHERE,
+    Complete,
+    Lease,
+    Pause,
+    Reached,
+    Report,
+    WorkSource,
+)
 from spartito.ps.scheduler.plan import Plan
+from spartito.ps.scheduler.readings import Halfway
 from spartito.strategies.distributed import Distributed, Figures, StepResult
+from spartito.strategies.lease_readers import IndexedReader, StreamReader
 from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.pusher import Pusher, WorkPosition
 from spartito.strategies.sharing import WAITING
@@ -59,6 +66,9 @@ class NoFigures(Figures):
         return []
 
     def take(self) -> bytes:
+        return b""
+
+    def show(self) -> bytes:
         return b""
 
 
@@ -99,6 +109,9 @@ class Leased(Distributed):
         self._partial: list[float] = []  # of a lease that was left in the middle
         self._partial_metrics = b""
         self._reported: Sequence[float] = ()  # the sums of this epoch, up to the present lease
+        self._shown = b""  # the metrics before the batches of an update that is not made yet
+        self._looked = (-1, -1)  # the lease and step of what `_halfway` found
+        self._found: Halfway | None = None
 
     def __iter__(self) -> Generator[Batch]:
         for batches in self.epochs(1, None, 0):
@@ -143,9 +156,12 @@ class Leased(Distributed):
         chief = self._coordination.chief
         if chief is None or self._stream is None:
             return mine
-        parts = [chief.coordinator.sums(self._stream, self._epoch).sums, self._partial]
-        if self._is_met:
-            parts.append(_since(mine, self._reported))
+        if found := self._halfway():
+            parts = [found.sums, *found.others, _since(mine, self._reported)]
+        else:
+            parts = [chief.coordinator.sums(self._stream, self._epoch).sums, self._partial]
+            if self._is_met:
+                parts.append(_since(mine, self._reported))
         return [sum(column) for column in zip([0.0] * len(mine), *filter(None, parts), strict=True)]
 
     def gather(self, rows: Tensor) -> Tensor:
@@ -155,9 +171,13 @@ class Leased(Distributed):
         chief = self._coordination.chief
         if chief is None or self._stream is None:
             return [own]
-        found = chief.coordinator.sums(self._stream, self._epoch).metrics
+        if found := self._halfway():
+            pusher = self._coordination.computing
+            waits = pusher.pair.passes > 0  # batches of an update that is not made yet
+            return [*sorted(found.metrics), self._shown if waits else own]
+        reported = chief.coordinator.sums(self._stream, self._epoch).metrics
         here = [own] if self._is_met else []
-        return [*sorted(found), self._partial_metrics, *here]  # in whatever order they came
+        return [*sorted(reported), self._partial_metrics, *here]  # in whatever order they came
 
     def order(self) -> int:
         return 0
@@ -167,9 +187,8 @@ class Leased(Distributed):
         return {"pass": number, "step": step}
 
     def settled(self, step: int, done: int, ended: bool) -> tuple[dict[str, Any], int, int]:
-        chief, pusher = self._coordination.chief, self._coordination.pusher
-        current = pusher.current if pusher else None
-        if chief is None or self._stream is None or (current is not None and current.lease.group):
+        chief = self._coordination.chief
+        if chief is None or self._stream is None or self._halfway():
             return self.state_dict(), step, done
         met, self._coordination.met = self._coordination.met, NOWHERE
         here = met[1:] if met[0] == self._stream else None
@@ -188,13 +207,28 @@ class Leased(Distributed):
 
     def _where(self) -> tuple[int, int]:
         """The first global batch that is not done, as far as the chief knows."""
-        chief, pusher = self._coordination.chief, self._coordination.pusher
+        chief, current = self._coordination.chief, self._current
         if chief is None or self._stream is None:
             return self._start
-        current = pusher.current if pusher else None
-        if current is not None and current.lease.group:  # all are at the same step
-            return current.lease.pass_, current.step + 1
+        if current is not None and self._halfway():  # all are at the same step
+            return current.lease.pass_, current.first
         return chief.coordinator.frontier(self._stream)
+
+    @property
+    def _current(self) -> WorkPosition | None:
+        """What is computed now."""
+        pusher = self._coordination.pusher
+        return pusher.current if pusher else None
+
+    def _halfway(self) -> Halfway | None:
+        """In the middle of leases that all workers have, all at one step: what was done of them."""
+        chief, current = self._coordination.chief, self._current
+        if chief is None or self._stream is None or current is None or not current.lease.group:
+            return None
+        at = current.lease.id, current.first
+        if self._looked != at:
+            self._looked, self._found = at, chief.coordinator.halfway(self._stream, *at)
+        return self._found
 
     def watch(self) -> Iterator[StepResult]:
         chief, stream, epoch = self._coordination.chief, self._stream, self._epoch
@@ -210,8 +244,7 @@ class Leased(Distributed):
     @property
     def _is_met(self) -> bool:
         """Whether a checkpoint is after the lease that we have, which we have not reported yet."""
-        pusher = self._coordination.pusher
-        current = pusher.current if pusher else None
+        current = self._current
         if current is None or not current.lease.counts or current.first != current.lease.stop:
             return False
         return self._coordination.met == (current.stream, current.lease.pass_, current.first)
@@ -259,8 +292,9 @@ class Leased(Distributed):
                 return
             if isinstance(found, Lease):
                 current = pusher.current = WorkPosition(stream, found)
+                pusher.idle = partial(self._tell, work, current, figures, before)
                 try:
-                    ended = yield from self._work_items(current)
+                    ended = yield from self._work_items(current, figures)
                     pusher.settle()
                 except BaseException as why:  # left in the middle: others do the rest
                     try:
@@ -287,15 +321,27 @@ class Leased(Distributed):
                 )
                 before = self._reported = now
 
-    def _work_items(self, current: WorkPosition) -> Generator[Batch, None, int | None]:
+    def _tell(
+        self, work: WorkSource, current: WorkPosition, figures: Figures, before: Sequence[float]
+    ) -> None:
+        """Tell the chief, which may be saving, what of a lease is in the model."""
+        sums = _since(figures.sums(), before)
+        told = Reached(current.stream, current.lease.id, current.reached, sums)
+        work.reach(told, self._shown if self._pusher.pair.accumulate > 1 else figures.show())
+
+    def _work_items(
+        self, current: WorkPosition, figures: Figures
+    ) -> Generator[Batch, None, int | None]:
         """The batches of a lease; returns where its pass ended, if that was found."""
-        lease, expected = current.lease, current.lease.start
+        lease, expected, pair = current.lease, current.lease.start, self._pusher.pair
         batches = self._reader.read(lease)
         try:
             for batch in batches:
                 current.step = expected
                 expected += 1
                 batch = self._placed(batch)
+                if lease.group and pair.accumulate > 1 and not pair.passes:
+                    self._shown = figures.show()
                 began = time.perf_counter()
                 self._pusher.ready(batch)
                 self.waited += time.perf_counter() - began
@@ -317,98 +363,3 @@ class Leased(Distributed):
 
 def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:
     return [new - old for new, old in zip(now, before, strict=True)]
-
-
-class Reader(Protocol):
-    """Reads the batches of a lease."""
-
-    def read(self, lease: Lease) -> Generator[Batch]:
-        """The local batches of the lease, fewer where the data ends before."""
-        ...
-
-    def close(self) -> None:
-        """End what reads ahead; the next `read` begins anew."""
-        ...
-
-
-class IndexedReader:
-    """Examples by index: any work item can be read at any time.
-
-    All leases share the order of a pass, and threads that read ahead. These read what is leased;
-    where one lease has followed another they go on beyond its end, as the next one mostly does.
-    """
-
-    def __init__(self, chain: Dataset, slices: int, seed: int) -> None:
-        self._chain, self._slices, self._seed = chain, slices, seed
-        self._passes = Passes(chain, seed if chain.seed is None else chain.seed)
-        self._feeds: dict[int, IndexedFeed] = {}
-        self._next = (-1, 0, 0)  # slice, pass and step after the last of these batches
-        self._batches: Generator[Batch] | None = None
-        self._goes_on = False  # beyond the end of a lease
-        self._threads: ThreadPoolExecutor | None = None
-
-    def read(self, lease: Lease) -> Generator[Batch]:
-        """As `Reader.read`."""
-        follows = self._next == (lease.data_shard, lease.pass_, lease.start)
-        if self._batches is None or not (follows and self._goes_on):
-            self._end()
-            self._batches, self._goes_on = self._open(lease, follows), follows
-        for step in range(lease.start, lease.stop):
-            batch = next(self._batches, None)
-            if batch is None:
-                return
-            self._next = lease.data_shard, lease.pass_, step + 1
-            yield batch
-
-    def close(self) -> None:
-        """As `Reader.close`."""
-        self._end()
-        if self._threads is not None:
-            self._threads.shutdown()
-            self._threads = None
-
-    def _end(self) -> None:
-        """Read ahead no more."""
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
-
-    def _open(self, lease: Lease, goes_on: bool) -> Generator[Batch]:
-        chain, index = self._chain, lease.data_shard
-        if index not in self._feeds:
-            made = IndexedFeed(chain, (index, self._slices), self._seed, self._passes)
-            self._feeds[index] = made
-        tasks = self._feeds[index].tasks(lease.pass_, lease.start)
-        if not goes_on:
-            tasks = islice(tasks, lease.stop - lease.start)
-        if not chain.ahead:
-            return read_ahead(tasks, 0, 0)
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(chain.threads, "spartito-data")
-        return read_ahead_in(self._threads, tasks, chain.ahead)
-
-
-class StreamReader:
-    """A stream is read in its order; only a lease from before its position makes it start anew."""
-
-    def __init__(self, chain: Dataset, slices: int, seed: int) -> None:
-        self._chain, self._slices, self._seed = chain, slices, seed
-        self._at: dict[int, tuple[int, int, Iterator[Callable[[], Batch]]]] = {}
-
-    def close(self) -> None:
-        """As `Reader.close`: nothing reads ahead here."""
-
-    def read(self, lease: Lease) -> Generator[Batch]:
-        """As `Reader.read`."""
-        number, step, tasks = self._at.pop(lease.data_shard, (-1, 0, iter(())))
-        if number != lease.pass_ or step > lease.start:
-            feed = make_feed(self._chain, (lease.data_shard, self._slices), self._seed)
-            tasks, step = feed.tasks(lease.pass_, lease.start), lease.start
-        for _ in range(lease.start - step):
-            next(tasks, None)
-        for done in range(lease.start, lease.stop):
-            task = next(tasks, None)
-            if task is None:
-                return
-            self._at[lease.data_shard] = lease.pass_, done + 1, tasks
-            yield task()

@@ -212,10 +212,13 @@ class LocalSGDStrategy(ShardingStrategy):
         values: Values = Replicas(model, world)
         if self._zero:
             values = Shards(model, world, self.groups[ALIKE], self._homes)
+        values.only_finite = self.coordination.skips_nonfinite
         made = Coupling(values, self._outer, weights, self._exchange())
         if not isinstance(world, JoinedSites):
             return made
-        near = Coupling(Replicas(model, world.inside), Average(), weights, sending.Whole())
+        inside = Replicas(model, world.inside)
+        inside.only_finite = values.only_finite
+        near = Coupling(inside, Average(), weights, sending.Whole())
         return Hierarchy(near, made, world, self._turn)
 
     @property
@@ -224,12 +227,6 @@ class LocalSGDStrategy(ShardingStrategy):
 
     def _check(self, precision: str) -> None:
         """Refuse what groups would do each in its own way."""
-        if self.coordination.skips_nonfinite:
-            raise UserError(
-                "on_nonfinite='skip' or 'stop' under local_sgd: one group would leave out an "
-                "update that the others make",
-                "Leave it out, or choose mirrored or multi_worker_mirrored.",
-            )
         if precision in ("fp16", "16-mixed"):
             raise UserError(
                 "precision='fp16' under local_sgd: each group would have its own loss scale",
@@ -291,6 +288,9 @@ class LocalSGDStrategy(ShardingStrategy):
         coupling.follow(pair.gradients.parameters)
         result = super()._update(pair, output, examples, stop)
         coupling.count(result.weight, result.stop)
+        if result.dropped:
+            coupling.left_out += 1
+            self.coordination.tell_left_out(coupling.left_out)
         asked = coupling.is_due and self._meet(pair, coupling.meet)
         return structs.replace(result, stop=asked)
 
@@ -305,7 +305,9 @@ class LocalSGDStrategy(ShardingStrategy):
         """Go on from one's own group's values, after the merged ones were shown."""
         for pair in self._pairs.all:
             coupling = self._couplings.get(id(pair.optimizer))
-            if coupling is not None and coupling.take_back():
+            if coupling is not None and coupling.shows_merged:
+                self.coordination.check_shown(coupling)
+                coupling.take_back()
                 pair.gradients.written()
 
     @contextmanager

@@ -17,6 +17,9 @@ from spartito.ps.protocol.work import Lease
 from spartito.strategies.own_states import OwnOptimizer
 from spartito.strategies.pair import Pair
 
+SOON = 0.05
+"""Seconds after which a push waits for those of others, and not for the servers."""
+
 
 class ServedGradients(LocalGradients):
     """Gradients of parameters whose offsets on the servers were laid out once."""
@@ -40,6 +43,7 @@ class WorkPosition:
         self.stream, self.lease = stream, lease
         self.step = lease.start
         self.first = lease.start  # of the work items that the next push covers
+        self.reached = lease.start  # of those that the last push covers
         self.bad = 0
         self.detail = ""
         self.abandoned = False
@@ -76,6 +80,8 @@ class Pusher:
         """Which work item is computed now."""
         self.repeats = True
         """Whether `compute` can do what was done: not so in loops that users write."""
+        self.idle: Callable[[], None] = lambda: None
+        """Is called while a push waits for those of others."""
         self.own: OwnOptimizer | None = None
         """Of a group that trains apart: what it keeps to itself."""
         self._rules, self._compute = rules, compute
@@ -101,7 +107,7 @@ class Pusher:
                 "an update outside of the batches that the chief gave out",
                 "Iterate over strategy.distribute(data), and update once for each batch.",
             )
-        lease = current.lease
+        lease, current.reached = current.lease, current.first
         self._sent = Push(
             keys=current.keys,
             pulled=0,
@@ -115,6 +121,8 @@ class Pusher:
         found = self._send(self._sent, current)
         current.first = current.step + 1
         if self._rules.together:  # nobody goes on before all have come
+            if not self.servers.came(SOON):
+                self.idle()
             self.arrive()
         return found
 
@@ -147,6 +155,9 @@ class Pusher:
         """The newest values into the model."""
         self.arrive()
         self.servers.look()
+
+    def show(self) -> None:
+        """The values in the model are the servers' own, until the next batch."""
 
     def _send(self, push: Push, current: WorkPosition) -> tuple[float, float]:
         pair = self.pair

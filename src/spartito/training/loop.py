@@ -287,6 +287,10 @@ class TrainingLoop:
         """The state of this task's metrics since the last call."""
         return self._metrics.take()
 
+    def show(self) -> bytes:
+        """The same, which is not taken."""
+        return self._metrics.state()
+
     def _sums(self) -> list[float]:
         """The same over all replicas, with what came before a checkpoint."""
         total = self._batches.total(self.sums(), ())

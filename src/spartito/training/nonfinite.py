@@ -9,7 +9,6 @@ from spartito.errors import UserError
 from spartito.log import warn
 from spartito.names import nearest
 from spartito.strategies import Strategy
-from spartito.strategies.coordination import SynchronousCoordination
 from spartito.training.callback import Callback, Logs
 from spartito.training.callbacks.backup_and_restore import BackupAndRestore
 
@@ -103,7 +102,7 @@ class NonFinite(Callback):
         """Go back to a backup; an error where there is none, or that has not helped."""
         trainer, skips = self.trainer, self.trainer.skips
         what = f"no update of the last {IN_A_ROW} had a finite loss and gradients"
-        meets = isinstance(trainer.coordination, SynchronousCoordination)
+        meets = trainer.coordination.skips_together
         for backup in trainer.callbacks if meets and skips.went_back < GOES_BACK else ():
             if isinstance(backup, BackupAndRestore) and (path := backup.go_back()):
                 skips.went_back, skips.row = skips.went_back + 1, 0

@@ -84,6 +84,11 @@ class Home(ABC):
         """The shard of another replica, where this one has it and writes leave no trace."""
         return None
 
+    @property
+    def shown(self) -> Tensor:
+        """This replica's shard as its parameters show it, with what was written into them."""
+        return self.own
+
     def leave(self) -> None:  # noqa: B027 - most have nothing to undo
         """The parameters get another home."""
 
@@ -214,8 +219,12 @@ class SharedHome(Home):
     def is_written(self) -> bool:
         return self._is_moved or bool(len(self._private.find()))
 
+    @property
+    def shown(self) -> Tensor:
+        return self._shard(self._seen)
+
     def take_written(self) -> None:
-        self.own.copy_(self._shard(self._seen))
+        self.own.copy_(self.shown)
 
     @property
     def is_doubtful(self) -> bool:

@@ -153,6 +153,10 @@ class Link:
                 self._breaks = 0
                 return self._checked(reply)
 
+    def came(self, seconds: float) -> bool:
+        """Whether a reply begins within so many seconds, or the connection ends."""
+        return self._wire is None or self._wire.ready(seconds)
+
     def ask(self, message: Message) -> Any:
         """Send, and receive."""
         self.send(message)

@@ -126,6 +126,10 @@ class Servers:
         self._admitted = True
         return found
 
+    def came(self, seconds: float) -> bool:
+        """Whether within so many seconds there is a reply to the last push, or none to await."""
+        return not self._awaiting or self.links[0].came(seconds)
+
     def result(self) -> Outcome | None:
         """What became of the last push, None if there was none since the last call.
 

@@ -35,6 +35,7 @@ from spartito.ps.protocol.work import (
     OwnState,
     Part,
     Pause,
+    Reached,
     Refused,
     Report,
     Take,
@@ -127,12 +128,7 @@ class WorkerLink(WorkSource):
 
     def take(self, stream: int, epoch: int, report: Report | None, wait: bool = True) -> Work:
         metrics = b"" if report is None else report.metrics
-        if len(metrics) > MAX_PUBLISHED:
-            raise UserError(
-                f"the metrics of one work range keep {len(metrics) >> 20} MiB, and at most "
-                f"{MAX_PUBLISHED >> 20} can be reported to the chief",
-                "Take a metric that counts instead of keeping rows, or a synchronous strategy.",
-            )
+        _check_size(metrics)
         if report is not None:
             failpoint("ps.worker.before_report")
             report = msgspec.structs.replace(report, metrics=b"")
@@ -147,6 +143,11 @@ class WorkerLink(WorkSource):
             if not wait or not isinstance(reply.work, Pause):
                 return reply.work
             report, metrics = None, b""  # it was received: a reply came
+
+    def reach(self, reached: Reached, metrics: bytes) -> None:
+        _check_size(metrics)
+        with contextlib.suppress(Gone), self._send_lock:  # who asks next is told
+            self._wire.send(reached, metrics)
 
     def merge(self, arrival: Arrival) -> Merge:
         while True:
@@ -174,7 +175,12 @@ class WorkerLink(WorkSource):
         while not last:
             reply, part = self._ask(Fetch(sum(map(len, parts))), Part)
             parts, last = [*parts, part], reply.last
-        if self._own is not None and any(parts):
+        if not any(parts):
+            raise TaskLostError(
+                f"{self._chief} has lost the state from which this group was to go on",
+                "Start again from the checkpoint.",
+            )
+        if self._own is not None:
             self._own.load(b"".join(parts))
 
     def published(self, key: int) -> bytes:
@@ -286,3 +292,12 @@ class WorkerLink(WorkSource):
                     self._meet_again(error, wire)
                 except (OSError, SpartitoError):
                     return
+
+
+def _check_size(metrics: bytes) -> None:
+    if len(metrics) > MAX_PUBLISHED:
+        raise UserError(
+            f"the metrics of one work range keep {len(metrics) >> 20} MiB, and at most "
+            f"{MAX_PUBLISHED >> 20} can be reported to the chief",
+            "Take a metric that counts instead of keeping rows, or a synchronous strategy.",
+        )

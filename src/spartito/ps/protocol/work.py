@@ -124,6 +124,10 @@ class WorkSource(Protocol):
         """
         ...
 
+    def reach(self, reached: Reached, metrics: bytes) -> None:
+        """Tell what is done of a lease whose end others hold up, as they may be saving."""
+        ...
+
     def merge(self, arrival: Arrival) -> Merge:
         """With whom what a group has moved is merged, once that is decided."""
         ...
@@ -200,6 +204,19 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
     nbytes: Count = 0
     loss: float = 0.0
     counts: Amount = 0.0
+
+
+class Reached(msgspec.Struct, frozen=True, tag="reached"):
+    """All work items of a lease before ``step`` are in an update, and its next push waits.
+
+    ``sums`` are over them, and the state of their metrics is the payload: as in a `Report` that
+    is still to come. Has no reply.
+    """
+
+    stream: Count
+    lease: Count
+    step: Number
+    sums: list[float]
 
 
 class Decision(msgspec.Struct, frozen=True, tag="decision"):
@@ -282,5 +299,5 @@ class Refused(msgspec.Struct, frozen=True, tag="refused"):
     do: Text = ""
 
 
-ToCoordinator = Hello | Heartbeat | Take | Arrival | Ask | Given | Fetch | Failed | Leave
+ToCoordinator = Hello | Heartbeat | Take | Reached | Arrival | Ask | Given | Fetch | Failed | Leave
 ToWorker = Welcome | Assignment | Decision | Value | Taken | Part | Refused

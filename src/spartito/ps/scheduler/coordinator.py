@@ -58,9 +58,7 @@ class Coordinator(Readings):
         rules: Rules | None = None,
         runtime: Runtime = SYSTEM,
     ) -> None:
-        self.runtime = runtime
         self.lease_seconds = lease_seconds
-        self.timeout = timeout
         self.book = ledger.Book("") if book is None else book
         before, now = self.book.ledger, runtime.now()
         self._members = members(names, before.workers, now)
@@ -68,7 +66,7 @@ class Coordinator(Readings):
         self._expect_all = expect_all and not all(member.came for member in self._members)
         self._bad_limit = bad_limit
         self.dropped = sum(member.bad for member in self._members)  # not finite, by all
-        super().__init__(runtime.condition(), before.queues, before.stopped)
+        super().__init__(runtime.condition(), before.queues, before.stopped, runtime, timeout)
         self.meetings = Meetings(rules, self.book, self._members, self._changed, runtime)
         self._work_seconds = timeout * self.meetings.updates  # each may take the limit
         self.key_values = KeyValues(runtime, before.values)

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 from msgspec import Struct, field
 
+from spartito.decoders import msgpack_decoder
 from spartito.errors import SpartitoError
 from spartito.ps.protocol.messages import Lost
 from spartito.ps.protocol.work import Lease, Merge
@@ -196,6 +197,18 @@ class Kept(Event, frozen=True):
     state: bytes
 
 
+class Handed(Event, frozen=True):
+    """Workers are to go on from these states."""
+
+    states: dict[int, bytes]
+
+
+class Taken(Event, frozen=True):
+    """A worker has got its state."""
+
+    worker: int
+
+
 class Ended(Event, frozen=True):
     """The job is done."""
 
@@ -233,6 +246,7 @@ class Ledger(Struct, tag=True):
     kept: bytes = b""
     ended: bool = False
     agreed: dict[int, Agreed] = field(default_factory=dict)
+    states: dict[int, bytes] = field(default_factory=dict)
 
     def apply(self, event: Event) -> None:
         """Take note of what happened."""
@@ -265,6 +279,10 @@ class Ledger(Struct, tag=True):
                 self.agreed[worker] = event
                 number = event.merge.number
                 self.groups.upcoming = max(self.groups.upcoming, number + 1)
+            case Handed(states):
+                self.states = dict(states)
+            case Taken(worker):
+                self.states.pop(worker, None)
             case Kept(state):
                 self.kept = state
             case Ended():
@@ -273,7 +291,7 @@ class Ledger(Struct, tag=True):
 
 _Record = (
     Ledger | Opened | Called | Stopped | Entered | Dropped | Gone | Published | Scheduled | Met
-    | Appointed | Agreed | Kept | Ended
+    | Appointed | Agreed | Handed | Taken | Kept | Ended
 )  # fmt: skip
 
 
@@ -353,7 +371,8 @@ def _replayed(records: Sequence[bytes]) -> Ledger | None:
     """What the records led to; None where there are none."""
     if not records:
         return None
-    decode = msgspec.msgpack.Decoder(_Record, dec_hook=_decoded).decode
+    msgpack_decoder(QueueState, _decoded)  # before it is converted to
+    decode = msgpack_decoder(_Record, _decoded).decode
     ledger = decode(records[0])
     if not isinstance(ledger, Ledger):
         return None

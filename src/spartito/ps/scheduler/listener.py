@@ -29,6 +29,7 @@ from spartito.ps.protocol.work import (
     Hello,
     Leave,
     Part,
+    Reached,
     Refused,
     Take,
     Taken,
@@ -116,6 +117,8 @@ class WorkerListener:
         worker = hello.worker
         session = self._coordinator.enter(worker, session=hello.generation)
         lost = True
+        if not hello.generation:
+            self._coordinator.meetings.states.enter(worker)
         try:
             wire.send(Welcome(self._heartbeat, session))
             wire.header_limit, wire.limit = LONG_HEADER, MAX_PUBLISHED
@@ -137,12 +140,15 @@ class WorkerListener:
                 case Take(stream, epoch, report, wait):
                     if report is not None and len(wire.payload):
                         report = msgspec.structs.replace(report, metrics=bytes(wire.payload))
+                    states.heard(worker)
                     work = self._coordinator.take(worker, stream, epoch, report, wait, patience)
                     timetable = self._coordinator.timetable
                     changed = timetable != known
                     told = states.asks(worker), states.keeps(worker)
                     wire.send(Assignment(work, changed, *told), timetable if changed else b"")
                     known = timetable
+                case Reached():
+                    self._coordinator.reach(worker, message, bytes(wire.payload))
                 case Arrival():
                     merge = self._coordinator.meetings.ask(worker, message, patience)
                     wire.send(Decision(merge, merge is None and states.asks(worker)))

@@ -8,6 +8,7 @@ from spartito.ps.protocol.work import (
     Merge,
     OwnState,
     Pause,
+    Reached,
     Report,
     Work,
     WorkSource,
@@ -42,6 +43,9 @@ class LocalLink(WorkSource):
             if not wait or not isinstance(work, Pause):
                 return work
             report = None
+
+    def reach(self, reached: Reached, metrics: bytes) -> None:
+        """Nothing: the chief knows what it has done itself."""
 
     def merge(self, arrival: Arrival) -> Merge:
         """As `WorkSource.merge`; raises too what the coordinator found to be wrong."""

@@ -41,7 +41,7 @@ class Meetings:
         )
         self._grace, self._book, self._queues = rules.grace, book, book.ledger.queues
         self._members, self._changed, self._runtime = members, changed, runtime
-        self.states = States(members, changed, runtime)
+        self.states = States(members, changed, runtime, book)
         """What groups keep to themselves."""
 
     def ask(self, worker: int, arrival: Arrival, patience: float) -> Merge | None:

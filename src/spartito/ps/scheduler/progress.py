@@ -128,6 +128,24 @@ def settled(
     return Settled(*batches.locate(batch), done, batches.updates(batch))
 
 
+def level(state: QueueState, lease: int) -> list[Outstanding] | None:
+    """What is out of the leases that were granted with ``lease``, but itself.
+
+    None where not all slices are in the middle of these, or at their end.
+    """
+    own = next((held for held in state.held if held.lease.id == lease), None)
+    if own is None or not own.lease.counts:
+        return None
+    granted = [held for held in state.held if held.lease.group == own.lease.group]
+    if any(held.redo or (held.start, held.stop) != (own.start, own.stop) for held in granted):
+        return None
+    out = {held.lease.data_shard for held in granted}
+    for index, found in enumerate(state.shards):
+        if found.done.frontier() < (own.start if index in out else own.stop):
+            return None
+    return [held for held in granted if held is not own]
+
+
 def _is_done(shards: Sequence[ShardProgress], held: Collection[Outstanding], batch: int) -> bool:
     """Whether all before ``batch`` is finished, or in a lease that ends there."""
     for index, found in enumerate(shards):

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from spartito.ps.protocol.runtime import Condition, Runtime
 from spartito.ps.protocol.work import PART, At, Given
+from spartito.ps.scheduler.ledger import Book, Handed, Taken
 from spartito.ps.scheduler.members import Member
 
 LOOK_SECONDS = 0.25
@@ -33,14 +34,18 @@ class Coming:
 class States:
     """The states of groups, by worker. ``changed`` is the coordinator's lock.
 
-    A state holds until its worker gets other work, or what it has moved is merged.
+    A state holds until its worker gets other work, or what it has moved is merged. What workers
+    are to go on from is in the ``book``: another process may be the chief when one asks for it.
     """
 
-    def __init__(self, members: Sequence[Member], changed: Condition, runtime: Runtime) -> None:
+    def __init__(
+        self, members: Sequence[Member], changed: Condition, runtime: Runtime, book: Book
+    ) -> None:
         self._members, self._changed, self._runtime = members, changed, runtime
+        self._book = book
         self._given: dict[int, Own] = {}
         self._coming: dict[int, Coming] = {}
-        self._kept: dict[int, bytes] = {}
+        self._sent: set[int] = set()  # to these all of it was sent, which may not have come
         self.collecting = False
         """Nothing is merged meanwhile."""
 
@@ -71,18 +76,34 @@ class States:
         """``worker`` goes on. Called with the lock held."""
         self._given.pop(worker, None)
 
+    def enter(self, worker: int) -> None:
+        """``worker`` is another process than before, which has got nothing yet."""
+        with self._changed:
+            self._sent.discard(worker)
+
+    def heard(self, worker: int) -> None:
+        """``worker`` asks for work: what was sent to it has come."""
+        with self._changed:
+            if worker in self._sent:
+                self._sent.remove(worker)
+                self._book.note(Taken(worker))
+
     def keeps(self, worker: int) -> bool:
         """Whether there is a state that ``worker`` is to go on from."""
         with self._changed:
-            return worker in self._kept
+            return worker in self._book.ledger.states
 
     def part(self, worker: int, begin: int) -> tuple[bytes, bool]:
-        """A part of what `keeps` told of, and whether it is the last one: then it is gone."""
+        """A part of what `keeps` told of, and whether it is the last one.
+
+        It can be asked for again, as the reply may be lost, until ``worker`` asks for work.
+        """
         with self._changed:
-            whole = self._kept.get(worker, b"")
-            if begin + PART >= len(whole):
-                self._kept.pop(worker, None)
-            return whole[begin : begin + PART], begin + PART >= len(whole)
+            whole = self._book.ledger.states.get(worker, b"")
+            is_last = begin + PART >= len(whole)
+            if is_last and whole:
+                self._sent.add(worker)
+            return whole[begin : begin + PART], is_last
 
     # The chief
 
@@ -90,7 +111,8 @@ class States:
         """Have workers go on from these."""
         with self._changed:
             self._given.clear()
-            self._kept = dict(states)
+            self._sent.clear()
+            self._book.note(Handed(dict(states)))
 
     @contextmanager
     def collected(self, seconds: float, check: Callable[[], None]) -> Iterator[dict[int, Own]]:

@@ -1,0 +1,52 @@
+"""max_staleness=0: an epoch that was saved in its middle has all its figures in the end."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.replicas import Replicas
+from tests.strategies import halfway_jobs as jobs
+from tests.strategies.test_contracts import close, run
+
+slow = pytest.mark.slow
+SMALL = {"max_staleness": 0, "min_shard_bytes": 16}
+
+
+@pytest.mark.parametrize(
+    ("workers", "at", "more"),
+    [
+        (2, 3, {}),
+        pytest.param(2, 1, {}, marks=slow),
+        pytest.param(3, 5, {"shared_memory": False}, marks=slow),
+        pytest.param(2, 9, {}, marks=slow),  # in the second epoch
+        pytest.param(2, 6, {}, marks=slow),  # after its last batch, before it ends
+    ],
+    ids=str,
+)
+def test_an_epoch_that_is_gone_on_with_has_all_its_figures(
+    replicas: Replicas, tmp_path: Path, workers: int, at: int, more: dict[str, Any]
+) -> None:
+    case = ("parameter_server", workers, {**SMALL, **more})
+    path = str(tmp_path / "saved")
+    expected = jobs.by_torch(1)
+    whole = run(replicas, case, jobs.figures, path=path, at=at)
+    close(whole, expected)
+    resumed = run(replicas, case, jobs.figures, path=path, at=0)
+    close(resumed, {name: curve[-len(resumed["loss"]) :] for name, curve in expected.items()})
+    # What was saved is what plain torch has found by then, on any number of replicas.
+    alone = run(replicas, ("one_device", 1, {}), jobs.figures, path=path, at=0)
+    close(alone, resumed)
+
+
+@slow
+@pytest.mark.parametrize("at", [2, 3])
+def test_also_between_the_batches_of_an_update(replicas: Replicas, tmp_path: Path, at: int) -> None:
+    """Those that no update has yet are done again, and count once."""
+    case = ("parameter_server", 2, SMALL)
+    given = {"path": str(tmp_path / "saved"), "accumulate": 2}
+    expected = jobs.by_torch(2)
+    close(run(replicas, case, jobs.figures, at=at, **given), expected)
+    close(run(replicas, case, jobs.figures, at=0, **given), expected)
