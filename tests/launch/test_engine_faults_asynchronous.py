@@ -91,3 +91,31 @@ def test_a_worker_crashes_then_is_killed_for_good(container_job: Make) -> None:
     assert next((job.run_folder / "checkpoints").glob("*/model.safetensors")).stat().st_size > 0
     assert (job.run_folder / "evaluations.jsonl").read_text().strip()
     assert job.remains == []
+
+
+COMES_LATE = """
+import json, os, pathlib, signal, time
+
+role = json.loads(os.environ["TF_CONFIG"])["task"]["type"]
+known = pathlib.Path("/runs/known")
+if role == "ps" and known.exists():
+    time.sleep(3600)
+if role == "ps":
+    known.touch()
+    open("/scripts/gate", "rb", 0).read(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_server_that_comes_back_when_the_work_is_done_holds_nobody(container_job: Make) -> None:
+    job = container_job("--chief", "--workers", "1", "--ps", "1", script=COMES_LATE)
+    assert job.does("up", "--detach")[0] == 0
+    chief = job.container("chief")
+    assert docker("wait", chief).strip() == "0"
+    job.open_gate(1)
+    code, text = job.does("wait")
+    assert code == 0, text
+    assert "ps 0 came too late; the job has ended" in text
+    code, text = job.does("status")
+    assert code == 0, text
+    assert text.endswith("has ended: all is well\n")

@@ -9,11 +9,14 @@ import tarfile
 import threading
 import zipfile
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler, SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from spartito.errors import SpartitoError
+from spartito.launch.fetch import fetch as put_into
 from spartito.launch.fetch import path_of
 
 FETCH = ("-m", "spartito.launch.fetch")
@@ -163,3 +166,35 @@ def test_what_cannot_be_had_is_said(
     assert "Traceback" not in said
     assert not (folder / ".fetched").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["data"]
+
+
+def test_data_is_fetched_and_unpacked_once(tmp_path: Path) -> None:
+    served, folder = tmp_path / "served", tmp_path / "data"
+    served.mkdir()
+    folder.mkdir()
+    (served / "text.txt").write_text("to be")
+    with tarfile.open(served / "digits.tgz", "w:gz") as tar:
+        tar.add(served / "text.txt", "in/text.txt")
+
+    class Quiet(SimpleHTTPRequestHandler):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args, directory=str(served))
+
+        def log_message(self, *args: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        put_into(f"{url}/digits.tgz", folder)
+        (folder / "in" / "text.txt").write_text("kept")
+        put_into(f"{url}/digits.tgz", folder)
+        put_into(f"{url}/text.txt?a=1", folder)
+        with pytest.raises(SpartitoError, match="cannot be fetched"):
+            put_into(f"{url}/nothing.zip", folder)
+        server.shutdown()
+    assert (folder / "in" / "text.txt").read_text() == "kept"
+    assert (folder / "text.txt").read_text() == "to be"
+    assert path_of("https://a/b/digits.tgz") == "/data"
+    assert path_of("https://a/b/text.txt?c=d.zip") == "/data/text.txt"
+    assert sorted(one.name for one in folder.iterdir()) == [".fetched", "in", "text.txt"]

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import http.server
 import json
-import tarfile
-import threading
+import subprocess
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -18,13 +16,13 @@ from hypothesis import strategies as st
 
 from spartito.cli import main
 from spartito.cluster import resolve
-from spartito.errors import SpartitoError, UserError
-from spartito.launch.fetch import fetch, path_of
+from spartito.errors import UserError
 from spartito.launch.job import Program
 from spartito.launch.kubernetes.file import job_file
 from spartito.launch.kubernetes.launcher import Kubernetes
 from spartito.launch.kubernetes.values import check_image, quantity
 from spartito.registry import strategy_info, strategy_names
+from tests.commands import SPARTITO
 from tests.launch.jobs import asked
 from tests.launch.kubernetes_schemas import check, refuses
 from tests.launch.pods import Job, expanded, jobs_of
@@ -286,6 +284,8 @@ def test_a_queue_is_named_and_not_asked(capsys: pytest.CaptureFixture[str]) -> N
         (["--data=My_Pictures"], "--data (a claim) 'My_Pictures'"),
         (["--data=s3://bucket/a"], "--data s3://bucket/a cannot be fetched"),
         (["--out=a..b"], "--out (a claim) 'a..b'"),
+        (["--out=runs/1"], "--out runs/1 is no claim, and pods see no folder of this machine"),
+        (["--data=/data"], "--data /data is no claim"),
         (["--namespace=Team A"], "--namespace 'Team A'"),
         (["--queue=-a"], "--queue '-a'"),
         (["--name=2mnist"], "a letter first"),
@@ -307,6 +307,31 @@ def test_what_kubernetes_forbids_is_refused_before_anything_is_written(
     out, err = capsys.readouterr()
     assert out == ""
     assert told in err, err
+
+
+def test_a_claim_with_the_name_of_a_folder_here_is_told_apart(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    Path("pictures").mkdir()
+    assert main(["cluster", "kubernetes", "mnist", "--data=./pictures", "--out=kept"]) == 0
+    err = capsys.readouterr().err
+    assert "--data pictures is a claim there; pictures in the folder we are in does not go" in err
+    assert "kept" not in err
+
+
+@pytest.mark.parametrize("words", [["kubernetes"], ["compose"], ["sky"], ["slurm"]])
+def test_a_file_that_has_no_space_is_an_error(words: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*SPARTITO, "cluster", *words, "mnist"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=60,
+        )
+    assert done.returncode == 2
+    assert "the file cannot be written: No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_scripts_that_no_config_map_takes_are_refused() -> None:
@@ -342,38 +367,6 @@ def test_quantities(number: int, suffix: tuple[str, int]) -> None:
 def test_variables_are_put_in_as_the_kubelet_does() -> None:
     known = {"A": "1", "B": "$(A)"}
     assert expanded("$(A) $$(A) $(C) $(B) $x", known) == "1 $(A) $(C) $(A) $x"
-
-
-def test_data_is_fetched_and_unpacked_once(tmp_path: Path) -> None:
-    served, folder = tmp_path / "served", tmp_path / "data"
-    served.mkdir()
-    folder.mkdir()
-    (served / "text.txt").write_text("to be")
-    with tarfile.open(served / "digits.tgz", "w:gz") as tar:
-        tar.add(served / "text.txt", "in/text.txt")
-
-    class Quiet(http.server.SimpleHTTPRequestHandler):
-        def __init__(self, *args: Any) -> None:
-            super().__init__(*args, directory=str(served))
-
-        def log_message(self, *args: Any) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Quiet) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        url = f"http://127.0.0.1:{server.server_port}"
-        fetch(f"{url}/digits.tgz", folder)
-        (folder / "in" / "text.txt").write_text("kept")
-        fetch(f"{url}/digits.tgz", folder)
-        fetch(f"{url}/text.txt?a=1", folder)
-        with pytest.raises(SpartitoError, match="cannot be fetched"):
-            fetch(f"{url}/nothing.zip", folder)
-        server.shutdown()
-    assert (folder / "in" / "text.txt").read_text() == "kept"
-    assert (folder / "text.txt").read_text() == "to be"
-    assert path_of("https://a/b/digits.tgz") == "/data"
-    assert path_of("https://a/b/text.txt?c=d.zip") == "/data/text.txt"
-    assert sorted(one.name for one in folder.iterdir()) == [".fetched", "in", "text.txt"]
 
 
 @pytest.mark.parametrize("kind", KINDS)

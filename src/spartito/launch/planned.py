@@ -5,9 +5,12 @@ JobSpec -> check -> Planned -> text        compose: Containers   kubernetes: Pod
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from spartito.errors import UserError
 from spartito.launch.roles import Roles
@@ -95,6 +98,33 @@ def check_text(words: Iterable[str]) -> None:
             raise UserError(
                 f"{word[:99]!r} is not UTF-8, which the file is", "Write it in other words."
             )
+
+
+def folder_here(flag: str, text: str, what: str) -> str:
+    """What is said where a name in the cluster is that of a folder here; empty where it is not."""
+    if not Path(text).exists():
+        return ""
+    return f"{flag} {text} is {what} there; {text} in the folder we are in does not go along"
+
+
+def print_file(text: str, notes: Iterable[str] = ()) -> None:
+    """Print a file to stdout, after what the user should know of it.
+
+    Raises `UserError` where it cannot be written.
+    """
+    for said in notes:
+        print(f"spartito: {said}", file=sys.stderr)
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with open(os.devnull, "wb") as nowhere:  # what is left would be tried again at the end
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+        raise UserError(
+            f"the file cannot be written: {error.strerror}", "What is there of it is a part."
+        ) from error
 
 
 def name_of(title: str) -> str:

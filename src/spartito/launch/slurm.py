@@ -12,6 +12,7 @@ from spartito.cluster.endpoints import parse_range
 from spartito.errors import UserError
 from spartito.launch.containers.plan import LEAST_MEMORY, memory_bytes
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
+from spartito.launch.planned import print_file
 from spartito.launch.roles import Roles
 from spartito.launch.slurm_file import (
     BIND,
@@ -128,7 +129,7 @@ class Slurm:
         Raises:
             UserError: the job cannot run so.
         """
-        sys.stdout.write(batch_file(self.plan(job)))
+        print_file(batch_file(self.plan(job)))
         return 0
 
     def plan(self, job: JobSpec) -> BatchJob:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +17,13 @@ from spartito.launch.containers.plan import IMAGE
 from spartito.launch.fetch import SCHEMES, parse_url
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.kubernetes.values import check_image, check_memory, quantity
-from spartito.launch.planned import check_apart, check_text, name_of
+from spartito.launch.planned import (
+    check_apart,
+    check_text,
+    folder_here,
+    name_of,
+    print_file,
+)
 from spartito.launch.roles import Roles
 from spartito.launch.target import check_folder, named_here
 
@@ -56,9 +61,7 @@ class Cloud(ABC):
             UserError: the job cannot run so; nothing was written.
         """
         planned = self.plan(job)
-        for said in self._notes(planned):
-            print(f"spartito: {said}", file=sys.stderr)
-        sys.stdout.write(self._text(planned))
+        print_file(self._text(planned), self._notes(planned))
         return 0
 
     @abstractmethod
@@ -282,7 +285,9 @@ class Dstack(Cloud):
         return dstack.dstack_file(job)
 
     def _notes(self, job: Nodes) -> list[str]:
-        return [wrong] if (wrong := dstack.image_of_nobody(job)) else []
+        volumes = {"--out": job.out, "--data": job.data.store}
+        said = [folder_here(flag, name or "", "a volume") for flag, name in volumes.items() if name]
+        return [note for note in (dstack.image_of_nobody(job), *said) if note]
 
 
 def _at_home(word: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from spartito.launch.containers.file import RESTARTS_LABEL, SECRET
 from spartito.launch.containers.plan import STORE, Containers, service
 from spartito.launch.containers.secret import secret_name, write_secret
 from spartito.launch.local import RUNTIME
+from spartito.launch.planned import print_file
 from spartito.launch.written import MERGE, Anchored, List, Row, dump
 from spartito.names import (
     ENV_PORTS,
@@ -68,7 +68,7 @@ def machine_files(job: Containers) -> dict[str, str]:
 def write_files(job: Containers, into: Path | None) -> None:
     """Print the job's file; with ``into`` write one for each machine there, and the secret."""
     if into is None:
-        sys.stdout.write(compose_file(job))
+        print_file(compose_file(job))
         return
     into.mkdir(parents=True, exist_ok=True)
     for machine, text in machine_files(job).items():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -26,7 +25,13 @@ from spartito.launch.kubernetes.values import (
     check_name,
     quantity,
 )
-from spartito.launch.planned import check_apart, check_text, name_of
+from spartito.launch.planned import (
+    check_apart,
+    check_text,
+    folder_here,
+    name_of,
+    print_file,
+)
 from spartito.launch.recovering import Recovering
 from spartito.launch.roles import RESTARTS, Roles
 from spartito.names import nearest
@@ -98,16 +103,14 @@ class Kubernetes(Recovering):
             UserError: the job cannot run so; nothing was written.
         """
         planned = self.plan(job)
-        text = job_file(planned)
+        claims = {"--out": planned.out, "--data": planned.data}
+        notes = [folder_here(flag, name, "a claim") for flag, name in claims.items() if name]
+        notes.append(image_of_nobody(planned))
         if planned.queue is not None:
-            print(
-                f"spartito: the queue {planned.queue} has to admit {needs(planned)}; it was not "
-                "asked",
-                file=sys.stderr,
+            notes.append(
+                f"the queue {planned.queue} has to admit {needs(planned)}; it was not asked"
             )
-        if wrong := image_of_nobody(planned):
-            print(f"spartito: {wrong}", file=sys.stderr)
-        sys.stdout.write(text)
+        print_file(job_file(planned), filter(None, notes))
         return 0
 
     def plan(self, job: JobSpec) -> Pods:
@@ -241,6 +244,12 @@ def _script(path: Path) -> tuple[str, str]:
 
 
 def _claim(flag: str, text: str) -> str:
+    if "/" in text:
+        raise UserError(
+            f"{flag} {text} is no claim, and pods see no folder of this machine",
+            f"Name a PersistentVolumeClaim of the cluster: {flag} pictures"
+            + (", or what is at http:// or https://." if flag == "--data" else "."),
+        )
     check_name(f"{flag} (a claim)", text)
     return text
 
