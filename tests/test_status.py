@@ -50,7 +50,11 @@ def test_the_figures_of_a_task(tmp_path: Path) -> None:
     assert found["phase"] == "step"
     silent = replace(WORKER, time=NOW - 100)
     assert record(tmp_path, silent)["phase"] == "silent"
-    assert record(tmp_path, replace(silent, phase="ended"))["phase"] == "ended"
+    ended = replace(silent, phase="ended")
+    assert record(tmp_path, ended)["phase"] == "ended"
+    for one in (silent, ended):  # what it did before is no rate of now
+        found = record(tmp_path, one)
+        assert [found[name] for name in ("steps_per_second", "waiting", "data")] == [0.0] * 3
     (tmp_path / "config.json").unlink()
     assert record(tmp_path, WORKER)["examples_per_second"] == 0.0
 

@@ -27,7 +27,7 @@ WINDOW = 10
 """Writes over which speed and waiting are counted."""
 SILENT = 5.0
 """Seconds after which a task that said nothing counts as one that does not speak."""
-OVER = "ended"
+OVER, SILENCE = "ended", "silent"
 
 staleness: Callable[[], float] | None = None
 """A parameter server's: updates between pull and push, in the mean."""
@@ -43,7 +43,7 @@ class Status:
         began: When it said something first, in seconds since 1970.
         time: When it said this.
         phase: One of `heartbeat.PHASES`, or ``"ended"``.
-        step: The global step that it is at, from 0.
+        step: The global step that it is at, from 0; of a parameter server its updates.
         steps_per_second: Of its own, lately.
         waiting: The part of the last seconds in which it waited for other tasks.
         data: The part in which it waited for data.
@@ -71,7 +71,7 @@ class Status:
     @property
     def shown_phase(self) -> str:
         """What it is at, as a table says it."""
-        return "silent" if self.age > SILENT and self.phase != OVER else self.phase
+        return SILENCE if self.age > SILENT and self.phase != OVER else self.phase
 
 
 class _Writer:

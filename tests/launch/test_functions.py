@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -129,6 +129,14 @@ def test_what_cannot_be_sent_is_named_before_anything_starts(case: str) -> None:
     with pytest.raises(sp.UserError, match=message) as caught:
         sp.launch(function, args=args)
     assert "_thread.lock" in str(caught.value)
+
+
+def test_a_function_that_would_only_begin_is_refused() -> None:
+    async def later() -> int:
+        return 1
+
+    with pytest.raises(sp.UserError, match="later is a coroutine or a generator"):
+        sp.launch(cast("Callable[[], int]", later))
 
 
 def test_a_lock_in_a_closure_is_named() -> None:

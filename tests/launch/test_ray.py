@@ -287,6 +287,17 @@ def test_a_lost_node_ends_the_job_and_names_its_task(cluster: Cluster) -> None:
     until(lambda: all(map(gone, pids)))
 
 
+@pytest.mark.slow
+def test_the_end_of_the_cluster_ends_the_job(cluster: Cluster) -> None:
+    job, pids = cluster.waiting()
+    cluster.end(cluster.nodes.pop())  # the last one, its head
+    text, _ = job.communicate(timeout=LIMIT)
+    assert job.returncode == 69, text
+    assert "its actor is lost" in text
+    assert "(raylet)" not in text
+    until(lambda: all(map(gone, pids)))
+
+
 def no_cluster(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "spartito", "run", "--ray", *words], capture_output=True, text=True,

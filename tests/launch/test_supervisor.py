@@ -377,7 +377,7 @@ HEARS = (
 
 
 def test_a_second_ctrl_c_kills(start: Start) -> None:
-    job = start(HEARS, HEARS, interrupt=10 * LIMIT)
+    job = start(HEARS, HEARS, interrupt=10 * LIMIT, remind=0.0)
     job.wait_for_pids(2)
     job.popen.send_signal(signal.SIGINT)
     assert job.popen.stdout is not None
@@ -385,7 +385,9 @@ def test_a_second_ctrl_c_kills(start: Start) -> None:
     assert heard == [b"[worker 0] heard\n", b"[worker 1] heard\n"]
     time.sleep(2 * DOUBLE_CLICK)  # what came sooner would count as the first
     job.popen.send_signal(signal.SIGINT)
-    assert job.end()[0] == 130
+    code, _, err = job.end()
+    assert code == 130
+    assert "worker 0, worker 1 did not end yet: interrupt again to end all at once\n" in err
 
 
 def test_who_does_not_hear_a_signal_is_killed_in_the_end(start: Start) -> None:

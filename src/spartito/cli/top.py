@@ -6,7 +6,7 @@ import json as json_
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +15,7 @@ import typer
 
 from spartito.cluster.spec import split_address
 from spartito.errors import UserError
-from spartito.status import OVER, Status, statuses
+from spartito.status import OVER, SILENCE, Status, statuses
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -54,7 +54,9 @@ def top(
 
 
 def record(run: Path, status: Status) -> dict[str, Any]:
-    """The figures of a task, as JSON has them."""
+    """The figures of a task, as JSON has them; one that ended or is silent does nothing."""
+    if status.shown_phase in (OVER, SILENCE):
+        status = replace(status, steps_per_second=0.0, waiting=0.0, data=0.0)
     rate = {"examples_per_second": status.steps_per_second * examples_of_step(run)}
     return {**asdict(status), "phase": status.shown_phase, "age": status.age, **rate}
 
@@ -71,7 +73,7 @@ def examples_of_step(run: Path) -> float:
 def metrics(run: Path) -> str:
     """The figures as Prometheus reads them."""
     kinds = {
-        "step": ("gauge", "The global step.", "step"),
+        "step": ("gauge", "The global step; of a parameter server its updates.", "step"),
         "examples_per_second": ("gauge", "Of this task, lately.", "examples_per_second"),
         "waiting_ratio": ("gauge", "Part of the time in which it waits for tasks.", "waiting"),
         "data_wait_ratio": ("gauge", "Part of the time in which it waits for data.", "data"),

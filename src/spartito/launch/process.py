@@ -31,6 +31,8 @@ class Patience:
     """From SIGTERM to SIGKILL for the others, once a task failed."""
     interrupt: float = 30.0
     """From Ctrl-C or SIGTERM to SIGKILL: a script may write a last checkpoint."""
+    remind: float = 3.0
+    """From Ctrl-C until it is said that a second one ends those that go on."""
     cause: float = 2.0
     """For the task that failed first, once another reports that it lost a peer."""
     report: float = 0.0

@@ -29,6 +29,11 @@ def packed(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[st
             f"{function!r} cannot be called", "Give the function itself: sp.launch(train)."
         )
     name = name_of(function)
+    if inspect.iscoroutinefunction(function) or inspect.isgeneratorfunction(function):
+        raise UserError(
+            f"{name} is a coroutine or a generator: a call of it does nothing yet",
+            "Give a function that does the work and returns: asyncio.run(...) or list(...) in it.",
+        )
     try:
         call = cloudpickle.dumps((function, tuple(args), dict(kwargs)))
     except Exception as error:

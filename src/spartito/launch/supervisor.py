@@ -102,6 +102,7 @@ class _Supervisor:
     cause: Running | None = None
     interrupted: signal.Signals | None = None
     interrupted_at: float = 0.0
+    remind_at: float = float("inf")
     kill_at: float = float("inf")
     mark: Mapping[str, str] = field(default_factory=dict)
     memory: MemoryKills = field(default_factory=memory_kills)
@@ -172,6 +173,7 @@ class _Supervisor:
         if self.interrupted is None and self.cause is None:
             self.interrupted, self.interrupted_at = signal.Signals(number), now
             self.kill_at = now + self.patience.interrupt
+            self.remind_at = now + self.patience.remind
             self._forward()
         elif number == signal.SIGINT and now - self.interrupted_at > DOUBLE_CLICK:
             self._kill()
@@ -365,6 +367,10 @@ class _Supervisor:
         now = time.monotonic()
         if now >= self.kill_at:
             self._kill()
+        elif now >= self.remind_at and self.interrupted == signal.SIGINT:
+            self.remind_at = float("inf")
+            who = ", ".join(task.name for task in self.running)
+            self.err.say(f"{who} did not end yet: interrupt again to end all at once")
         if self.cause is not None or self.interrupted is not None:
             return
         self.beats.look([task for task in self.tasks if not task.let_go])

@@ -128,11 +128,25 @@ def _say(text: str) -> None:
 def _wait(task: _Kept, beats: Heartbeats) -> int:
     """Until it ends, saying what is unusual; returns its code."""
     while True:
-        try:
-            return task.popen.wait(beats.every)
-        except subprocess.TimeoutExpired:
-            if not task.paused:
-                beats.look([task])
+        if ended_within(task.popen, beats.every):
+            return task.popen.wait()
+        if not task.paused:
+            beats.look([task])
+
+
+def ended_within(process: subprocess.Popen[bytes], seconds: float) -> bool:
+    """Whether it ends within ``seconds``; nothing wakes up meanwhile where the kernel tells."""
+    try:
+        ends = os.pidfd_open(process.pid)
+    except (AttributeError, OSError):  # an old kernel, or none of Linux
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
+        return process.poll() is not None
+    try:
+        select.select([ends], [], [], seconds)
+    finally:
+        os.close(ends)
+    return process.poll() is not None
 
 
 def main(argv: Sequence[str]) -> int:

@@ -30,8 +30,12 @@ from spartito.launch.target import check_program
 
 MOST = 1 << 20
 """Bytes of one output that are passed on at once."""
-SILENCE = 5.0
-"""Seconds after which an actor that is asked for output says that there is none."""
+SILENCE = 1.0
+"""Seconds after which an actor that is asked for output says that there is none.
+
+It does one thing at a time, so that is how long a signal may wait. With several at a time its main
+thread would wake up a hundred times a second, on a core where a task computes.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,7 @@ class TaskActor:
         self._held = ExitStack()
         self._agent: subprocess.Popen[bytes] | None = None
         self._folder: Path | None = None
+        self._over = threading.Event()
 
     def find(self, folder: str | None, argv: Sequence[str], ports: tuple[int, int] | None) -> Node:
         """Say where this is, and whether ``argv`` can run in ``folder`` here."""
@@ -98,7 +103,7 @@ class TaskActor:
             words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
         )
         self._send(agent.first_line(env))
-        threading.Thread(target=self._beat, args=(self._agent,), daemon=True).start()
+        threading.Thread(target=self._beat, daemon=True).start()
 
     def read(self) -> Output:
         """Wait for what it prints, or for its end."""
@@ -127,6 +132,7 @@ class TaskActor:
 
     def close(self) -> None:
         """End the task, if it still runs, and leave nothing behind."""
+        self._over.set()
         if self._agent is not None and self._agent.stdin is not None:
             self._agent.stdin.close()  # it ends the task
             self._agent.wait()
@@ -138,12 +144,9 @@ class TaskActor:
             with suppress(BrokenPipeError, ValueError):
                 self._agent.stdin.write(line.encode())
 
-    def _beat(self, process: subprocess.Popen[bytes]) -> None:
-        """Tell the agent that we are there, as long as it is."""
-        while process is self._agent:
-            with suppress(subprocess.TimeoutExpired):
-                process.wait(agent.HEARTBEAT)
-                return
+    def _beat(self) -> None:
+        """Tell the agent that we are there, as long as we are."""
+        while not self._over.wait(agent.HEARTBEAT):
             self._send("0\n")
 
 

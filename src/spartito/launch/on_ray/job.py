@@ -20,7 +20,7 @@ from spartito.launch.job import JobSpec, option
 from spartito.launch.local import defaults
 from spartito.launch.on_ray.actor import Node, TaskActor, checksum_of, versions
 from spartito.launch.on_ray.following import Following
-from spartito.launch.on_ray.session import check_fits, connected, resources
+from spartito.launch.on_ray.session import check_fits, connected, is_there, resources
 from spartito.launch.outcome import Ending
 from spartito.launch.process import process_of
 from spartito.launch.processes import Processes
@@ -134,19 +134,19 @@ class OnRay(Processes):
                 kind.options(
                     num_cpus=bundle["CPU"],
                     num_gpus=bundle.get("GPU", 0.0),
-                    max_concurrency=4,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
                 ).remote()
                 for index, bundle in enumerate(bundles)
             ]
             yield actors
         finally:
-            closed = [actor.close.remote() for actor in actors]
-            if closed:
-                ray.wait(closed, num_returns=len(closed), timeout=CLOSE_SECONDS)
-            for actor in actors:
-                ray.kill(actor)
-            ray.util.remove_placement_group(group)
+            if is_there(ray):  # else all that is left ends with it, and each call waits for long
+                closed = [actor.close.remote() for actor in actors]
+                if closed:
+                    ray.wait(closed, num_returns=len(closed), timeout=CLOSE_SECONDS)
+                for actor in actors:
+                    ray.kill(actor)
+                ray.util.remove_placement_group(group)
 
     def _wait(self, group: Any, what: str, env: Mapping[str, str]) -> None:
         """Until the cluster has resources; raises `TaskLostError` at the time limit."""

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
+import os
 import platform
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from spartito.cluster.spec import split_address
-from spartito.errors import UserError
+from spartito.errors import EXIT_TASK_LOST, UserError
 
 REACH_SECONDS = 5.0
 """For a connection to the cluster's head."""
@@ -44,10 +47,38 @@ def connected(address: str | None) -> Iterator[Any]:
         raise _no_cluster(address) from error
     except RuntimeError as error:
         raise _refused(address, error, ray.__version__) from error
+    with suppress(
+        ImportError, AttributeError
+    ):  # what Ray itself says of lost actors, in our output
+        from ray._private.ray_logging import global_worker_stdstream_dispatcher
+
+        global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
     try:
         yield ray
     finally:
-        ray.shutdown()
+        if is_there(ray):
+            ray.shutdown()
+        else:  # it would wait for a minute, and then end this process with 1
+            atexit.unregister(ray.shutdown)
+            atexit.register(_end)
+
+
+def _end() -> None:
+    """End this process, whose connection to a cluster that is gone cannot be closed any more."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):  # nobody reads it
+            stream.flush()
+    os._exit(EXIT_TASK_LOST)
+
+
+def is_there(ray: Any) -> bool:
+    """Whether the head of the cluster that ``ray`` is connected to can still be reached."""
+    try:
+        host, port = split_address(ray.get_runtime_context().gcs_address)
+        socket.create_connection((host, port), REACH_SECONDS).close()
+    except OSError:
+        return False
+    return True
 
 
 def check_fits(bundles: Sequence[Mapping[str, float]], nodes: Sequence[Mapping[str, Any]]) -> None:
