@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
+import pytest
+import yaml
+
+from spartito.cli import main
 from spartito.cluster import resolve
 
 PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
@@ -12,6 +17,33 @@ PAGE = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
 
 def section(title: str) -> str:
     return PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
+
+
+WRITTEN = re.findall(r"^(spartito cluster \w+ .*) > \S+$", PAGE, re.MULTILINE)
+"""The commands whose output is a file."""
+
+
+def test_every_engine_has_an_example() -> None:
+    written = {shlex.split(line)[2] for line in WRITTEN}
+    assert written == {"compose", "kubernetes", "slurm", "sky", "dstack"}
+    assert "SPARTITO_ENGINE=podman spartito cluster up compose.yaml" in section("Containers")
+
+
+@pytest.mark.parametrize("line", WRITTEN)
+def test_the_commands_that_write_a_file_write_one(
+    line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "spartito-0.1.0-py3-none-any.whl").write_text("")
+    (tmp_path / "spartito.sif").write_bytes(b"#!/usr/bin/env run-singularity\n\0SIF_MAGIC\0")
+    _, *words = shlex.split(line)
+    assert main(words) == 0
+    out, err = capsys.readouterr()
+    assert "names no registry" not in err
+    if words[1] == "slurm":
+        assert out.startswith("#!/bin/bash\n")
+    else:
+        assert all(isinstance(one, dict) for one in yaml.safe_load_all(out))
 
 
 def test_tf_config() -> None:
