@@ -80,8 +80,12 @@ def by_torch(
     epochs: int = EPOCHS,
     batch: int = BATCH,
     examples: int = EXAMPLES,
+    halved: bool = False,
 ) -> dict[str, Any]:
-    """The same without any of ours: one model and optimizer for each group, in one process."""
+    """The same without any of ours: one model and optimizer for each group, in one process.
+
+    ``halved``: all values are, after the last batch of an epoch.
+    """
     x, y = blobs(examples)
     replicas = sum(map(len, groups))
     start = mlp()
@@ -162,6 +166,8 @@ def by_torch(
                     take(fragment)
                 if not delay and under_way[fragment] is not None:
                     merge(fragment, mixing)
+        for parameter in (p for net in nets for p in net.parameters() if halved):
+            parameter.data.mul_(0.5)
         waiting = [(now[0], f) for f, now in enumerate(under_way) if now is not None]
         for _, fragment in sorted(waiting):
             merge(fragment, mixing)
@@ -356,6 +362,28 @@ def written_amid(name: str, options: dict[str, Any], how: str) -> dict[str, Any]
         return str(error)
     finally:
         strategy.close()
+
+
+def halved(name: str, options: dict[str, Any]) -> dict[str, Tensor]:
+    """The weights of a training in which a callback writes after the last batch of each epoch."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+
+    class Halve(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            if trainer.step % -(-EXAMPLES // BATCH) == 0:
+                with torch.no_grad():
+                    for parameter in net.parameters():
+                        parameter.mul_(0.5)
+
+    trainer = sp.Trainer(
+        net, optimizer=INNER["adamw"], loss=nn.CrossEntropyLoss(), strategy=strategy
+    )
+    data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
+    trainer.fit(data, epochs=2, callbacks=[Halve()], verbose=0)
+    found = weights(strategy, net)
+    strategy.close()
+    return found
 
 
 def loaded(name: str, options: dict[str, Any], path: str) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,19 +38,31 @@ def spoil(net: nn.Module) -> None:
         next(net.parameters()).view(-1)[0] = math.inf
 
 
-def trained(options: dict[str, Any], members: list[int], poisons: bool, choice: str) -> Outcome:
-    strategy = make_strategy("local_sgd", every=EVERY, **options)
+def trained(
+    options: dict[str, Any],
+    members: list[int],
+    poisons: bool,
+    choice: str,
+    path: str = "",
+    at: int = 0,
+) -> Outcome:
+    """It is saved after ``at`` steps; 0: goes on from there, if there is a ``path``."""
+    strategy = make_strategy("local_sgd", **{"every": EVERY, **options})
     net = mlp()
 
     class Poison(sp.Callback):
         def on_train_batch_end(self, batch: int, logs: Any) -> None:
             if poisons and trainer.step == POISONED and strategy.cluster.rank in members:
                 spoil(net)
+            if trainer.step == at:
+                trainer.save(path)
 
     trainer = sp.Trainer(
         net, optimizer=torch.optim.AdamW(net.parameters(), 0.02), loss=nn.CrossEntropyLoss(),
         strategy=strategy, on_nonfinite=choice,
     )  # fmt: skip
+    if path and not at:
+        trainer.load(path)
     history = trainer.fit(
         sp.data.arrays(*examples()).batch(ROWS), epochs=EPOCHS, callbacks=[Poison()], verbose=0
     )
@@ -130,6 +143,28 @@ def test_a_group_leaves_out_what_is_its_own(
     expected = by_torch(poisons)
     for each in found:
         close(each, expected)
+
+
+@pytest.mark.slow
+def test_a_resumed_epoch_has_counted_those_of_all_groups(
+    replicas: Replicas, tmp_path: Path
+) -> None:
+    """Saved after the third step: each group has left one out, between two meetings."""
+    given = {"groups": 2}, [1], False, "skip", str(tmp_path / "saved")
+    expected = by_torch(False)
+    for at in (3, 0):
+        for each in replicas(trained, 2, *given, at):
+            close(each, expected)
+
+
+@pytest.mark.slow
+def test_groups_of_sites_leave_out_what_is_their_own(replicas: Replicas) -> None:
+    """A model that is not finite stays out of its site's meeting; all is finite in the end."""
+    options = {"groups": 4, "sites": 2, "every": [1, 2]}
+    for each in replicas(trained, 4, options, [2], True, "skip"):
+        assert all(value.isfinite().all() for value in each["weights"].values())
+        assert each["skipped"] == [3, 2]  # with the one that it could not compute
+        assert all(map(math.isfinite, each["loss"]))
 
 
 @pytest.mark.slow

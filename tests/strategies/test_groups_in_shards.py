@@ -200,6 +200,21 @@ def test_what_is_written_into_a_model_that_is_only_shown_is_refused(
     close(run(replicas, ("local_sgd", 4, given), jobs.written_amid, how="back"), expected)
 
 
+@slow
+@pytest.mark.parametrize(
+    "options",
+    [{"inside": None}, {}, {"zero": 1}, {"communication": "sockets"}],
+    ids=str,
+)
+def test_what_is_written_while_a_meeting_is_under_way_is_kept(
+    replicas: Replicas, options: dict[str, Any]
+) -> None:
+    """After the last batch, when no update takes it in first."""
+    case = ("local_sgd", 4, {**FOUR, "every": 4, "overlap": 2, **options})
+    expected = jobs.by_torch(FOUR["groups"], 4, delay=2, mixing=0.5, epochs=2, halved=True)
+    close(run(replicas, case, jobs.halved), expected["weights"])
+
+
 @pytest.mark.parametrize(
     "options",
     [{}, *[pytest.param(each, marks=slow) for each in ({"zero": 1}, {"communication": "sockets"})]],

@@ -133,10 +133,6 @@ class Coupling:
         since.weight = since.weight + weight
         since.asked = since.asked or asked
 
-    def agree(self) -> None:
-        """As `Values.agree`."""
-        self._values.agree()
-
     def begin(self, due: int) -> None:
         """Take how far the group has moved, and let leaders exchange it; all tasks call it.
 

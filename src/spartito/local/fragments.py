@@ -151,7 +151,6 @@ class Fragments:
         """
         began, asked = perf_counter(), False
         for part in sorted(self._in_flight, key=lambda part: part.due):
-            part.agree()  # callbacks may have written since the update
             asked |= part.end(self._turns.mixing)
         for part in self._parts:
             asked |= part.is_apart and part.meet_all()

@@ -84,10 +84,6 @@ class Hierarchy:
         """As `Coupling.due`."""
         return self._near.due
 
-    def agree(self) -> None:
-        """As `Coupling.agree`."""
-        self._near.agree()
-
     def begin(self, due: int) -> None:
         """As `Coupling.begin`, in each site."""
         self._near.begin(due)

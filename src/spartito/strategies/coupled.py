@@ -228,7 +228,7 @@ class LocalCoordination(ShardedCoordination):
 
     @property
     def skips_together(self) -> bool:
-        return self._grouping.world is None
+        return self._grouping.world is None or len(self._grouping.members) == 1
 
     def tell_left_out(self, count: int) -> None:
         """Say that one's own group has left out an update, the ``count``-th of this epoch.
