@@ -18,12 +18,16 @@ LIMIT = 600.0
 
 SERVER = """
 import socket
+from spartito.cluster.reach import look_after
 from spartito.ps.protocol.messages import Request
-from spartito.ps.protocol.wire import Wire
+from spartito.ps.protocol.wire import SILENCE, Wire
 
 listener = socket.create_server(("0.0.0.0", 29531))
 print("listens", flush=True)
-wires = [Wire(listener.accept()[0], Request) for _ in range(2)]
+callers = [listener.accept()[0] for _ in range(2)]
+for caller in callers:
+    look_after(caller, SILENCE)
+wires = [Wire(caller, Request) for caller in callers]
 print(*(type(wire.receive()).__name__ for wire in wires), flush=True)
 for wire in wires:
     try:
@@ -35,14 +39,15 @@ CLIENT = """
 import signal
 import socket
 import sys
+from spartito.cluster.reach import look_after
 from spartito.ps.protocol.messages import GetState, Reply
-from spartito.ps.protocol.wire import Wire
+from spartito.ps.protocol.wire import SILENCE, Wire
 
 signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
-waits, sends = (
-    Wire(socket.create_connection(("alpha", 29531)), Reply, timeout=float(sys.argv[1]))
-    for _ in range(2)
-)
+servers = [socket.create_connection(("alpha", 29531)) for _ in range(2)]
+for server in servers:
+    look_after(server, SILENCE)
+waits, sends = (Wire(server, Reply, timeout=float(sys.argv[1])) for server in servers)
 for wire in (waits, sends):
     wire.send(GetState())
 print("asked", flush=True)

@@ -134,6 +134,7 @@ class OnRay(Processes):
                 kind.options(
                     num_cpus=bundle["CPU"],
                     num_gpus=bundle.get("GPU", 0.0),
+                    enable_task_events=False,  # nobody asks after each read
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, index),
                 ).remote()
                 for index, bundle in enumerate(bundles)

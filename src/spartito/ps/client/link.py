@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from spartito.cluster.handshake import prove
+from spartito.cluster.reach import look_after
 from spartito.cluster.secret import NO_SECRET, Key
 from spartito.cluster.spec import split_address
 from spartito.collectives.sockets import RETRY_SECONDS, dial
@@ -48,7 +49,7 @@ from spartito.ps.protocol.messages import (
 from spartito.ps.protocol.runtime import SYSTEM, Channel, Runtime
 from spartito.ps.protocol.slots import State as OptimizerState
 from spartito.ps.protocol.transfer import MOST_KEYS, state_limit, state_message
-from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
+from spartito.ps.protocol.wire import LONG_HEADER, SILENCE, Gone, ProtocolError, Wire
 
 BREAKS = 5
 """How often in a row a server may break the connection without a reply."""
@@ -372,6 +373,7 @@ class Link:
         sock = dial(where.host, where.port, where.name, self._timeout, min(end, now + most))
         try:
             known = prove(sock, where.name, self._key, PURPOSE, self._runtime.now() + left)
+            look_after(known, SILENCE)
             return Wire(known, Reply, timeout=left)
         except BaseException:
             sock.close()

@@ -25,7 +25,6 @@ import msgspec
 import numpy as np
 
 from spartito.cluster.connection import Connection
-from spartito.cluster.reach import look_after
 from spartito.decoders import msgpack_decoder
 from spartito.errors import SpartitoError
 from spartito.forks import keep_from_forks
@@ -49,8 +48,11 @@ LONG_HEADER = 4 << 20
 PREFIX = struct.Struct("<4sBBHIQIQ")
 """Magic, version, flags, reserved, header bytes, payload bytes, CRC-32, sum of the payload."""
 SILENCE = 10
-"""Seconds without a sign of the other machine after which a connection is `Gone`: longer than a
-line full of gradients keeps a packet waiting, and much less than a task may take to reply."""
+"""Seconds without a sign of the other machine after which a server's connection is `Gone`.
+
+Longer than a line full of gradients keeps a packet waiting, and much less than a task may take to
+reply. A worker's only connection to the coordinator has no such limit: nobody would make it again.
+"""
 START = 256
 """Bytes that every frame begins with: the prefix, the header, and zeros where that is shorter."""
 _CRC = struct.Struct("<I")
@@ -124,7 +126,6 @@ class Wire:
         self._buffer = _NOTHING  # for payloads without a target
         if sock.family != getattr(socket, "AF_UNIX", None):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            look_after(sock, SILENCE)
         self.timeout = timeout
 
     @property

@@ -9,6 +9,7 @@ from typing import Any
 from spartito.cluster.acceptor import Acceptor
 from spartito.cluster.connection import Connection as Secured
 from spartito.cluster.handshake import GREETING_SECONDS
+from spartito.cluster.reach import look_after
 from spartito.cluster.secret import NO_SECRET, Key
 from spartito.cluster.spec import split_address
 from spartito.collectives.shared_memory import supported
@@ -18,7 +19,7 @@ from spartito.heartbeat import SERVE, beat
 from spartito.log import RareWarnings, note, warn
 from spartito.ps.protocol.messages import PURPOSE, Errand, Hello, Refused, Reply, Request
 from spartito.ps.protocol.runtime import Channel
-from spartito.ps.protocol.wire import Wire
+from spartito.ps.protocol.wire import SILENCE, Wire
 from spartito.ps.server.connection import Connection
 from spartito.ps.server.copies import COPY_SECONDS
 from spartito.ps.server.host import Served
@@ -281,6 +282,7 @@ class Server:
         return Acceptor(self._listener, self._enter, key=self.key, purpose=PURPOSE, name=self.name)
 
     def _enter(self, sock: Secured) -> None:
+        look_after(sock, SILENCE)
         try:
             wire: list[Channel] = [Wire(sock, Request, timeout=GREETING_SECONDS)]
         except OSError:
