@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from typing import Any
 
 import torch
@@ -37,6 +39,34 @@ def figures(
     data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
     history = trainer.fit(data, epochs=EPOCHS, callbacks=[Save()], verbose=0).history
     strategy.close()
+    return {name: history[name] for name in ("loss", "accuracy")}
+
+
+def interrupted(name: str, options: dict[str, Any], path: str, at: int) -> dict[str, list[float]]:
+    """As `figures`, of a task that is told to end after ``at`` batches, and saves then."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    trainer = sp.Trainer(
+        net, optimizer=torch.optim.AdamW(net.parameters(), 0.02), loss=nn.CrossEntropyLoss(),
+        metrics=["accuracy"], strategy=strategy,
+    )  # fmt: skip
+
+    class Tell(sp.Callback):
+        batches = 0
+
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            self.batches += 1
+            if self.batches == at:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+    data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
+    backup = sp.callbacks.BackupAndRestore(path, every=100, share=None)
+    try:
+        history = trainer.fit(data, epochs=EPOCHS, callbacks=[Tell(), backup], verbose=0).history
+    except sp.PreemptedError:
+        return {}
+    finally:
+        strategy.close()
     return {name: history[name] for name in ("loss", "accuracy")}
 
 

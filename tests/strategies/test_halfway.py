@@ -50,3 +50,11 @@ def test_also_between_the_batches_of_an_update(replicas: Replicas, tmp_path: Pat
     expected = jobs.by_torch(2)
     close(run(replicas, case, jobs.figures, at=at, **given), expected)
     close(run(replicas, case, jobs.figures, at=0, **given), expected)
+
+
+@slow
+def test_who_is_told_to_end_saves_what_all_have_done(replicas: Replicas, tmp_path: Path) -> None:
+    case = ("parameter_server", 2, SMALL)
+    given = {"path": str(tmp_path / "saved")}
+    assert run(replicas, case, jobs.interrupted, at=2, **given) == {}
+    close(run(replicas, case, jobs.interrupted, at=0, **given), jobs.by_torch(1))
