@@ -43,7 +43,11 @@ WAITS = """
 import json, os, time
 config = json.loads(os.environ["TF_CONFIG"])
 print(config["task"]["index"], "pid", os.getpid(), flush=True)
-time.sleep(100)
+try:
+    time.sleep(100)
+except KeyboardInterrupt:
+    print("heard", flush=True)
+    raise
 """
 
 ENDS = """
@@ -237,6 +241,7 @@ def test_tasks_end_with_their_launcher(cluster: Cluster, number: signal.Signals)
     text, _ = job.communicate(timeout=LIMIT)
     if number == signal.SIGINT:
         assert job.returncode == 130, text
+        assert text.count("heard") == 2, text  # and nobody had to be killed
     until(lambda: all(map(gone, pids)))
 
 

@@ -195,3 +195,35 @@ def test_a_task_is_gone_before_ssh_gives_its_connection_up() -> None:
     told = dict(option.split("=") for option in OPTIONS)
     gives_up = int(told["ServerAliveInterval"]) * (int(told["ServerAliveCountMax"]) + 1)
     assert 3 * agent.HEARTBEAT < agent.SILENCE < gives_up
+
+
+HEARS = """
+import time
+print("ready", flush=True)
+try:
+    time.sleep(60)
+except KeyboardInterrupt:
+    print("heard", flush=True)
+"""
+AS_RAY = """
+import os, signal, sys
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+os.execv(sys.argv[1], sys.argv[1:])
+"""
+
+
+def test_a_task_hears_an_interrupt_that_its_agent_does_not(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(HEARS)
+    words = agent.command([sys.executable, str(tmp_path / "task.py")], sys.executable)
+    with subprocess.Popen(
+        [sys.executable, "-c", AS_RAY, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        bufsize=0,
+    ) as deaf:  # fmt: skip
+        assert deaf.stdin is not None
+        assert deaf.stdout is not None
+        deaf.stdin.write(agent.first_line({}).encode())
+        assert deaf.stdout.readline() == b"ready\n"
+        deaf.stdin.write(b"%d\n" % signal.SIGINT)
+        assert deaf.stdout.readline() == b"heard\n"
+        assert deaf.wait(30) == 0

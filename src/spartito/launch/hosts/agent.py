@@ -17,7 +17,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -68,7 +68,7 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
             env=beats.begin(name, {**env, **reaper.mark}),
             stdin=subprocess.DEVNULL,
             start_new_session=True,
-            preexec_fn=die_with_parent(),  # safe: we have one thread
+            preexec_fn=_before_task(),  # safe: we have one thread
         )
         reaper.watch([task.pid])
         is_replaced = env.get(ENV_RECOVERY) and env.get(ENV_STORE) and "evaluator" not in name
@@ -87,6 +87,22 @@ def keep(silence: float, env: Mapping[str, str], argv: Sequence[str]) -> int:
         print("spartito: exit code 255 becomes 1: ssh has 255 for itself", file=sys.stderr)
         return 1
     return code if code >= 0 else 128 - code
+
+
+def _before_task() -> Callable[[], None]:
+    """What the task runs before its program; it hears a Ctrl-C, which Ray keeps from all it starts.
+
+    As the task has a session of its own, only the launcher sends it one.
+    """
+    die = die_with_parent()
+
+    def arrange() -> None:
+        if die is not None:
+            die()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+
+    return arrange
 
 
 @dataclass
