@@ -44,6 +44,8 @@ SIZE = 128
 _BEAT = struct.Struct("@8Q")  # step, steps, phase, generation, time, computed, read, time again
 _WHO = struct.Struct("@2Q")  # process id, the signal upon which it writes its stacks
 _WHO_AT = 64
+_GROUP = struct.Struct("@Q")  # the number of the group, from 1
+_GROUP_AT = 80
 TRIES, TRY_AGAIN = 20, 0.001
 """How often, and after how many seconds, one that is just written is read again."""
 
@@ -62,6 +64,7 @@ class Beat:
         read: Seconds in which it waited for data so far.
         pid: Its process id.
         stacks_signal: The signal upon which it writes its stacks, 0 for none.
+        group: Which tasks end when one of them is lost: those with the same number; 0 for none.
     """
 
     step: int
@@ -73,6 +76,7 @@ class Beat:
     read: float
     pid: int
     stacks_signal: int
+    group: int = 0
 
     @classmethod
     def read_from(cls, memory: mmap.mmap | bytes) -> Self:
@@ -92,7 +96,9 @@ class Beat:
             phase = NONE
         name = PHASES[phase] if phase < len(PHASES) else ""
         pid, number = _WHO.unpack_from(memory, _WHO_AT)
-        return cls(step, steps, name, generation, at / 1e9, computed / 1e9, read / 1e9, pid, number)
+        (group,) = _GROUP.unpack_from(memory, _GROUP_AT)
+        spent = computed / 1e9, read / 1e9
+        return cls(step, steps, name, generation, at / 1e9, *spent, pid, number, group)
 
     def __str__(self) -> str:
         return f"at step {self.step}, in {self.phase!r}"
@@ -256,6 +262,16 @@ def in_generation(number: int) -> None:
     if _heart is not None:
         _heart.generation = number
         _heart.beat(_heart.step, _heart.phase)
+
+
+def in_group(number: int) -> None:
+    """Say which tasks end when one of them is lost, so that they are started again together.
+
+    Args:
+        number: The same for all of them; 1 or more.
+    """
+    if _heart is not None:
+        _GROUP.pack_into(_heart.memory, _GROUP_AT, number)
 
 
 @dataclass(frozen=True, slots=True)

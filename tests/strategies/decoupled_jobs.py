@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import StepLR
 
 import spartito as sp
-from tests.strategies.jobs import blobs, make_strategy, mlp, weights
+from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy, mlp, weights
 from tests.strategies.local_jobs import BATCH, EPOCHS, EXAMPLES, INNER
 
 
@@ -52,6 +55,12 @@ def kept(name: str, options: dict[str, Any], path: str, at: Sequence[int]) -> di
     found = weights(strategy, net)
     strategy.close()
     return found
+
+
+def at_first() -> float:
+    """The loss of the model before any training."""
+    x, y = blobs(EXAMPLES)
+    return nn.functional.cross_entropy(mlp()(x), y).item()
 
 
 def evaluating(name: str, options: dict[str, Any]) -> dict[str, Any]:
@@ -145,3 +154,92 @@ def counted(name: str, options: dict[str, Any], path: str, epochs: int) -> float
     found = trainer.optimizer.state[next(net.parameters())]["step"]
     strategy.close()
     return float(found)
+
+
+def featured(
+    name: str,
+    options: dict[str, Any],
+    accumulate: int = 1,
+    clip: float | None = None,
+    schedule: bool = False,
+    norm: bool = False,
+) -> dict[str, Any]:
+    """Weights, losses and accuracies of a training with more to an update."""
+    strategy = make_strategy(name, **options)
+    net = normalized(norm)
+    trainer = sp.Trainer(
+        net, optimizer=INNER["sgd"], loss=nn.CrossEntropyLoss(), metrics=["accuracy"],
+        strategy=strategy, accumulate=accumulate, clip_norm=clip,
+        scheduler=(lambda o: StepLR(o, 2, 0.5)) if schedule else None,
+    )  # fmt: skip
+    data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
+    history = trainer.fit(data, epochs=EPOCHS, verbose=0).history
+    found = {**{n: history[n] for n in ("loss", "accuracy")}, "weights": weights(strategy, net)}
+    strategy.close()
+    return found
+
+
+def normalized(norm: bool) -> nn.Module:
+    """A small network, with or without BatchNorm."""
+    torch.manual_seed(3)
+    return nn.Sequential(
+        nn.Linear(FEATURES, 8), *([nn.BatchNorm1d(8)] if norm else []), nn.ReLU(),
+        nn.Linear(8, CLASSES),
+    ).double()  # fmt: skip
+
+
+def featured_by_torch(
+    groups: int,
+    every: int,
+    accumulate: int = 1,
+    clip: float | None = None,
+    schedule: bool = False,
+    norm: bool = False,
+) -> dict[str, Any]:
+    """The same with plain torch: a model for each group, which have equal parts of each batch."""
+    x, y = blobs(EXAMPLES)
+    start = normalized(norm)
+    nets = [copy.deepcopy(start) for _ in range(groups)]
+    optimizers = [INNER["sgd"](net.parameters()) for net in nets]
+    schedules = [StepLR(optimizer, 2, 0.5) for optimizer in optimizers]
+    found: dict[str, Any] = {"loss": [], "accuracy": []}
+
+    @torch.no_grad()
+    def merge() -> None:
+        for name, value in start.state_dict().items():
+            theirs = [net.state_dict()[name] for net in nets]
+            mean = torch.stack(theirs).double().mean(0).to(value.dtype)
+            for each in (value, *theirs):
+                each.copy_(mean)
+
+    for _ in range(EPOCHS):
+        total, right, since = 0.0, 0, 0
+        firsts = range(0, EXAMPLES, BATCH)
+        for begin in range(0, len(firsts), accumulate):
+            for g, (net, optimizer) in enumerate(zip(nets, optimizers, strict=True)):
+                weight, losses = 0, []
+                for first in firsts[begin : begin + accumulate]:
+                    size = min(EXAMPLES, first + BATCH) - first
+                    rows = slice(first + size * g // groups, first + size * (g + 1) // groups)
+                    output = net(x[rows])
+                    losses.append(nn.functional.cross_entropy(output, y[rows], reduction="sum"))
+                    weight += len(y[rows])
+                    right += int((output.argmax(1) == y[rows]).sum())
+                optimizer.zero_grad()
+                loss = torch.stack(losses).sum()
+                (loss / weight).backward()
+                total += loss.item()
+                if clip is not None:
+                    nn.utils.clip_grad_norm_(net.parameters(), clip)
+                optimizer.step()
+                if schedule:
+                    schedules[g].step()
+            since += 1
+            if since == every:
+                merge()
+                since = 0
+        if since:
+            merge()
+        found["loss"].append(total / EXAMPLES)
+        found["accuracy"].append(right / EXAMPLES)
+    return {**found, "weights": {name: v.clone() for name, v in start.state_dict().items()}}

@@ -210,6 +210,8 @@ def test_a_callback_may_evaluate_amid_an_epoch(replicas: Replicas, options: dict
     chief, other = results
     assert other["found"] == []
     assert len(chief["found"]) == 2 * jobs.EPOCHS
+    if "groups" in options:  # none has pushed yet
+        close(chief["found"][0], decoupled_jobs.at_first())
     for result in results:
         close(result["history"], chief["found"][1::2])
         close(result["after"], chief["found"][-1])
@@ -279,7 +281,6 @@ def test_it_goes_on_exactly_where_the_chief_computes_nothing(tmp_path: Path) -> 
         ({"groups": 2, "grace": -1}, "grace=-1"),
         ({"groups": 2, "every": 0}, "every=0"),
         ({"groups": 3}, "groups=3 of 2"),
-        ({"groups": 1}, "each worker is a group of its own"),
         ({"groups": [[0], []]}, "without members"),
         ({"groups": 2, "weights": "even"}, "weights='even'"),
         ({"groups": 2, "outer": "adam"}, "outer='adam'"),

@@ -70,32 +70,38 @@ class Meeting:
 
 
 def meet(
-    cluster: ClusterSpec, names: list[str], limit: float, recovery: Recovery | None = None
+    cluster: ClusterSpec,
+    names: list[str],
+    limit: float,
+    recovery: Recovery | None = None,
+    own_keeper: int | None = None,
 ) -> Meeting:
     """The job's store, once every replica is there.
 
-    With ``recovery`` a process that comes when the others have begun is a newcomer.
+    With ``recovery`` a process that comes when the others have begun is a newcomer. A rank that is
+    ``own_keeper`` has a store for these tasks alone, also where the job has one.
 
     Raises:
         TaskLostError: Names those who do not come within ``limit`` seconds.
         UserError: What keeps the store is another program, or has another secret.
     """
     warn_if_open(cluster)
-    kept = os.environ.get(ENV_STORE, "")
+    kept = os.environ.get(ENV_STORE, "") if own_keeper is None else ""
     host, port = split_address(kept or cluster.rendezvous or "")
     key = key_at(host)
     # torchrun's agent keeps a store at this address already, over restarts of the workers too.
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not kept
+    agent = agent and own_keeper is None
     recovery = None if agent else recovery
-    keeper = "the launcher" if kept else "torchrun" if agent else names[0]
-    serves = cluster.rank == 0 and not agent and not kept
+    keeper = "the launcher" if kept else "torchrun" if agent else names[own_keeper or 0]
+    serves = cluster.rank == (own_keeper or 0) and not agent and not kept
     end = time.monotonic() + limit
     global _visits
     _visits += 1
     # A store of a launcher keeps the keys of earlier visits of the same processes.
     visit = _visits if agent or kept or recovery else 0
     prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{visit}"
-    store: KeyValues | None = kept_here(cluster, names[0], limit, key) if serves else None
+    store: KeyValues | None = kept_here(cluster, keeper, limit, key) if serves else None
     while True:
         if store is None:
             dial(host, port, keeper, limit, end).close()

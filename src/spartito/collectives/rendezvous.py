@@ -73,6 +73,8 @@ class Rendezvous:
             "sockets" leaves shared memory out. "process_group" and "ddp" are gloo on CPUs.
         host: Processes with equal texts share memory; None finds out.
         recovery: What the tasks do when one is lost; None: the job ends.
+        keeper: The rank whose process keeps the store for these tasks alone, whatever the job has;
+            None: the job's.
 
     Raises:
         UserError: An unknown ``communication``, or one that the device cannot have.
@@ -86,10 +88,11 @@ class Rendezvous:
         communication: str = "auto",
         host: str | None = None,
         recovery: Recovery | None = None,
+        keeper: int | None = None,
     ) -> None:
         check_communication(communication, device)
         self._job = self.cluster = cluster
-        self._device, self._recovery = device, recovery
+        self._device, self._recovery, self._keeper = device, recovery, keeper
         self._timeout = time_limit(timeout)
         self._uses_process_group = device.type != "cpu" or communication in PROCESS_GROUP
         if self._uses_process_group and cluster.world_size > 1:
@@ -266,7 +269,7 @@ class Rendezvous:
         """The job's store and the tasks there, once every task has come."""
         quiet_torch()
         with during(CONNECT):
-            return meet(self._job, self._everybody, self._timeout, self._recovery)
+            return meet(self._job, self._everybody, self._timeout, self._recovery, self._keeper)
 
     @property
     def _store(self) -> KeyValues:

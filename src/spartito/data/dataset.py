@@ -18,7 +18,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from spartito.data.collate import collate
 from spartito.data.memory import Arrays
-from spartito.data.order import DataShard, shard_rows, steps
+from spartito.data.order import DataShard, part_rows, shard_rows, steps
 from spartito.data.source import BatchStream, ExampleStream, GatherSource, PerWorker, Source
 from spartito.data.transforms import RandomTransform
 from spartito.errors import UserError
@@ -218,7 +218,7 @@ class Dataset:
         """Whether whole batches can be read at once."""
         return isinstance(self.source, GatherSource) and not self.example_maps
 
-    def rows(self, size: int, shard: DataShard) -> range:
+    def rows(self, size: int, shard: DataShard, member: DataShard = (0, 1)) -> range:
         """The rows of a global batch that a data shard has.
 
         A batch smaller than the others is not cut into single rows: what normalizes over a batch
@@ -227,6 +227,7 @@ class Dataset:
         Args:
             size: Examples in the global batch.
             shard: The index of the data shard, and how many there are.
+            member: The same of a part of it, where several read it together.
 
         Returns:
             Their offsets in the global batch.
@@ -234,7 +235,8 @@ class Dataset:
         if self.padded:
             return shard_rows(-(-size // shard[1]) * shard[1], shard)
         is_rest = self.batch_size is not None and size < self.batch_size
-        return shard_rows(size, shard, 2 if is_rest else self.least)
+        least = 2 if is_rest else self.least
+        return part_rows(shard_rows(size, shard, least), member, least)
 
     def __len__(self) -> int:
         count = self.steps_per_epoch if self.batched else self.examples

@@ -144,15 +144,18 @@ def examples(dataset: Dataset) -> Iterator[Any]:
                 yield changed(dataset.example_maps, example, 0, epoch, index)
 
 
-def make_feed(dataset: Dataset, shard: DataShard, seed: int) -> Feed:
-    """What makes the batches of a data shard out of a data set's source."""
+def make_feed(dataset: Dataset, shard: DataShard, seed: int, member: DataShard = (0, 1)) -> Feed:
+    """What makes the batches of a data shard out of a data set's source.
+
+    ``member`` is the part of the shard that is read, where several read it together.
+    """
     if isinstance(dataset.source, PerWorker):
         return PerWorkerFeed(dataset, dataset.source, shard)
     if isinstance(dataset.source, ExampleStream | BatchStream):
-        return StreamFeed(dataset, shard, seed)
+        return StreamFeed(dataset, shard, seed, member)
     if not dataset.batched:
         raise UserError("a data set without batches", "Call .batch(size) at its end.")
-    return IndexedFeed(dataset, shard, seed)
+    return IndexedFeed(dataset, shard, seed, None, member)
 
 
 class _Part(msgspec.Struct, frozen=True):
@@ -184,10 +187,14 @@ class IndexedFeed:
         shard: DataShard,
         seed: int,
         passes: Passes | None = None,
+        member: DataShard = (0, 1),
     ) -> None:
-        """``passes`` are given where feeds read short ranges of them in turn: processes last."""
+        """``passes`` are given where feeds read short ranges of them in turn: processes last.
+
+        ``member`` is as for `make_feed`.
+        """
         self._dataset = dataset
-        self._shard = shard
+        self._shard, self._member = shard, member
         self._seed = seed if dataset.seed is None else dataset.seed
         self._passes = passes or Passes(dataset, self._seed)
         self._lasting = passes is not None
@@ -239,7 +246,7 @@ class IndexedFeed:
 
     def _rows_of(self, size: int) -> tuple[slice | None, Tensor, int]:
         """This replica's rows of a global batch of ``size``, also as a slice if it has them all."""
-        span = self._dataset.rows(size, self._shard)
+        span = self._dataset.rows(size, self._shard, self._member)
         rows = slice(span.start, span.stop) if span.stop <= size else None
         offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
         known = self._rows[size] = rows, offsets, len(span)
@@ -316,8 +323,10 @@ class IndexedFeed:
 class StreamFeed:
     """A stream that every replica reads whole and in the same order; each keeps its data shard."""
 
-    def __init__(self, dataset: Dataset, shard: DataShard, seed: int) -> None:
-        self._dataset, self._shard, self._seed = dataset, shard, seed
+    def __init__(
+        self, dataset: Dataset, shard: DataShard, seed: int, member: DataShard = (0, 1)
+    ) -> None:
+        self._dataset, self._shard, self._seed, self._member = dataset, shard, seed, member
 
     def tasks(self, epoch: int, start: int) -> Iterator[Task]:
         """As `Feed.tasks`; resuming reads past what was seen before."""
@@ -347,7 +356,7 @@ class StreamFeed:
 
     def _batch(self, epoch: int, step: int, data: Any) -> Batch:
         size = count_rows(data)
-        span = self._dataset.rows(size, self._shard)
+        span = self._dataset.rows(size, self._shard, self._member)
         offsets = torch.arange(span.start, span.stop).clamp(max=size - 1)
         mine = mapped(self._dataset.batch_maps, take(data, offsets))
         batch = Batch(mine, len(span), size, offsets, epoch, step)

@@ -29,6 +29,14 @@ def shard_rows(size: int, shard: DataShard, least: int = 1) -> range:
     return range(size * start // filled, size * stop // filled)
 
 
+def part_rows(rows: range, part: DataShard, least: int = 1) -> range:
+    """The rows of a data shard that one of its parts has, cut as a batch is into data shards."""
+    if part[1] == 1:
+        return rows
+    own = shard_rows(len(rows), part, least)
+    return range(rows.start + own.start, rows.start + own.stop)
+
+
 def steps(count: int, batch_size: int, drop_remainder: bool) -> int:
     """How many global batches one pass over ``count`` examples has."""
     return count // batch_size if drop_remainder else -(-count // batch_size)

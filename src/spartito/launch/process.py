@@ -112,6 +112,8 @@ class Running:
     ``throttle`` is the process that slows it down, until it is ``released``. Once it is
     ``let_go``, how it ended does not matter to the job. ``memory`` says whether it had run out,
     ``missed`` that it ended well, but others wait for it; ``last_beat`` where it was then.
+    ``lost_mate`` is a task without which it cannot go on, and with which it is started again unless
+    it ``stays_out``; with one that ``holds_all`` the job ends.
     """
 
     process: Process
@@ -130,6 +132,9 @@ class Running:
     forwarded: bool = False
     missed: str = ""
     last_beat: Beat | None = None
+    lost_mate: str = ""
+    stays_out: bool = False
+    holds_all: bool = False
 
     @property
     def name(self) -> str:
@@ -231,6 +236,8 @@ class Running:
             return "was told to end, and saved all"
         if self.missed:
             return self.missed
+        if self.lost_mate and self.lost_a_peer:
+            return f"lost {self.lost_mate}, of its group"
         where = f" ({self.last_beat})" if self.last_beat else ""
         if code < 0:
             return f"was killed by {_signal_name(-code)}{self.memory}{where}"
@@ -243,8 +250,8 @@ class Running:
 
     @property
     def was_lost(self) -> bool:
-        """Whether it was killed from outside."""
-        return -(self.code or 0) in FROM_OUTSIDE
+        """Whether it was killed from outside, or ended with a task of its group that was."""
+        return -(self.code or 0) in FROM_OUTSIDE or bool(self.lost_mate and self.lost_a_peer)
 
     @property
     def was_preempted(self) -> bool:

@@ -21,6 +21,7 @@ from spartito.failpoints import failpoint
 from spartito.launch.ending import done_at, done_beside, failure_of, report_failure
 from spartito.launch.heartbeats import MEMORY, Heartbeats
 from spartito.launch.logs import TaskLog
+from spartito.launch.mates import bereave
 from spartito.launch.output import Channel, ErrorChannel, Sink, binary
 from spartito.launch.pause import pausing
 from spartito.launch.process import (
@@ -309,11 +310,14 @@ class _Supervisor:
 
     def _recover(self) -> None:
         """Start again, or do without, those that ended and may; the job then goes on."""
-        for task in [task for task in self.tasks if task.code and not task.let_go]:
+        ended = [task for task in self.tasks if task.code and not task.let_go]
+        for task in ended:
+            bereave(task, self.tasks, self.beats)
+        for task in [task for task in ended if not task.holds_all]:
             if self.cause is not None or self.interrupted is not None:
                 return
             process = task.process
-            if task.was_lost and task.starts <= process.restarts:
+            if task.was_lost and task.starts <= process.restarts and not task.stays_out:
                 self.err.say(
                     f"{task.name} {task.how_it_failed}; "
                     f"it is started again ({task.starts} of {process.restarts})"

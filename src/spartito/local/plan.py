@@ -72,13 +72,16 @@ def check_inside(inside: object, sites: Sites, options: Mapping[str, object]) ->
     return True
 
 
-def groups_of(asked: Asked, machines: Sequence[Sequence[int]], tasks: int) -> Members:
+def groups_of(
+    asked: Asked, machines: Sequence[Sequence[int]], tasks: int, of: str = "replica"
+) -> Members:
     """The groups of a job.
 
     Args:
         asked: A number of groups of neighbours, their members, or "machine".
         machines: The ranks of each machine, for "machine".
         tasks: The replicas of the job.
+        of: What an error calls one of them; replicas have ranks, all others an index.
 
     Returns:
         The ranks of each group.
@@ -91,8 +94,8 @@ def groups_of(asked: Asked, machines: Sequence[Sequence[int]], tasks: int) -> Me
             raise UserError(f"groups={asked!r}", nearest(asked, [MACHINE]))
         return _sorted(machines)
     if isinstance(asked, int) and not isinstance(asked, bool):
-        return _divided(asked, tasks, "group", "replica")
-    return _listed(asked, tasks, "group", "replica", "rank")
+        return _divided(asked, tasks, "group", of)
+    return _listed(asked, tasks, "group", of, "rank" if of == "replica" else of)
 
 
 def check_alike(members: Members) -> None:

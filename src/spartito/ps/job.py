@@ -7,7 +7,7 @@ import secrets
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -97,12 +97,16 @@ class Job:
         options: Options,
         model: nn.Module,
         optimizer: Optimizer,
+        workers: Sequence[Task],
     ) -> None:
-        """Pure; raises `UserError` when there are more servers than the model can fill."""
+        """Pure; raises `UserError` when there are more servers than the model can fill.
+
+        ``workers`` ask for work and push: of each group the first member.
+        """
         self.cluster, self.options = cluster, options
         self._key = job_key(cluster)
         warn_if_open(cluster)
-        self.workers = workers_of(cluster)
+        self.workers = list(workers)
         self.vector = Vector(model, optimizer)
         self._optimizer = optimizer
         self._addresses = cluster.addresses["ps"]
@@ -118,7 +122,7 @@ class Job:
             self.vector.layout, self.rules.spans, options.min_shard_bytes, self._whole
         )
         self._book = Book("")
-        # A chief that computes nothing is nobody among the workers.
+        # A chief that computes nothing is nobody among them, and who only looks at values.
         self._index = self.workers.index(cluster.task) if cluster.task in self.workers else -1
 
     def server(self) -> Server:
@@ -209,14 +213,16 @@ class Job:
         )  # fmt: skip
         return link, link.published(JOB).decode()
 
-    def connect(self, name: str, work: WorkSource | None) -> Servers:
+    def connect(
+        self, name: str, work: WorkSource | None, kind: Callable[..., Servers] = Servers
+    ) -> Servers:
         """Connections to all servers, as the generation that the coordinator gave this process."""
         generation = work.generation if work is not None else 0
         links = [
             self._link(number, name, control=False, generation=generation)
             for number in range(len(self._spans))
         ]
-        return Servers(links, self.vector, self.rules.waits)
+        return kind(links, self.vector, self.rules.waits, self.rules.every > 0)
 
     def give(self, chief: Chief) -> None:
         """Our values and the state of our optimizer to the servers."""

@@ -158,7 +158,11 @@ class Coordination(ABC):
 
     @abstractmethod
     def agree_to_stop(self, asked: bool) -> bool:
-        """Whether any task asked for an end of the training; all call it after an epoch."""
+        """Whether any task asked for an end of the training; all call it where they may end."""
+
+    def agree_to_end(self, asked: bool) -> bool:
+        """The same after an epoch."""
+        return self.agree_to_stop(asked)
 
     def waits(self, data: float, seconds: float) -> dict[str, float]:
         """Parts of an epoch of so many seconds in which tasks waited: the means of those that meet.

@@ -5,31 +5,42 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, nan
-from typing import Any
+from typing import Any, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec, Task, split_address
 from spartito.data.batch import Batch
+from spartito.engine.batchnorm import average_statistics, local_batchnorms
 from spartito.errors import TaskLostError, UserError
 from spartito.local.outer import Outer, choose, make_outer
-from spartito.local.plan import EQUAL, TOKENS, Asked, check_weights, groups_of, updates_between
+from spartito.local.plan import (
+    EQUAL,
+    TOKENS,
+    Asked,
+    Members,
+    check_weights,
+    groups_of,
+    updates_between,
+)
 from spartito.local.shown import Shown
 from spartito.log import warn
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.layout import BUFFER
 from spartito.ps.protocol.memory import is_summed
 from spartito.ps.protocol.messages import Outcome, Push
-from spartito.ps.protocol.options import set_options
+from spartito.ps.protocol.options import set_options, settings
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.timetable import Row
 from spartito.ps.protocol.work import Arrival, WorkSource
 from spartito.ps.scheduler.gathering import Done
-from spartito.strategies.own_states import OwnOptimizer
+from spartito.strategies.inside import Inside
+from spartito.strategies.own_states import OwnOptimizer, encode
 from spartito.strategies.pair import Pair
 from spartito.strategies.pusher import Pusher, WorkPosition
 
@@ -48,18 +59,16 @@ class Apart:
     grace: float = 0.0
     weights: str = TOKENS
 
-    def check(self, asked: Asked, cluster: ClusterSpec, workers: Sequence[Task]) -> None:
-        """Raise `UserError` for what the workers of ``cluster`` cannot be as ``asked`` groups."""
+    members: Members = ()
+    """The workers of each group."""
+
+    def check(self, asked: Asked, cluster: ClusterSpec, workers: Sequence[Task]) -> Members:
+        """The workers of each group; `UserError` for what those of ``cluster`` cannot be."""
         updates_between(self.every, None)
         check_weights(self.weights)
         choose(self.outer)
-        count = len(groups_of(asked, machines(cluster, workers), len(workers)))
-        if count != len(workers):
-            raise UserError(
-                f"groups={asked!r} of {len(workers)} workers under parameter_server, where each "
-                "worker is a group of its own",
-                f"Ask for groups={len(workers)}; local_sgd has groups of several replicas.",
-            )
+        members = groups_of(asked, machines(cluster, workers), len(workers), "worker")
+        count = len(members)
         quorum, grace = self.quorum, self.grace
         if isinstance(quorum, bool) or not isinstance(quorum, int) or not 1 <= quorum <= count:
             raise UserError(
@@ -69,6 +78,7 @@ class Apart:
         number = isinstance(grace, int | float) and not isinstance(grace, bool)
         if not number or not (isfinite(grace) and grace >= 0):
             raise UserError(f"grace={grace!r}", "Seconds that others are waited for: 0 or more.")
+        return members
 
     def optimizer(self, own: Optimizer) -> Optimizer:
         """The servers' optimizer, of the parameters that a group's ``own`` has."""
@@ -99,7 +109,7 @@ def apart(
                     f"Add groups={len(workers)}, or leave it out.",
                 )
         return None
-    asked.check(groups, cluster, workers)
+    members = asked.check(groups, cluster, workers)
     if rules.aggregate > 1:
         raise UserError(
             f"aggregate={rules.aggregate} with groups={groups!r}",
@@ -110,7 +120,12 @@ def apart(
             f"on_stale={rules.on_stale!r} with groups={groups!r}",
             "What is staler than max_staleness is rejected: leave on_stale out.",
         )
-    return asked
+    return replace(asked, members=members)
+
+
+def members_of(asked: Apart | None, workers: Sequence[Task]) -> Members:
+    """The workers of each group; without groups each is one."""
+    return tuple((index,) for index in range(len(workers))) if asked is None else asked.members
 
 
 def check_length(every: int, steps: int | None, accumulate: int) -> None:
@@ -149,11 +164,24 @@ def figures(done: Mapping[int, Done], groups: int) -> dict[str, float]:
     }
 
 
+class Scheduled(Protocol):
+    """Where the schedule's options are."""
+
+    @property
+    def step(self) -> int:
+        """The global steps that are known to be done."""
+        ...
+
+    def at(self, step: int) -> Row | None:
+        """The options of a global step; None where nothing was told."""
+        ...
+
+
 class GroupPusher(Pusher):
     """Trains apart while a lease lasts, and then pushes what it has moved.
 
-    ``work`` says with whom that is merged; ``options_of`` has the schedule's options of the
-    n-th update since the last push.
+    ``work`` says with whom that is merged; ``timetable`` has the schedule's options. The members of
+    a group do all of this together, ``inside`` of it.
     """
 
     def __init__(
@@ -164,15 +192,18 @@ class GroupPusher(Pusher):
         compute: Callable[[Batch], Any],
         work: WorkSource | None,
         weights: str,
-        options_of: Callable[[int], Row | None],
+        timetable: Scheduled,
+        inside: Inside,
     ) -> None:
         super().__init__(pair, servers, rules, compute)
-        self._work, self._is_equal, self._options_of = work, weights == EQUAL, options_of
+        self._work, self._is_equal, self._timetable = work, weights == EQUAL, timetable
+        self._inside = inside
         self.own: OwnOptimizer = OwnOptimizer(pair, self.forget)
         if work is not None:
             work.keep(self.own)
         self._starts: list[Tensor] = []
-        self._updates = self._examples = 0
+        self._common: Row = []  # the options with which all members began
+        self._updates = self._rows = self._examples = 0
         self._loss = self._weight = 0.0
         self._own: list[Tensor] = []  # aside, while the model shows the servers' values
         self._shown = Shown((), ())
@@ -183,9 +214,10 @@ class GroupPusher(Pusher):
             self._take_back()
         else:
             self.servers.admit()
+            self._begin_alike()
             self._starts = self._copies()
             self.own.kept = copy.deepcopy(self.own.state) if self._rules.in_step else None
-        self._examples += batch.size
+        self._rows += batch.size
 
     def push(self) -> tuple[float, float]:
         """Make an update; it returns the loss and the weight in it. The last one is pushed."""
@@ -194,6 +226,9 @@ class GroupPusher(Pusher):
         if current.is_last:
             self._meet(current)
         return found
+
+    def arrive(self) -> None:
+        """As `Pusher.arrive`: what became of a push is known at once."""
 
     def settle(self) -> None:
         """As `Pusher.settle`."""
@@ -246,7 +281,7 @@ class GroupPusher(Pusher):
         """Begin anew from the servers' values."""
         self._starts, self._own = [], []
         self.own.kept = None
-        self._updates = self._examples = 0
+        self._updates = self._rows = self._examples = 0
         self._loss = self._weight = 0.0
 
     @torch.no_grad()
@@ -262,16 +297,39 @@ class GroupPusher(Pusher):
                 tensor.copy_(own)
         self._own = []
 
+    def _begin_alike(self) -> None:
+        """Have all members begin with the optimizer of the first one."""
+        inside, optimizer = self._inside, self.pair.optimizer
+        if not inside.several:
+            return
+
+        def told() -> bytes:
+            state = encode(self.own.state) if self.own.is_new else b""
+            return msgspec.msgpack.encode((settings(optimizer), state))
+
+        self._common, state = msgspec.msgpack.decode(inside.tell(told), type=tuple[Row, bytes])
+        if state and not inside.is_first:
+            self.own.load(state)
+        self.own.is_new = False
+
     def _update(self, current: WorkPosition) -> tuple[float, float]:
         """An update of one's own; returns the loss and the weight in it."""
         pair = self.pair
-        weight, loss = map(float, pair.gradients.reduce()[:2])
+        drawn = () if pair.randomness is None else pair.randomness.piggybacked()
+        first = self._inside.is_first
+        brought = float(self.stops), first * float(self._timetable.step), float(self._rows), *drawn
+        found = pair.gradients.reduce(brought)
+        weight, loss = map(float, found[:2])
+        stops, step, rows, *others = found[2]
+        if pair.randomness is not None:
+            pair.randomness.check(others)
+        self.stops, self._rows, self._examples = stops > 0, 0, self._examples + int(rows)
         if weight:
             norm = pair.gradients.norm()
             if isfinite(norm):
                 if pair.clip_norm is not None:
                     pair.gradients.clip(pair.clip_norm, norm)
-                with self._options():
+                with self._options(int(step)):
                     pair.gradients.update(lambda: pair.loss_scale.step(pair.optimizer))
                 self._loss, self._weight = self._loss + loss, self._weight + weight
             else:
@@ -283,9 +341,15 @@ class GroupPusher(Pusher):
         return loss, weight
 
     @contextmanager
-    def _options(self) -> Generator[None]:
-        """A block in which the optimizer has the schedule's options of this update."""
-        groups, row = self.pair.optimizer.param_groups, self._options_of(self._updates)
+    def _options(self, step: int) -> Generator[None]:
+        """A block in which the optimizer has the schedule's options of this update.
+
+        They begin at ``step``: that of the first member, of which all know equally little else.
+        """
+        groups, row = self.pair.optimizer.param_groups, self._timetable.at(step + self._updates)
+        if self._common:
+            more = row or [{}] * len(self._common)
+            row = [{**all_, **new} for all_, new in zip(self._common, more, strict=True)]
         if not row or not any(row):
             yield
             return
@@ -307,6 +371,8 @@ class GroupPusher(Pusher):
         assert self._work is not None
         counts = weight, self.servers.push_bytes, self._loss, self._weight
         merge = self._work.merge(Arrival(current.stream, lease.id, *counts))
+        if self._inside.several and local_batchnorms(self.pair.model):
+            average_statistics(self.pair.model, self._inside.group)
         starts, updates, examples = self._starts, self._updates, self._examples
         self.forget()
         if not merge.number:

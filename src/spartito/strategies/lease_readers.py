@@ -10,6 +10,7 @@ from typing import Protocol
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset
 from spartito.data.loader import IndexedFeed, make_feed
+from spartito.data.order import DataShard
 from spartito.data.passes import Passes
 from spartito.data.prefetch import read_ahead, read_ahead_in
 from spartito.ps.protocol.work import Lease
@@ -34,8 +35,8 @@ class IndexedReader:
     where one lease has followed another they go on beyond its end, as the next one mostly does.
     """
 
-    def __init__(self, chain: Dataset, slices: int, seed: int) -> None:
-        self._chain, self._slices, self._seed = chain, slices, seed
+    def __init__(self, chain: Dataset, slices: int, seed: int, member: DataShard = (0, 1)) -> None:
+        self._chain, self._slices, self._seed, self._member = chain, slices, seed, member
         self._passes = Passes(chain, seed if chain.seed is None else chain.seed)
         self._feeds: dict[int, IndexedFeed] = {}
         self._next = (-1, 0, 0)  # slice, pass and step after the last of these batches
@@ -72,7 +73,8 @@ class IndexedReader:
     def _open(self, lease: Lease, goes_on: bool) -> Generator[Batch]:
         chain, index = self._chain, lease.data_shard
         if index not in self._feeds:
-            made = IndexedFeed(chain, (index, self._slices), self._seed, self._passes)
+            shard = index, self._slices
+            made = IndexedFeed(chain, shard, self._seed, self._passes, self._member)
             self._feeds[index] = made
         tasks = self._feeds[index].tasks(lease.pass_, lease.start)
         if not goes_on:
@@ -87,8 +89,8 @@ class IndexedReader:
 class StreamReader:
     """A stream is read in its order; only a lease from before its position makes it start anew."""
 
-    def __init__(self, chain: Dataset, slices: int, seed: int) -> None:
-        self._chain, self._slices, self._seed = chain, slices, seed
+    def __init__(self, chain: Dataset, slices: int, seed: int, member: DataShard = (0, 1)) -> None:
+        self._chain, self._slices, self._seed, self._member = chain, slices, seed, member
         self._at: dict[int, tuple[int, int, Iterator[Callable[[], Batch]]]] = {}
 
     def close(self) -> None:
@@ -98,7 +100,8 @@ class StreamReader:
         """As `Reader.read`."""
         number, step, tasks = self._at.pop(lease.data_shard, (-1, 0, iter(())))
         if number != lease.pass_ or step > lease.start:
-            feed = make_feed(self._chain, (lease.data_shard, self._slices), self._seed)
+            shard = lease.data_shard, self._slices
+            feed = make_feed(self._chain, shard, self._seed, self._member)
             tasks, step = feed.tasks(lease.pass_, lease.start), lease.start
         for _ in range(lease.start - step):
             next(tasks, None)

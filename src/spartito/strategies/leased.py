@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from typing import Any, TypeVar
 
 import msgspec
@@ -12,7 +13,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Traffic
-from spartito.errors import UserError
+from spartito.errors import SpartitoError, UserError
 from spartito.ps.chief import JOB, Chief
 from spartito.ps.job import Job
 from spartito.ps.protocol.messages import Values, advance, furthest
@@ -24,7 +25,9 @@ from spartito.ps.scheduler.planner import Planner
 from spartito.strategies import decoupled
 from spartito.strategies.coordination import Coordination
 from spartito.strategies.distributed import StepResult
-from spartito.strategies.ending import told
+from spartito.strategies.ending import told, uncaught
+from spartito.strategies.inside import Inside
+from spartito.strategies.member_links import GroupWork
 from spartito.strategies.pair import Pairs
 from spartito.strategies.pusher import Pusher
 
@@ -46,6 +49,8 @@ class LeasedCoordination(Coordination):
         self.chief: Chief | None = None
         self.work: WorkSource | None = None
         self.pusher: Pusher | None = None
+        self.inside = Inside.alone()
+        """One's own group, where it trains apart."""
         self._job: Job | None = None
         self._planner: Planner | None = None
         self._streams = self._published = 0
@@ -58,8 +63,16 @@ class LeasedCoordination(Coordination):
         self._went_on = self._trains = False
         self._first_epoch = self._opened = 0
 
-    def join(self, job: Job, chief: Chief | None, work: WorkSource | None, pusher: Pusher) -> None:
+    def join(
+        self,
+        job: Job,
+        chief: Chief | None,
+        work: WorkSource | None,
+        pusher: Pusher,
+        inside: Inside,
+    ) -> None:
         """Take part in a job that has begun."""
+        self.inside = inside
         self._job, self.chief, self.work, self.pusher = job, chief, work, pusher
         if chief is not None:
             self._planner = chief.planner = Planner(pusher.pair.optimizer, job.rules.every)
@@ -152,6 +165,8 @@ class LeasedCoordination(Coordination):
             found = known[0] if known else work()
             if not known:
                 self.chief.publish(found)
+            with suppress(SpartitoError) if sys.exc_info()[1] else nullcontext():
+                self.inside.tell(lambda: json.dumps(found).encode())
             return found
         if self.work is None:  # an evaluator
             return work()
@@ -164,6 +179,12 @@ class LeasedCoordination(Coordination):
             self.chief.stop()
         self._stopped = self._stopped or asked
         return self._stopped
+
+    def agree_to_end(self, asked: bool) -> bool:
+        found = self.agree_to_stop(asked)
+        if self.inside.several:  # what one of them does, all do
+            found = self.agree_to_stop(self.inside.any(found))
+        return found
 
     def synchronize(self) -> None:
         """The newest values into the model."""
@@ -194,6 +215,10 @@ class LeasedCoordination(Coordination):
             )
         return self.pusher
 
+    def metrics_inside(self, own: bytes) -> list[bytes]:
+        """The metrics of the present lease, of all members of one's own group."""
+        return self.work.metrics(own) if isinstance(self.work, GroupWork) else [own]
+
     def next_stream(self) -> tuple[int, int]:
         """The number of a new stream, equal on all tasks, and its first epoch that is not done."""
         self._streams += 1
@@ -220,9 +245,14 @@ class LeasedCoordination(Coordination):
             self._encoded = timetable
             self._timetable = decode_timetable(timetable) if timetable else Timetable()
 
-    def options_of(self, update: int) -> Row | None:
-        """What the schedule says of an update that is so many after those that were counted."""
-        return self._timetable.at(self._seen.pushes // self.shards + update)
+    @property
+    def step(self) -> int:
+        """The global steps that a result has told of, of all streams."""
+        return self._seen.pushes // self.shards
+
+    def at(self, step: int) -> Row | None:
+        """What the schedule says of a global step."""
+        return self._timetable.at(step)
 
     def progress(self, output: Any = None, loss: float = 0.0, weight: float = 0.0) -> StepResult:
         """How far the whole training has come since the last result."""
@@ -268,6 +298,7 @@ class LeasedCoordination(Coordination):
         """Leave the job; the chief ends it once the workers have left."""
         pusher, work, chief = self.pusher, self.work, self.chief
         self.pusher = self.work = self.chief = None
+        self.inside.leave(together=uncaught() is None)
         if pusher is not None:
             pusher.servers.close()
         if work is not None:

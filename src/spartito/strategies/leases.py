@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
+import msgspec
 import torch
 from msgspec import structs
 from torch import Tensor
@@ -34,7 +35,7 @@ from spartito.ps.protocol.work import (
 from spartito.ps.scheduler.plan import Plan
 from spartito.ps.scheduler.readings import Halfway
 from spartito.strategies.distributed import Distributed, Figures, StepResult
-from spartito.strategies.lease_readers import IndexedReader, StreamReader
+from spartito.strategies.lease_readers import IndexedReader, Reader, StreamReader
 from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.pusher import Pusher, WorkPosition
 from spartito.strategies.sharing import WAITING
@@ -49,6 +50,16 @@ class Computer(Protocol):
     device: torch.device
     coordination: LeasedCoordination
     denormals: Denormals
+
+    @property
+    def in_groups(self) -> bool:
+        """Whether there are groups of several members."""
+        ...
+
+    @property
+    def num_replicas(self) -> int:
+        """How many tasks compute."""
+        ...
 
     def plan(self, chain: Dataset, count: int, steps: int | None) -> Plan:
         """How a stream is divided into work items."""
@@ -96,18 +107,15 @@ class Leased(Distributed):
         self._in_memory = computer.device.type == "cpu"
         self._coordination = computer.coordination
         slices = self._coordination.shards
-        Loader(chain, (0, slices), seed)  # refuses what cannot be divided
-        self._reader = (
-            IndexedReader(chain, slices, seed)
-            if isinstance(chain.source, Source)
-            else StreamReader(chain, slices, seed)
-        )
+        Loader(chain, (0, computer.num_replicas), seed)  # refuses what cannot be divided
+        kind = IndexedReader if isinstance(chain.source, Source) else StreamReader
+        self._reader: Reader = kind(chain, slices, seed, self._coordination.inside.member)
         self._start = (0, 0)
         self._stream: int | None = None
         self._epoch = self._last = 0
         self.waited = 0.0
         self._partial: list[float] = []  # of a lease that was left in the middle
-        self._partial_metrics = b""
+        self._partial_metrics: list[bytes] = []
         self._reported: Sequence[float] = ()  # the sums of this epoch, up to the present lease
         self._shown = b""  # the metrics before the batches of an update that is not made yet
         self._looked = (-1, -1)  # the lease and step of what `_halfway` found
@@ -140,7 +148,7 @@ class Leased(Distributed):
         self._stream, self._last = stream, first + count - 1
         try:
             for epoch in range(first, first + count):
-                self._epoch, self._partial, self._partial_metrics = epoch, [], b""
+                self._epoch, self._partial, self._partial_metrics = epoch, [], []
                 yield self._run_epoch(stream, epoch, figures)
                 if chief is not None:
                     chief.coordinator.close_epoch(stream, epoch)
@@ -176,8 +184,10 @@ class Leased(Distributed):
             waits = pusher.pair.passes > 0  # batches of an update that is not made yet
             return [*sorted(found.metrics), self._shown if waits else own]
         reported = chief.coordinator.sums(self._stream, self._epoch).metrics
-        here = [own] if self._is_met else []
-        return [*sorted(reported), self._partial_metrics, *here]  # in whatever order they came
+        if self._computer.in_groups:  # a report has the metrics of all members
+            reported = [part for each in reported if each for part in _members(each)]
+        here = self._coordination.metrics_inside(own) if self._is_met else []
+        return [*sorted(reported), *self._partial_metrics, *here]  # in whatever order they came
 
     def order(self) -> int:
         return 0
@@ -253,7 +263,8 @@ class Leased(Distributed):
         work, chief = self._coordination.work, self._coordination.chief
         while work is not None:
             yield from self._leases(work, self._pusher, stream, epoch, figures)
-            if chief is None or self._is_settled(chief, stream, epoch):
+            over = chief is None or self._is_settled(chief, stream, epoch)
+            if self._coordination.inside.agree(over):
                 return
 
     def _is_settled(self, chief: Chief, stream: int, epoch: int) -> bool:
@@ -302,7 +313,7 @@ class Leased(Distributed):
                             pusher.leave()
                     finally:
                         self._partial = _since(figures.sums(), before)
-                        self._partial_metrics = figures.take()
+                        self._partial_metrics = self._left_metrics(why, pusher, figures.take())
                         given_up = Report(found.id, [], abandoned=True)
                         with suppress(SpartitoError):  # the first cause is what is told
                             work.take(stream, NO_EPOCH, given_up, wait=False)
@@ -328,6 +339,11 @@ class Leased(Distributed):
         sums = _since(figures.sums(), before)
         told = Reached(current.stream, current.lease.id, current.reached, sums)
         work.reach(told, self._shown if self._pusher.pair.accumulate > 1 else figures.show())
+
+    def _left_metrics(self, why: BaseException, pusher: Pusher, own: bytes) -> list[bytes]:
+        """The metrics of a lease that is left: of all members of a group that stops."""
+        together = pusher.stops and isinstance(why, GeneratorExit)
+        return self._coordination.metrics_inside(own) if together else [own]
 
     def _work_items(
         self, current: WorkPosition, figures: Figures
@@ -359,6 +375,12 @@ class Leased(Distributed):
         device = self._computer.device
         move: Callable[[Tensor], Tensor] = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
         return structs.replace(batch, data=rows(batch.data, move))
+
+
+def _members(metrics: bytes) -> list[bytes]:
+    """The metrics of each member of a group, as `GroupWork` reports them."""
+    found: list[bytes] = msgspec.msgpack.decode(metrics, type=list[bytes])
+    return found
 
 
 def _since(now: Sequence[float], before: Sequence[float]) -> list[float]:

@@ -67,6 +67,8 @@ class OwnOptimizer:
         """Where that was."""
         self.kept: State | None = None
         """A copy of it, while the group trains on."""
+        self.is_new = True
+        """Whether it is not what the last batches have left."""
 
     @property
     def state(self) -> State:
@@ -82,10 +84,11 @@ class OwnOptimizer:
     def begin(self) -> None:
         """Another state was loaded."""
         self._forget()
-        self.at = NOWHERE
+        self.at, self.is_new = NOWHERE, True
 
     def load(self, state: bytes) -> None:
         """As `OwnState.load`."""
+        self.is_new = True
         load_named_state(unwrap(self._pair.model), self._pair.optimizer, decode(state))
 
 

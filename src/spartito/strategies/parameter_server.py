@@ -15,13 +15,13 @@ from spartito.checkpoint.saved import Saved
 from spartito.cluster.limits import time_limit
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.spec import ClusterSpec
+from spartito.collectives.collective import IdentityCollective
 from spartito.data.batch import Batch
 from spartito.data.dataset import Dataset, as_dataset
 from spartito.data.loader import Loader
 from spartito.engine.batchnorm import has_batchnorm
 from spartito.engine.context import enter
 from spartito.engine.denormals import flushed
-from spartito.engine.gradients import Gradients
 from spartito.engine.loss import LossFunction
 from spartito.engine.optimizers import OptimizerLike, has_sparse_gradients, named_state, unwrap
 from spartito.errors import UserError
@@ -35,14 +35,22 @@ from spartito.ps.protocol.options import set_options
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.scheduler.plan import Plan
 from spartito.strategies import own_states
-from spartito.strategies.decoupled import EVERY, Apart, GroupPusher, apart, check_length
+from spartito.strategies.decoupled import (
+    EVERY,
+    Apart,
+    GroupPusher,
+    apart,
+    check_length,
+    members_of,
+)
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.ending import serve_and_end, uncaught
+from spartito.strategies.in_groups import InGroups
 from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.leases import Leased
+from spartito.strategies.member_links import joined
 from spartito.strategies.pair import Pair
-from spartito.strategies.pusher import Pusher, ServedGradients
-from spartito.strategies.replica import ReplicaStrategy
+from spartito.strategies.pusher import Pusher
 from spartito.strategies.sharing import Placed
 
 T = TypeVar("T")
@@ -50,7 +58,7 @@ T = TypeVar("T")
 START_SECONDS = 60.0  # that a chief waits for workers which start more slowly
 
 
-class ParameterServerStrategy(ReplicaStrategy):
+class ParameterServerStrategy(InGroups):
     """Workers push gradients to parameter servers and pull values, each at its own speed.
 
     The batch size is global: one push is a worker's part of it. A worker that is alone on a
@@ -71,9 +79,10 @@ class ParameterServerStrategy(ReplicaStrategy):
         mean_square: A decay, 0.95 as published, has the strength adapt: it is divided by the root
             of a moving mean of each element's squared gradients.
         aggregate: How many pushes make one update.
-        groups: Each worker is a group that trains apart, with its own optimizer, and pushes what it
-            has moved: their number, ``[[0], [1]]``, or "machine" (one worker on each). The servers
-            run the outer optimizer. None: workers push gradients.
+        groups: Groups of workers that train apart, each with its own optimizer, and push what they
+            have moved: their number, the workers of each (``[[0, 1], [2]]``), or "machine". Inside
+            of a group all is synchronous. The servers run the outer optimizer. None: workers push
+            gradients.
         every: How many updates a group makes from one push to the next.
         outer: What servers make of the mean of what groups have moved, as under
             `LocalSGDStrategy`: None averages the models.
@@ -166,12 +175,15 @@ class ParameterServerStrategy(ReplicaStrategy):
                 "A server that copies from another has no record of the updates before: "
                 "leave one of them out.",
             )
-        workers = workers_of(self.cluster)
+        whole = self.job if self.is_evaluator else self.cluster
+        self._workers = workers_of(whole)
         asked = Apart(every, outer, quorum, grace, weights)
-        self._groups_apart = apart(groups, asked, rules, self.cluster, workers)
+        self._groups_apart = apart(groups, asked, rules, whole, self._workers)
+        self._members = members_of(self._groups_apart, self._workers)
         self._rules = dataclasses.replace(
-            rules, workers=len(workers), servers=servers, replicas=replicas
+            rules, workers=len(self._members), servers=servers, replicas=replicas
         )
+        self._check_device()
         if self._groups_apart is not None:
             self._rules = dataclasses.replace(
                 self._rules, every=every, quorum=quorum, grace=float(grace)
@@ -225,6 +237,7 @@ class ParameterServerStrategy(ReplicaStrategy):
         self._deterministic = deterministic
         if deterministic:
             self._rules.check_deterministic(has_batchnorm(model))
+        self._enter_group(self._options)
         if clip_norm is not None and means:
             self._rules = self._rules.clipping_means(clip_norm, self._rules.spans)
         found = super().prepare(
@@ -249,10 +262,14 @@ class ParameterServerStrategy(ReplicaStrategy):
         if training and self.coordination.pusher is not None:
             return Leased(self, self._divisible(chain, self._rules.workers), order)
         batches = Loader(chain, (0, 1), order)
-        return Placed(batches, self.device, self.enter, self._group, self.denormals)
+        alone = IdentityCollective()  # the chief evaluates by itself
+        return Placed(batches, self.device, self.enter, alone, self.denormals)
 
     def step(self, batch: Batch, loss: LossFunction | None, *, stop: bool = False) -> StepResult:
-        self.coordination.agree_to_stop(stop)
+        if self.inside.several:
+            self.coordination.computing.stops |= stop  # the others hear of it in the update
+        else:
+            self.coordination.agree_to_stop(stop)
         self.coordination.announce_options()
         self.coordination.computing.repeats, self._loss = True, loss
         return super().step(batch, loss)
@@ -265,6 +282,8 @@ class ParameterServerStrategy(ReplicaStrategy):
         self.coordination.computing.repeats = False
         if pair.accumulate > 1:
             pair.gradients.backward_calls = 0  # the batches of one update are one mean
+        else:
+            self._check_backward()
         super().backward(losses, batch)
         pair.passes += 1
 
@@ -297,8 +316,7 @@ class ParameterServerStrategy(ReplicaStrategy):
             saved = Saved.of({**now, **given})  # the servers keep theirs
         super()._load(saved)
         if self._groups_apart is not None:
-            pair, workers = self._pairs.only, workers_of(self.cluster)
-            index = workers.index(self.task) if self.task in workers else -1
+            pair, index = self._pairs.only, self._group_index
             own_states.loaded(self.coordination, pair, self._served, saved, whole, index)
         self.coordination.give()
         self._served.state.clear()
@@ -343,13 +361,12 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     # Inside: one step
 
-    def _loss_divisor(self, batch: Batch) -> float:
-        return float(batch.size or 1)  # a push is the mean over its own examples
-
     @property
     def _are_summed_later(self) -> bool:
         rules = self._rules  # a push on its own is a whole update
-        return rules.workers > 1 and (rules.together or rules.aggregate > 1)
+        return self.inside.several or (
+            rules.workers > 1 and (rules.together or rules.aggregate > 1)
+        )
 
     def _is_due(self, pair: Pair) -> bool:
         current = self.coordination.computing.current
@@ -357,6 +374,8 @@ class ParameterServerStrategy(ReplicaStrategy):
 
     def _update(self, pair: Pair, output: Any, examples: int, stop: bool) -> StepResult:
         loss, weight = self.coordination.computing.push()
+        if self.inside.several and self.coordination.computing.stops:
+            self.coordination.agree_to_stop(True)
         return self.coordination.progress(output, loss, weight)
 
     def _again(self, batch: Batch) -> Any:
@@ -367,13 +386,6 @@ class ParameterServerStrategy(ReplicaStrategy):
     def _share(self, model: nn.Module, tensors: Sequence[Tensor]) -> None:
         """The chief's values come by the servers."""
 
-    def _gradients(self, model: nn.Module, optimizer: Optimizer) -> tuple[nn.Module, Gradients]:
-        whole = model
-        alone = self.cluster.local_size == 1  # among the workers of this machine
-        if self.device.type == "cuda" and alone and torch.cuda.device_count() > 1:
-            whole = nn.DataParallel(model)  # divides the local batch over all its devices
-        return whole, ServedGradients(optimizer)
-
     def _join(self, pair: Pair) -> None:
         """Join the job: a ps serves, all others return with connections."""
         self._served = (
@@ -383,21 +395,22 @@ class ParameterServerStrategy(ReplicaStrategy):
         )
         if self.is_evaluator:
             return
-        job = Job(self.cluster, self._rules, self._options, unwrap(pair.model), self._served)
+        model, inside, options = unwrap(pair.model), self.inside, self._options
+        job = Job(self.cluster, self._rules, options, model, self._served, self._speakers)
         coordination = self.coordination
         if self.task.type == "ps":
             serve_and_end(job, coordination.record_to)
         with during(CONNECT):
             chief = job.begin() if self.is_chief else None
-            work, name = job.work(chief)
-            servers = job.connect(name, work)
+            grouped = self.in_groups and self._group_index >= 0
+            work, servers = joined(job, chief, inside, grouped)
             if self._groups_apart is None:
                 pusher = Pusher(pair, servers, self._rules, self._again)
             else:
-                weights, options_of = self._groups_apart.weights, coordination.options_of
+                weights = self._groups_apart.weights
                 pusher = GroupPusher(
-                    pair, servers, self._rules, self._again, work, weights, options_of
+                    pair, servers, self._rules, self._again, work, weights, coordination, inside
                 )
-            coordination.join(job, chief, work, pusher)
+            coordination.join(job, chief, work, pusher, inside)
             if chief is not None:
                 chief.gather(min(START_SECONDS, self._options.timeout))

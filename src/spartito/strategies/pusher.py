@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from spartito.data.batch import Batch
-from spartito.engine.gradients import LocalGradients
+from spartito.engine.gradients import Gradients, LocalGradients, PackedGradients
 from spartito.errors import UserError
 from spartito.ps.client.servers import Servers
 from spartito.ps.protocol.messages import Outcome, Push
@@ -21,7 +21,7 @@ SOON = 0.05
 """Seconds after which a push waits for those of others, and not for the servers."""
 
 
-class ServedGradients(LocalGradients):
+class LaidOutOnce(Gradients):
     """Gradients of parameters whose offsets on the servers were laid out once."""
 
     _planned = False
@@ -34,6 +34,15 @@ class ServedGradients(LocalGradients):
                 "choose a synchronous strategy.",
             )
         self._planned = True
+        super()._plan()
+
+
+class ServedGradients(LaidOutOnce, LocalGradients):
+    """Those of a worker."""
+
+
+class GroupGradients(LaidOutOnce, PackedGradients):
+    """Those of a group of several workers."""
 
 
 class WorkPosition:
@@ -76,6 +85,8 @@ class Pusher:
         self, pair: Pair, servers: Servers, rules: Rules, compute: Callable[[Batch], Any]
     ) -> None:
         self.pair, self.servers = pair, servers
+        self.stops = False
+        """Whether this task asks for an end; in a group each member knows since an update."""
         self.current: WorkPosition | None = None
         """Which work item is computed now."""
         self.repeats = True

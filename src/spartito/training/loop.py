@@ -331,7 +331,7 @@ class TrainingLoop:
         trainer = self._trainer
         with self._coordination.during("end of epoch"):
             asked = trainer.stop_training or (trainer.notice.came and not last)
-            found = self._coordination.agree_to_stop(asked)
+            found = self._coordination.agree_to_end(asked)
             if found and not last:
                 self._leave()
         trainer.stop_training = found

@@ -187,9 +187,9 @@ class Link:
         self.ask(GetApplied())
         return Keys.load(data_shards, bytes(self._open.payload))
 
-    def fill_model(self) -> None:
-        """The values that came into the model."""
-        self.incoming.load(self._changed)
+    def fill_model(self, whole: bool = False) -> None:
+        """The values that came into the model; ``whole``: also those that it had before."""
+        self.incoming.load(None if whole else self._changed)
         self._changed = frozenset()
 
     @property

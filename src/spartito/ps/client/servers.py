@@ -29,16 +29,20 @@ class Servers:
 
     ``waits`` holds where a pull may have to wait, so that no push gets too stale. Of several
     servers the first then decides for all: it is asked first for values and gets a push last, so
-    that no push gets staler on the others than on it.
+    that no push gets staler on the others than on it. ``apart`` says that the model changes between
+    two looks at the servers.
     """
 
-    def __init__(self, links: Sequence[Link], vector: Vector, waits: bool) -> None:
+    def __init__(
+        self, links: Sequence[Link], vector: Vector, waits: bool, apart: bool = False
+    ) -> None:
         self.links, self.vector = list(links), vector
         self.progress = Values(0, 0, 0, 0)
         """The counts of the first server, as of its last reply."""
         self.waited = 0.0
         """Seconds that this task waited for the servers."""
         self._waits, self._ordered = waits, waits and len(links) > 1
+        self._apart = apart
         self._sent: list[Push] = []
         self._norms = [0.0] * len(self.links)  # of what lies in the links' memory
         self._early: list[Values] = []  # what all but the first replied to an ordered push
@@ -220,4 +224,4 @@ class Servers:
         self._versions = [values.version for values in found]
         self.progress = found[0]
         for link in self.links:
-            link.fill_model()
+            link.fill_model(self._apart)
