@@ -8,17 +8,25 @@ from spartito.launch.heartbeats import Heartbeats
 from spartito.launch.process import Running
 
 
-def bereave(task: Running, tasks: Sequence[Running], beats: Heartbeats) -> None:
+def fallen(tasks: Sequence[Running], beats: Heartbeats) -> list[Running]:
+    """The tasks that ended as they should not have, and may be done without or started again.
+
+    Args:
+        tasks: All tasks of the job.
+        beats: Where each of them says which group it is in.
+    """
+    ended = [task for task in tasks if task.code and not task.let_go]
+    for task in ended:
+        _bereave(task, tasks, beats)
+    return [task for task in ended if not task.holds_all]
+
+
+def _bereave(task: Running, tasks: Sequence[Running], beats: Heartbeats) -> None:
     """Have the other members of its group share what becomes of a task that was lost.
 
     They end by themselves, with the code of those who lost another. Where one of them cannot be
     started again, the job fails with the task. A member that stands still, so that the others have
     given it up, is lost as well: it is ended.
-
-    Args:
-        task: One that ended.
-        tasks: All tasks of the job.
-        beats: Where each of them says which group it is in.
     """
     group = task.last_beat.group if task.last_beat else 0
     mates = [other for other in tasks if other is not task and _group(other, beats) == group]

@@ -254,6 +254,11 @@ class Running:
         return -(self.code or 0) in FROM_OUTSIDE or bool(self.lost_mate and self.lost_a_peer)
 
     @property
+    def comes_again(self) -> bool:
+        """Whether it was lost, and is to be started again."""
+        return self.was_lost and self.starts <= self.process.restarts and not self.stays_out
+
+    @property
     def was_preempted(self) -> bool:
         """Whether it was told to end, and saved what another run goes on from."""
         return self.code == EXIT_PREEMPTED

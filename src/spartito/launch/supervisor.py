@@ -21,7 +21,7 @@ from spartito.failpoints import failpoint
 from spartito.launch.ending import done_at, done_beside, failure_of, report_failure
 from spartito.launch.heartbeats import MEMORY, Heartbeats
 from spartito.launch.logs import TaskLog
-from spartito.launch.mates import bereave
+from spartito.launch.mates import fallen
 from spartito.launch.output import Channel, ErrorChannel, Sink, binary
 from spartito.launch.pause import pausing
 from spartito.launch.process import (
@@ -310,18 +310,13 @@ class _Supervisor:
 
     def _recover(self) -> None:
         """Start again, or do without, those that ended and may; the job then goes on."""
-        ended = [task for task in self.tasks if task.code and not task.let_go]
-        for task in ended:
-            bereave(task, self.tasks, self.beats)
-        for task in [task for task in ended if not task.holds_all]:
+        for task in fallen(self.tasks, self.beats):
             if self.cause is not None or self.interrupted is not None:
                 return
             process = task.process
-            if task.was_lost and task.starts <= process.restarts and not task.stays_out:
-                self.err.say(
-                    f"{task.name} {task.how_it_failed}; "
-                    f"it is started again ({task.starts} of {process.restarts})"
-                )
+            if task.comes_again:
+                which = f"{task.starts} of {process.restarts}"
+                self.err.say(f"{task.name} {task.how_it_failed}; it is started again ({which})")
                 self._let_go(task)
                 self._start(task.index, task.starts + 1)
                 self._forward()  # a signal may have come while it was just starting
