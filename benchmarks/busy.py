@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-EVERY = 0.5
+EVERY = 1.0
 TICKS = os.sysconf("SC_CLK_TCK")
 
 Seen = dict[int, tuple[str, float]]
