@@ -20,7 +20,7 @@ from spartito.collectives.collective import Collective, IdentityCollective
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, TaskLostError, UserError
-from spartito.heartbeat import in_group
+from spartito.heartbeat import in_group, resume, waits
 from spartito.local.plan import Members
 
 NAME = "group"
@@ -153,6 +153,7 @@ class Inside:
                 failed.append(error)
 
         thread = threading.Thread(target=run, name="spartito-asking", daemon=True)
+        before = waits()
         thread.start()
         thread.join(BEAT)
         while thread.is_alive():
@@ -163,6 +164,7 @@ class Inside:
                 self._say(ERROR, f"{error.exit_code} {error}".encode())
             raise error
         self._say(RESULT, found[0])
+        resume(before)
         return found[0]
 
     def _say(self, kind: int, payload: bytes) -> None:
