@@ -249,11 +249,12 @@ def test_an_image_that_a_cluster_asks_docker_io_for_is_named(
 def test_a_script_comes_along_word_for_word() -> None:
     text = "import sys\n\tx = 1 \nprint('ä # not a comment')\n\n"
     (Path.cwd() / "Train_2.py").write_text(text)
-    documents = written("Train_2.py", "--name", "$(TASK_INDEX)", "$5", workers=2)
+    dollars = ["$(TASK_INDEX)", "$5", "a$$b", "$$(TASK_INDEX)", "$$"]
+    documents = written("Train_2.py", "--name", *dollars, workers=2)
     assert of(documents, "ConfigMap")["data"] == {"Train_2.py": text}
     (job,) = jobs_of(documents)
     assert job.name == "train-2-worker"
-    said = ["python", "/scripts/Train_2.py", "--name", "$(TASK_INDEX)", "$5"]
+    said = ["python", "/scripts/Train_2.py", "--name", *dollars]
     assert job.command(1) == said
 
 

@@ -204,6 +204,7 @@ def test_workers_spread_over_the_nodes_and_servers_beside_them() -> None:
         ({"signal": "USR9"}, "--signal 'USR9'"),
         ({"signal": "USR1@soon"}, "--signal 'USR1@soon'"),
         ({"signal": "0@60"}, "--signal '0@60'"),
+        ({"signal": "9@60"}, "no script can handle this signal"),
         ({"signal": "USR1@70000"}, "70000 seconds before the end are too many"),
         ({"signal": "B:USR1@120"}, "with USR1@120 each task gets the signal"),
         ({"signal": "USR1@120", "time": "1"}, "--time gives only 60 s"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -92,6 +93,23 @@ def test_the_task_that_failed_first_decides(
     assert [path.name for path in Path("runs/mnist-7").iterdir()] == [".lost-7"] * (expected == 69)
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_setup_that_ends_the_shell_at_errors_changes_nothing(workers: int) -> None:
+    ended = run(batch_file(plan_batch("mnist", workers=workers, setup=["set -euo pipefail"])), 75)
+    assert (ended.returncode, ended.stdout) == (75, "scontrol requeue 7\n")
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGXCPU, signal.SIGRTMIN + 3])
+def test_a_signal_by_its_number_reaches_the_task_and_not_the_shell(number: int) -> None:
+    text = batch_file(plan_batch("mnist", workers=2, signal=f"{int(number)}@60"))
+    shell = text.partition("task='")[2].partition("'\n")[0]
+    kills = f"trap 'exit 75' {int(number)}; kill -{int(number)} $PPID $$"
+    ended = subprocess.run(
+        ["/bin/bash", "-c", shell, "task", "/bin/bash", "-c", kills], env={"codes": "codes"}
+    )
+    assert (ended.returncode, Path("codes").read_text()) == (75, "75\n")
+
+
 def test_what_a_lost_node_left_goes_at_the_next_start() -> None:
     folder = Path("runs/mnist-7")
     folder.mkdir(parents=True)
@@ -104,7 +122,7 @@ def test_what_a_lost_node_left_goes_at_the_next_start() -> None:
 
 def test_a_script_that_is_ended_leaves_no_secret() -> None:
     text = batch_file(plan_batch("mnist", workers=2))
-    ended = run(text.replace("code=$?\nif", "kill $$; sleep 9\nif"))
+    ended = run(text.replace("|| code=$?\nif", "|| code=$?\nkill $$; sleep 9\nif"))
     assert ended.returncode != 0
     assert Path("srun.secret").exists()
     assert not list(Path("runs/mnist-7").iterdir())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from spartito.cluster.listed import ENV_EVALUATOR, ENV_PS
 from spartito.errors import EXIT_PREEMPTED, EXIT_TASK_LOST, EXIT_USER
 from spartito.launch.local import RUNTIME
-from spartito.launch.slurm_values import Array
+from spartito.launch.slurm_values import SIGNAL, Array
 from spartito.names import (
     ENV_PORTS,
     ENV_RUN_DIR,
@@ -47,6 +47,9 @@ BIND_RUN = f'"$(realpath "${ENV_RUN_DIR}")"'
 
 TRAPPED = "HUP INT QUIT ABRT ALRM TERM USR1 USR2 TSTP"
 """What Slurm may send to all processes of a task, so also to the shell around it."""
+
+CODE = "|| code=$?"
+"""How the end of ``srun`` is kept, also where ``--setup`` says ``set -e``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,20 +279,20 @@ def _step(job: BatchJob) -> Iterator[str]:
     if job.apart:
         options.append("--het-group=0,1")
     if job.tasks == 1:
-        yield " ".join(["srun", *options, *job.command])
-        yield "code=$?"
+        yield "code=0"
+        yield " ".join(["srun", *options, *job.command, CODE])
         yield ""
         return
     yield "# srun ends with the largest code. Here that of the first task to fail counts, as the"
     yield f"# others only lost it; and {EXIT_USER} always, a mistake that would be there again."
     yield "export codes"
-    yield f"task='trap : {TRAPPED}"
+    yield f"task='trap : {' '.join([TRAPPED, *_further_signal(job)])}"
     yield '"$@"'
     yield "code=$?"
     yield '[ $code = 0 ] || echo $code >> "$codes"'
     yield "exit $code'"
-    yield " ".join(["srun", *options, "/bin/bash", "-c", '"$task"', "task", *job.command])
-    yield "code=$?"
+    yield "code=0"
+    yield " ".join(["srun", *options, "/bin/bash", "-c", '"$task"', "task", *job.command, CODE])
     yield f'if grep -qsx {EXIT_USER} "$codes"; then'
     yield f"    code={EXIT_USER}"
     yield 'elif [ -s "$codes" ]; then'
@@ -297,6 +300,13 @@ def _step(job: BatchJob) -> Iterator[str]:
     yield "fi"
     yield 'rm -f "$secret" "$codes"'
     yield ""
+
+
+def _further_signal(job: BatchJob) -> Iterator[str]:
+    """The number of a signal that ``TRAPPED`` may not name."""
+    found = SIGNAL.fullmatch(job.signal or "")
+    if found is not None and found["signal"].isdigit():
+        yield found["signal"]
 
 
 def _end(job: BatchJob) -> Iterator[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ SIGNAL = re.compile(
 )
 SIGNALS = ("HUP", "INT", "QUIT", "ABRT", "ALRM", "TERM", "USR1", "USR2", "URG", "CONT", "TSTP")
 """Signals that Slurm knows by name and that a script can handle."""
+
+NOT_HANDLED = (signal.SIGKILL, signal.SIGSTOP, 32, 33)
+"""Signals that no script can handle; the C library has the last two for itself."""
 
 SIGNAL_SECONDS = 60
 """How long before the end Slurm sends a signal when nothing else is said."""
@@ -157,6 +161,11 @@ def check_signal(text: str, limit: int | None) -> None:
     found = SIGNAL.fullmatch(text)
     name = found["signal"].removeprefix("SIG") if found else ""
     known = 0 < int(name) < 65 if name.isdigit() else name in SIGNALS
+    if name.isdigit() and int(name) in NOT_HANDLED:
+        raise UserError(
+            f"--signal {text}: no script can handle this signal, and no task can save by it",
+            "Write one that it can, as USR1@120.",
+        )
     if found is None or not known:
         raise UserError(
             f"--signal {text!r} is none that Slurm could send",

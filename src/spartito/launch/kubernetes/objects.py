@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from typing import Any
 
 from spartito.cluster.listed import address
@@ -313,8 +314,8 @@ def _variable(name: str, value: str) -> Object:
 
 
 def _plain(text: str) -> str:
-    """``text`` where ``$(NAME)`` would be read as a variable."""
-    return text.replace("$(", "$$(")
+    """``text`` where ``$(NAME)`` would be read as a variable, and ``$$`` as one ``$``."""
+    return re.sub(r"\$(?=[$(])", "$$", text)
 
 
 def _mounts(job: Pods, role: str) -> list[tuple[str, str, bool]]:
