@@ -75,6 +75,8 @@ def is_there(ray: Any) -> bool:
     """Whether the head of the cluster that ``ray`` is connected to can still be reached."""
     try:
         host, port = split_address(ray.get_runtime_context().gcs_address)
+        if ray.util.client.ray.is_connected():  # outside: another port, which has just replied
+            return True
         socket.create_connection((host, port), REACH_SECONDS).close()
     except OSError:
         return False
