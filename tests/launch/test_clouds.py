@@ -22,6 +22,7 @@ from spartito.launch.clouds.launcher import Dstack, Sky
 from spartito.launch.clouds.package import installed_package
 from spartito.launch.clouds.sky import sky_file
 from spartito.launch.job import Program
+from spartito.launch.written import comment
 from spartito.registry import strategy_info, strategy_names
 from tests.cluster.environments import dstack, skypilot
 from tests.launch.clouds_validation import complaints
@@ -318,3 +319,9 @@ def test_the_examples_are_what_the_command_writes(
     assert made == (EXAMPLES / name).read_text()
     if name in ("sky.yaml", "dstack.yml"):
         assert f"```yaml\n{made}```" in DOCUMENTED.read_text()
+
+
+def test_a_comment_breaks_no_name_at_its_hyphens() -> None:
+    for before in range(60, 100):
+        words = ["x" * before, WHEEL, "--storage-class"]
+        assert "\n".join(comment(" ".join(words))).replace("\n#", "").split()[1:] == words

@@ -30,8 +30,9 @@ def dump(document: Mapping[str, Any]) -> str:
 
 
 def comment(text: str, indent: str = "") -> list[str]:
-    """The lines of a comment."""
-    return [f"{indent}# {line}" for line in wrap(text, WIDTH - len(indent))]
+    """The lines of a comment; no name and no option is broken at its hyphens."""
+    lines = wrap(text, WIDTH - len(indent), break_on_hyphens=False, break_long_words=False)
+    return [f"{indent}# {line}" for line in lines]
 
 
 def commented(
