@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +20,7 @@ from spartito.cluster.ports import free_port
 from spartito.errors import UserError
 from spartito.launch.on_ray.actor import Node, check_runnable, checksum_of, versions
 from spartito.launch.on_ray.job import check_nodes
-from spartito.launch.on_ray.session import check_fits, is_there
+from spartito.launch.on_ray.session import check_fits
 from tests.skips import skip
 
 LIMIT = 120.0
@@ -326,17 +325,6 @@ def test_no_cluster_at_the_address(tmp_path: Path) -> None:
     wrong = no_cluster("ray://127.0.0.1:10001", str(script))
     assert wrong.returncode == 2
     assert "Give the head's address as HOST:6379" in wrong.stderr
-
-
-@pytest.mark.parametrize("client", [False, True])
-def test_a_client_of_ray_needs_no_way_to_the_port_of_the_head(client: bool) -> None:
-    context = SimpleNamespace(gcs_address=f"127.0.0.1:{free_port()}")  # nobody listens
-    connected = SimpleNamespace(is_connected=lambda: client)
-    ray = SimpleNamespace(
-        get_runtime_context=lambda: context,
-        util=SimpleNamespace(client=SimpleNamespace(ray=connected)),
-    )
-    assert is_there(ray) == client
 
 
 def test_tasks_fit_where_nodes_have_enough() -> None:

@@ -20,7 +20,7 @@ from spartito.launch.job import JobSpec, option
 from spartito.launch.local import defaults
 from spartito.launch.on_ray.actor import Node, TaskActor, checksum_of, versions
 from spartito.launch.on_ray.following import Following
-from spartito.launch.on_ray.session import check_fits, connected, is_there, resources
+from spartito.launch.on_ray.session import Ended, check_fits, connected, is_there, resources
 from spartito.launch.outcome import Ending
 from spartito.launch.process import process_of
 from spartito.launch.processes import Processes
@@ -114,9 +114,11 @@ class OnRay(Processes):
             env[ENV_NOTICE] = f"{self.notice:g}"
         roles = job.roles()
         job.choose(roles, env=env)
-        with connected(self.ray) as ray, self._actors(ray, roles, env) as actors:
+        ended = Ended()
+        with connected(self.ray, ended) as ray, self._actors(ray, roles, env) as actors:
             nodes = self._found(ray, actors, job, env)
-            return self._follow(ray, job, roles, actors, nodes, env)
+            ended.code = self._follow(ray, job, roles, actors, nodes, env)
+        return ended.code
 
     @contextmanager
     def _actors(self, ray: Any, roles: Roles, env: Mapping[str, str]) -> Iterator[list[Any]]:

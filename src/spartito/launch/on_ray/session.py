@@ -10,6 +10,7 @@ import socket
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from spartito.cluster.spec import split_address
@@ -19,11 +20,19 @@ REACH_SECONDS = 5.0
 """For a connection to the cluster's head."""
 
 
+@dataclass
+class Ended:
+    """The exit code of a job; until it is known, that of one that lost its cluster."""
+
+    code: int = EXIT_TASK_LOST
+
+
 @contextmanager
-def connected(address: str | None) -> Iterator[Any]:
+def connected(address: str | None, ended: Ended) -> Iterator[Any]:
     """Ray, in a block in which it is connected to the cluster at ``address``.
 
-    A program that has a connection already keeps it, then and afterwards. Raises `UserError`.
+    A program that has a connection already keeps it, then and afterwards. One whose own cannot be
+    closed, as the cluster is gone, exits as its job ``ended``. Raises `UserError`.
     """
     try:
         import ray
@@ -60,15 +69,15 @@ def connected(address: str | None) -> Iterator[Any]:
             ray.shutdown()
         else:  # it would wait for a minute, and then end this process with 1
             atexit.unregister(ray.shutdown)
-            atexit.register(_end)
+            atexit.register(_end, ended)
 
 
-def _end() -> None:
+def _end(ended: Ended) -> None:
     """End this process, whose connection to a cluster that is gone cannot be closed any more."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):  # nobody reads it
             stream.flush()
-    os._exit(EXIT_TASK_LOST)
+    os._exit(ended.code)
 
 
 def is_there(ray: Any) -> bool:
