@@ -41,24 +41,27 @@ class Side:
     strategy: str
     options: Mapping[str, Any] = field(default_factory=dict)
     ps: int = 0
+    every: int | None = None
+    """Updates from one meeting of groups to the next."""
 
     @property
     def name(self) -> str:
         """As its folder is called."""
-        said = (key if value is True else str(value) for key, value in self.options.items())
-        return "-".join([self.strategy, *said])
+        said = [key if value is True else str(value) for key, value in self.options.items()]
+        return "-".join([self.strategy, *["groups"] * bool(self.ps and self.every), *said])
 
     @property
     def meets(self) -> bool:
         """Whether it sends now and then, so that whole epochs are measured."""
-        return self.strategy in ("local_sgd", "one_device")
+        return self.every is not None or self.strategy == "one_device"
 
     def command(self, *words: str) -> list[str]:
         """What runs it."""
         workers = 1 if self.strategy == "one_device" else 2
         own = ["-m", "spartito", "run", f"--strategy={self.strategy}", f"--workers={workers}"]
         own += [f"--ps={self.ps}"] if self.ps else []
-        return [*own, f"--strategy-options={json.dumps(dict(self.options))}", *words]
+        meets = {} if self.every is None else {"groups": "machine", "every": self.every}
+        return [*own, f"--strategy-options={json.dumps(meets | dict(self.options))}", *words]
 
 
 SIDES = (
@@ -67,10 +70,11 @@ SIDES = (
     Side("multi_worker_mirrored", {"compress": "bf16"}),
     Side("multi_worker_mirrored", {"compress": "powersgd"}),
     Side("parameter_server", ps=1),
-    Side("local_sgd"),
-    Side("local_sgd", {"compress": "8bit"}),
-    Side("local_sgd", {"compress": "4bit"}),
-    Side("local_sgd", {"compress": "4bit", "overlap": True}),
+    Side("parameter_server", ps=1, every=20),
+    Side("local_sgd", every=20),
+    Side("local_sgd", {"compress": "8bit"}, every=20),
+    Side("local_sgd", {"compress": "4bit"}, every=20),
+    Side("local_sgd", {"compress": "4bit", "overlap": True}, every=20),
 )
 
 
