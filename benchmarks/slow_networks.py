@@ -60,7 +60,7 @@ class Side:
         workers = 1 if self.strategy == "one_device" else 2
         own = ["-m", "spartito", "run", f"--strategy={self.strategy}", f"--workers={workers}"]
         own += [f"--ps={self.ps}"] if self.ps else []
-        meets = {} if self.every is None else {"groups": "machine", "every": self.every}
+        meets = {} if self.every is None else {"groups": 2, "every": self.every}
         return [*own, f"--strategy-options={json.dumps(meets | dict(self.options))}", *words]
 
 
