@@ -55,6 +55,10 @@ class Side:
         """Whether it sends now and then, so that whole epochs are measured."""
         return self.every is not None or self.strategy == "one_device"
 
+    def line(self, rate: str) -> list[str]:
+        """The words that put its tasks on a line."""
+        return [] if self.strategy == "one_device" else [f"--link={rate}"]
+
     def command(self, *words: str) -> list[str]:
         """What runs it."""
         workers = 1 if self.strategy == "one_device" else 2
@@ -105,11 +109,11 @@ def main() -> None:
 
 
 def learn(side: Side, job: Sequence[str], folder: Path, epochs: int) -> None:
-    """The accuracy after each epoch, without any line."""
+    """The accuracy after each epoch, on the fastest line: on one machine nothing is compressed."""
     file = folder / "learned.json"
     if is_there(file):
         return
-    history = train(side.command(*job, f"--epochs={epochs}"))
+    history = train(side.command(*side.line(RATES[0]), *job, f"--epochs={epochs}"))
     found = {
         "accuracy": [epoch["val_accuracy"] for epoch in history],
         "step": [epoch["step"] for epoch in history],
@@ -129,8 +133,7 @@ def measure(side: Side, job: Sequence[str], folder: Path, rate: str) -> None:
     steps = [] if side.meets else [f"--steps={STEPS[rate]}"]
     words = ["--epochs=2", *(steps or ["--steps=125" if job[2] == "digits" else "--steps=62"])]
     words += ["--thin"] if side.options.get("compress") == "powersgd" else []
-    line = [] if side.strategy == "one_device" else [f"--link={rate}"]
-    history = train(side.command(*line, *job, *words))
+    history = train(side.command(*side.line(rate), *job, *words))
     keep(file, {"rate": history[-1]["examples_per_second"]})
 
 
