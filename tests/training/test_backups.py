@@ -224,8 +224,8 @@ def test_backups_in_a_store(
     with pytest.raises(PreemptedError, match=f"goes on from {url}"):
         fit(url, bad, free, end)
     assert caplog.text.count("cannot be written: division by zero") == 1
-    names = {path.split("/")[-2][:13] for path in files.find(str(tmp_path))}
-    assert (len(names), max(names)) == (2, "step-00000006")
+    names = {path.split("/")[-2] for path in files.find(str(tmp_path))}  # both may be of step 6
+    assert (len(names), max(names)[:13]) == (2, "step-00000006")
     again = fit(url)
     assert f"going on after step 6, from {url}/fit-1/step-00000006" in caplog.text
     assert again.history == whole.history
