@@ -126,7 +126,12 @@ def _parse(words: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    "page", [p for p in PAGES if any(b.language == "python" and not b.title for b in blocks(p))]
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page != "README.md"))
+        for page in PAGES
+        if any(block.language == "python" and not block.title for block in blocks(page))
+    ],
 )
 def test_the_python_blocks_of_a_page_run(page: str, commands: Commands) -> None:
     own = [b.text for b in blocks(page) if b.language == "python" and not b.title]

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.commands import commands_in
 
 KEEPER_GONE = """
@@ -24,6 +26,7 @@ except RuntimeError:
 """
 
 
+@pytest.mark.slow
 def test_torch_prints_no_frames_and_the_environment_stays_as_it_is(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
         ended = commands.python(commands.write("job.py", KEEPER_GONE))

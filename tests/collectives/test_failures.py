@@ -91,7 +91,7 @@ def test_nor_does_it_hide_a_death_from_a_parameter_server() -> None:
 
 @pytest.mark.usefixtures("no_segments_left")
 @pytest.mark.parametrize("communication", ["auto", "process_group", "sockets"])
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_frozen_rank_is_named_at_the_limit(communication: str, victim: int) -> None:
     with running() as group:
         together(group, 2, 1.0, communication)

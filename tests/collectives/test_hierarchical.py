@@ -185,7 +185,9 @@ def test_the_keeper_of_the_store_stays_until_the_leaders_have_heard() -> None:
             assert "worker 1 is gone" in text
 
 
-@pytest.mark.parametrize("victim", range(4))
+@pytest.mark.parametrize(
+    "victim", [0, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 2, 3))]
+)
 def test_a_frozen_rank_is_named_by_all(victim: int) -> None:
     with running() as group:
         together(group, "aabb", SHORT)

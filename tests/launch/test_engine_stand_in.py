@@ -231,6 +231,7 @@ def test_the_status_of_a_job_that_has_ended_is_how_it_ended(
 
 
 @pytest.mark.parametrize("number", [None, signal.SIGINT])
+@pytest.mark.slow
 def test_who_waits_gets_the_exit_code_and_removes_nothing(
     engine_folder: EngineFolder, number: signal.Signals | None
 ) -> None:

@@ -163,6 +163,7 @@ def test_a_range_of_ports_must_do_for_all_tasks_of_a_machine() -> None:
 
 
 @given(st.dictionaries(NAMES, WORDS))
+@pytest.mark.slow
 def test_only_our_own_settings_travel(env: dict[str, str]) -> None:
     ours = {"SPARTITO_TIMEOUT": "5", "OMP_NUM_THREADS": "2", "TORCH_CPP_LOG_LEVEL": "INFO"}
     assert travelling(env | dict.fromkeys(MEMBERSHIP, "x") | ours) == ours

@@ -287,6 +287,7 @@ def test_another_process_goes_on_as_the_chief(tmp_path: Path) -> None:
         scheduled(found, 2)
 
 
+@pytest.mark.slow
 def test_the_death_of_the_chief_changes_no_number(tmp_path: Path) -> None:
     """Rounds are equal in all runs: to the last bit."""
     results = []
@@ -330,6 +331,7 @@ def _step(path: Path) -> int:
 # Tasks that stand still
 
 
+@pytest.mark.slow
 def test_a_stopped_worker_is_named_and_comes_back(tmp_path: Path) -> None:
     asked = Asked(holds={"worker 1": 5, "worker 0": 8}, epochs=4)
     with job(tmp_path, asked, worker=2, ps=1, lease=1.0) as found:
@@ -449,6 +451,7 @@ def test_a_stopped_chief_is_named_by_all(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("number", "killed"), [(signal.SIGTERM, False), (signal.SIGUSR2, False), (signal.SIGTERM, True)]
 )
+@pytest.mark.slow
 def test_a_server_that_is_told_to_end_stays_for_its_chief_alone(
     tmp_path: Path, number: signal.Signals, killed: bool
 ) -> None:
@@ -696,6 +699,7 @@ def test_a_server_that_dies_after_the_last_epoch_has_lost_nothing(tmp_path: Path
         assert "work items are done again" not in ended.text
 
 
+@pytest.mark.slow
 def test_a_chief_that_is_interrupted_can_still_fetch_the_values(tmp_path: Path) -> None:
     """Ctrl-C comes to all tasks; the servers serve until the chief has ended."""
     with commands_in(tmp_path) as commands:
@@ -715,6 +719,7 @@ def test_a_chief_that_is_interrupted_can_still_fetch_the_values(tmp_path: Path) 
         assert "Traceback" not in ended.text
 
 
+@pytest.mark.slow
 def test_a_port_that_is_taken_is_said(tmp_path: Path) -> None:
     with socket.socket() as taken, commands_in(tmp_path) as commands:
         taken.bind(("127.0.0.1", 0))
