@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -243,3 +244,47 @@ def featured_by_torch(
         found["loss"].append(total / EXAMPLES)
         found["accuracy"].append(right / EXAMPLES)
     return {**found, "weights": {name: v.clone() for name, v in start.state_dict().items()}}
+
+
+def failing(name: str, options: dict[str, Any]) -> str:
+    """How a training ends whose second member fails, though its process lives on."""
+    strategy = make_strategy(name, **options)
+    calls = 0
+
+    def loss(output: Tensor, target: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 5 and strategy.task.index == 1:
+            raise RuntimeError("the loss of worker 1")
+        return nn.functional.cross_entropy(output, target, reduction="none")
+
+    trainer = sp.Trainer(mlp(), optimizer=INNER["sgd"], loss=loss, strategy=strategy)
+    try:
+        trainer.fit(sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH), epochs=EPOCHS, verbose=0)
+    except RuntimeError as error:
+        return str(error)  # without a word to the others
+    except sp.TaskLostError as error:
+        strategy.close()  # ends the server
+        return str(error)
+    return "it did not fail"
+
+
+def lengthy(name: str, options: dict[str, Any], seconds: float) -> list[float]:
+    """A training whose chief takes so long after its first epoch, and once more to evaluate."""
+    strategy = make_strategy(name, **options)
+
+    class Long(sp.Callback):
+        def on_epoch_end(self, epoch: int, logs: Any) -> None:
+            time.sleep(0 if epoch else seconds)
+
+        def on_test_begin(self) -> None:
+            time.sleep(seconds)
+
+    trainer = sp.Trainer(
+        mlp(), optimizer=INNER["sgd"], loss=nn.CrossEntropyLoss(), strategy=strategy
+    )
+    data = sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH)
+    history = trainer.fit(data, epochs=2, callbacks=[Long()], verbose=0).history
+    found = trainer.evaluate(data, callbacks=[Long()])["loss"]
+    strategy.close()
+    return [*history["loss"], found]

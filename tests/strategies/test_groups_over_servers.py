@@ -144,6 +144,25 @@ def test_a_callback_may_evaluate_amid_an_epoch(replicas: Replicas) -> None:
         close(result["after"], chief["found"][-1])
 
 
+@pytest.mark.slow
+def test_a_member_that_fails_keeps_no_other_waiting(replicas: Replicas) -> None:
+    """Also where its process lives on: in a notebook, or where a script catches the error."""
+    name, workers, options = case(2, groups=1, every=4, lease_seconds=2.0)
+    first, second = replicas(decoupled_jobs.failing, workers, name, options, servers=1, timeout=40)
+    assert "worker 1 did not come within 2 s" in first
+    assert second == "the loss of worker 1"
+
+
+@pytest.mark.slow
+def test_the_chief_may_be_longer_at_the_end_of_an_epoch_than_a_wait_may_take(
+    replicas: Replicas,
+) -> None:
+    """And in an evaluation: over sockets too."""
+    name, workers, options = case(2, groups=1, every=4, shared_memory=False, timeout=4.0)
+    found = replicas(decoupled_jobs.lengthy, workers, name, options, servers=1, seconds=7.0)
+    close(found[1], found[0])
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

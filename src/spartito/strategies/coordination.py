@@ -160,6 +160,11 @@ class Coordination(ABC):
     def agree_to_stop(self, asked: bool) -> bool:
         """Whether any task asked for an end of the training; all call it where they may end."""
 
+    @contextmanager
+    def deciding(self) -> Generator[None]:
+        """A block at the end of an epoch, in which `agree_to_end` is waited for by the others."""
+        yield
+
     def agree_to_end(self, asked: bool) -> bool:
         """The same after an epoch."""
         return self.agree_to_stop(asked)

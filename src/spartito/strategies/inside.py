@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from math import inf
 
@@ -42,6 +42,8 @@ class Inside:
 
     def __init__(self, group: Collective, leave: Callable[[], None], silent: float = inf) -> None:
         self.group, self._leave = group, leave
+        self.gave_up = False
+        """Whether this one does no more of what the others wait for, though its process lives."""
         self._left = threading.Event()
         if isinstance(group, SharedMemoryCollective):
             # Who is at work shows it, however long that takes: who does not stands still.
@@ -109,6 +111,32 @@ class Inside:
             return work()
         return self._ask(work) if self.is_first else self._hear()
 
+    @contextmanager
+    def at_work(self) -> Generator[None]:
+        """A block of long work of the first member, whose result it is going to `tell`.
+
+        The others, who are in `tell` soon, hear meanwhile that it is at work.
+        """
+        over = threading.Event()
+
+        def say() -> None:
+            with suppress(SpartitoError):  # `tell` finds it as well
+                while not over.wait(BEAT):
+                    self._say(AGAIN, b"")
+
+        thread = threading.Thread(target=say, name="spartito-at-work", daemon=True)
+        if self.several:
+            thread.start()
+        try:
+            yield
+        except Exception:
+            self._end(thread, over)
+            raise
+        except BaseException:  # an interrupt waits for nobody
+            over.set()
+            raise
+        self._end(thread, over)
+
     def agree(self, found: bool) -> bool:
         """What the first member has found; all call this.
 
@@ -141,6 +169,11 @@ class Inside:
             finally:
                 self._left.set()
                 self._leave()
+
+    def _end(self, thread: threading.Thread, over: threading.Event) -> None:
+        over.set()
+        if self.several:
+            thread.join()
 
     def _ask(self, work: Callable[[], bytes]) -> bytes:
         found: list[bytes] = []
@@ -193,9 +226,10 @@ class Inside:
             self.group.waiting.enabled = True
 
     def _beat(self) -> None:
-        """Show the others that this one is at work, whatever it does."""
+        """Show the others that this one is at work, whatever it does, until it has given up."""
         while not self._left.wait(BEAT):
-            self.group.heartbeat()
+            if not self.gave_up:
+                self.group.heartbeat()
 
 
 def _error(text: str) -> SpartitoError:

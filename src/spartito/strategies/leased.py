@@ -152,6 +152,7 @@ class LeasedCoordination(Coordination):
     @contextmanager
     def training(self) -> Generator[None]:
         before, self._trains = self._trains, True
+        self.inside.gave_up = False
         try:
             yield
         finally:
@@ -162,7 +163,8 @@ class LeasedCoordination(Coordination):
             return work()  # a callback's: the workers, which have none, do not ask for it
         if self.chief is not None:
             known: list[T] = self.chief.recall()
-            found = known[0] if known else work()
+            with self.inside.at_work():
+                found = known[0] if known else work()
             if not known:
                 self.chief.publish(found)
             with suppress(SpartitoError) if sys.exc_info()[1] else nullcontext():
@@ -180,9 +182,15 @@ class LeasedCoordination(Coordination):
         self._stopped = self._stopped or asked
         return self._stopped
 
+    @contextmanager
+    def deciding(self) -> Generator[None]:
+        with nullcontext() if self.chief is None else self.inside.at_work():
+            yield
+
     def agree_to_end(self, asked: bool) -> bool:
         found = self.agree_to_stop(asked)
         if self.inside.several:  # what one of them does, all do
+            self.inside.tell(lambda: b"")  # the chief may still be deciding
             found = self.agree_to_stop(self.inside.any(found))
         return found
 
@@ -202,6 +210,7 @@ class LeasedCoordination(Coordination):
     def failed(self, error: BaseException | None) -> None:
         if self.pusher and self.work and (what := told(error)):
             self.work.fail(what)
+            self.inside.gave_up = True  # others would wait for as long as this process lives
 
     # What leases and pushes ask for
 

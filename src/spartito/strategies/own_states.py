@@ -120,7 +120,7 @@ def together(coordination: LeasedCoordination, own: OwnOptimizer) -> Iterator[li
         warn(
             "a checkpoint without the groups' own states: %s. Training that goes on from it "
             "is not exactly the one that was interrupted",
-            f"nothing came of worker {min(absent)}" if absent else "they are not all equally far",
+            f"nothing came of group {min(absent)}" if absent else "they are not all equally far",
         )
         yield []
 

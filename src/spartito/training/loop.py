@@ -157,11 +157,13 @@ class TrainingLoop:
         with closing(batches):
             self._train_epoch(batches)
         trainer.epoch = epoch + 1
-        with self._coordination.during("end of epoch"):
-            logs = self._conclude(epoch, validation, history) if self._coordination.decides else {}
-        self._forget()
-        for callback in callbacks:
-            callback.on_epoch_end(epoch, logs)
+        coordination = self._coordination
+        with coordination.deciding():
+            with coordination.during("end of epoch"):
+                logs = self._conclude(epoch, validation, history) if coordination.decides else {}
+            self._forget()
+            for callback in callbacks:
+                callback.on_epoch_end(epoch, logs)
 
     def _conclude(
         self, epoch: int, validation: Evaluation | None, history: History
