@@ -288,3 +288,15 @@ def lengthy(name: str, options: dict[str, Any], seconds: float) -> list[float]:
     found = trainer.evaluate(data, callbacks=[Long()])["loss"]
     strategy.close()
     return [*history["loss"], found]
+
+
+def saved_alone(name: str, options: dict[str, Any], path: str) -> None:
+    """A training that the chief alone saves when it is over."""
+    strategy = make_strategy(name, **options)
+    trainer = sp.Trainer(
+        mlp(), optimizer=INNER["sgd"], loss=nn.CrossEntropyLoss(), strategy=strategy
+    )
+    trainer.fit(sp.data.arrays(*blobs(EXAMPLES)).batch(BATCH), epochs=1, verbose=0)
+    if strategy.is_chief:
+        trainer.save(path)
+    strategy.close()

@@ -144,6 +144,14 @@ def test_a_callback_may_evaluate_amid_an_epoch(replicas: Replicas) -> None:
         close(result["after"], chief["found"][-1])
 
 
+def test_a_checkpoint_says_of_which_group_nothing_came(replicas: Replicas, tmp_path: Path) -> None:
+    """Group 1 is worker 2."""
+    name, workers, options = case(3, groups=[[0, 1], [2]], quorum=2, every=4, lease_seconds=2.0)
+    job, log, path = decoupled_jobs.saved_alone, tmp_path / "log", str(tmp_path / "saved")
+    replicas(decoupled_jobs.heard, workers, name, options, job, str(log), servers=1, path=path)
+    assert "nothing came of group 1. Training" in log.read_text()
+
+
 @pytest.mark.slow
 def test_a_member_that_fails_keeps_no_other_waiting(replicas: Replicas) -> None:
     """Also where its process lives on: in a notebook, or where a script catches the error."""
