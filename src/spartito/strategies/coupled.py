@@ -24,9 +24,9 @@ from spartito.local.joined import JoinedGroups
 from spartito.local.plan import Asked, Members, Sites, check_alike, groups_of, sites_of
 from spartito.local.sites import JoinedSites
 from spartito.log import warn
-from spartito.strategies.apart import SECTION
 from spartito.strategies.base import Strategy
 from spartito.strategies.coordination import compare_values
+from spartito.strategies.group_states import SECTION
 from spartito.strategies.groups import DATA, MODEL, one_shard_each
 from spartito.strategies.shards import COPIES, SHARDS, ShardedCoordination
 from spartito.strategies.sharing import Placed

@@ -40,7 +40,9 @@ from spartito.local.sites import Hierarchy, JoinedSites
 from spartito.local.turns import turns_of
 from spartito.local.values import Replicas, Shards, Values
 from spartito.log import warn
-from spartito.strategies.apart import (
+from spartito.strategies.coupled import ALIKE, Coupled, Grouping, LocalCoordination, told
+from spartito.strategies.distributed import Distributed, StepResult
+from spartito.strategies.group_states import (
     SECTION,
     accumulated_by_all,
     in_parts,
@@ -48,8 +50,6 @@ from spartito.strategies.apart import (
     load_own,
     states_of,
 )
-from spartito.strategies.coupled import ALIKE, Coupled, Grouping, LocalCoordination, told
-from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.pair import Pair
 from spartito.strategies.sharding import BLOCK, ShardingStrategy, check_shards
 from spartito.strategies.sharing import Placed

@@ -38,13 +38,13 @@ from spartito.strategies import own_states
 from spartito.strategies.decoupled import (
     EVERY,
     Apart,
-    GroupPusher,
     apart,
     check_length,
     members_of,
 )
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.ending import serve_and_end, uncaught
+from spartito.strategies.group_pusher import GroupPusher
 from spartito.strategies.in_groups import InGroups
 from spartito.strategies.leased import LeasedCoordination
 from spartito.strategies.leases import Leased
