@@ -199,8 +199,8 @@ def test_a_task_is_gone_before_ssh_gives_its_connection_up() -> None:
 
 HEARS = """
 import time
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     time.sleep(60)
 except KeyboardInterrupt:
     print("heard", flush=True)
