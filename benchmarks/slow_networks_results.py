@@ -42,10 +42,11 @@ def write_results(
     """Draw what the folder ``out`` has, and return the tables, which are kept too."""
     parts = []
     for model in models:
-        found = {name: _read(out / model / name, rates) for name in names}
+        ran = [name for name in names if (out / model / name / "learned.json").exists()]
+        found = {name: _read(out / model / name, rates) for name in ran}
         parts.append(_table(model, found, rates))
         _draw(out / f"{model}.svg", model, found, rates)
-    here: dict[str, Any] = found[names[0]]["machine"]
+    here: dict[str, Any] = next(iter(found.values()))["machine"]
     words = f"Measured on: {here['cpu']}, {here['cores']} cores, torch {here['torch']}."
     text = "\n\n".join([words, *parts])
     (out / TABLE).write_text(text + "\n")
@@ -69,7 +70,8 @@ def write_docs(out: Path, models: Sequence[str], docs: Path = DOCS) -> None:
 
 def _read(folder: Path, rates: Sequence[str]) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((folder / "learned.json").read_text())
-    found["rates"] = {r: json.loads((folder / f"{r}.json").read_text())["rate"] for r in rates}
+    files = {rate: folder / f"{rate}.json" for rate in rates}
+    found["rates"] = {r: json.loads(f.read_text())["rate"] for r, f in files.items() if f.exists()}
     return found
 
 
@@ -95,7 +97,7 @@ def _table(model: str, found: dict[str, dict[str, Any]], rates: Sequence[str]) -
     heads = [f"{model}: examples/s on", *lines, f"accuracy after {epochs} epochs"]
     rows = [heads, ["---"] * len(heads)]
     for name, run in found.items():
-        speeds = [f"{run['rates'][rate]:,.0f}" for rate in rates]
+        speeds = [f"{run['rates'][r]:,.0f}" if r in run["rates"] else "not run" for r in rates]
         rows.append([_title(name), *speeds, figure("val_accuracy", run["accuracy"][-1])])
     table = "\n".join(f"| {' | '.join(row)} |" for row in rows)
     return f"{table}\n\n![{TITLES[model]}](pictures/slow-networks/{model}.svg)"
@@ -129,6 +131,8 @@ def _draw(path: Path, model: str, found: dict[str, dict[str, Any]], rates: Seque
         for axes, rate in zip(panels, rates, strict=True):
             axes.set_facecolor(PAPER)
             for (name, run), colour in zip(found.items(), COLOURS, strict=False):
+                if rate not in run["rates"]:
+                    continue
                 label = _title(name).replace("`", "")
                 axes.plot(
                     times(found, name, rate), run["accuracy"], color=colour, linewidth=1.8,
