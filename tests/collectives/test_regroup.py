@@ -176,3 +176,22 @@ def test_without_recovery_the_cause_ends_the_job() -> None:
         assert not meeting.joins
         with pytest.raises(SpartitoError, match="worker 1 is gone"):
             meeting.regroup(cause)
+
+
+def some_then_all(pipe: Connection, rank: int, port: int, store: str) -> float:
+    """The sum of ones of three tasks, after two of them have met at a store of their own."""
+    os.environ["SPARTITO_STORE"] = store
+    if rank:
+        some = Rendezvous(spec(rank - 1, 2, port), torch.device("cpu"), LONG, keeper=1)
+        with some:
+            some.group().barrier()
+    with Rendezvous(spec(rank, 3, port), torch.device("cpu"), LONG) as meeting:
+        return float(meeting.group().all_reduce(torch.ones(1)))
+
+
+def test_all_meet_after_some_have_met() -> None:
+    with kept() as store, running() as group:
+        port = free_port()
+        for rank in range(3):
+            group.start(rank, some_then_all, port, store)
+        assert [group.result(rank) for rank in range(3)] == [3.0] * 3

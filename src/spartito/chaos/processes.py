@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import signal
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
+ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +65,25 @@ def tasks_of(seen: list[Seen]) -> dict[str, int]:
 
 
 def end_all(name: str, value: str) -> None:
-    """End every process that carries the mark, as `marked` finds it."""
-    for one in marked(name, value):
-        with suppress(ProcessLookupError):
-            os.kill(one.pid, signal.SIGKILL)
+    """End every process that carries the mark, as `marked` finds it, and what these start."""
+    while found := marked(name, value):
+        for one in found:
+            with suppress(ProcessLookupError):
+                os.kill(one.pid, signal.SIGKILL)
+
+
+@contextmanager
+def interrupts_held() -> Iterator[None]:
+    """What asks this process to end (SIGINT, SIGTERM) waits for the end of the block."""
+    came: list[int] = []
+    old = {one: signal.signal(one, lambda number, _: came.append(number)) for one in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in old.items():
+            signal.signal(number, handler)
+        for number in came:
+            signal.raise_signal(number)
 
 
 def _pairs(variables: list[bytes]) -> list[tuple[str, str]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from spartito.chaos.inject import Injected, Target, inject
 from spartito.chaos.inside import ENV, FAULTS, fired
-from spartito.chaos.processes import end_all, marked, tasks_of
+from spartito.chaos.processes import end_all, interrupts_held, marked, tasks_of
 from spartito.chaos.sandbox import Sandbox
 from spartito.chaos.schedule import KINDS, LAUNCHER, Fault, Schedule, written
 from spartito.chaos.traces import Traces, reached, read_traces
@@ -110,8 +110,9 @@ def run(asked: Run, reaper: Reaper) -> Outcome:
     popens: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, start in asked.starts.items():
-            popens[name] = _begin(start, folder)
-            reaper.watch([popen.pid for popen in popens.values()])
+            with interrupts_held():  # nothing runs that we do not know of
+                popens[name] = _begin(start, folder)
+                reaper.watch([popen.pid for popen in popens.values()])
         with _Injector(asked, folder, popens) as injector:
             while time.monotonic() < began + asked.limit:
                 if None not in [popen.poll() for popen in popens.values()]:

@@ -7,6 +7,7 @@ import secrets
 import socket
 import time
 import weakref
+from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +32,7 @@ from spartito.collectives.waiting import Waiting
 from spartito.errors import TaskLostError
 from spartito.names import ENV_STORE
 
-_visits = 0  # of this process to a store so far
+_visits = Counter[int | None]()  # of this process so far: to the job's store, or a keeper's own
 
 
 class Kept:
@@ -96,10 +97,11 @@ def meet(
     keeper = "the launcher" if kept else "torchrun" if agent else names[own_keeper or 0]
     serves = cluster.rank == (own_keeper or 0) and not agent and not kept
     end = time.monotonic() + limit
-    global _visits
-    _visits += 1
+    # All tasks count alike how often they came to the job's store; not all come to others.
+    _visits[own_keeper] += 1
+    is_first = _visits[own_keeper] == 1
     # A store of a launcher keeps the keys of earlier visits of the same processes.
-    visit = _visits if agent or kept or recovery else 0
+    visit = _visits[own_keeper] if agent or kept or recovery else 0
     prefix = f"spartito/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{visit}"
     store: KeyValues | None = kept_here(cluster, keeper, limit, key) if serves else None
     while True:
@@ -114,7 +116,7 @@ def meet(
             if count == 1:
                 break
         except TaskLostError:
-            if serves or _visits == 1 or time.monotonic() > end:
+            if serves or is_first or time.monotonic() > end:
                 raise
         else:
             # That may have been this one: the store of an earlier job goes a moment later.
