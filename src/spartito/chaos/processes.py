@@ -82,8 +82,8 @@ def interrupts_held() -> Iterator[None]:
     finally:
         for number, handler in old.items():
             signal.signal(number, handler)
-        for number in came:
-            signal.raise_signal(number)
+        for each in came:
+            signal.raise_signal(each)
 
 
 def _pairs(variables: list[bytes]) -> list[tuple[str, str]]:
