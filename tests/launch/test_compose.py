@@ -370,6 +370,7 @@ def test_a_script_is_mounted_from_its_folder(tmp_path: Path) -> None:
         ({"strategy_options": "{"}, "is not JSON"),
         ({"data": Path("nowhere")}, "--data nowhere is no folder"),
         ({"name": "Big Job"}, "cannot name containers"),
+        ({"image": "No//such"}, "is no name of an image"),
         ({"cpus": "1,2,3", "workers": 2}, "3 numbers for 2 workers"),
         ({"cpus": "much"}, "no list of numbers"),
         ({"cpus": "0"}, "0.01 CPUs or more"),

@@ -17,10 +17,11 @@ from hypothesis import strategies as st
 from spartito.cli import main
 from spartito.cluster import resolve
 from spartito.errors import UserError
+from spartito.launch.images import check_image
 from spartito.launch.job import Program
 from spartito.launch.kubernetes.file import job_file
 from spartito.launch.kubernetes.launcher import Kubernetes
-from spartito.launch.kubernetes.values import check_image, quantity
+from spartito.launch.kubernetes.values import quantity
 from spartito.registry import strategy_info, strategy_names
 from tests.commands import SPARTITO
 from tests.launch.jobs import asked

@@ -54,7 +54,11 @@ def image(
     from importlib.metadata import version
 
     from spartito.launch.containers.engine import build_image
+    from spartito.launch.images import check_image
 
+    check_image(tag, "--tag")
+    if base is not None:
+        check_image(base, "--base")
     given = {"BASE": base, "TORCH_INDEX": torch_index, "COMPILER": "1" if compiler else None}
     arguments = {name: value for name, value in given.items() if value is not None}
     raise typer.Exit(build_image(tag, context, version("spartito"), arguments, network))

@@ -15,8 +15,9 @@ from spartito.launch.clouds.package import asked_package, installed_package, of_
 from spartito.launch.clouds.plan import Data, Nodes
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.fetch import SCHEMES, parse_url
+from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
-from spartito.launch.kubernetes.values import check_image, check_memory, quantity
+from spartito.launch.kubernetes.values import check_memory, quantity
 from spartito.launch.planned import (
     check_apart,
     check_text,

@@ -23,6 +23,7 @@ from spartito.launch.containers.plan import (
     memory_bytes,
 )
 from spartito.launch.hosts.names import parse_hosts
+from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.planned import check_text
 from spartito.launch.recovering import Recovering
@@ -98,6 +99,7 @@ class Compose(Recovering):
         """
         program, roles = job.program, job.roles()
         check_text((program.name, *program.arguments))
+        check_image(self.image)
         chosen = job.choose(roles)
         self._check_machine(chosen, roles)
         if self.recover and roles.ps:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from decimal import Decimal
 
+from spartito.launch.images import names_no_registry
 from spartito.launch.kubernetes.objects import INSTANCE, claim, objects
 from spartito.launch.kubernetes.plan import Pods
-from spartito.launch.kubernetes.values import names_no_registry, quantity
+from spartito.launch.kubernetes.values import quantity
 from spartito.launch.written import comment, commented
 
 KIND = {"job": "an Indexed Job", "jobset": "a JobSet", "trainjob": "a TrainJob"}

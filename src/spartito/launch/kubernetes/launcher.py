@@ -12,6 +12,7 @@ from spartito.cluster.recovery import Recovery
 from spartito.errors import UserError
 from spartito.launch.containers.plan import IMAGE
 from spartito.launch.fetch import SCHEMES, parse_url, path_of
+from spartito.launch.images import check_image
 from spartito.launch.job import JobSpec, check_folders_of_recipe, option
 from spartito.launch.kubernetes.file import image_of_nobody, job_file, needs
 from spartito.launch.kubernetes.plan import KINDS, PORT, Pods
@@ -19,7 +20,6 @@ from spartito.launch.kubernetes.values import (
     LONGEST,
     SERVICE,
     SUFFIX,
-    check_image,
     check_label,
     check_memory,
     check_name,

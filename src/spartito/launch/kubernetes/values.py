@@ -1,4 +1,4 @@
-"""What Kubernetes allows as a name, an image, a quantity: checked before there is a file."""
+"""What Kubernetes allows as a name, a quantity: checked before there is a file."""
 
 from __future__ import annotations
 
@@ -19,16 +19,6 @@ LONGEST, LONGEST_NAME = 63, 253
 
 SUFFIX = 6
 """Characters that a Job adds to a pod's name behind its host name."""
-
-_PART = r"[a-z0-9]+((\.|_|__|-+)[a-z0-9]+)*"
-_HOST = r"([a-zA-Z0-9]|[a-zA-Z0-9][a-zA-Z0-9-]*[a-zA-Z0-9])"
-_DOMAIN = rf"({_HOST}(\.{_HOST})*|\[[a-fA-F0-9:]+\])(:[0-9]+)?"
-IMAGE = re.compile(
-    rf"(?P<name>({_DOMAIN}/)?{_PART}(/{_PART})*)"
-    r"(?P<tag>:\w[\w.-]{0,127})?(?P<digest>@[A-Za-z][\w+.-]*:[0-9a-fA-F]{32,})?",
-    re.ASCII,
-)
-"""The reference of an image: registry, path in small letters, tag, digest."""
 
 QUANTITY = re.compile(
     r"(?P<number>\d+(\.\d*)?|\.\d+)(?P<suffix>[KMGTPE]i|[numkMGTPE]|[eE][+-]?\d+)?"
@@ -60,21 +50,6 @@ def check_name(option: str, text: str) -> None:
         f"Use small letters, digits, - and ., with a letter or a digit at both ends, at most "
         f"{LONGEST_NAME} characters.",
     )
-
-
-def check_image(text: str) -> None:
-    """Raise `UserError` where ``text`` cannot name an image."""
-    found = IMAGE.fullmatch(text)
-    if found is None or len(found["name"]) > 255:
-        raise UserError(
-            f"--image {text!r} is no name of an image",
-            "Write it as registry.example/team/spartito:1.0, the path in small letters.",
-        )
-
-
-def names_no_registry(image: str) -> bool:
-    """Whether ``image`` is one that engines look for among docker.io's own: nobody's."""
-    return "/" not in image
 
 
 def check_memory(text: str) -> None:
