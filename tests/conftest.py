@@ -6,6 +6,7 @@ known_state.begin()  # before anything reads the environment
 
 import os  # noqa: E402
 import re  # noqa: E402
+import secrets  # noqa: E402
 import tempfile  # noqa: E402
 from collections import Counter  # noqa: E402
 from collections.abc import Generator, Iterator  # noqa: E402
@@ -45,6 +46,7 @@ def pytest_configure() -> None:
     worker = int(re.sub(r"\D", "", os.environ.get("PYTEST_XDIST_WORKER", "0")))
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     ports.BELOW_EPHEMERAL = ports.BELOW_EPHEMERAL[worker::count]
+    os.environ[commands.SUITE] = secrets.token_hex(8)
     descriptor, os.environ[stacks.FILE] = tempfile.mkstemp(prefix="stacks-", text=True)
     os.close(descriptor)
 

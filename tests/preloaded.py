@@ -7,8 +7,11 @@ from importlib import import_module
 
 from tests import stacks
 
-# The first optimizer of a process imports torch._dynamo.
-for name in ("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_jobs"):
+# The first optimizer of a process imports torch._dynamo; a run's report is drawn by matplotlib.
+for name in (
+    *("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_jobs"),
+    *("jinja2", "matplotlib.backends.backend_svg", "matplotlib.figure", "matplotlib.ticker"),
+):
     import_module(name)
 stacks.register()
 gc.collect()

@@ -135,13 +135,13 @@ def test_a_task_with_another_secret_is_refused_at_the_store() -> None:
     port = free_port()
     with running() as group:
         for rank in (0, 1):
-            group.start(rank, jobs.join_with_a_secret, port, 2.0)
+            group.start(rank, jobs.join_with_a_secret, port, 5.0)
         kind, text = group.result(1)
         assert kind == "StoreSecretError"
         assert f"worker 0 at 127.0.0.1:{port} does not know the secret of this task" in text
         kind, text = group.result(0)
         assert kind == "TaskLostError"
-        assert f"worker 1 did not come to 127.0.0.1:{port} within 2 s" in text
+        assert f"worker 1 did not come to 127.0.0.1:{port} within 5 s" in text
 
 
 def test_a_second_process_of_one_rank_is_refused() -> None:

@@ -42,6 +42,11 @@ GRANDCHILD = LEAVES + WAITS
 DAEMON = LEAVES_DAEMON + WAITS
 
 
+def waits_for(file: str | Path) -> str:
+    """The beginning of a script that goes on when there is this file."""
+    return f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.005)\n"
+
+
 @dataclass
 class Job:
     """A supervisor under test and the pids that its tasks printed."""

@@ -294,6 +294,7 @@ def test_what_each_task_prints_is_in_a_file_of_its_own(tmp_path: Path, workers: 
         "print('to stderr', file=sys.stderr)\n"
         "while os.environ['WORLD_SIZE'] == '2' and rank == '0':\n"
         "    if other.exists() and 'rank 1' in other.read_text(): break\n"
+        "    time.sleep(0.005)\n"
         "if rank == '0': raise ValueError('the cause')\n"
         "time.sleep(300)\n"
     )

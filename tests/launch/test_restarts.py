@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 
-from tests.launch.supervised import LIMIT, SLEEPS, Start, pid_of, vanished, wait_until
+from tests.launch.supervised import (
+    LIMIT,
+    SLEEPS,
+    Start,
+    pid_of,
+    vanished,
+    wait_until,
+    waits_for,
+)
 
 PS: dict[str, Any] = {"restarts": 3, "vital": True}
 WORKER: dict[str, Any] = {"restarts": 3, "vital": False}
 CHIEF: dict[str, Any] = {}
 KILLS_ITSELF = "import os, signal; print('dies', flush=True); os.kill(os.getpid(), signal.SIGKILL)"
-
-
-def waits_for(file: Path) -> str:
-    return f"import os, time\nwhile not os.path.exists({str(file)!r}): time.sleep(0.005)\n"
 
 
 def dies_first(folder: Path, times: int, then: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import struct
 import subprocess
@@ -78,7 +79,11 @@ def test_a_loop_that_holds_the_interpreters_lock_is_shown_from_outside(start: St
     hangs = TASK + STEPS + "import re\nre.match(r'(a+)+$', 'a' * 60 + 'b')"
     job = start(hangs, TASK + WAITS)
     job.wait_for_pids(2)
-    assert "worker 0 has not moved for" in said(job, "(at step 19, in 'step'; a step takes 0.05")
+    line = said(job, "(at step 19, in 'step'; a step takes ").splitlines()[-1]
+    assert "worker 0 has not moved for" in line
+    found = re.search(r"a step takes ([\d.]+) s", line)
+    assert found
+    assert float(found[1]) >= 0.05  # more on a busy machine
     assert "in match" in said(job, "task0.py")
     job.popen.terminate()
     assert job.end()[0] == 143
@@ -106,7 +111,7 @@ def test_what_a_killed_task_did_last_is_known_to_all(
     assert job.popen.stdout is not None
     line = job.popen.stdout.readline().decode()
     path = tmp_path / "stacks" / "worker-1.txt"
-    assert "(last seen at step 41, in 'data', 0 s ago)" in line
+    assert re.search(r"\(last seen at step 41, in 'data', \d+ s ago\)", line), line
     assert line.endswith(f"  The stacks of this task are in {path}.\n")
     text = path.read_text()
     assert "a reason" in text

@@ -16,7 +16,16 @@ from spartito.launch.heartbeats import Heartbeats
 from spartito.launch.output import Sink
 from spartito.launch.process import Patience, Process, exit_code
 from spartito.launch.supervisor import DOUBLE_CLICK, _Supervisor
-from tests.launch.supervised import GRANDCHILD, LEAVES, LIMIT, SLEEPS, WAITS, Start, vanished
+from tests.launch.supervised import (
+    GRANDCHILD,
+    LEAVES,
+    LIMIT,
+    SLEEPS,
+    WAITS,
+    Start,
+    vanished,
+    waits_for,
+)
 
 
 def test_each_line_carries_its_task_and_its_stream(start: Start) -> None:
@@ -106,7 +115,7 @@ import fcntl, os, signal, sys, time
 from pathlib import Path
 lock = os.open({lock!r}, os.O_RDWR | os.O_CREAT)
 signal.signal(signal.SIGTERM, lambda *_: os._exit(1))
-while not os.path.exists({held!r}): pass
+while not os.path.exists({held!r}): time.sleep(0.005)
 Path({ready!r}).touch()
 fcntl.flock(lock, fcntl.LOCK_EX)  # once its holder is dead
 time.sleep(0.5)  # what telling takes
@@ -114,11 +123,11 @@ print("told", flush=True)
 sys.exit(69)
 """
 DIES = """
-import fcntl, os, signal
+import fcntl, os, signal, time
 lock = os.open({lock!r}, os.O_RDWR | os.O_CREAT)
 fcntl.flock(lock, fcntl.LOCK_EX)
 open({held!r}, "w").close()
-while not os.path.exists({ready!r}): pass
+while not os.path.exists({ready!r}): time.sleep(0.005)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
@@ -138,10 +147,7 @@ def test_the_others_tracebacks_are_not_shown(start: Start, tmp_path: Path) -> No
         f"signal.signal(signal.SIGTERM, stop)\n"
         f"Path({str(tmp_path / 'ready')!r}).touch()\n{WAITS}"
     )
-    fails = (
-        f"import os\nwhile not os.path.exists({str(tmp_path / 'ready')!r}): pass\n"
-        "raise KeyError('first')"
-    )
+    fails = waits_for(tmp_path / "ready") + "raise KeyError('first')"
     code, _, err = start(falls, fails).end()
     assert code == 1
     assert "KeyError: 'first'" in err
@@ -177,7 +183,7 @@ def test_tasks_that_were_told_to_end_did_not_fail(start: Start) -> None:
 def test_who_lost_a_peer_is_not_the_cause(start: Start, tmp_path: Path) -> None:
     ready = str(tmp_path / "lost")
     lost = f"import sys, pathlib; pathlib.Path({ready!r}).touch(); sys.exit(69)"
-    fails = f"import os\nwhile not os.path.exists({ready!r}): pass\nraise ValueError('cause')"
+    fails = waits_for(ready) + "raise ValueError('cause')"
     code, _, err = start(lost, fails, cause=LIMIT).end()
     assert code == 1
     assert "ValueError: cause" in err
@@ -186,14 +192,13 @@ def test_who_lost_a_peer_is_not_the_cause(start: Start, tmp_path: Path) -> None:
 def test_who_raised_first_is_the_cause_though_it_ends_later(start: Start, tmp_path: Path) -> None:
     raised, fell = str(tmp_path / "raised"), str(tmp_path / "fell")
     first = (
-        f"import atexit, os, sys, threading\n"
+        f"import atexit, os, sys, threading, time\n"
         f"def linger():\n    open({raised!r}, 'w').close()\n"
-        f"    while not os.path.exists({fell!r}): pass\n"
+        f"    while not os.path.exists({fell!r}): time.sleep(0.005)\n"
         f"atexit.register(linger)\nraise ValueError('first')"
     )
     second = (
-        f"import os\nwhile not os.path.exists({raised!r}): pass\n"
-        f"import atexit; atexit.register(lambda: open({fell!r}, 'w').close())\n"
+        waits_for(raised) + f"import atexit; atexit.register(lambda: open({fell!r}, 'w').close())\n"
         f"raise ConnectionError('second')"
     )
     code, _, err = start(first, second, cause=LIMIT).end()
@@ -209,7 +214,7 @@ def test_a_traceback_that_nobody_has_read_yet_counts_too(tmp_path: Path) -> None
         f"def linger():\n    open({raised!r}, 'w').close()\n    time.sleep(300)\n"
         f"atexit.register(linger)\nraise ValueError('first')"
     )
-    second = f"import os\nwhile not os.path.exists({raised!r}): pass\nraise ValueError('second')"
+    second = waits_for(raised) + "raise ValueError('second')"
     tasks = [
         Process(f"worker {index}", [sys.executable, "-S", "-c", script], dict(os.environ))
         for index, script in enumerate((first, second))
@@ -281,14 +286,14 @@ def test_a_task_that_ignores_sigterm_is_killed(start: Start, tmp_path: Path) -> 
     ready = str(tmp_path / "ready")
     deaf = f"open({ready!r}, 'w').close()\n" + SLEEPS
     deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + deaf
-    fails = f"import os\nwhile not os.path.exists({ready!r}): pass\nraise SystemExit(5)"
+    fails = waits_for(ready) + "raise SystemExit(5)"
     job = start(deaf, fails, stop=0.05)
     assert job.end()[0] == 5
 
 
 def test_a_frozen_task_stops_too(start: Start, tmp_path: Path) -> None:
     ready = str(tmp_path / "frozen")
-    fails = f"import os\nwhile not os.path.exists({ready!r}): pass\nraise SystemExit(5)"
+    fails = waits_for(ready) + "raise SystemExit(5)"
     job = start(SLEEPS, fails)
     job.wait_for_pids(1)
     os.kill(job.pids[0], signal.SIGSTOP)

@@ -17,7 +17,7 @@ from spartito.ps.scheduler import journal, ledger
 from spartito.ps.scheduler.journal import FileJournal
 from spartito.ps.scheduler.ledger import Book, Entered, Kept, Ledger, Published, Stopped
 from spartito.ps.scheduler.plan import Plan
-from tests.ps.simulation.world import MemoryJournal
+from tests.ps.simulation.disks import MemoryJournal
 
 
 def plain(book: Book) -> object:

@@ -23,7 +23,7 @@ from spartito.ps.protocol.work import (
 )
 from spartito.ps.scheduler.ledger import Book
 from tests.ps import coordination as co
-from tests.ps.simulation.world import MemoryJournal
+from tests.ps.simulation.disks import MemoryJournal
 
 
 class Kept(OwnState):

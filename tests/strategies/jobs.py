@@ -91,7 +91,7 @@ def fit_mlp(
     *,
     examples: int = 50,
     batch: int = 8,
-    epochs: int = 3,
+    epochs: int = 2,
     steps: int | None = None,
     optimizer: str = "Adam",
     accumulate: int = 1,
@@ -205,7 +205,7 @@ def fit_convolutions(name: str, options: dict[str, Any]) -> dict[str, Any]:
         strategy=strategy,
         deterministic=True,
     )
-    history = trainer.fit(train, epochs=6, validation_data=(x, y), verbose=0)
+    history = trainer.fit(train, epochs=3, validation_data=(x, y), verbose=0)
     state = weights(strategy, net)
     strategy.close()
     return {"history": history.history, "weights": state}
@@ -506,7 +506,7 @@ def low_precision(name: str, options: dict[str, Any], compiled: bool) -> dict[st
         strategy=strategy,
         precision="bf16",
     )
-    history = trainer.fit(blobs(60), epochs=4, batch_size=12, verbose=0)  # float64 data
+    history = trainer.fit(blobs(60), epochs=3, batch_size=12, verbose=0)  # float64 data
     names = list(strategy.state_dict()["model"])
     strategy.close()
     return {"history": history.history, "names": names}

@@ -12,11 +12,13 @@ from tests.replicas import ReplicaError, Replicas
 from tests.strategies import changing_jobs as jobs
 from tests.strategies.test_contracts import (
     CASES,
+    LOOPS,
+    SYNCHRONOUS,
     Case,
     agree,
     close,
+    crossed,
     every_loop,
-    every_synchronous,
     named,
     run,
 )
@@ -26,12 +28,12 @@ every_pipeline = pytest.mark.parametrize(
     "case", [case for case in CASES if case[0] == "pipeline"], ids=named
 )
 """They follow no change of what they have divided."""
+SIZES = [(129, 64, 2, 6, 3), (17, 8, 3, 4, 3), (5, 4, 2, 3, 2)]
 IN_TIME = ["add a group", "unfreeze", "take out"]
 """Changes that may come between a batch and its backward pass: no new values are needed."""
 
 
-@every_loop
-@pytest.mark.parametrize("change", jobs.CHANGES)
+@crossed("change", {change: change for change in jobs.CHANGES}, LOOPS)
 def test_parameters_that_change_between_two_fits(
     replicas: Replicas, case: Case, change: str
 ) -> None:
@@ -65,8 +67,7 @@ def test_pipelines_refuse_other_parameters(
     assert all(isinstance(error, UserError | TaskLostError) for error in errors)
 
 
-@every_loop
-@pytest.mark.parametrize("change", IN_TIME)
+@crossed("change", {change: change for change in IN_TIME}, LOOPS)
 def test_parameters_that_change_in_a_loop(replicas: Replicas, case: Case, change: str) -> None:
     agree(case, run(replicas, case, jobs.by_hand, change=change), jobs.by_torch(change))
 
@@ -82,8 +83,7 @@ def test_servers_refuse_other_parameters(replicas: Replicas, change: str) -> Non
         run(replicas, SERVER, jobs.by_trainer, change=change)
 
 
-@every_synchronous
-@pytest.mark.parametrize("sizes", [(129, 64, 2, 6, 3), (17, 8, 3, 4, 3), (5, 4, 2, 3, 2)])
+@crossed("sizes", {str(n): n for n in SIZES}, SYNCHRONOUS)
 def test_accumulation_over_shares_that_are_empty(
     replicas: Replicas, case: Case, sizes: tuple[int, ...]
 ) -> None:

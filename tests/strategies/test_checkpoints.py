@@ -15,7 +15,16 @@ from spartito.checkpoint.parts import Reader
 from spartito.storage.atomic import FORMAT
 from tests.replicas import Replicas
 from tests.strategies import jobs
-from tests.strategies.test_contracts import CASES, Case, close, common, is_coupled, named, run
+from tests.strategies.test_contracts import (
+    CASES,
+    Case,
+    close,
+    common,
+    is_coupled,
+    marks,
+    named,
+    run,
+)
 
 Outcome = dict[str, Any]
 
@@ -35,49 +44,90 @@ SAVING: list[Case] = [
 """All that the contracts are tested under, and more ways in which a state lies on tasks."""
 
 
+class Written:
+    """Folders with a checkpoint in the middle of an epoch, each written when it is asked for."""
+
+    def __init__(self, replicas: Replicas, folder: Path) -> None:
+        self._replicas, self._folder = replicas, folder
+
+    def by(self, case: Case) -> str:
+        """The one of this strategy."""
+        folder = str(self._folder / named(case).replace("/", "-"))
+        if not Path(folder).exists():
+            run(self._replicas, case, jobs.checkpoint_and_resume, folder=folder, phase="save")
+        return folder
+
+
 @pytest.fixture(scope="module")
-def written(replicas: Replicas, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Case]:
-    """Folders with a checkpoint in the middle of an epoch, one by each strategy."""
-    folders = {}
-    for case in SAVING:
-        folder = str(tmp_path_factory.mktemp("written") / named(case).replace("/", "-"))
-        run(replicas, case, jobs.checkpoint_and_resume, folder=folder, phase="save")
-        folders[folder] = case
-    return folders
+def written(replicas: Replicas, tmp_path_factory: pytest.TempPathFactory) -> Written:
+    return Written(replicas, tmp_path_factory.mktemp("written"))
 
 
 FIRST = {case[0]: case for case in reversed(SAVING)}
-"""A reader of each strategy for the quick tests; its other forms are among the slow ones."""
-READING = [
-    pytest.param(case, marks=() if case is FIRST[case[0]] else pytest.mark.slow, id=named(case))
-    for case in SAVING
-]
+"""A form of each strategy for the quick tests; the others are among the slow ones."""
+ORDER = sorted(FIRST)
 
 
-@pytest.mark.parametrize("case", READING)
+def neighbours(reader: Case, writer: Case) -> bool:
+    """Whether training goes on from this writer in the quick tests.
+
+    From its own, that of one device, and the next two in a circle of all strategies; the slow
+    tests have all others.
+    """
+    apart = (ORDER.index(writer[0]) - ORDER.index(reader[0])) % len(ORDER)
+    return writer is FIRST[writer[0]] and (apart <= 2 or writer is CASES[0])
+
+
+def reading() -> list[Any]:
+    """Who reads whose checkpoints, and from which of them it goes on."""
+    given = []
+    for case in SAVING:
+        others = [one for one in SAVING if one is FIRST[one[0]]]
+        near = [one for one in others if neighbours(case, one)]
+        copied = [one for one in SAVING if one not in near]
+        if case is not FIRST[case[0]]:
+            slow = pytest.param(case, others, copied, marks=pytest.mark.slow, id=named(case))
+            given.append(slow)
+            continue
+        quick = [one for one in copied if one in others or (case is CASES[0] and not marks(one))]
+        far = [one for one in others if one not in near]
+        rest = [one for one in SAVING if one not in (*near, *quick, *far)]
+        given += [
+            pytest.param(case, near, quick, id=named(case)),
+            pytest.param(case, far, rest, marks=pytest.mark.slow, id=f"{named(case)}-rest"),
+        ]
+    return given
+
+
+@pytest.mark.parametrize(("case", "resumed", "copied"), reading())
 def test_a_checkpoint_of_any_strategy_loads(
-    replicas: Replicas, case: Case, written: dict[str, Case], whole: Outcome, tmp_path: Path
+    replicas: Replicas,
+    case: Case,
+    resumed: list[Case],
+    copied: list[Case],
+    written: Written,
+    whole: Outcome,
+    tmp_path: Path,
 ) -> None:
     """Bit by bit, of each writer; and from one of each strategy's training goes on as if never
     interrupted.
     """
-    kinds = {writer[0]: folder for folder, writer in reversed(written.items())}
+    apart = case[0] == "parameter_server" or case[2].get("communication") == "ddp"
+    writers = [*resumed, *(() if case[0] == "parameter_server" else copied)]
     given = [
-        (folder, "resume" if folder in kinds.values() else "copy", str(tmp_path / str(number)))
-        for number, folder in enumerate(written)
+        (
+            written.by(writer),
+            "resume" if writer in resumed else "copy",
+            str(tmp_path / str(number)),
+        )
+        for number, writer in enumerate(writers)
     ]
-    if case[0] == "parameter_server":
-        given = [one for one in given if one[1] == "resume"]
-    if case[0] == "parameter_server" or case[2].get("communication") == "ddp":
-        # Servers, and what DDP builds on, last as long as a job, so each is one of its own.
-        loaded = [
-            each for one in given for each in run(replicas, case, jobs.load_each, given=[one])
-        ]
-    else:
-        loaded = run(replicas, case, jobs.load_each, given=given)
-    for outcome, (folder, phase, again) in zip(loaded, given, strict=True):
+    # Servers, and what DDP builds on, last as long as a job, so each is one of its own.
+    parts = [[one] for one in given] if apart else [given]
+    loaded = [each for part in parts for each in run(replicas, case, jobs.load_each, given=part)]
+    for outcome, writer, (folder, phase, again) in zip(loaded, writers, given, strict=True):
         same(read_checkpoint(again), read_checkpoint(folder))
-        if phase == "copy" or is_coupled(case) or is_coupled(written[folder]):
+        if phase == "copy" or is_coupled(case) or is_coupled(writer):
             continue
         assert outcome["epochs"] == [2, 3], folder
         close(outcome["weights"], whole["weights"])
@@ -108,8 +158,8 @@ def leaves(tree: Any, path: str = "") -> Iterator[tuple[str, torch.Tensor]]:
             yield from leaves(value, f"{path}{key}.")
 
 
-def test_each_task_writes_its_own_part(written: dict[str, Case]) -> None:
-    *_, folder = written
+def test_each_task_writes_its_own_part(written: Written) -> None:
+    folder = written.by(SAVING[-1])
     files = sorted(file.name for file in Path(folder).iterdir())
     assert files == [
         "manifest.json",
@@ -121,9 +171,9 @@ def test_each_task_writes_its_own_part(written: dict[str, Case]) -> None:
     read = Reader(folder, "model")
     shapes = {slot.name: slot.box.sizes for name in read.names for _, slot in read.slots(name)[1:]}
     assert shapes == {"0.weight": (4, 6), "3.weight": (2, 8)}
-    for folder, (name, count, _) in written.items():
-        if name == "central_storage":  # each keeps the optimizer's state of some elements
-            assert len(Reader(folder, "optimizer").files) == count
+    for case in SAVING:
+        if case[0] == "central_storage":  # each keeps the optimizer's state of some elements
+            assert len(Reader(written.by(case), "optimizer").files) == case[1]
 
 
 GOLDEN = sorted((Path(__file__).parents[1] / "golden").glob("format-*/*"))

@@ -31,6 +31,7 @@ from spartito.registry import strategy_info
 from spartito.strategies import strategy as named_strategy
 from spartito.strategies.recovering import ElsewhereError, Standing, share_state
 from tests.collectives.group import spec
+from tests.commands import eventually
 from tests.processes import context
 from tests.replicas import Replicas
 from tests.strategies.jobs import blobs
@@ -54,6 +55,7 @@ class Plan:
     strategy: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     slow: float = 0.0
+    """Seconds that each step takes more while not all are there."""
     asks: tuple[int, int] | None = None
     """Who asks for an end after which step, and dies once all have heard of it."""
     spots: Mapping[tuple[int, int], Spot] = field(default_factory=dict)
@@ -61,7 +63,7 @@ class Plan:
 
 
 class Killed(sp.Callback):
-    """Kills its process once before each of the planned steps, and slows all down."""
+    """Kills its process once before each of the planned steps, and waits for who is not there."""
 
     def __init__(self, plan: Plan, rank: int, folder: Path) -> None:
         self.plan, self.rank, self.folder = plan, rank, folder
@@ -71,8 +73,11 @@ class Killed(sp.Callback):
         if at in self.plan.spots and not (self.folder / f"killed {at[0]} {at[1]}").exists():
             self.plan.spots[at](partial(self.die_once, self.trainer.step))
         elif at in self.plan.kills:
+            if self.plan.training.get("backup"):  # it is written beside the training
+                assert eventually(lambda: any(self.folder.glob("backup/fit-1/step-*")))
             self.die_once()
-        time.sleep(self.plan.slow)
+        if self.trainer.strategy.cluster.world_size < self.plan.workers:
+            time.sleep(self.plan.slow)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self.plan.asks is None or self.rank != self.plan.asks[0]:
@@ -137,7 +142,9 @@ def train(plan: Plan, rank: int, folder: Path) -> dict[str, Any]:
             run_dir=folder / "run",
         )
         backups = (
-            [sp.callbacks.BackupAndRestore(folder / "backup", 3)] if given.get("backup") else []
+            [sp.callbacks.BackupAndRestore(folder / "backup", 3, share=None)]
+            if given.get("backup")
+            else []
         )
         history = trainer.fit(
             (x, y), epochs=given.get("epochs", 3), batch_size=given["batch"],
@@ -281,7 +288,7 @@ def test_the_others_go_on_alone_and_take_in_who_comes_later(tmp_path: Path) -> N
     """The global batch stays global: 2, then 1 (the chief is gone), then 2 tasks."""
     training = {"optimizer": "SGD", "dropout": 0.0, "epochs": 12}
     alone = Recovery(min_workers=1, wait=0.1)
-    plan = Plan(2, frozenset({(0, 5)}), recovery=alone, training=training, slow=0.02)
+    plan = Plan(2, frozenset({(0, 5)}), recovery=alone, training=training, slow=0.2)
     later = run(plan, tmp_path / "later")
     expected = run(Plan(2, training=training), tmp_path / "whole")[0]
     assert [result["tasks"] for result in later] == [2, 2]

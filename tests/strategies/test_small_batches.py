@@ -7,25 +7,25 @@ import torch
 
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import small_jobs as jobs
-from tests.strategies.test_contracts import CASES, Case, agree, close, every_loop, run, servers
+from tests.strategies.test_contracts import CASES, LOOPS, Case, agree, close, crossed, run, servers
 
 THREE: Case = ("mirrored", 3, {})
 SERVERS: Case = ("parameter_server", 3, {})
 
 
-@every_loop  # a pipeline's BatchNorm sees microbatches, and it refuses spectral norm: see below
-@pytest.mark.parametrize(
-    ("kind", "examples", "batch"),
-    [
-        ("view", 26, 6),  # the last batch has two rows: on three replicas one trains
-        ("view", 18, 4),  # two rows, and whole batches of which one replica of three gets two
-        ("spectral", 25, 6),  # one row
-    ],
+@crossed(  # a pipeline's BatchNorm sees microbatches, and it refuses spectral norm: see below
+    "given",
+    {
+        "two": ("view", 26, 6),  # the last batch has two rows: on three replicas one trains
+        "some": ("view", 18, 4),  # two rows, and whole batches of which one of three gets two
+        "one": ("spectral", 25, 6),  # one row
+    },
+    LOOPS,
 )
 def test_numbers_are_those_of_torch(
-    replicas: Replicas, case: Case, kind: str, examples: int, batch: int
+    replicas: Replicas, case: Case, given: tuple[str, int, int]
 ) -> None:
-    options = {"kind": kind, "examples": examples, "batch": batch}
+    options = dict(zip(("kind", "examples", "batch"), given, strict=True))
     found = run(replicas, case, jobs.by_trainer, **options)
     agree(case, found, jobs.by_torch(**options))  # type: ignore[arg-type]
 
