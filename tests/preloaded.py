@@ -9,7 +9,7 @@ from tests import stacks
 
 # The first optimizer of a process imports torch._dynamo; a run's report is drawn by matplotlib.
 for name in (
-    *("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_jobs"),
+    *("torch._dynamo", "spartito.training.trainer", "tests.strategies.ps_processes"),
     *("jinja2", "matplotlib.backends.backend_svg", "matplotlib.figure", "matplotlib.ticker"),
 ):
     import_module(name)

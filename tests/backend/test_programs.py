@@ -48,7 +48,29 @@ ON_TWO = (
     "sharded.saved_asynchronously",
 )
 ON_FOUR = ("sharded.hsdp", "sharded.hsdp1", "model_parallel.tensor_and_data_parallel")
-ALL = [(2, name) for name in ON_TWO] + [(4, name) for name in ON_FOUR]
+QUICK = {
+    "data_parallel.ddp",
+    "data_parallel.ddp_unused_parameters",
+    "data_parallel.ddp_sparse",
+    "data_parallel.ddp_join",
+    "data_parallel.ddp_hook_fp16",
+    "data_parallel.zero_redundancy",
+    "data_parallel.through_operations",
+    "sharded.fsdp1",
+    "sharded.fsdp2",
+    "sharded.fsdp2_mixed",
+    "model_parallel.dtensor",
+    "model_parallel.tensor_parallel_mlp",
+    "model_parallel.one_forward_one_backward",
+    "sharded.saved_and_loaded",
+    "sharded.hsdp",
+}
+"""One of each kind; the others make the same calls in other orders."""
+ALL = [
+    pytest.param(size, name, marks=() if name in QUICK else pytest.mark.slow)
+    for size, names in ((2, ON_TWO), (4, ON_FOUR))
+    for name in names
+]
 
 
 @pytest.mark.parametrize(("size", "program"), ALL)

@@ -8,7 +8,8 @@ from spartito.cluster import ClusterSpec, Task, resolve
 from spartito.cluster.clouds import from_clouds
 from spartito.cluster.resolver import remarks
 from spartito.errors import UserError
-from tests.cluster.environments import SKYPILOT_SETUP, TORCHRUN, dstack, open_mpi, skypilot
+from tests.cluster.environments import open_mpi
+from tests.cluster.orchestrated import SKYPILOT_SETUP, TORCHRUN, dstack, skypilot
 
 Tool = Callable[..., dict[str, str]]
 both = pytest.mark.parametrize("tool", [skypilot, dstack])

@@ -7,14 +7,14 @@ from spartito.cluster.kubernetes import from_kubernetes
 from spartito.cluster.resolver import remarks, resolve
 from spartito.cluster.torchrun import from_torchrun
 from spartito.errors import UserError
-from tests.cluster.environments import (
+from tests.cluster.environments import open_mpi
+from tests.cluster.orchestrated import (
     DYNAMIC_TF_JOB,
     ELASTIC_PYTORCH_JOB,
     JOB_SET,
     MPI_JOB_LAUNCHER,
     TORCHRUN,
     indexed_job,
-    open_mpi,
     pytorch_job,
     tf_job,
     train_job,

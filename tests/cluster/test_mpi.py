@@ -8,7 +8,6 @@ from spartito.cluster.resolver import joined
 from spartito.errors import UserError
 from tests.cluster.environments import (
     SRUN_SHELL,
-    TORCHRUN,
     flux,
     hydra_alone,
     jsrun,
@@ -18,6 +17,7 @@ from tests.cluster.environments import (
     srun,
     without,
 )
+from tests.cluster.orchestrated import TORCHRUN
 
 
 def test_on_one_machine_they_meet_at_its_loopback() -> None:

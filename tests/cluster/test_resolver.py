@@ -8,16 +8,8 @@ import pytest
 from spartito.cluster import ClusterSpec, resolve
 from spartito.cluster.resolver import RESOLVERS, remarks
 from spartito.errors import UserError
-from tests.cluster.environments import (
-    SBATCH_SHELL,
-    TORCHRUN,
-    indexed_job,
-    mpich,
-    open_mpi,
-    pytorch_job,
-    skypilot,
-    srun,
-)
+from tests.cluster.environments import SBATCH_SHELL, mpich, open_mpi, srun
+from tests.cluster.orchestrated import TORCHRUN, indexed_job, pytorch_job, skypilot
 
 TF_CONFIG = '{"cluster": {"worker": ["a:1", "b:1"]}, "task": {"type": "worker", "index": 1}}'
 

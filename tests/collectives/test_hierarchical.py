@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from spartito.cluster.ports import free_port, free_ports
 from spartito.collectives.placement import Placement
-from tests.collectives import jobs
+from tests.collectives import jobs, result_jobs
 from tests.collectives.group import Group, running
 
 LONG = 60.0  # a limit that no passing test comes near
@@ -68,7 +68,7 @@ def test_any_placement_gives_the_same_results(ways: tuple[str, ...]) -> None:
     told = [(f"on {way}", port) for way, port in zip(ways, free_ports(len(ways)), strict=True)]
     with running() as group:
         for rank in range(world_size):
-            group.start(rank, jobs.wrong_results, world_size, told)
+            group.start(rank, result_jobs.wrong_results, world_size, told)
         for rank in range(world_size):
             assert group.result(rank) == []
 
@@ -78,7 +78,7 @@ def test_all_ranks_get_the_same_bits(letters: str) -> None:
     world_size, port = len(letters), free_port()
     with running() as group:
         for rank in range(world_size):
-            group.start(rank, jobs.random_sums, world_size, port, f"on {letters}")
+            group.start(rank, result_jobs.random_sums, world_size, port, f"on {letters}")
         (total, mean, parts), *others = [group.result(rank) for rank in range(world_size)]
         exact = torch.stack(parts).double().sum(0)
         torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=1e-3)

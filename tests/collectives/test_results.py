@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from spartito.cluster.ports import free_port, free_ports
 from spartito.collectives.collective import IdentityCollective, add_piggybacked
-from tests.collectives import jobs
+from tests.collectives import result_jobs
 from tests.collectives.group import running
 
 
@@ -18,7 +18,7 @@ def test_all_collectives_agree(world_size: int) -> None:
     ways = list(zip(("auto", "process_group", "sockets"), free_ports(3), strict=True))
     with running() as group:
         for rank in range(world_size):
-            group.start(rank, jobs.wrong_results, world_size, ways)
+            group.start(rank, result_jobs.wrong_results, world_size, ways)
         for rank in range(world_size):
             assert group.result(rank) == []
 
@@ -29,7 +29,7 @@ def test_all_ranks_get_the_same_bits(communication: str, world_size: int) -> Non
     port = free_port()
     with running() as group:
         for rank in range(world_size):
-            group.start(rank, jobs.random_sums, world_size, port, communication)
+            group.start(rank, result_jobs.random_sums, world_size, port, communication)
         first, *others = [group.result(rank) for rank in range(world_size)]
         total, mean, parts = first
         exact = torch.stack(parts).double().sum(0)

@@ -28,7 +28,7 @@ from spartito.collectives.torch_store import OfTorch
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from tests.callers import call, read_to_end
 from tests.collectives.group import join, running, spec
-from tests.collectives.jobs import values
+from tests.collectives.result_jobs import values
 
 LONG = 60.0  # a limit that no passing test comes near
 NAMES = ["worker 0", "worker 1"]

@@ -8,7 +8,8 @@ import pytest
 
 from spartito.collectives.versions import Versions, check_versions
 from spartito.errors import UserError
-from tests.strategies.ps_jobs import Asked, Job, job
+from tests.strategies.ps_jobs import Asked
+from tests.strategies.ps_processes import Job, job
 from tests.versions import with_version
 
 OWN = Versions.own()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from itertools import combinations, permutations
+from itertools import permutations
 
 import msgspec
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from spartito.doctor.findings import (
     Facts,
@@ -22,12 +20,11 @@ from spartito.doctor.findings import (
     Speed,
     slow_pairs,
 )
-from spartito.doctor.probe.coordinator import rounds
 from spartito.doctor.report import closing, grids
 from spartito.doctor.rules.judge import judge
 from spartito.doctor.rules.lines import VERY_THIN, compress
 from spartito.doctor.rules.verdict import Verdict, exit_code
-from spartito.doctor.wording import amount, duration, joined, rate
+from spartito.doctor.wording import duration
 
 GIB = 1 << 30
 W0, W1, W2 = "worker 0", "worker 1", "worker 2"
@@ -380,50 +377,3 @@ def test_memory_disks_and_gpus() -> None:
 def test_the_worst_comes_first() -> None:
     given = report(facts(W0, omp_num_threads="9"), facts(W1, port=Port(21000, False)), probes=[])
     assert [verdict.severity for verdict in judge(given)][:3] == ["missing", "error", "warning"]
-
-
-def test_tables_have_a_row_per_task_and_say_who_is_not_there() -> None:
-    given = report(facts(W0), facts(W1))
-    tasks, machines, matrix = grids(given)
-    assert [row[0] for row in tasks.rows] == [W0, W1, W2]
-    assert tasks.rows[2][2] == "did not come"
-    assert tasks.marked == {(2, 2)}
-    assert [row[0] for row in machines.rows] == [W0, W1]
-    assert "eth0 10.0.0.1" in tasks.rows[0]
-    assert matrix.rows[0][1] == ""
-    assert matrix.rows[0][2] == "200 µs\n1 GB/s"
-    for grid in grids(given):
-        assert all(len(row) == len(grid.heads) for row in grid.rows)
-
-
-def test_of_many_tasks_the_slowest_ways_are_listed() -> None:
-    names = [f"worker {i}" for i in range(12)]
-    pairs = list(permutations(names, 2))
-    speeds = [Speed(*pair, 1e-4, 1e9 + index, 0.0) for index, pair in enumerate(pairs)]
-    many = {name: msgspec.structs.replace(HEALTHY, task=name) for name in names}
-    given = report(
-        expected=names, addresses=dict.fromkeys(names, ""), facts=many, speeds=speeds, probes=[]
-    )
-    slowest = grids(given)[2]
-    assert slowest.rows[0][0] == "worker 0 to worker 1"
-    assert len(slowest.rows) == 10
-
-
-@given(st.integers(2, 40))
-def test_rounds_hold_every_pair_once_and_no_task_twice_in_one(count: int) -> None:
-    tasks = [str(number) for number in range(count)]
-    seen = []
-    for pairs in rounds(tasks):
-        at_work = [task for pair in pairs for task in pair]
-        assert len(at_work) == len(set(at_work))
-        seen += [frozenset(pair) for pair in pairs]
-    assert len(seen) == len(set(seen))
-    assert set(seen) == {frozenset(pair) for pair in combinations(tasks, 2)}
-
-
-def test_numbers_in_words() -> None:
-    assert [amount(0), amount(1536), amount(3 * GIB)] == ["0 B", "1.5 KiB", "3 GiB"]
-    assert [rate(5), rate(2.5e6), rate(3e9)] == ["5 B/s", "2.5 MB/s", "3 GB/s"]
-    assert [duration(8e-5), duration(0.0025), duration(3.14)] == ["80 µs", "2.5 ms", "3.1 s"]
-    assert [joined(["a"]), joined(["a", "b", "c"])] == ["a", "a, b and c"]
-    assert joined([str(n) for n in range(9)]) == "0, 1, 2, 3, 4 and 4 more"

@@ -24,7 +24,7 @@ from spartito.launch.clouds.sky import sky_file
 from spartito.launch.job import Program
 from spartito.launch.written import comment
 from spartito.registry import strategy_info, strategy_names
-from tests.cluster.environments import dstack, skypilot
+from tests.cluster.orchestrated import dstack, skypilot
 from tests.launch.clouds_validation import complaints
 from tests.launch.jobs import asked
 

@@ -157,6 +157,7 @@ def gives():
 """
 
 
+@pytest.mark.slow
 def test_a_model_of_a_cell_trains_in_two_processes_as_in_plain_torch(notebook: Notebook) -> None:
     notebook.run(MODEL)
     trained = notebook.run('net = sp.launch(train, strategy="mirrored", workers=2, args=(2,))')

@@ -22,7 +22,13 @@ def test_shards_compute_what_whole_tensors_do(replicas: Replicas, what: str, mos
     assert replicas(jobs.check, 2, what, {"model": 2}, most) == [[], []]
 
 
-@pytest.mark.parametrize("what", TABLES)
+FEW = ["products", "norms", "reductions"]
+"""What is cut along two axes in the quick tests, which cut all along one."""
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=() if what in FEW else pytest.mark.slow) for what in TABLES]
+)
 def test_two_axes_cut_at_once(replicas: Replicas, what: str) -> None:
     assert replicas(jobs.check, 4, what, {"model": 2, "other": 2}, 8) == [[]] * 4
 

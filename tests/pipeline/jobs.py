@@ -18,7 +18,7 @@ from spartito.engine.randomness import globalize
 from spartito.errors import UserError
 from spartito.models.cats_vs_dogs import CatsVsDogs
 from spartito.models.gpt import GPT
-from tests.mesh.jobs import Squared
+from tests.mesh.tables import Squared
 
 Made = tuple[nn.Module, Tensor, Tensor, Callable[[Any, Any], Any]]
 

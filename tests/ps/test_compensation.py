@@ -17,8 +17,7 @@ from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.compensation import check_compensation
 from tests.ps.bench import Bench
 from tests.ps.bench import push as pushed
-from tests.ps.test_client import WAYS, Start, compute, exchange, make, push
-from tests.ps.test_client import job as job
+from tests.ps.served import WAYS, Start, compute, exchange, make, push
 
 WORKERS = 3
 Values = dict[str, Tensor]

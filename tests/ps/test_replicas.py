@@ -39,7 +39,7 @@ from spartito.ps.protocol.rules import Rules
 from spartito.ps.protocol.wire import Wire
 from spartito.ps.server.server import Server
 from tests.ps.coordination import eventually
-from tests.ps.test_client import HOST, LIMIT, WAYS, Job, compute, make, push
+from tests.ps.served import HOST, LIMIT, WAYS, Job, compute, make, push
 
 
 class Pair(Job):

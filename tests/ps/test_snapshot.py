@@ -19,7 +19,7 @@ from spartito.ps.protocol.messages import Load, Status
 from spartito.ps.protocol.rules import Rules
 from spartito.ps.server.counter import Counter
 from spartito.storage.private import private_directory
-from tests.ps.test_client import LIMIT, Job
+from tests.ps.served import LIMIT, Job
 from tests.skips import skip
 
 LOADED = {"loaded": True}

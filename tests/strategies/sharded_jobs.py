@@ -6,7 +6,6 @@ import copy
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,8 +13,8 @@ from torch import Tensor, nn
 
 import spartito as sp
 from spartito.collectives import pages
-from spartito.models.cats_vs_dogs import SeparableConv2d
 from tests.strategies.jobs import blobs, make_strategy
+from tests.strategies.sharded_models import KINDS, build, of_tokens, photos, tokens
 
 STEPS, BATCH = 10, 6
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -31,152 +30,6 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
         [{"params": [p], "lr": 0.01 / n, "weight_decay": 0.1 * n} for n, p in enumerate(ps, 1)]
     ),
 }
-
-
-class Frozen(nn.Module):
-    """A part that does not learn, a part that nobody uses, and a weight used twice."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.unused = nn.Linear(6, 6), nn.Linear(6, 6)
-        self.second = nn.Linear(6, 6, bias=False)
-        self.second.weight = self.first.weight
-        self.fixed, self.head = nn.Linear(6, 6).requires_grad_(False), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(self.fixed(self.second(torch.tanh(self.first(x)))))
-        return out
-
-
-@dataclass
-class Found:
-    """An output of a user's own class."""
-
-    scores: Tensor
-
-
-class Astray(nn.Module):
-    """Uses parameters of modules that it does not call, and gives gradients other ways back."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.body = nn.Sequential(nn.Linear(6, 20), nn.Tanh(), nn.Linear(20, 6), nn.Tanh())
-        self.lent, self.inner, self.head = nn.Linear(6, 6), Inner(), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Found:
-        out = self.body[2:](self.body[:2](x))
-        out = nn.functional.linear(out, self.lent.weight) + self.inner(out).scores
-        return Found(self.head(out) + self.inner.aside.sum())
-
-
-class Inner(nn.Module):
-    """A block whose output nobody can look into, and one that it keeps to itself."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.first, self.second = nn.Linear(6, 30), nn.Linear(30, 6)
-
-    def forward(self, x: Tensor) -> Found:
-        hidden = self.first(x).sin()
-        self.aside = (hidden @ self.second.weight.t()).cos().mean()
-        return Found(self.second(hidden))
-
-
-class Transposed(torch.autograd.Function):
-    """A product that keeps a view of its weight by itself."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.x, ctx.weight = x, weight.t()
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        return grad @ ctx.weight.t(), grad.t() @ ctx.x
-
-
-class Token(nn.Module):
-    """A block that gives views of its parameter away."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(12, 6))
-
-    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        return self.weight[:6].t(), self.weight.detach().expand(len(x), -1, -1)
-
-
-class Views(nn.Module):
-    """Computes with views of blocks that are not at work any more."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token, self.own, self.head = Token(), Own(), nn.Linear(6, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight, fixed = self.token(x)
-        out: Tensor = self.head(torch.tanh(self.own(x) @ weight + fixed.mean(1)))
-        return out
-
-
-class Own(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(6, 6))
-        self.nothing = nn.Parameter(torch.zeros(0, 2), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = Transposed.apply(x, self.weight)  # type: ignore[no-untyped-call]
-        return out
-
-
-def of_found(output: Found, target: Tensor) -> Tensor:
-    return nn.functional.cross_entropy(output.scores, target, reduction="none")
-
-
-def tokens() -> tuple[Tensor, Tensor]:
-    made = torch.randint(11, (16, 9), generator=torch.Generator().manual_seed(4))
-    return made[:, :-1], made[:, 1:]
-
-
-def photos() -> tuple[Tensor, Tensor]:
-    made = torch.rand(10, 3, 24, 24, generator=torch.Generator().manual_seed(4))
-    return made.double() * 255, torch.arange(10) % 2
-
-
-def of_tokens(output: Tensor, target: Tensor) -> tuple[Tensor, int]:
-    loss = nn.functional.cross_entropy(output.flatten(0, 1), target.flatten(), reduction="sum")
-    return loss, target.numel()
-
-
-Kind = tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, Tensor]], Any]
-KINDS: dict[str, Kind] = {
-    "mlp": (
-        lambda: nn.Sequential(nn.Linear(6, 40), nn.Tanh(), nn.Linear(40, 3)),
-        lambda: blobs(16),
-        nn.CrossEntropyLoss(),
-    ),
-    "views": (Views, lambda: blobs(16), nn.CrossEntropyLoss()),
-    "astray": (Astray, lambda: blobs(16), of_found),
-    "frozen": (Frozen, lambda: blobs(16), nn.CrossEntropyLoss()),
-    "gpt": (lambda: sp.models.GPT(11, 8, 2, 2, 16, 0.0), tokens, of_tokens),
-    "cnn": (
-        lambda: nn.Sequential(
-            nn.Conv2d(3, 8, 3, stride=2),
-            SeparableConv2d(8, 16),
-            nn.ReLU(),
-            nn.Flatten(),
-            nn.Linear(16 * 11 * 11, 2),
-        ),
-        photos,
-        nn.CrossEntropyLoss(),
-    ),
-}
-
-
-def build(kind: str) -> nn.Module:
-    torch.manual_seed(5)
-    return KINDS[kind][0]().double()
 
 
 Between = Callable[[nn.Module, int], None]

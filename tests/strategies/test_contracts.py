@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.replicas import ReplicaError, Replicas
-from tests.strategies import jobs
+from tests.strategies import data_jobs, jobs
 
 Case = tuple[str, int, dict[str, Any]]
 
@@ -332,30 +331,17 @@ def test_a_parameter_that_nobody_uses_is_left_alone(replicas: Replicas, case: Ca
 
 @every_strategy
 def test_dict_batches_and_models_with_their_own_loss(replicas: Replicas, case: Case) -> None:
-    same_as_one_device(replicas, case, jobs.dict_batches)
+    same_as_one_device(replicas, case, data_jobs.dict_batches)
 
 
 @every_strategy
 def test_a_corrupt_example_weighs_nothing(replicas: Replicas, case: Case) -> None:
-    same_as_one_device(replicas, case, jobs.corrupt_examples)
+    same_as_one_device(replicas, case, data_jobs.corrupt_examples)
 
 
 @crossed("kind", {kind: kind for kind in ("iterable", "dataset", "loader", "sampler")})
 def test_torch_data_sets(replicas: Replicas, case: Case, kind: str) -> None:
-    same_as_one_device(replicas, case, jobs.streams, kind=kind)
-
-
-@every_flat
-def test_replicas_with_uneven_data_end_together(replicas: Replicas, case: Case) -> None:
-    result = run(replicas, case, jobs.uneven_workers)
-    assert result["steps"] == 2 * case[1]
-
-
-@every_strategy
-def test_one_replica_can_stop_all(replicas: Replicas, case: Case) -> None:
-    late = case[2].get("communication") == "ddp"  # its scalars are read one update later
-    meeting = "groups" in case[2]  # the groups agree on it when they meet, after every third update
-    assert run(replicas, case, jobs.stop_by_one) == 5 + late + meeting
+    same_as_one_device(replicas, case, data_jobs.streams, kind=kind)
 
 
 @crossed("compiled", {"plain": False, "compiled": True})
@@ -370,110 +356,16 @@ def test_low_precision_and_compiled_modules(replicas: Replicas, case: Case, comp
         assert result["names"] == ["0.weight", "0.bias", "3.weight", "3.bias"]
 
 
-@every_flat
-def test_facts_and_reductions(replicas: Replicas, case: Case) -> None:
-    name, world_size, options = case
-    ranks = range(1, world_size + 1)
-    for rank, result in enumerate(replicas(jobs.facts, world_size, name, options)):
-        count, is_chief, task, reduced = result
-        assert (count, is_chief, task) == (world_size, rank == 0, f"worker {rank}")
-        assert reduced == [sum(ranks), sum(ranks) / world_size, world_size, 1]
-
-
-@every_strategy
-def test_the_run_folder(replicas: Replicas, case: Case, tmp_path: Path) -> None:
-    run(replicas, case, jobs.write_model, folder=str(tmp_path))
-    assert len((tmp_path / "history.jsonl").read_text().splitlines()) == 3
-    assert (tmp_path / "report.html").exists()
-    assert len(list((tmp_path / "checkpoints").glob("step-*"))) == 2
-
-
-@every_strategy
-def test_the_best_weights_come_back_and_rates_follow_epochs(replicas: Replicas, case: Case) -> None:
-    result = run(replicas, case, jobs.best_weights)
-    assert len(result["val_loss"]) == 3  # the first was the best
-    assert result["evaluated"] == pytest.approx(result["val_loss"][0], abs=1e-12)
-    assert result["lr"] == 0.01 / 2**3
-    assert result["begun"] == 4  # no optimizer lost its state
-
-
-@every_flat
-@pytest.mark.parametrize("act", ["evaluate", "save"])
-def test_what_the_chief_does_alone_ends_the_job(
-    replicas: Replicas, case: Case, act: str, tmp_path: Path
-) -> None:
-    name, world_size, options = case
-    if world_size == 1:
-        return
-    texts = replicas(
-        jobs.chief_alone, world_size, name, options, act=act, folder=str(tmp_path / "saved")
-    )
-    for text in texts:
-        alone = "MismatchedCallsError: the replicas make different calls: worker 0 "
-        assert re.match(rf"{alone}.* is at .*\[{act}\], worker [12] .*at .*\[step\]\n", text), text
-
-
-@every_flat
-def test_all_load_what_was_saved_or_none_does(
-    replicas: Replicas, case: Case, tmp_path: Path
-) -> None:
-    name, world_size, options = case
-    results = replicas(jobs.save_and_load, world_size, name, options, folder=str(tmp_path))
-    for rank, (found, refused, missing) in enumerate(results):
-        assert found == [1.0, 2.0, 3.0]  # at once what was saved last
-        if world_size > 1:
-            last = world_size - 1
-            assert "the replicas have read different checkpoints: worker 0 " in refused
-            assert f"worker {last} {tmp_path}/2.0 (" in refused
-            assert missing.startswith("" if rank == last else f"worker {last}: ")
-            assert f"{tmp_path}/none has no manifest.json" in missing
-
-
-@every_flat
-def test_outputs_of_different_lengths_are_refused(replicas: Replicas, case: Case) -> None:
-    same_as_one_device(replicas, case, jobs.predict_lengths, lengths=[4] * 7, batch=6)
-    name, world_size, options = case
-    growing = replicas(jobs.predict_lengths, world_size, name, options, [1, 2, 3, 4, 5, 6], 6)
-    for found in growing if world_size > 1 else ():
-        assert "rows of different kinds cannot be gathered: (" in found
-        assert f"({6 // world_size}, 6) float64 on worker {world_size - 1}\n" in found
-    for found in replicas(jobs.predict_lengths, world_size, name, options, [3] * 6 + [4] * 6, 6):
-        assert found.startswith("outputs of (6, 3) for batch 0, of (6, 4) for batch 1")
-
-
-@every_flat
-def test_replicas_that_drift_are_named_at_the_end_of_the_epoch(
-    replicas: Replicas, case: Case
-) -> None:
-    name, world_size, options = case
-    last = world_size - 1
-    drifts = {"value": "parameters than", "frozen": "that learn than", "seed": "in another order"}
-    for what, text in drifts.items():
-        for step, error in replicas(jobs.drift, world_size, name, options, what):
-            if options.get("communication") == "ddp" and what == "frozen":
-                assert "the replicas make different calls" in error  # at once: DDP is set up anew
-            elif name == "sharded" and what == "value" and "communication" in options:
-                assert "parameter without its module" in error  # nobody else asks for it
-            elif world_size > 1:
-                once = name == "sharded" and what == "value"  # noticed by the next update
-                once = once or (is_coupled(case) and what == "value")  # by the next meeting
-                assert step == (2 if once else 4), error
-                assert error.startswith(f"the replicas have drifted apart: worker {last} has ")
-                assert text in error
-            else:
-                assert (step, error) == (8, "")
-
-
 @every_strategy
 def test_a_mean_over_tokens_is_one_over_all_tokens(replicas: Replicas, case: Case) -> None:
-    result = run(replicas, case, jobs.tokens)
-    net, sentences = jobs.Tagger(), jobs.Sentences()
+    result = run(replicas, case, data_jobs.tokens)
+    net, sentences = data_jobs.Tagger(), data_jobs.Sentences()
     optimizer = torch.optim.SGD(net.parameters(), 0.5)
 
     def figures(update: bool) -> tuple[float, float]:
         loss, right, count = 0.0, 0, 0
         for start in range(0, 13, 4):
-            batch = jobs.padded([sentences[n] for n in range(start, min(13, start + 4))])
+            batch = data_jobs.padded([sentences[n] for n in range(start, min(13, start + 4))])
             output = net(**batch)
             items, counted = int(output["num_items"]), batch["labels"] != -100
             loss += output["loss"].item() * items
@@ -491,21 +383,3 @@ def test_a_mean_over_tokens_is_one_over_all_tokens(replicas: Replicas, case: Cas
             found = {name: result["history"][prefix + name][epoch] for name in ("loss", "accuracy")}
             agree(case, found, {"loss": loss, "accuracy": accuracy})
     agree(case, result["weights"], {k: v.detach() for k, v in net.state_dict().items()})
-
-
-@every_synchronous
-@pytest.mark.parametrize("closes", [True, False], ids=["closed", "dropped"])
-def test_a_strategy_goes_with_its_model_and_memory(
-    replicas: Replicas, case: Case, closes: bool
-) -> None:
-    name, world_size, options = case
-    for folds in replicas(jobs.folds, world_size, name, options, closes):
-        assert [fold[:2] for fold in folds] == [(True, True)] * 3
-        assert folds[2][2] == folds[0][2]
-
-
-@every_synchronous
-def test_a_closed_strategy_leaves_its_address_to_the_next(replicas: Replicas, case: Case) -> None:
-    name, world_size, options = case
-    for steps in replicas(jobs.one_after_the_other, world_size, name, options):
-        assert steps == [2, 2, 2]

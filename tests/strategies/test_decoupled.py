@@ -13,9 +13,10 @@ import spartito as sp
 from spartito.cluster.recovery import Recovery
 from tests.commands import cluster_of, tf_config
 from tests.replicas import Replicas
-from tests.strategies import decoupled_jobs
+from tests.strategies import decoupled_jobs, local_by_torch
 from tests.strategies import local_jobs as jobs
-from tests.strategies.ps_jobs import Asked, Job, job
+from tests.strategies.ps_jobs import Asked
+from tests.strategies.ps_processes import Job, job
 from tests.strategies.test_contracts import close, run
 
 SMALL = {"min_shard_bytes": 16}
@@ -46,7 +47,7 @@ def test_a_quorum_of_all_has_the_numbers_of_plain_torch(
     log = str(tmp_path / "log")
     told = {"inner": inner, "batch": batch, "log": log}
     result = run(replicas, case, decoupled_jobs.heard, what=jobs.trained, **told)
-    expected = jobs.by_torch(
+    expected = local_by_torch.by_torch(
         [[index] for index in range(workers)],
         options["every"],
         options.get("outer", "average"),
@@ -160,7 +161,7 @@ def test_it_goes_on_exactly_from_a_checkpoint(
     given = {"groups": workers, "quorum": workers, **SMALL, **options}
     case = ("parameter_server", workers, given)
     epochs = jobs.EPOCHS * (2 if checkpoint == "end" else 1)
-    expected = jobs.by_torch(
+    expected = local_by_torch.by_torch(
         [[index] for index in range(workers)],
         options["every"],
         options.get("outer", "average"),
@@ -184,7 +185,7 @@ def test_an_epoch_that_is_gone_on_with_has_all_its_figures(
     case = ("parameter_server", 2, {"groups": 2, "quorum": 2, "every": 4, **SMALL})
     path = str(tmp_path / "saved")
     whole = run(replicas, case, decoupled_jobs.figures, path=path, at=at)
-    close(whole["loss"], jobs.by_torch([[0], [1]], 4, epochs=2)["loss"])
+    close(whole["loss"], local_by_torch.by_torch([[0], [1]], 4, epochs=2)["loss"])
     close(run(replicas, case, decoupled_jobs.figures, path=path, at=0), whole)
 
 
@@ -225,7 +226,7 @@ def test_what_is_written_into_a_model_that_is_only_shown_is_refused(replicas: Re
     assert "0.bias" not in str(other)
     case = ("parameter_server", 2, given)
     found = run(replicas, case, jobs.written_amid, how="back")
-    close(found, jobs.by_torch([[0], [1]], 4, epochs=1)["weights"])
+    close(found, local_by_torch.by_torch([[0], [1]], 4, epochs=1)["weights"])
 
 
 @pytest.mark.slow

@@ -11,8 +11,8 @@ import torch
 
 from tests.replicas import Replicas
 from tests.strategies import jobs as contract_jobs
+from tests.strategies import local_by_torch, sharded_jobs
 from tests.strategies import local_jobs as jobs
-from tests.strategies import sharded_jobs
 from tests.strategies.test_contracts import close, run
 
 slow = pytest.mark.slow
@@ -51,7 +51,7 @@ def test_numbers_are_those_of_plain_torch(
     """Also where the last batch has two examples: then one of two replicas has none."""
     given = {**FOUR, **options}
     result = run(replicas, ("local_sgd", 4, given), jobs.trained, inner=inner, batch=batch)
-    expected = jobs.by_torch(
+    expected = local_by_torch.by_torch(
         given["groups"],
         given["every"],
         given.get("outer", "average"),
@@ -162,7 +162,7 @@ def test_a_training_goes_on_where_it_was(
 def test_looking_at_it_between_meetings_changes_nothing(replicas: Replicas, tmp_path: Path) -> None:
     """And others go on from the merged model."""
     two: dict[str, Any] = {"epochs": 1, "examples": 2 * jobs.BATCH}  # what there is after two steps
-    expected = jobs.by_torch(FOUR["groups"], 50, **two)["weights"]
+    expected = local_by_torch.by_torch(FOUR["groups"], 50, **two)["weights"]
     for options in ({"zero": 3}, {"zero": 2}, {"communication": "sockets"}):
         case = ("local_sgd", 4, {**FOUR, "every": 4, **options})
         folder = tmp_path / str(len(options)) / next(iter(map(str, options.values())))
@@ -196,7 +196,7 @@ def test_what_is_written_into_a_model_that_is_only_shown_is_refused(
         for said in found:
             assert "changed while the model showed the merged values" in said
             assert any(name in said for name in names)
-    expected = jobs.by_torch(FOUR["groups"], 4, epochs=1)["weights"]
+    expected = local_by_torch.by_torch(FOUR["groups"], 4, epochs=1)["weights"]
     close(run(replicas, ("local_sgd", 4, given), jobs.written_amid, how="back"), expected)
 
 
@@ -211,7 +211,9 @@ def test_what_is_written_while_a_meeting_is_under_way_is_kept(
 ) -> None:
     """After the last batch, when no update takes it in first."""
     case = ("local_sgd", 4, {**FOUR, "every": 4, "overlap": 2, **options})
-    expected = jobs.by_torch(FOUR["groups"], 4, delay=2, mixing=0.5, epochs=2, halved=True)
+    expected = local_by_torch.by_torch(
+        FOUR["groups"], 4, delay=2, mixing=0.5, epochs=2, halved=True
+    )
     close(run(replicas, case, jobs.halved), expected["weights"])
 
 

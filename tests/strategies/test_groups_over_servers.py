@@ -11,7 +11,7 @@ import pytest
 import spartito as sp
 from tests.commands import cluster_of, tf_config
 from tests.replicas import Replicas
-from tests.strategies import decoupled_jobs
+from tests.strategies import decoupled_jobs, local_by_torch
 from tests.strategies import local_jobs as jobs
 from tests.strategies.test_contracts import close, run
 
@@ -49,7 +49,7 @@ def test_groups_have_the_numbers_of_plain_torch(
     result = run(
         replicas, case(workers, quorum=2, **options), jobs.trained, inner=inner, batch=batch
     )
-    expected = jobs.by_torch(
+    expected = local_by_torch.by_torch(
         [[0], [1]],
         options["every"],
         options.get("outer", "average"),
@@ -101,7 +101,7 @@ def test_it_goes_on_exactly_from_a_checkpoint(
 ) -> None:
     """Also where the chief alone can read it."""
     given = case(workers, groups=groups, quorum=2, every=4)
-    expected = jobs.by_torch([[0], [1]], 4)["weights"]
+    expected = local_by_torch.by_torch([[0], [1]], 4)["weights"]
     close(run(replicas, given, decoupled_jobs.kept, path=str(tmp_path), at=at), expected)
     checkpoint = str(tmp_path / (str(at[0]) if at else "epoch-0"))
     for all_load in (True, False):
@@ -118,7 +118,7 @@ def test_an_epoch_that_is_gone_on_with_has_all_its_figures(
     given = case(4, groups=2, quorum=2, every=4)
     path = str(tmp_path / "saved")
     whole = run(replicas, given, decoupled_jobs.figures, path=path, at=at)
-    close(whole["loss"], jobs.by_torch([[0], [1]], 4, epochs=2)["loss"])
+    close(whole["loss"], local_by_torch.by_torch([[0], [1]], 4, epochs=2)["loss"])
     close(run(replicas, given, decoupled_jobs.figures, path=path, at=0), whole)
 
 

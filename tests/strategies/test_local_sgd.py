@@ -14,6 +14,7 @@ from torch import nn
 from spartito.checkpoint.manager import read_trees
 from tests.replicas import Replicas
 from tests.strategies import jobs as contract_jobs
+from tests.strategies import local_by_torch, task_jobs
 from tests.strategies import local_jobs as jobs
 from tests.strategies.jobs import blobs, mlp
 from tests.strategies.test_contracts import CASES, close, run
@@ -46,7 +47,7 @@ def test_numbers_are_those_of_plain_torch(
     groups = [[0], [1]] if options["groups"] == 2 else options["groups"]
     count = sum(map(len, groups))
     result = run(replicas, ("local_sgd", count, options), jobs.trained, inner=inner, batch=batch)
-    expected = jobs.by_torch(
+    expected = local_by_torch.by_torch(
         groups,
         options["every"],
         options.get("outer", "average"),
@@ -90,7 +91,7 @@ def test_sites_are_those_of_plain_torch(
     """The last batch of an epoch has two examples: then one site has none."""
     given, trained = {**SITES, **options}, {"inner": inner, "batch": 4}
     result = run(replicas, ("local_sgd", 4, given), jobs.trained, **trained)
-    expected = jobs.sites_by_torch(
+    expected = local_by_torch.sites_by_torch(
         given["groups"],
         given["sites"],
         given["every"],
@@ -160,10 +161,10 @@ def test_looking_at_it_between_meetings_changes_nothing(
     """Also after the second update, when a meeting may be under way."""
     case = ("local_sgd", 3, {"groups": UNEVEN, **options})
     two: dict[str, Any] = {"epochs": 1, "examples": 2 * jobs.BATCH}  # what there is after two steps
-    expected = jobs.by_torch(UNEVEN, 50, **two)
+    expected = local_by_torch.by_torch(UNEVEN, 50, **two)
     if "sites" in options:
         case = ("local_sgd", 4, options)
-        expected = jobs.sites_by_torch(SITES["groups"], SITES["sites"], [1, 50], **two)
+        expected = local_by_torch.sites_by_torch(SITES["groups"], SITES["sites"], [1, 50], **two)
     left = run(replicas, case, jobs.looked_at, at=())
     found = run(replicas, case, jobs.looked_at, at=(2, 4, 5), folder=str(tmp_path))
     same(found, left)
@@ -245,9 +246,9 @@ def test_what_is_written_into_a_model_that_is_only_shown_is_refused(
         for said in replicas(jobs.written_amid, count, "local_sgd", given, how):
             assert "0.bias, 3.bias changed while the model showed the merged values" in said
     found = run(replicas, ("local_sgd", count, given), jobs.written_amid, how="back")
-    expected = jobs.by_torch(UNEVEN, 4, epochs=1)
+    expected = local_by_torch.by_torch(UNEVEN, 4, epochs=1)
     if "sites" in options:
-        expected = jobs.sites_by_torch(SITES["groups"], SITES["sites"], [2, 4], epochs=1)
+        expected = local_by_torch.sites_by_torch(SITES["groups"], SITES["sites"], [2, 4], epochs=1)
     close(found, expected["weights"])
 
 
@@ -267,6 +268,6 @@ def test_what_the_chief_does_alone_is_named_in_all_sites(
     replicas: Replicas, tmp_path: Path
 ) -> None:
     options = {"groups": [[0], [1], [2]], "sites": [[0, 2], [1]], "every": [1, 3]}
-    found = replicas(contract_jobs.chief_alone, 3, "local_sgd", options, "evaluate", str(tmp_path))
+    found = replicas(task_jobs.chief_alone, 3, "local_sgd", options, "evaluate", str(tmp_path))
     for said in found:
         assert said.startswith("MismatchedCallsError: the replicas make different calls")

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import spartito as sp
 from spartito.mesh import layout
-from tests.mesh.jobs import Squared
+from tests.mesh.tables import Squared
 from tests.replicas import Replicas
 from tests.strategies.jobs import blobs
 from tests.strategies.test_contracts import close

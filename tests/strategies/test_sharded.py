@@ -18,6 +18,7 @@ from spartito.engine.sharding.blocks import GRAIN, Layout, divide
 from spartito.storage.atomic import verify
 from tests.replicas import Replicas
 from tests.strategies import sharded_jobs as jobs
+from tests.strategies import sharded_models
 from tests.strategies.jobs import blobs
 
 STAGES: list[tuple[int, dict[str, Any]]] = [
@@ -72,7 +73,7 @@ def test_a_system_that_does_not_tell_what_was_written(replicas: Replicas) -> Non
 
 @pytest.mark.parametrize("options", [{"block_bytes": 100}, {"communication": "sockets"}], ids=str)
 def test_half_a_backward_pass_does_not_count(replicas: Replicas, options: dict[str, Any]) -> None:
-    net, (x, y), losses = jobs.build("mlp"), blobs(12), []
+    net, (x, y), losses = sharded_models.build("mlp"), blobs(12), []
     made = torch.optim.SGD(net.parameters(), 0.1)
     for _ in range(6):
         loss = nn.CrossEntropyLoss()(net(x), y)
@@ -153,7 +154,7 @@ def test_a_model_in_shards_is_not_copied(replicas: Replicas) -> None:
 def test_what_is_loaded_counts_after_a_change_in_place(
     replicas: Replicas, tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    net, (x, y), losses = jobs.build("mlp"), blobs(12), []
+    net, (x, y), losses = sharded_models.build("mlp"), blobs(12), []
     right = [value.flatten().tolist() for value in net.state_dict().values()]
     made = torch.optim.SGD(net.parameters(), 0.1)
     for _ in range(2):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import spartito as sp
 from tests.replicas import Replicas
 from tests.strategies.jobs import CLASSES, FEATURES, blobs, make_strategy, weights
-from tests.strategies.local_jobs import rows_of
+from tests.strategies.local_by_torch import rows_of
 from tests.strategies.test_contracts import close
 
 slow = pytest.mark.slow

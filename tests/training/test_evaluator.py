@@ -24,7 +24,8 @@ from spartito.training.evaluation import Evaluation
 from spartito.training.evaluator import Evaluator
 from spartito.training.heartbeat import FILE, look, process_began
 from tests.commands import eventually
-from tests.strategies.ps_jobs import Asked, job
+from tests.strategies.ps_jobs import Asked
+from tests.strategies.ps_processes import job
 from tests.training.jobs import data, trainer
 
 CLUSTER = replace(

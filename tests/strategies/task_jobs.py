@@ -1,0 +1,238 @@
+"""What the contract tests run of tasks: who stops, saves, loads and drifts, and what is left."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import spartito as sp
+from spartito.data.batch import Batch
+from spartito.strategies import Strategy
+from tests.strategies.jobs import blobs, make_strategy, mlp
+
+
+def stop_by_one(name: str, options: dict[str, Any]) -> int:
+    """The last replica alone asks for an end in step 4; returns the steps that were made."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+
+    class Stop(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            last = strategy.cluster.rank == strategy.num_replicas_in_sync - 1
+            self.trainer.stop_training |= last and self.trainer.step >= 4
+
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+    )
+    trainer.fit(blobs(200), epochs=3, batch_size=8, callbacks=[Stop()], verbose=0)
+    strategy.close()
+    return trainer.step
+
+
+def facts(name: str, options: dict[str, Any]) -> tuple[int, bool, str, list[float]]:
+    """What a strategy says of itself, and its reductions."""
+    strategy: Strategy = make_strategy(name, **options)
+    value = torch.tensor([float(strategy.cluster.rank + 1)], dtype=torch.float64)
+    reduced = [strategy.reduce(op, value).item() for op in ("sum", "mean", "max", "min")]
+    rows = strategy.gather(torch.full((strategy.cluster.rank + 1, 2), strategy.cluster.rank))
+    result = (strategy.num_replicas_in_sync, strategy.is_chief, str(strategy.task), reduced)
+    assert rows.tolist() == [[r, r] for r in range(result[0]) for _ in range(r + 1)]
+    strategy.close()
+    return result
+
+
+def local_shares(batch: Batch) -> tuple[int, list[int]]:
+    return batch.size, np.asarray(batch.offsets).tolist()
+
+
+def write_model(name: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """A checkpoint written by `ModelCheckpoint` during a fit."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.Adam(net.parameters(), 0.02),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+        run_dir=Path(folder),
+    )
+    trainer.fit(blobs(32), epochs=3, callbacks=[sp.callbacks.ModelCheckpoint(keep=2)], verbose=0)
+    strategy.close()
+    return trainer.history.history
+
+
+def best_weights(name: str, options: dict[str, Any]) -> dict[str, Any]:
+    """A training that gets worse, with its rate halved by each epoch: what each task ends with."""
+    strategy = make_strategy(name or None, **options)
+    x, y = blobs(48)
+    net = mlp()
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.Adam(net.parameters(), 0.01, maximize=True),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+        scheduler=lambda o: torch.optim.lr_scheduler.StepLR(o, 1, 0.5),
+        scheduler_interval="epoch",
+    )
+    early = sp.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True)
+    history = trainer.fit(
+        (x, y), epochs=9, batch_size=8, validation_data=(x, y), callbacks=[early], verbose=0
+    )
+    result = {
+        "val_loss": history.history["val_loss"],
+        "evaluated": trainer.evaluate((x, y))["loss"],
+        "lr": strategy.coordination.publish(lambda: trainer.optimizer.param_groups[0]["lr"]),
+        "begun": strategy.coordination.publish(
+            lambda: len(strategy.state_dict()["optimizer"]["state"])
+        ),
+    }
+    strategy.close()
+    return result
+
+
+def chief_alone(name: str, options: dict[str, Any], act: str, folder: str) -> str:
+    """The error of a fit in which a callback does something on the chief that all have to do."""
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    data = blobs(200)
+
+    class Act(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            acts: dict[str, Callable[[], object]] = {
+                "evaluate": lambda: trainer.evaluate(data),
+                "save": lambda: trainer.save(folder),
+            }
+            if strategy.is_chief and trainer.step == 2:
+                acts[act]()
+
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+    )
+    try:
+        trainer.fit(data, epochs=3, batch_size=8, callbacks=[Act()], verbose=0)
+    except sp.UserError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        strategy.close()
+    return "trained"
+
+
+def save_and_load(name: str, options: dict[str, Any], folder: str) -> tuple[list[float], str, str]:
+    """What every load after a save of 1, 2, 3 finds; the errors where the last replica reads
+    another checkpoint than the rest, and where it finds none.
+    """
+    strategy = make_strategy(name, **options)
+    net = mlp()
+    trainer = sp.Trainer(net, optimizer=torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
+
+    def put(value: float) -> None:
+        state = dict(net.state_dict())
+        strategy.load({"model": {**state, "0.bias": torch.full_like(state["0.bias"], value)}})
+
+    found = []
+    for value in (1.0, 2.0, 3.0):
+        put(value)
+        strategy.coordination.tell_all("")
+        trainer.save(f"{folder}/{value}")
+        trainer.save(f"{folder}/newest")
+        put(0.0)
+        trainer.load(f"{folder}/newest")
+        found.append(net.state_dict()["0.bias"][0].item())
+        strategy.coordination.tell_all("")
+    last = strategy.cluster.rank == strategy.num_replicas_in_sync - 1
+    errors = []
+    for path in (f"{folder}/{2.0 if last else 1.0}", f"{folder}/{'none' if last else 1.0}"):
+        try:
+            trainer.load(path)
+            errors.append("")
+        except sp.UserError as error:
+            errors.append(str(error))
+    strategy.close()
+    return found, errors[0], errors[1]
+
+
+def drift(name: str, options: dict[str, Any], what: str) -> tuple[int, str]:
+    """The step and the error where the last replica alone changes something after step 2."""
+    strategy = make_strategy(name, **options)
+    last = strategy.cluster.rank == strategy.num_replicas_in_sync - 1
+    net = mlp()
+
+    class Change(sp.Callback):
+        def on_train_batch_end(self, batch: int, logs: Any) -> None:
+            if last and what == "value" and trainer.step == 2:
+                bias: Tensor = net[0].bias  # type: ignore[index]
+                bias.data = bias.data + 1e-9
+            if last and what == "frozen" and trainer.step == 2:
+                next(net.parameters()).requires_grad_(False)
+
+    trainer = sp.Trainer(
+        net,
+        optimizer=torch.optim.SGD(net.parameters(), 0.1),
+        loss=nn.CrossEntropyLoss(),
+        strategy=strategy,
+        seed=int(last and what == "seed"),
+    )
+    try:
+        trainer.fit(
+            sp.data.arrays(*blobs(20)).shuffle().batch(5),
+            epochs=2,
+            callbacks=[Change()],
+            verbose=0,
+        )
+        return trainer.step, ""
+    except sp.UserError as error:
+        return trainer.step, str(error)
+    finally:
+        strategy.close()
+
+
+def one_after_the_other(name: str, options: dict[str, Any]) -> list[int]:
+    """Steps of three trainings, each with a strategy of its own; all are still referred to."""
+    trainers = []
+    for _ in range(3):
+        strategy, net = make_strategy(name, **options), mlp()
+        optimizer = torch.optim.Adam(net.parameters(), 0.02)
+        trainer = sp.Trainer(
+            net, optimizer=optimizer, loss=nn.CrossEntropyLoss(), strategy=strategy
+        )
+        trainer.fit(blobs(20), batch_size=10, verbose=0)
+        strategy.close()
+        trainers.append(trainer)
+    return [trainer.step for trainer in trainers]
+
+
+def folds(name: str, options: dict[str, Any], closes: bool) -> list[tuple[bool, bool, int]]:
+    """After each of three trainings: whether strategy and model are gone, and what is mapped."""
+    found = []
+    for _ in range(3):
+        strategy = make_strategy(name, **options)
+        net = mlp()
+        trainer = sp.Trainer(
+            net,
+            optimizer=torch.optim.Adam(net.parameters(), 0.02),
+            loss=nn.CrossEntropyLoss(),
+            strategy=strategy,
+        )
+        trainer.fit(blobs(20), batch_size=10, verbose=0)
+        alive = weakref.ref(strategy), weakref.ref(net)
+        strategy.coordination.tell_all("")
+        if closes:
+            strategy.close()
+        del strategy, net, trainer
+        gc.collect()
+        maps = Path("/proc/self/maps").read_text().count("spartito-")
+        found.append((alive[0]() is None, alive[1]() is None, maps))
+    return found
