@@ -19,6 +19,12 @@ from tests.strategies import local_jobs as jobs
 from tests.strategies.jobs import blobs, mlp
 from tests.strategies.test_contracts import CASES, close, run
 
+
+def slow(*given: Any) -> list[Any]:
+    """What the quick tests have in other forms."""
+    return [pytest.param(one, marks=pytest.mark.slow) for one in given]
+
+
 UNEVEN = [[0, 2], [1]]
 """The first group has two of three replicas, so two thirds of the examples."""
 
@@ -184,15 +190,17 @@ def test_looking_at_it_between_meetings_changes_nothing(
 @pytest.mark.parametrize(
     "options",
     [
-        {"compress": "bf16"},
-        {"compress": "4bit", "fragments": 2},
         {"compress": "topk:0.1", "fragments": 2},
-        {"fragments": 2},
         {"overlap": 2, "compress": "4bit"},
-        {"overlap": 2, "fragments": 2, "compress": "topk:0.1"},
         {"overlap": 2, "fragments": 2, "mixing": 0},
-        {**SITES, "every": [1, 3]},  # a site has just met
         {**SITES, "every": [3, 6], "compress": "4bit", "fragments": 2, "weights": "equal"},
+        *slow(
+            {"compress": "bf16"},
+            {"compress": "4bit", "fragments": 2},
+            {"fragments": 2},
+            {"overlap": 2, "fragments": 2, "compress": "topk:0.1"},
+            {**SITES, "every": [1, 3]},  # a site has just met
+        ),
     ],
     ids=str,
 )

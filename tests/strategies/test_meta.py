@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -31,6 +32,22 @@ CASES: list[Case] = [
 ]
 
 
+def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    repeats = (case[0] in ("mesh", "pipeline") and case[1] == 4) or "zero" in case[2]
+    return (pytest.mark.slow,) if repeats else ()
+
+
+every_case = pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=marks(case), id=named(case)) for case in CASES]
+)
+
+
+@pytest.fixture(scope="module")
+def with_values(replicas: Replicas) -> Any:
+    """A training of the same model, built with its values, on one device."""
+    return run(replicas, CASES[0], meta_jobs.trained, inside="plain")
+
+
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
@@ -38,7 +55,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
+@every_case
 def test_values_are_those_of_a_model_that_was_built_with_them(
     replicas: Replicas, case: Case
 ) -> None:
@@ -51,10 +68,12 @@ def test_values_are_those_of_a_model_that_was_built_with_them(
         assert torch.equal(drawn, after)
 
 
-@pytest.mark.parametrize("case", CASES, ids=named)
-def test_it_trains_as_a_model_that_was_built_with_them(replicas: Replicas, case: Case) -> None:
+@every_case
+def test_it_trains_as_a_model_that_was_built_with_them(
+    replicas: Replicas, case: Case, with_values: Any
+) -> None:
     losses, model, _ = run(replicas, case, meta_jobs.trained)
-    expected, plain, _ = run(replicas, CASES[0], meta_jobs.trained, inside="plain")
+    expected, plain, _ = with_values
     close(losses, expected)
     if model:
         close(model, plain)

@@ -41,6 +41,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_a_loop_of_ones_own_that_raises_is_told_and_a_server_never_runs_on(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
         script = commands.write("train.py", OWN_LOOP)

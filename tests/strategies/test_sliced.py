@@ -12,7 +12,7 @@ from tests.replicas import Replicas
 from tests.strategies import sliced_jobs as jobs
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("case", jobs.CASES)
 def test_every_kind_of_update_is_that_of_plain_torch(
     replicas: Replicas, case: str, world_size: int
