@@ -198,17 +198,29 @@ def outputs() -> Iterator[tuple[str, str]]:
 def nothing_left() -> Iterator[None]:
     """What is mapped in shared memory during the block goes.
 
-    Other suites and workers of pytest have files there too: what one of their processes holds is
-    not looked at.
+    Other suites and workers of pytest have files there too, and leave some where they kill who
+    shares memory: what one of their processes was seen to hold is not looked at.
     """
-    before = set(SHARED_MEMORY.glob("spartito-*"))
-    yield
-    new = set(SHARED_MEMORY.glob("spartito-*")) - before
+    before, others, over = set(SHARED_MEMORY.glob("spartito-*")), set[Path](), threading.Event()
 
     def left() -> list[Path]:
-        return [one for one in new if one.exists() and not _of_others(one)]
+        new = set(SHARED_MEMORY.glob("spartito-*")) - before - others
+        others.update(one for one in new if _of_others(one))
+        return sorted(new - others)
 
-    assert eventually(lambda: not left()), f"left: {left()}"
+    def watch() -> None:
+        while not over.wait(0.005):
+            left()
+
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
+    try:
+        yield
+        new = set(left())
+        assert eventually(lambda: new.isdisjoint(left())), f"left: {left()}"
+    finally:
+        over.set()
+        watching.join()
 
 
 def _of_others(path: Path) -> bool:

@@ -102,6 +102,8 @@ COLD = [
     command("run no_such.py", "there is no script 'no_such.py'"),
     command("predict nowhere x.png", "nowhere is no run folder"),
     plain("TF_CONFIG: '{' is not JSON", "It looks like", env={"TF_CONFIG": "{"}),
+]
+WHOLE = [
     command(
         'run --mesh model=2 --strategy-options {"layout":{"hiden":"model"}} script.py',
         "no tensor of the model has a dim 'hiden'",
@@ -111,7 +113,10 @@ COLD = [
     command(f"{TWO} script.py", "does not fit an output of (3, 2)", "target of (3,)"),
     command("train mnist --out file/run --workers 2", "file/run cannot be written"),
 ]
-"""One for each command, and what only training finds: in processes of their own."""
+"""One for each command, and what only training finds, which takes long: in processes of their own.
+
+The quick tests have the latter in this process: in test_trainer.py, and below.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -146,7 +151,9 @@ def test_a_mistake_on_the_command_line(
     check(Ended(code, *capsys.readouterr()), case.says)
 
 
-@pytest.mark.parametrize("case", COLD, ids=str)
+@pytest.mark.parametrize(
+    "case", [*COLD, *(pytest.param(case, marks=pytest.mark.slow) for case in WHOLE)], ids=str
+)
 def test_a_mistake_in_processes_of_its_own(case: Case, commands: Commands) -> None:
     check(commands.start(*case.words, env=case.env).end(), case.says)
 
@@ -177,7 +184,7 @@ def test_a_recipe_that_cannot_begin(
     assert [path.name for path in tmp_path.iterdir()] == ["one"]
 
 
-@pytest.mark.parametrize("way", ["plain", "run"])
+@pytest.mark.parametrize("way", [pytest.param("plain", marks=pytest.mark.slow), "run"])
 def test_a_port_in_use(way: str, commands: Commands) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))

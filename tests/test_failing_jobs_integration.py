@@ -86,7 +86,7 @@ def test_a_worker_that_raises(commands: Commands) -> None:
 
 
 @pytest.mark.usefixtures("no_segments_left")
-@pytest.mark.parametrize("task", ["worker 0", "worker 1"])
+@pytest.mark.parametrize("task", ["worker 0", pytest.param("worker 1", marks=pytest.mark.slow)])
 def test_a_worker_that_is_killed(commands: Commands, task: str) -> None:
     job, pids = begin(commands)
     os.kill(pids[task], signal.SIGKILL)

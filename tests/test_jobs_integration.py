@@ -358,6 +358,7 @@ def test_two_processes_give_the_numbers_of_one(
         assert len(lines(out / "run" / "history.jsonl")) == 1 + 2  # `fit` was called twice
 
 
+@pytest.mark.slow
 def test_the_first_example(commands: Commands) -> None:
     ended = commands.spartito(
         "run", "--strategy", "mirrored", "--workers", "2", EXAMPLES / "first.py"

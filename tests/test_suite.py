@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import os
 import re
+import secrets
 import subprocess
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
-from tests import skips
+from tests import commands, skips
 from tests.replicas import ReplicaError, Replicas
 
 STRANGE = {
@@ -103,3 +105,28 @@ def test_a_job_that_does_not_end_shows_where_each_replica_stands(replicas: Repli
 def test_a_replica_that_ends_is_named(replicas: Replicas) -> None:
     with pytest.raises(ReplicaError, match="replica 0: ended: exit code 3"):
         replicas(os._exit, 1, 3)
+
+
+LEAVES = """
+import fcntl, sys, time
+file = open(sys.argv[1], "w")
+fcntl.flock(file, fcntl.LOCK_SH)
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_left_in_shared_memory_is_seen_unless_others_left_it(
+    own: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eventually = commands.eventually
+    monkeypatch.setattr(commands, "eventually", lambda what: eventually(what, 0.1))
+    left = commands.SHARED_MEMORY / f"spartito-{secrets.token_hex(8)}"
+    env = os.environ if own else {**os.environ, commands.SUITE: "another"}
+    try:
+        told = pytest.raises(AssertionError, match=left.name) if own else nullcontext()
+        with told, commands.nothing_left():
+            words = [sys.executable, "-S", "-c", LEAVES, str(left)]
+            subprocess.run(words, env=env, check=True, timeout=60)
+    finally:
+        left.unlink(missing_ok=True)
