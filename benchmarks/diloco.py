@@ -61,7 +61,7 @@ def main() -> None:
     conclude(here, figures, given.json, updates=given.updates, runs=found)
 
 
-def picture(folder: Path, losses: dict[str, list[float]], look: int) -> None:
+def picture(folder: Path, losses: dict[str, list[float]], look: int, name: str = "diloco") -> None:
     """Draw the validation losses of the first seed over updates."""
     from benchmarks.study_results import Curve, draw
 
@@ -77,7 +77,7 @@ def picture(folder: Path, losses: dict[str, list[float]], look: int) -> None:
         for (side, values), paint in zip(losses.items(), colours * len(losses), strict=False)
     ]
     title = "A small GPT, 8 workers: validation loss"
-    draw(folder / "diloco.svg", title, "updates", "loss", lines)
+    draw(folder / f"{name}.svg", title, "updates", "loss", lines)
 
 
 if __name__ == "__main__":

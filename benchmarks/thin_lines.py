@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+from typing import Any
 
 from benchmarks.common import Figure, announce, conclude, parser, positive, progress
 from benchmarks.machines import run_on_machines
@@ -70,16 +71,16 @@ def main() -> None:
 
 def measure(side: str, model: str, rate: str, windows: int, steps: int) -> list[float]:
     """Seconds per step in the windows of one job on two machines of one worker each."""
-    return measure_both(side, model, rate, windows, steps)[0]
+    return list(measure_all(side, model, rate, windows, steps)["seconds"])
 
 
-def measure_both(
-    side: str, model: str, rate: str, windows: int, steps: int
-) -> tuple[list[float], float]:
-    """As `measure`, and the part of the time in which groups waited for their meetings."""
+def measure_all(side: str, model: str, rate: str, windows: int, steps: int) -> dict[str, Any]:
+    """As `measure`, and the part of the time in which meetings held up the training.
+
+    Beside it that part of it in which they waited for what is exchanged.
+    """
     job = ["-m", "benchmarks.jobs.lines", side, model, f"--windows={windows}", f"--steps={steps}"]
-    found = run_on_machines(job, machines=2, workers=1, rate=rate)
-    return found["seconds"], found["meetings"]
+    return dict(run_on_machines(job, machines=2, workers=1, rate=rate))
 
 
 if __name__ == "__main__":

@@ -50,13 +50,13 @@ def main() -> None:
         work = replace(work, model=sp.models.CatsVsDogs())
     plan = Plan(given.windows, given.steps, "fp32")
     train = ours if given.side in OURS else plain
-    seconds, meetings = train(given.side, work, plan)
+    found = train(given.side, work, plan)
     if os.environ["RANK"] == "0":
-        given.out.write_text(json.dumps({"seconds": seconds, "meetings": meetings}))
+        given.out.write_text(json.dumps(found))
 
 
-def ours(side: str, work: Work, plan: Plan) -> tuple[list[float], float]:
-    """`strategy.step`, as `fit` calls it; beside it the part of the time that meetings took."""
+def ours(side: str, work: Work, plan: Plan) -> dict[str, Any]:
+    """`strategy.step`, as `fit` calls it; beside it the parts of the time that meetings took."""
     strategy = (
         sp.LocalSGDStrategy(groups="machine", **LOCAL[side])
         if side in LOCAL
@@ -79,15 +79,16 @@ def ours(side: str, work: Work, plan: Plan) -> tuple[list[float], float]:
     found = time_windows(step, plan, meet)
     waits = strategy.coordination.waits(0.0, sum(found) * plan.steps)
     strategy.close()
-    return found, waits.get("meeting_wait_fraction", 0.0)
+    held = waits.get("meeting_wait_fraction", 0.0)
+    return {"seconds": found, "held": held, "waited": waits.get("meeting_exchange_fraction", 0.0)}
 
 
-def plain(side: str, work: Work, plan: Plan) -> tuple[list[float], float]:
+def plain(side: str, work: Work, plan: Plan) -> dict[str, Any]:
     """Plain torch: DistributedDataParallel on gloo, or nobody else."""
     dist.init_process_group("gloo")
     found = time_plain(wrapped(side, work.model), work, plan)
     dist.destroy_process_group()
-    return found, 0.0
+    return {"seconds": found, "held": 0.0, "waited": 0.0}
 
 
 def wrapped(side: str, model: nn.Module) -> nn.Module:

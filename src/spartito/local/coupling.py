@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import isfinite
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ class Coupling:
     ) -> None:
         self.since, self.meetings = Since(), Meetings()
         self.flight: Flight | None = None
+        self._blocked = 0.0
         self._is_mixed = False  # since the last meeting, which has left the groups apart
         self._values, self._factory = values, outer
         self._is_equal, self._exchange = weights == EQUAL, exchange
@@ -82,6 +84,11 @@ class Coupling:
         """What the meetings of this epoch came to; the next one begins."""
         found, self.meetings = self.meetings, Meetings()
         return (found,)
+
+    def take_blocked(self) -> float:
+        """Seconds at meetings in which this task waited for an exchange, since the last call."""
+        found, self._blocked = self._blocked, 0.0
+        return found
 
     def meet_all(self) -> bool:
         """As `meet`: there are no neighbours to meet before."""
@@ -148,10 +155,18 @@ class Coupling:
         share = self._share(since.weight)
         numbers = torch.tensor([0.0, share, float(since.asked), 0.0], dtype=torch.float64)
         self.flight = flight = Flight(since.weight, numbers, due)
-        if self._values.speaks:
-            flight.moved, numbers[1], square = self._moved(share)
+        if not self._values.speaks:
+            return
+        flight.moved = self._taken()
+
+        def move() -> None:
+            numbers[1], square = self._moved(flight.moved, share)
             numbers[SQUARE] = numbers[1] * square
-            flight.depart(self._exchange, self._values.world.line)
+
+        begins = [move]
+        if self._values.only_finite:  # which the tasks of a group find out together
+            begins.pop()()
+        flight.depart(self._exchange, self._values.world.line, begins, lambda: self._merge(flight))
 
     def settle(self) -> None:
         """Wait for the exchange that is under way, if there is one; all tasks call it."""
@@ -173,23 +188,16 @@ class Coupling:
         """
         flight, self.flight = self.flight, None
         assert flight is not None, "begun"
-        numbers, moved = flight.numbers, flight.moved
+        numbers = flight.numbers
 
         def merge() -> None:
             self._land(flight)
-            total = numbers[1].item()
-            if not total:  # nobody had an example
-                return
-            moved.div_(total)
-            numbers[SQUARE] = numbers[SQUARE] / total - _square(moved)
-            if self._outer is None:  # nothing learns
-                return
-            for own, part in zip(self._copies, self._values.views(moved), strict=True):
-                own.grad = part
-            self._outer.step()
-            self._outer.zero_grad()
+            if not flight.merged:  # it was written by an earlier version
+                self._merge(flight)
 
+        began = perf_counter()
         self._values.across(merge, numbers)
+        self._blocked += perf_counter() - began
         self._values.give(self._start, mixing)
         self._is_mixed = mixing > 0
         if not mixing:  # what was done meanwhile is gone
@@ -206,6 +214,7 @@ class Coupling:
         """
         if not self.is_apart or self._aside:
             return False
+        self.settle()  # or what has landed by now would decide about the last bits
         values = self._values
         values.agree()
         self._aside = [tensor.detach().clone() for tensor in values.tensors]
@@ -215,7 +224,8 @@ class Coupling:
 
         def mean() -> None:
             nonlocal merged
-            moved, numbers[1], _ = self._moved(share)
+            moved = self._taken(fresh=True)
+            numbers[1], _ = self._moved(moved, share)
             Whole().add(moved, numbers[1:], values.between)
             if total := numbers[1].item():
                 merged = self._start - moved.div_(total)
@@ -281,7 +291,8 @@ class Coupling:
             state |= {"outer": outer, "start": self._named(self._start)}
         if (flight := self.flight) is not None:
             state |= {"due": flight.due, "numbers": flight.numbers.tolist()}
-            if self._outer is not None:
+            state["merged"] = flight.merged
+            if self._outer is not None and not flight.merged:
                 state["moved"] = self._named(flight.moved)
         return state
 
@@ -316,7 +327,8 @@ class Coupling:
             numbers = torch.tensor(common["numbers"], dtype=torch.float64)
             self.flight = flight = Flight(own["in_flight"], numbers, common["due"], landed=True)
             self._keep_square(flight)
-            if self._outer is not None:
+            flight.merged = common.get("merged", False)
+            if self._outer is not None and not flight.merged:
                 flight.moved = self._flat(common["moved"])
         nbytes = sum(own["nbytes"].values()) if self.is_leader else 0
         self.meetings = Meetings(common["meetings"], common["drift"], nbytes)
@@ -342,9 +354,10 @@ class Coupling:
         values = self._values
         self._exchange.error = torch.empty(0)
         self._copies, self._outer = [], None
-        self._start = torch.empty(0, dtype=values.dtype)
+        self._start = self._moving = torch.empty(0, dtype=values.dtype)
         if values.speaks:
             self._start = torch.empty(values.numel, dtype=values.dtype)
+            self._moving = torch.empty_like(self._start)
             self._copies = [nn.Parameter(part) for part in values.views(self._start)]
             self._fill_start()
             if self._copies:
@@ -353,19 +366,43 @@ class Coupling:
     def _fill_start(self) -> None:
         copy(self._copies, self._values.tensors)
 
-    def _difference(self) -> Tensor:
-        """On who speaks, how far the group moved away from the start."""
-        moved = torch.empty_like(self._start)
-        copy(self._values.views(moved), self._aside or self._values.tensors)
-        return torch.sub(self._start, moved, out=moved)
+    def _taken(self, fresh: bool = False) -> Tensor:
+        """On who speaks, the group's values as they are now, flat.
 
-    def _moved(self, share: float) -> tuple[Tensor, float, float]:
-        """On who speaks: `_difference`, what it counts for, and the square of its norm."""
-        moved = self._difference()
-        square, values = _square(moved), self._values
+        Unless it is to be ``fresh``, in memory that is that of each flight in turn: a copy is all
+        for which training waits.
+        """
+        taken = torch.empty_like(self._start) if fresh else self._moving
+        copy(self._values.views(taken), self._aside or self._values.tensors)
+        return taken
+
+    def _moved(self, taken: Tensor, share: float) -> tuple[float, float]:
+        """On who speaks, make of what was taken how far the group moved away from the start.
+
+        Returns:
+            What it counts for, and the square of its norm.
+        """
+        torch.sub(self._start, taken, out=taken)
+        square, values = _square(taken), self._values
         if values.only_finite and not values.all_say(isfinite(square)):
-            return moved.zero_(), 0.0, 0.0
-        return moved, share, square
+            taken.zero_()
+            return 0.0, 0.0
+        return share, square
+
+    def _merge(self, flight: Flight) -> None:
+        """On who speaks, let the outer optimizer use what all groups have moved."""
+        numbers, moved, flight.merged = flight.numbers, flight.moved, True
+        total = numbers[1].item()
+        if not total:  # nobody had an example
+            return
+        moved.div_(total)
+        numbers[SQUARE] = numbers[SQUARE] / total - _square(moved)
+        if self._outer is None:  # nothing learns
+            return
+        for own, part in zip(self._copies, self._values.views(moved), strict=True):
+            own.grad = part
+        self._outer.step()
+        self._outer.zero_grad()
 
     def _named(self, flat: Tensor) -> dict[str, Any]:
         return {**self._values.named(self._values.views(flat))}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -95,9 +95,10 @@ class Flight:
         numbers: 0, the group's part, whether an end was asked for, and that part of the square
             of the distance; their sums over all groups, but the first, once it has landed.
         due: After which update it is used.
-        moved: On a leader the difference, flat; the sum of all groups', each times its part, once
-            it has landed.
+        moved: On a leader, flat: the group's values until it departs, then how far they are from
+            the start, then what `depart` was told to make of the sum.
         landed: Whether the exchange is over, here.
+        merged: Whether the outer optimizer has used it, on a leader.
     """
 
     weight: Number
@@ -105,21 +106,33 @@ class Flight:
     due: int
     moved: Tensor = field(default_factory=lambda: torch.empty(0))
     landed: bool = False
+    merged: bool = False
     _nbytes: int = 0
     _number: int = 0
 
-    def depart(self, exchange: Exchange, line: Line) -> None:
-        """Begin the exchange, on a leader.
+    def depart(
+        self,
+        exchange: Exchange,
+        line: Line,
+        before: Sequence[Callable[[], object]],
+        after: Callable[[], object],
+    ) -> None:
+        """Begin the exchange, on a leader: all that computes for it is done where ``line`` is.
 
         Args:
             exchange: How leaders add up what their groups have moved.
             line: Where they do.
+            before: Make what is exchanged.
+            after: Uses the sum.
         """
         group, numel = line.group, self.moved.numel()
 
         def add() -> None:
+            for make in before:
+                make()
             with group.current_call.call(encode("reduce", numel, self.moved.dtype)):
                 self._nbytes = exchange.add(self.moved, self.numbers[1:], group)
+            after()
 
         self._number = line.begin(add)
 

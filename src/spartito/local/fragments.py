@@ -83,6 +83,10 @@ class Fragments:
         found, self._seconds = self._seconds, 0.0
         return found
 
+    def take_blocked(self) -> float:
+        """In how many of these it waited for an exchange, since the last call."""
+        return sum(part.take_blocked() for part in self._parts)
+
     def take_left_out(self) -> int:
         """How many updates this group has left out in this epoch; the next one begins."""
         found, self.left_out = self.left_out, 0

@@ -24,6 +24,11 @@ _WAYS = "Choose 'bf16', '8bit', '4bit', 'topk' or 'topk:FRACTION', as 'topk:0.01
 class Code(Protocol):
     """Numbers as bytes, of which some is left out."""
 
+    @property
+    def block(self) -> int:
+        """How many numbers are coded together: others are thought behind an incomplete block."""
+        ...
+
     def pack(self, values: Tensor) -> Tensor:
         """The bytes of flat fp32 ``values``, as many for as many values."""
         ...
@@ -36,6 +41,8 @@ class Code(Protocol):
 @dataclass(frozen=True, slots=True)
 class Rounded:
     """Each number in bf16."""
+
+    block: int = 1
 
     def pack(self, values: Tensor) -> Tensor:
         """Two bytes a number."""
@@ -64,26 +71,29 @@ class Quantized:
 
     def pack(self, values: Tensor) -> Tensor:
         """``bits + 16 / block`` bits a number."""
-        rows = pad(values, (0, -len(values) % self.block)).view(-1, self.block)
-        steps = (rows.abs().amax(1) / self._most).bfloat16()
+        rows = _in_blocks(values, self.block)
+        steps = torch.maximum(rows.amax(1), rows.amin(1).neg_()).div_(self._most).bfloat16()
         wide = steps.float()
-        wide = torch.where(wide == 0, torch.ones_like(wide), wide)
-        counts = (rows / wide[:, None]).round_().clamp_(-self._most, self._most).to(torch.int8)
-        packed = counts.view(-1).view(torch.uint8)
-        if self.bits == 4:
-            packed = (packed[::2] & 15) | (packed[1::2] << 4)
+        wide.masked_fill_(wide == 0, 1)
+        counts = (rows / wide[:, None]).round_().clamp_(-self._most, self._most)
+        if self.bits == 4:  # the first half of each block in the lower bits, the second above it
+            lower, upper = counts.chunk(2, 1)
+            counts = lower.add_(upper, alpha=16)
+        packed = counts.to(torch.int8).view(torch.uint8).view(-1)
         return torch.cat([steps.view(torch.uint8), packed])
 
     def unpack(self, packed: Tensor, numel: int) -> Tensor:
         """Each number to half a step; all of a block that is not finite are NaN."""
         blocks = -(-numel // self.block)
-        steps, counts = packed[: 2 * blocks].view(torch.bfloat16), packed[2 * blocks :]
+        steps = packed[: 2 * blocks].view(torch.bfloat16).float()[:, None]
+        counts = packed[2 * blocks :].view(torch.int8).float().view(blocks, -1)
         if self.bits == 4:
-            counts = torch.stack([counts << 4, counts & 240], 1).view(-1)
-            found = counts.view(torch.int8).float().div_(16)  # the sign is the upper bit of four
-        else:
-            found = counts.view(torch.int8).float()
-        return (found.view(blocks, self.block) * steps.float()[:, None]).view(-1)[:numel]
+            both = torch.empty(blocks, self.block)
+            lower, upper = both.chunk(2, 1)
+            torch.mul(counts, 1 / 16, out=upper).round_()  # the lower bits are 7/16 of it at most
+            torch.add(counts, upper, alpha=-16, out=lower)
+            counts = both
+        return counts.mul_(steps).view(-1)[:numel]
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +114,7 @@ class TopK:
 
     def pack(self, values: Tensor) -> Tensor:
         """Four bytes for each number that is kept."""
-        rows = pad(values, (0, -len(values) % self.block)).view(-1, self.block)
+        rows = _in_blocks(values, self.block)
         indices = rows.abs().topk(self._kept, 1).indices
         kept = rows.gather(1, indices).bfloat16()
         both = (indices.to(torch.int16).view(-1), kept.view(-1))
@@ -117,6 +127,12 @@ class TopK:
         where = indices.view(torch.int16).long().view(-1, self._kept)
         rows.scatter_(1, where, kept.view(torch.bfloat16).float().view(-1, self._kept))
         return rows.view(-1)[:numel]
+
+
+def _in_blocks(values: Tensor, block: int) -> Tensor:
+    """Flat values as rows of blocks, the last one filled with zeros."""
+    missing = -len(values) % block
+    return (pad(values, (0, missing)) if missing else values).view(-1, block)
 
 
 def choose(compress: str | None) -> Callable[[], Exchange]:
@@ -193,26 +209,39 @@ class Compressed(Exchange):
 
     def __init__(self, code: Code) -> None:
         self._code = code
+        self._blocks = torch.empty(0)  # whole ones, of which the error is the beginning
 
     def add(self, moved: Tensor, numbers: Tensor, between: Collective) -> int:
-        numel = moved.numel()
-        if len(self.error) != numel:
-            self.error = torch.zeros_like(moved)
-        counts = numbers[0].item() != 0
-        wanted = moved + self.error if counts else torch.zeros_like(moved)
+        numel, counts = moved.numel(), numbers[0].item() != 0
+        self._make_blocks(moved)
+        error, wanted = self.error, self._blocks
+        if counts:  # what was left out, and what is new
+            whole = float(error.add_(moved).norm())
+        else:
+            wanted = torch.zeros_like(wanted)
         packed = self._code.pack(wanted.float())
         head = numbers.view(torch.uint8)
         parts = between.all_gather(torch.cat([head, packed]))
         shares = [part[: len(head)].clone().view(numbers.dtype) for part in parts]
         moved.zero_()
-        for share, part in zip(shares, parts, strict=True):
+        for rank, (share, part) in enumerate(zip(shares, parts, strict=True)):
             if share[0]:
-                sent = self._code.unpack(part[len(head) :].clone(), numel)
-                moved.add_(sent.to(moved.dtype), alpha=share[0].item())
+                sent = self._code.unpack(part[len(head) :], numel).to(moved.dtype)
+                moved.add_(sent, alpha=share[0].item())
+                if rank == between.rank:
+                    error.sub_(sent)
         if counts:
-            own = self._code.unpack(packed, numel)
-            self.error = wanted - own.to(wanted.dtype)
-            left, whole = (float(each.norm()) for each in (self.error, wanted))
-            between.traffic.compression_error = left / whole if whole else 0.0
+            between.traffic.compression_error = float(error.norm()) / whole if whole else 0.0
         numbers.copy_(torch.stack(shares).sum(0))
         return len(packed) * (between.world_size - 1)
+
+    def _make_blocks(self, moved: Tensor) -> None:
+        """Have the error in memory of whole blocks."""
+        numel, block = moved.numel(), self._code.block
+        if self.error.data_ptr() == self._blocks.data_ptr() and len(self.error) == numel:
+            return  # it was there at the last meeting
+        before = self.error
+        self._blocks = moved.new_zeros(-(-numel // block) * block)
+        self.error = self._blocks[:numel]
+        if len(before) == numel:  # of a checkpoint
+            self.error.copy_(before)

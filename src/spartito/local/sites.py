@@ -69,6 +69,10 @@ class Hierarchy:
         """As `Coupling.take_meetings`: of the site, of all."""
         return *self._near.take_meetings(), *self._far.take_meetings()
 
+    def take_blocked(self) -> float:
+        """As `Coupling.take_blocked`."""
+        return self._near.take_blocked() + self._far.take_blocked()
+
     def follow(self, parameters: Sequence[nn.Parameter]) -> None:
         """As `Coupling.follow`."""
         self._near.follow(parameters)

@@ -147,11 +147,11 @@ class Values(ABC):
             mixing: How much it keeps of its own.
         """
         views = self.views(self._told(values))
-        if mixing:
-            own = [tensor.detach().to(values.dtype) for tensor in self.tensors]
-            if not self.only_finite or all(bool(mine.isfinite().all()) for mine in own):
-                views = [view.lerp(mine, mixing) for view, mine in zip(views, own, strict=True)]
-        self.put(views)
+        own = [tensor.detach() for tensor in self.tensors] if mixing else []
+        if mixing and (not self.only_finite or all(bool(t.isfinite().all()) for t in own)):
+            self._mix(own, views, 1 - mixing)
+        else:
+            self.put(views)
 
     def fill(self, values: Sequence[Tensor]) -> None:
         """Write values where one's own lie; in shards `Home.loaded` follows on all tasks.
@@ -203,6 +203,11 @@ class Values(ABC):
     def _own(self) -> Sequence[Tensor]:
         """This task's elements of each parameter."""
 
+    def _mix(self, own: Sequence[Tensor], values: Sequence[Tensor], part: float) -> None:
+        """Let the model have ``own``, the values that it has, moved by a part towards others."""
+        pairs = zip(own, values, strict=True)
+        self.put([mine.to(value.dtype).lerp(value, part) for mine, value in pairs])
+
     def _cuts(self) -> list[Cut | None]:
         """Of each parameter which elements those are; None: all."""
         return [None] * len(self.parameters)
@@ -217,6 +222,12 @@ class Replicas(Values):
 
     def put(self, values: Sequence[Tensor]) -> None:
         self.fill(values)
+
+    def _mix(self, own: Sequence[Tensor], values: Sequence[Tensor], part: float) -> None:
+        if all(mine.dtype == value.dtype for mine, value in zip(own, values, strict=True)):
+            torch._foreach_lerp_(list(own), list(values), part)  # in one pass, where they lie
+        else:
+            super()._mix(own, values, part)
 
     def agree(self) -> None:
         inside = self.world.inside

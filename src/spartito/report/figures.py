@@ -12,7 +12,7 @@ BOOKKEEPING = (
     "meetings", "drift", "bytes_between_groups",
     "merges", "merged_alone", "staleness", "rejected",
     "meetings_of_sites", "drift_of_sites", "bytes_between_sites",
-    "meeting_wait_fraction",
+    "meeting_wait_fraction", "meeting_exchange_fraction",
 )  # fmt: skip
 """Keys of an epoch's logs that say how it ran, not how well the model did."""
 

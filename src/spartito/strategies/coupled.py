@@ -39,7 +39,8 @@ LEVELS = (
     ("meetings", "drift", "bytes_between_groups"),
     ("meetings_of_sites", "drift_of_sites", "bytes_between_sites"),
 )
-MEETINGS, SKIPPED = "meeting_wait_fraction", "skipped"
+MEETINGS, EXCHANGES = "meeting_wait_fraction", "meeting_exchange_fraction"
+SKIPPED = "skipped"
 """Figures of an epoch."""
 
 
@@ -258,7 +259,9 @@ class LocalCoordination(ShardedCoordination):
         if self._grouping.world is None:
             return found
         held = sum(each.take_seconds() for each in self._couplings.values())
-        return {**found, MEETINGS: self._mean(held / seconds)}
+        blocked = sum(each.take_blocked() for each in self._couplings.values())
+        means = {MEETINGS: held, EXCHANGES: blocked}
+        return {**found, **{name: self._mean(each / seconds) for name, each in means.items()}}
 
     def synchronize(self) -> None:
         super().synchronize()
