@@ -356,8 +356,7 @@ class Coupling:
         self._copies, self._outer = [], None
         self._start = self._moving = torch.empty(0, dtype=values.dtype)
         if values.speaks:
-            self._start = torch.empty(values.numel, dtype=values.dtype)
-            self._moving = torch.empty_like(self._start)
+            self._start, self._moving = values.flat(), values.flat()
             self._copies = [nn.Parameter(part) for part in values.views(self._start)]
             self._fill_start()
             if self._copies:

@@ -43,6 +43,7 @@ class Values(ABC):
         self.parameters: list[nn.Parameter] = []
         self.tensors: Sequence[Tensor] = ()
         """This task's elements of each parameter, where they lie; perhaps none of some."""
+        self._flat: list[tuple[Tensor, list[Tensor]]] = []  # that stay, and their views
 
     @property
     def speaks(self) -> bool:
@@ -63,7 +64,7 @@ class Values(ABC):
         Raises:
             UserError: Some are complex.
         """
-        self.parameters = list(parameters)
+        self.parameters, self._flat = list(parameters), []
         self.tensors = self._own()
         if self.dtype.is_complex:
             raise UserError("complex parameters in groups that train apart", "Use real ones.")
@@ -89,8 +90,17 @@ class Values(ABC):
 
     def views(self, flat: Tensor) -> list[Tensor]:
         """The parts of a flat tensor, shaped as `tensors`."""
+        for known, views in self._flat:
+            if known is flat:
+                return views
         parts = flat.split([t.numel() for t in self.tensors]) if self.tensors else ()
         return [part.view(t.shape) for part, t in zip(parts, self.tensors, strict=True)]
+
+    def flat(self) -> Tensor:
+        """Memory for all elements in a row, whose `views` are there from now on."""
+        made = torch.empty(self.numel, dtype=self.dtype)
+        self._flat.append((made, self.views(made)))
+        return made
 
     def named(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """Tensors like these, as a checkpoint has them.
