@@ -22,7 +22,7 @@ from benchmarks.launching import run_job
 from spartito.device import available_cores
 
 MIRRORED = "mirrored"
-ALIKE = 5e-3
+ALIKE = 1e-3
 """By how much losses of the two may differ: they add up in another order."""
 
 

@@ -9,6 +9,7 @@ optimizer. One group is synchronous training.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -135,6 +136,7 @@ def train(
     """
     torch.set_num_threads(1)
     flush_denormals()
+    warnings.filterwarnings("ignore", message="grad and param do not obey")  # rows of one tensor
     here = Replicas(side.groups, weights)
     flat = here.flat
     assert flat.grad is not None

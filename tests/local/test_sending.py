@@ -56,7 +56,9 @@ def test_what_is_not_finite_does_not_disappear(code: Any) -> None:
     for wrong in (math.nan, math.inf):
         given_values = torch.tensor([1.0, wrong, *[0.5] * 40])
         assert not code.unpack(code.pack(given_values), 42).isfinite().all()
-    assert torch.equal(code.unpack(code.pack(torch.zeros(300)), 300), torch.zeros(300))
+    for numel in (300, 0):  # a task with a shard of the model may have none of a fragment
+        zeros = torch.zeros(numel)
+        assert torch.equal(code.unpack(code.pack(zeros), numel), zeros)
 
 
 def test_bytes() -> None:
