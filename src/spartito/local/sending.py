@@ -86,7 +86,9 @@ class Quantized:
         """Each number to half a step; all of a block that is not finite are NaN."""
         blocks = -(-numel // self.block)
         steps = packed[: 2 * blocks].view(torch.bfloat16).float()[:, None]
-        counts = packed[2 * blocks :].view(torch.int8).float().view(blocks, self.block * self.bits // 8)
+        counts = (
+            packed[2 * blocks :].view(torch.int8).float().view(blocks, self.block * self.bits // 8)
+        )
         if self.bits == 4:
             both = torch.empty(blocks, self.block)
             lower, upper = both.chunk(2, 1)
