@@ -153,6 +153,19 @@ def test_an_exception_of_a_worker_is_raised_by_the_chiefs_next_call() -> None:
         link.close()
 
 
+def test_an_end_of_the_chiefs_training_is_told_to_all_who_ask_or_come() -> None:
+    with co.serving(3) as (coordinator, port):
+        links = [co.link(port, index) for index in range(2)]
+        coordinator.give_up(TaskLostError("worker 9 ended the job: ValueError: no", "Look."))
+        links.append(co.link(port, 2))
+        for ask in (lambda: links[0].take(0, 0, None), lambda: links[1].published(1),
+                    lambda: links[2].take(0, 0, None), lambda: coordinator.open(0, co.plan())):  # fmt: skip
+            with pytest.raises(TaskLostError, match="worker 9 ended the job: ValueError: no\n  Lo"):
+                ask()
+        for link in links:
+            link.close()
+
+
 def test_an_abandoned_lease_is_done_again_and_counted_once() -> None:
     with co.serving(2) as (coordinator, port):
         link = co.link(port, 1)

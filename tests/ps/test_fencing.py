@@ -222,7 +222,7 @@ def test_no_server_applies_a_push_beyond_the_bound_or_of_a_process_that_was_repl
 def test_a_server_that_was_started_again_lets_nobody_in_before_the_chief_has_spoken() -> None:
     store = Bench(Rules(2, 1)).store
     with store.lock:
-        with pytest.raises(TimeoutError, match="did not tell of worker 1"):
+        with pytest.raises(TimeoutError, match="no word of worker 1"):
             store.wait_for_fence(1, 4, seconds=0.0)
         store.fence({1: 4})
         store.wait_for_fence(1, 4, seconds=0.0)

@@ -89,6 +89,7 @@ class Asked:
     width: int = 8
     holds: Mapping[str, int | tuple[int, ...]] = field(default_factory=dict)
     fails: str = ""
+    lives: bool = False
     spoiled: Mapping[str, Sequence[int]] = field(default_factory=dict)
     broken: str = ""
     run_dir: str | None = None

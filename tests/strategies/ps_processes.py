@@ -70,8 +70,14 @@ def _run(pipe: Connection, folder: Path, name: str, environment: dict[str, str])
     try:
         asked: Asked = pipe.recv()
         torch.save(train(asked, wait), folder / f"{name}.pt")
-    except SpartitoError as error:
-        code = show(error)
+    except Exception as error:
+        if asked.lives and asked.fails == name:  # as in a notebook
+            print(f"caught {error}", flush=True)
+            wait()
+        elif isinstance(error, SpartitoError):
+            code = show(error)
+        else:
+            raise
     finally:
         atexit._run_exitfuncs()  # multiprocessing leaves them out
     sys.exit(code)

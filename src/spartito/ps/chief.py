@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
 
-from spartito.errors import SpartitoError
+from spartito.errors import SpartitoError, TaskLostError
 from spartito.failpoints import failpoint
 from spartito.log import note, warn
 from spartito.ps.client.appointments import Appointments, View
 from spartito.ps.client.control import Control
+from spartito.ps.client.link import Link
 from spartito.ps.protocol.histogram import Histogram
 from spartito.ps.protocol.messages import Flush, GetRecord, Status, Values
 from spartito.ps.protocol.runtime import Joinable
@@ -25,6 +27,7 @@ from spartito.ps.scheduler.planner import Planner
 from spartito.ps.scheduler.queue import WorkRange
 
 WATCH_SECONDS = 1.0  # between two looks at the servers
+RESCUE_SECONDS = 5.0  # in which a chief whose training has failed may begin to save
 JOB = 0  # what is published first
 
 OnLost = Callable[[int, Lease | None], None]
@@ -76,6 +79,8 @@ class Chief:
         self.published = JOB
         """The key of the last value."""
         self._watch: Joinable | None = None
+        self._ending: Joinable | None = None
+        self._failure: TaskLostError | None = None
 
     def begin(self) -> None:
         """Let the workers come: the servers have their values.
@@ -173,13 +178,43 @@ class Chief:
             with self.planner.lock:
                 self._tell(self.planner.write(step))
 
+    def fail(self, error: TaskLostError, links: Sequence[Link], spares: bool) -> None:
+        """A training of the chief has failed, and with it the job; its process may live on.
+
+        Workers hear of it when they next ask for anything, servers `RESCUE_SECONDS` after the chief
+        last wanted anything of them: it may still save what they have.
+
+        Args:
+            error: What all others raise.
+            links: The chief's other connections to the servers.
+            spares: Whether servers stay until `close`.
+        """
+        if self._failure is None:
+            self._failure = error
+            self.coordinator.give_up(error)
+            if not spares:
+                end = partial(self._end_servers, error, links)
+                self._ending = self.coordinator.runtime.start(end, "spartito-ending")
+
+    def _end_servers(self, error: TaskLostError, links: Sequence[Link]) -> None:
+        coordinator, now = self.coordinator, self.coordinator.runtime.now
+        began = now()
+        while not self._over.wait(WATCH_SECONDS / 4):
+            quiet = now() - max(began, self.control.used)
+            if quiet >= min(RESCUE_SECONDS, coordinator.timeout):
+                self.control.end(error)
+                for link in links:
+                    link.end(error)
+                self._appointments.close(end=True, why=str(error))
+                return
+
     def close(self) -> None:
         """End the job: the workers leave, then the servers end."""
         self.coordinator.close()
         self.book.remove()
         self._over.set()
-        if self._watch is not None:
-            self._watch.join()
+        for thread in filter(None, (self._watch, self._ending)):
+            thread.join()
         for error in self.control.end():
             warn("%s", error)
         self.control.close()

@@ -263,9 +263,15 @@ class Job:
         names = [f"ps {' and '.join(map(str, own))}" for own in numbers]
         return table(self.vector.layout, self._spans, names)
 
+    def _names(self) -> list[str]:
+        """What messages call those who ask for work: one of several speaks for its group."""
+        if len(self.workers) == len(workers_of(self.cluster)):
+            return [str(task) for task in self.workers]
+        return [f"{task} of group {number}" for number, task in enumerate(self.workers)]
+
     def _coordinator(self, on_lost: OnLost, on_came: OnCame) -> Coordinator:
         return Coordinator(
-            [str(task) for task in self.workers],
+            self._names(),
             lease_seconds=self.options.lease_seconds,
             timeout=self.options.timeout,
             on_lost=on_lost,

@@ -95,6 +95,18 @@ def uncaught() -> BaseException | None:
     return None if hasattr(sys, "ps1") else found
 
 
+def cause(error: BaseException | None) -> str:
+    """What all others should hear of an exception of the chief, without which none goes on.
+
+    Nothing of a notice, which it publishes, nor of an end that is none of a training.
+    """
+    if isinstance(error, TaskLostError):
+        return str(error).partition("\n")[0]
+    if isinstance(error, KeyboardInterrupt):
+        return "it was interrupted"
+    return told(error)
+
+
 def told(error: BaseException | None) -> str:
     """What the chief should hear of an exception: not of lost tasks, interrupts and notices."""
     ends = isinstance(error, SystemExit) and error.code not in (None, 0)

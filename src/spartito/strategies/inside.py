@@ -17,6 +17,7 @@ import torch
 
 from spartito.cluster.spec import ClusterSpec, Task, machine_of, split_address
 from spartito.collectives.collective import Collective, IdentityCollective
+from spartito.collectives.liveness import LivenessCheck
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.collectives.shared_memory import SharedMemoryCollective
 from spartito.errors import EXIT_TASK_LOST, SpartitoError, TaskLostError, UserError
@@ -38,10 +39,17 @@ class Inside:
         group: Joins them.
         leave: Ends that.
         silent: Seconds after which a member of the same machine that stands still is given up.
+        liveness: Where a member leaves word of why it does no more; None: nowhere.
     """
 
-    def __init__(self, group: Collective, leave: Callable[[], None], silent: float = inf) -> None:
-        self.group, self._leave = group, leave
+    def __init__(
+        self,
+        group: Collective,
+        leave: Callable[[], None],
+        silent: float = inf,
+        liveness: LivenessCheck | None = None,
+    ) -> None:
+        self.group, self._leave, self._liveness = group, leave, liveness
         self.gave_up = False
         """Whether this one does no more of what the others wait for, though its process lives."""
         self._left = threading.Event()
@@ -82,7 +90,9 @@ class Inside:
         rendezvous = Rendezvous(
             cluster_of(cluster, own), torch.device("cpu"), timeout, communication, keeper=1
         )
-        return cls(rendezvous.group(NAME, range(len(own))), rendezvous.close, silent)
+        group = rendezvous.group(NAME, range(len(own)))
+        members_here = rendezvous.members(f"{NAME} ends", range(len(own)))[0]
+        return cls(group, rendezvous.close, silent, LivenessCheck(members_here))
 
     @property
     def several(self) -> bool:
@@ -169,6 +179,26 @@ class Inside:
             finally:
                 self._left.set()
                 self._leave()
+
+    def fail(self, error: TaskLostError) -> None:
+        """Leave the group because of an ``error``, which the others raise too in `naming`."""
+        if not self._left.is_set():
+            self._left.set()
+            if self._liveness is None:
+                self._leave()
+            else:
+                self._liveness.leave(error, self._leave)
+
+    @contextmanager
+    def naming(self) -> Generator[None]:
+        """A block in which the loss of a member is what that one left word of, if it did."""
+        try:
+            yield
+        except TaskLostError as error:
+            found = None if self._liveness is None else self._liveness.reason(error, grace=0.0)
+            if found is None:
+                raise
+            raise found from error
 
     def _end(self, thread: threading.Thread, over: threading.Event) -> None:
         over.set()

@@ -13,7 +13,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.spec import ClusterSpec
 from spartito.collectives.collective import Traffic
-from spartito.errors import SpartitoError, UserError
+from spartito.errors import SpartitoError, TaskLostError, UserError
+from spartito.log import shown
 from spartito.ps.chief import JOB, Chief
 from spartito.ps.job import Job
 from spartito.ps.protocol.messages import Values, advance, furthest
@@ -25,7 +26,7 @@ from spartito.ps.scheduler.planner import Planner
 from spartito.strategies import decoupled
 from spartito.strategies.coordination import Coordination
 from spartito.strategies.distributed import StepResult
-from spartito.strategies.ending import told, uncaught
+from spartito.strategies.ending import cause, told, uncaught
 from spartito.strategies.inside import Inside
 from spartito.strategies.member_links import GroupWork
 from spartito.strategies.pair import Pairs
@@ -154,7 +155,8 @@ class LeasedCoordination(Coordination):
         before, self._trains = self._trains, True
         self.inside.gave_up = False
         try:
-            yield
+            with self.inside.naming():
+                yield
         finally:
             self._trains = before
 
@@ -173,7 +175,8 @@ class LeasedCoordination(Coordination):
         if self.work is None:  # an evaluator
             return work()
         self._published += 1
-        published: T = json.loads(self.work.published(JOB + self._published))
+        with self.inside.naming():
+            published: T = json.loads(self.work.published(JOB + self._published))
         return published
 
     def agree_to_stop(self, asked: bool) -> bool:
@@ -208,7 +211,17 @@ class LeasedCoordination(Coordination):
         self.announce_options()
 
     def failed(self, error: BaseException | None) -> None:
-        if self.pusher and self.work and (what := told(error)):
+        if self.chief is not None:
+            if what := cause(error):
+                lost = TaskLostError(
+                    f"{self.cluster.name_of(0)} ended the job: {shown(what, 500)}",
+                    "It is the chief: look at its last lines.",
+                )
+                links = self.pusher.servers.links if self.pusher is not None else ()
+                self.chief.fail(lost, links, spares=isinstance(error, KeyboardInterrupt))
+                self.inside.fail(lost)
+                self.inside = Inside.alone()
+        elif self.pusher and self.work and (what := told(error)):
             self.work.fail(what)
             self.inside.gave_up = True  # others would wait for as long as this process lives
 

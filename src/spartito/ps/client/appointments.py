@@ -158,7 +158,7 @@ class Appointments:
             for n in range(len(self._spans))
         ]
 
-    def close(self, end: bool) -> None:
+    def close(self, end: bool, why: str = "") -> None:
         """Appoint nobody any more; with ``end`` tell all servers that the job has ended."""
         self._over.set()
         for thread in self._threads:
@@ -166,7 +166,7 @@ class Appointments:
         for servers in self._spans:
             for server in servers:
                 if end:
-                    server.ask(End(), self._runtime.now())
+                    server.ask(End(why), self._runtime.now())
                 server.close()
 
     def _meet(self, server: Server, end: float) -> Standing:

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 from torch import Tensor
 
-from spartito.errors import SpartitoError
+from spartito.errors import SpartitoError, TaskLostError
 from spartito.ps.client.link import Link, Restarted
 from spartito.ps.protocol.keys import Keys
-from spartito.ps.protocol.messages import End, Fence, Load, Lost, Message
+from spartito.ps.protocol.messages import End, Fence, Load, Lost, Message, Status
 from spartito.ps.protocol.runtime import SYSTEM, Runtime
 from spartito.ps.protocol.slots import State as OptimizerState
 from spartito.ps.protocol.timetable import Timetable
@@ -30,8 +30,10 @@ class Control:
         self, links: Sequence[Link], runtime: Runtime = SYSTEM, scheduled: bool = True
     ) -> None:
         self.links = list(links)
-        self._scheduled = scheduled
+        self._scheduled, self._now = scheduled, runtime.now
         self._lock = runtime.lock()
+        self.used = self._now()
+        """When the servers were last asked for anything but how far they are."""
         self._lost: deque[Lost] = deque(maxlen=64)
         self._generations: dict[int, int] = {}
         self.timetable = b""
@@ -53,7 +55,10 @@ class Control:
     def tell(self, message: Message) -> list[Any]:
         """Ask every server the same; returns in their order."""
         with self._lock:
-            return self._all(Link.ask, message)
+            found = self._all(Link.ask, message)
+            if not isinstance(message, Status):
+                self.used = self._now()
+            return found
 
     def lose(self, lost: Lost) -> None:
         """Tell the servers that a worker is lost; those that are restarted later are told again."""
@@ -92,19 +97,27 @@ class Control:
     def states(self) -> list[tuple[Tensor, OptimizerState, list[dict[str, Any]]]]:
         """Every server's values, the state of its optimizer, and its options."""
         with self._lock:
-            return self._all(Link.state)
+            found = self._all(Link.state)
+            self.used = self._now()
+            return found
 
-    def end(self) -> list[SpartitoError]:
-        """Tell every server that the job has ended; returns why some could not be reached."""
+    def end(self, error: TaskLostError | None = None) -> list[SpartitoError]:
+        """Tell every server that the job has ended; returns why some could not be reached.
+
+        Args:
+            error: Why it did before its training was done: what servers, and later calls, raise.
+        """
         failed = []
         with self._lock:
             for number, link in enumerate(self.links):
                 if link.is_closed:  # what it was lost by was raised before
                     continue
                 try:
-                    self._insist(number, Link.ask, End())
-                except SpartitoError as error:
-                    failed.append(error)
+                    self._insist(number, Link.ask, End(str(error or "")))
+                except SpartitoError as lost:
+                    failed.append(lost)
+                if error is not None:
+                    link.end(error)
         return failed
 
     def close(self) -> None:

@@ -105,6 +105,7 @@ class Link:
         self._sent = self._received = 0
         self._wire: Channel | None = None
         self._breaks = 0
+        self._ended: TaskLostError | None = None
         self._shared = False
         self.push, self.pull = torch.empty(0), torch.empty(0)
         self.incarnation = ""
@@ -204,10 +205,15 @@ class Link:
             self._wire.close()
             self._wire = None
 
+    def end(self, error: TaskLostError) -> None:
+        """Close the connection for good: from now on all calls raise ``error``."""
+        self._ended = error
+        self.close()
+
     @property
     def _open(self) -> Channel:
         if self._wire is None:
-            raise TaskLostError(f"{self.address.name} was closed already")
+            raise self._ended or TaskLostError(f"{self.address.name} was closed already")
         return self._wire
 
     def _send(self, message: Message) -> None:
@@ -382,6 +388,8 @@ class Link:
     def _recover(self, error: Exception) -> None:
         """Connect again after ``error``, if that may help."""
         self.close()
+        if self._ended is not None:
+            raise self._ended from error
         if isinstance(error, TimeoutError):
             raise self._silence() from error
         if isinstance(error, ProtocolError):

@@ -62,8 +62,8 @@ class WorkerLink(WorkSource):
 
     A thread gives a heartbeat as often as the coordinator wants. Calls raise `UserError`
     if the job has ended, another process has replaced this one or the chief does not know the job's
-    secret, and `TaskLostError` if the chief is gone or does not reply in time. With ``patience``
-    another process may go on as the chief: it is waited for so many seconds.
+    secret, and `TaskLostError` if the chief has failed, is gone or does not reply in time. With
+    ``patience`` another process may go on as the chief: it is waited for so many seconds.
     """
 
     def __init__(
@@ -236,7 +236,7 @@ class WorkerLink(WorkSource):
                 + dump_stacks("the chief did not reply"),
             ) from error
         if isinstance(reply, Refused):
-            raise UserError(reply.what, reply.do)
+            raise (TaskLostError if reply.lost else UserError)(reply.what, reply.do)
         if not isinstance(reply, kind):
             raise ProtocolError(f"{kind.__name__} was expected, {type(reply).__name__} came")
         return reply, bytes(wire.payload)

@@ -329,7 +329,9 @@ class Refused(Message, frozen=True, tag="refused"):
 
 
 class End(Message, frozen=True, tag="end"):
-    """The job has ended."""
+    """The job has ended; ``why`` it did before its training was done, where it did."""
+
+    why: Text = ""
 
 
 Request = (

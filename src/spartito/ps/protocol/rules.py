@@ -155,6 +155,15 @@ class Rules:
         """Whether a pull may have to wait, so that no push gets too stale."""
         return bool(self.max_staleness) and self.on_stale == "wait" and not self.every
 
+    @property
+    def noun(self) -> str:
+        """What pushes."""
+        return "group" if self.every else "worker"
+
+    def name_of(self, worker: int) -> str:
+        """What messages call who pushes as ``worker``: a group where these train apart."""
+        return f"{self.noun} {worker}"
+
     def check_deterministic(self, has_batchnorm: bool) -> None:
         """Raise `UserError` where two runs would not be alike."""
         if not self.in_step:

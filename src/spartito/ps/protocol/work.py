@@ -293,10 +293,11 @@ class Part(msgspec.Struct, frozen=True, tag="part"):
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused"):
-    """No; the connection ends."""
+    """No; the connection ends. ``lost`` when it is because another task has failed."""
 
     what: Text
     do: Text = ""
+    lost: bool = False
 
 
 ToCoordinator = Hello | Heartbeat | Take | Reached | Arrival | Ask | Given | Fetch | Failed | Leave

@@ -67,6 +67,8 @@ class Coordinator(Readings):
         self._bad_limit = bad_limit
         self.dropped = sum(member.bad for member in self._members)  # not finite, by all
         super().__init__(runtime.condition(), before.queues, before.stopped, runtime, timeout)
+        self.noun = "worker" if rules is None else rules.noun
+        """What messages call a member of whom no more is known."""
         self.meetings = Meetings(rules, self.book, self._members, self._changed, runtime)
         self._work_seconds = timeout * self.meetings.updates  # each may take the limit
         self.key_values = KeyValues(runtime, before.values)
@@ -93,12 +95,13 @@ class Coordinator(Readings):
         """
         with self._changed:
             if not 0 <= worker < len(self._members):
-                raise UserError(f"worker {worker} in a job of {len(self._members)} workers")
+                count = len(self._members)
+                raise UserError(f"{self.noun} {worker} in a job of {count} {self.noun}s")
             if session:
                 self.hear(worker, session)
                 return session
             if self._ended:
-                raise UserError("the job has ended", "Start a new one.")
+                raise self.given_up or UserError("the job has ended", "Start a new one.")
             member = self._members[worker]
             if member.local:
                 raise UserError(f"{member.name} is the chief itself", "Give each task an index.")
@@ -139,7 +142,7 @@ class Coordinator(Readings):
             self.note(ledger.Entered(worker, 0))
             member.session, member.local = 0, False
             dropped = self._drop(worker) if member.live else []
-        if lost and dropped and not self._over.is_set():
+        if lost and dropped and not self._over.is_set() and self.given_up is None:
             warn("%s is gone: its work goes to others", member.name)
         if lost or any(dropped):
             self._tell_lost(worker, dropped)
@@ -226,8 +229,8 @@ class Coordinator(Readings):
     def check(self, began: float | None = None) -> None:
         """Raise what went wrong; `TaskLostError` if nothing has happened since ``began``."""
         with self._changed:
-            if self._failure is not None:
-                raise self._failure
+            if failure := self._failure or self.given_up:
+                raise failure
             if began is None:
                 return
             now = self.runtime.now()

@@ -11,7 +11,7 @@ from spartito.cluster.acceptor import Acceptor
 from spartito.cluster.connection import Connection
 from spartito.cluster.secret import NO_SECRET, Key
 from spartito.collectives.versions import Versions, check_versions
-from spartito.errors import UserError
+from spartito.errors import SpartitoError, TaskLostError, UserError
 from spartito.log import RareWarnings, shown
 from spartito.ps.protocol.runtime import Channel, Joinable
 from spartito.ps.protocol.wire import LONG_HEADER, Gone, ProtocolError, Wire
@@ -42,6 +42,8 @@ from spartito.ps.scheduler.coordinator import REPLY_SECONDS, Coordinator
 HEARTBEAT_SECONDS = 1.0
 HELLO_SECONDS = 10.0
 """A connection that has not said who it is by then is closed."""
+ASKS = Take | Arrival | Ask | Given | Fetch
+"""What has a reply."""
 
 
 class WorkerListener:
@@ -89,7 +91,7 @@ class WorkerListener:
                 raise ProtocolError(f"Hello was expected, {type(hello).__name__} came")
             if self._fits(wire, hello):
                 self._admit(wire, hello)
-        except UserError as error:
+        except (UserError, TaskLostError) as error:
             self._refuse(wire, error)
         except ProtocolError as error:
             self._seldom.warn("a worker's connection was closed: %s", shown(str(error)))
@@ -103,7 +105,8 @@ class WorkerListener:
     def _fits(self, wire: Channel, hello: Hello) -> bool:
         """Whether the worker runs what we run; else it is refused, and a new job ends."""
         try:
-            check_versions({"the chief": Versions.own(), f"worker {hello.worker}": hello.versions})
+            who = f"{self._coordinator.noun} {hello.worker}"
+            check_versions({"the chief": Versions.own(), who: hello.versions})
         except UserError as error:
             self._refuse(wire, error)
             if self._coordinator.begun:
@@ -136,6 +139,8 @@ class WorkerListener:
         while True:
             message = wire.receive()
             self._coordinator.hear(worker, session)
+            if isinstance(message, ASKS) and (failure := self._coordinator.given_up):
+                raise failure
             match message:
                 case Take(stream, epoch, report, wait):
                     if report is not None and len(wire.payload):
@@ -172,7 +177,7 @@ class WorkerListener:
                 case _:
                     raise ProtocolError(f"a second {type(message).__name__} came")
 
-    def _refuse(self, wire: Channel, error: UserError) -> None:
+    def _refuse(self, wire: Channel, error: SpartitoError) -> None:
         what, _, do = str(error).partition("\n  ")
         with contextlib.suppress(Gone, TimeoutError):  # it may not wait for the reply
-            wire.send(Refused(what, do))
+            wire.send(Refused(what, do, isinstance(error, TaskLostError)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from spartito.errors import TaskLostError
 from spartito.ps.protocol.runtime import Condition, Runtime
 from spartito.ps.protocol.work import Lease, Reached, Totals
 from spartito.ps.scheduler.progress import Settled, level
@@ -44,6 +45,14 @@ class Readings:
         self._changed, self._queues, self._stopped = changed, queues, stopped
         self.runtime, self.timeout = runtime, timeout
         self._reached: dict[int, tuple[Reached, bytes]] = {}
+        self.given_up: TaskLostError | None = None
+        """What all workers hear, as the chief's own training has failed."""
+
+    def give_up(self, error: TaskLostError) -> None:
+        """The chief's training has failed: whoever asks for anything gets this ``error``."""
+        with self._changed:
+            self.given_up = self.given_up or error
+            self._changed.notify_all()
 
     def check(self, began: float | None = None) -> None:
         """Raise what went wrong."""

@@ -138,9 +138,9 @@ class Connection:
                     self._wire.send(self._server.replica.standing())
                 case Appoint():
                     self._wire.send(self._server.replica.appoint(message))
-                case End():
+                case End(why):
                     self._wire.send(Done())
-                    self._server.end()
+                    self._server.end(why)
                     return
                 case _:
                     raise ProtocolError(f"{type(message).__name__.lower()} came in the middle")
@@ -270,7 +270,7 @@ class Connection:
                 self._reply(reply, outbox)
             elif isinstance(message, End) and self._chief:
                 self._wire.send(Done())
-                self._server.end()
+                self._server.end(message.why)
                 return
             else:
                 self._control(message)
@@ -280,8 +280,8 @@ class Connection:
         norms = self._store.norms
         if norms.is_absurd(norm):
             self._server.seldom.warn(
-                "%s: worker %d pushed a gradient with a norm of %.3g; %.3g is usual",
-                self._server.name, self._worker, norm, norms.usual,
+                "%s: %s pushed a gradient with a norm of %.3g; %.3g is usual",
+                self._server.name, self._store.rules.name_of(self._worker), norm, norms.usual,
             )  # fmt: skip
         norms.add(norm)
 

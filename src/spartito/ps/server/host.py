@@ -72,5 +72,5 @@ class Host(Protocol):
     def fail(self, failure: BaseException) -> None:
         """Serving a task failed in a way that is not the task's fault."""
 
-    def end(self) -> None:
-        """The job has ended."""
+    def end(self, why: str = "") -> None:
+        """The job has ended; ``why`` it did before its training was done, where it did."""

@@ -67,6 +67,7 @@ class Server:
         self._runtime = store.runtime
         self._ended = self._runtime.event()
         self._failure: BaseException | None = None
+        self._cut_off: TaskLostError | None = None  # why the job has ended too early
         self._interrupted: BaseException | None = None
         self._connections: set[Served] = set()
         self._began = self._chief_seen = self._runtime.now()
@@ -77,7 +78,7 @@ class Server:
         self.replica = Replica(self)
 
     def serve(self) -> None:
-        """Return when the job has ended; `TaskLostError` when the chief stays away.
+        """Return when the job has ended; `TaskLostError` when the chief stays away, or has failed.
 
         Raises too what went wrong in serving a task.
         """
@@ -99,6 +100,8 @@ class Server:
             for connection in list(self._connections):
                 connection.close()
         self._snapshot.remove()
+        if self._cut_off is not None:
+            raise self._cut_off
 
     def _wait(self) -> None:
         """A while; a Ctrl-C that reaches all tasks lets the chief fetch the values first."""
@@ -119,8 +122,12 @@ class Server:
             self._interrupted = stop
         return self._chiefs > 0
 
-    def end(self) -> None:
-        """The job has ended."""
+    def end(self, why: str = "") -> None:
+        """The job has ended; ``why`` it did before its training was done, where it did."""
+        if why:
+            self._cut_off = TaskLostError(*why.split("\n  ", 1))
+            with self.store.lock:
+                self.store.fail(self._cut_off)
         self._ended.set()
 
     def fail(self, failure: BaseException) -> None:
@@ -160,7 +167,8 @@ class Server:
                     "the strategy's options must be equal.",
                 )
         if not -1 <= hello.worker < store.rules.workers:
-            return Refused(f"{hello.task} is worker {hello.worker} of {store.rules.workers}", "")
+            who = store.rules.name_of(hello.worker)
+            return Refused(f"{hello.task} is {who} of {store.rules.workers}", "")
         if hello.chief:
             try:
                 self.heard_from_chief(hello.generation)

@@ -141,7 +141,7 @@ class Store:
         end = self.runtime.now() + seconds
         while self.generations.get(worker, 0) < generation:
             if self.runtime.now() > end:
-                raise TimeoutError(f"the chief did not tell of worker {worker} in {seconds:g} s")
+                raise TimeoutError(f"no word of {self.rules.name_of(worker)} in {seconds:g} s")
             self._wait()
         self.check(worker, generation)
 
@@ -149,7 +149,7 @@ class Store:
         """Raise `UserError` if a later process has replaced this one of ``worker``."""
         if generation < self.generations.get(worker, 0):
             raise UserError(
-                f"another process has replaced worker {worker}",
+                f"another process has replaced {self.rules.name_of(worker)}",
                 "It was given up, or two tasks have the same index.",
             )
 
@@ -206,7 +206,7 @@ class Store:
         while worker not in self._gate.grantable():
             self._wait()
             if self._asked.get(worker) is not mine:
-                raise SpartitoError(f"worker {worker} has come again by another connection")
+                raise SpartitoError(f"{self.rules.name_of(worker)} has come again, elsewhere")
             self._gate.ask(worker)  # it may have been given up meanwhile, though it is here
         self._gate.grant(worker, self.version)
         self.lock.notify_all()
