@@ -46,6 +46,17 @@ def test_a_quorum_is_waited_for_and_then_the_grace() -> None:
     assert late == {2: Merge(2, 1, share=0.5, staleness=1)}
 
 
+def test_a_short_stretch_counts_as_much_as_a_long_one() -> None:
+    """Alone: what it has moved is short by itself. Its other weight is for the mean of several."""
+    found = Gathering(1, 0.0, None, Numbers())
+    for group, weight, updates in ((0, 640.0, 20), (1, 96.0, 3), (0, 640.0, 20), (1, 192.0, 3)):
+        found.begin(group)
+        found.arrive(group, Arrival(1, group + 1, weight, updates=updates), 0.0)
+        ((arrival, merge),) = (one[group] for one in found.decide(0.0, {1 - group}, 0, {0, 1}))
+        assert arrival.weight == weight
+        assert merge.share == pytest.approx(2 / 3 if weight == 192.0 else 1 / 2)
+
+
 def test_all_that_can_come_are_enough() -> None:
     """At the end of an epoch, and when others are lost, fewer than a quorum are there."""
     found = begun(quorum=3, grace=9.0)

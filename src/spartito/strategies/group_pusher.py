@@ -236,9 +236,11 @@ class GroupPusher(Pusher):
         Where it is rejected, others, or this group from newer values, do its work again.
         """
         self._take_back()
-        lease, weight = current.lease, float(self._weight > 0) if self._is_equal else self._weight
+        lease, weight, updates = current.lease, self._weight, self._updates
+        if self._is_equal:
+            weight, updates = float(weight > 0), 1
         assert self._work is not None
-        counts = weight, self.servers.push_bytes, self._loss, self._weight
+        counts = weight, self.servers.push_bytes, self._loss, self._weight, updates
         merge = self._work.merge(Arrival(current.stream, lease.id, *counts))
         if self._inside.several and local_batchnorms(self.pair.model):
             average_statistics(self.pair.model, self._inside.group)

@@ -194,8 +194,8 @@ class Take(msgspec.Struct, frozen=True, tag="take"):
 class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
     """A group has done all work items of a lease, apart from the others.
 
-    What it has moved weighs ``weight`` and takes ``nbytes``; ``loss`` is the sum of its losses,
-    which ``counts`` divides. The reply is `Decision` in about a second at the latest.
+    What it has moved weighs ``weight``, in ``updates`` (1 where groups count the same), and takes
+    ``nbytes``; ``loss`` is the sum of its losses, which ``counts`` divides. The reply is `Decision` in about a second at the latest.
     """
 
     stream: Count
@@ -204,6 +204,7 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
     nbytes: Count = 0
     loss: float = 0.0
     counts: Amount = 0.0
+    updates: Number = 1
 
 
 class Reached(msgspec.Struct, frozen=True, tag="reached"):

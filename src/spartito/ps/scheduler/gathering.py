@@ -49,7 +49,8 @@ class Gathering:
     A meeting closes when all have come that can, or ``grace`` seconds after ``quorum`` groups
     have. Who began before the last meeting closed is late: it is merged when it comes, alone.
     Alone a group counts by a fraction, its weight over that of all that are there, so that
-    several late ones do not move the servers further than all would together. What is more
+    several late ones do not move the servers further than all would together: weights of an update,
+    as the last stretch of an epoch is shorter than that of others before. What is more
     than ``bound`` merges old (None: no bound) is rejected.
     """
 
@@ -74,7 +75,7 @@ class Gathering:
 
     def arrive(self, group: int, arrival: Arrival, now: float) -> None:
         """``group`` has come."""
-        self._weights[group] = arrival.weight
+        self._weights[group] = arrival.weight / max(1, arrival.updates)
         self._here.setdefault(group, Here(arrival, now))
 
     def leave(self, group: int) -> None:
