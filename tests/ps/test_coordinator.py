@@ -158,8 +158,11 @@ def test_an_end_of_the_chiefs_training_is_told_to_all_who_ask_or_come() -> None:
         links = [co.link(port, index) for index in range(2)]
         coordinator.give_up(TaskLostError("worker 9 ended the job: ValueError: no", "Look."))
         links.append(co.link(port, 2))
-        for ask in (lambda: links[0].take(0, 0, None), lambda: links[1].published(1),
-                    lambda: links[2].take(0, 0, None), lambda: coordinator.open(0, co.plan())):  # fmt: skip
+        asks: list[Callable[[], object]] = [
+            lambda: links[0].take(0, 0, None), lambda: links[1].published(1),
+            lambda: links[2].take(0, 0, None), lambda: coordinator.open(0, co.plan()),
+        ]  # fmt: skip
+        for ask in asks:
             with pytest.raises(TaskLostError, match="worker 9 ended the job: ValueError: no\n  Lo"):
                 ask()
         for link in links:

@@ -111,4 +111,5 @@ def told(error: BaseException | None) -> str:
     """What the chief should hear of an exception: not of lost tasks, interrupts and notices."""
     ends = isinstance(error, SystemExit) and error.code not in (None, 0)
     fails = isinstance(error, Exception) and not isinstance(error, TaskLostError | PreemptedError)
-    return f"{type(error).__name__}: {' '.join(str(error).split())}" if ends or fails else ""
+    what = str(error).partition("\n  ")[0] if isinstance(error, SpartitoError) else str(error)
+    return f"{type(error).__name__}: {' '.join(what.split())}" if ends or fails else ""

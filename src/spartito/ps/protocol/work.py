@@ -195,7 +195,8 @@ class Arrival(msgspec.Struct, frozen=True, tag="arrival"):
     """A group has done all work items of a lease, apart from the others.
 
     What it has moved weighs ``weight``, in ``updates`` (1 where groups count the same), and takes
-    ``nbytes``; ``loss`` is the sum of its losses, which ``counts`` divides. The reply is `Decision` in about a second at the latest.
+    ``nbytes``; ``loss`` is the sum of its losses, which ``counts`` divides. The reply is
+    `Decision` in about a second at the latest.
     """
 
     stream: Count

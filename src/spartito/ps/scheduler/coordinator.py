@@ -95,8 +95,7 @@ class Coordinator(Readings):
         """
         with self._changed:
             if not 0 <= worker < len(self._members):
-                count = len(self._members)
-                raise UserError(f"{self.noun} {worker} in a job of {count} {self.noun}s")
+                raise UserError(f"{self.noun} {worker} in a job of {len(self._members)}")
             if session:
                 self.hear(worker, session)
                 return session
@@ -315,8 +314,9 @@ class Coordinator(Readings):
     # Inside; all but the last two with the lock held
 
     def _look(self, worker: int, stream: int, epoch: int) -> Work:
-        if self._ended and isinstance(self._failure, UserError):
-            raise self._failure
+        over = self._ended and isinstance(self._failure, UserError)
+        if failure := self.given_up or (self._failure if over else None):
+            raise failure
         queue = self._queues.get(stream)
         if self._ended or stream in self._stopped:
             # The others of its group wait for what was granted to it before the end.

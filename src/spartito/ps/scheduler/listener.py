@@ -128,6 +128,8 @@ class WorkerListener:
             # A silent worker is the watch's business, one that does not read is nobody's.
             wire.set_timeouts(send=self._coordinator.timeout, receive=None)
             lost = not self._converse(wire, worker, session)
+        except (UserError, TaskLostError) as error:
+            self._refuse(wire, error)  # first: a chief that ends waits for those who are there
         finally:
             self._coordinator.leave(worker, session, lost)
 
@@ -160,7 +162,8 @@ class WorkerListener:
                 case Ask(key):
                     value = self._coordinator.key_values.published(key, patience)
                     if value is None and self._coordinator.ended:
-                        raise UserError("the job has ended", "Start a new one.")
+                        over = UserError("the job has ended", "Start a new one.")
+                        raise self._coordinator.given_up or over
                     wire.send(Value(value is not None, states.asks(worker)), value or b"")
                 case Given():
                     states.take(worker, message, bytes(wire.payload))
