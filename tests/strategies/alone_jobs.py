@@ -45,7 +45,8 @@ def recorded(
         return nn.functional.cross_entropy(output, target, reduction="none")
 
     trainer = sp.Trainer(net, optimizer=INNER[inner], loss=loss, strategy=strategy)
-    pusher: Any = strategy.coordination.pusher
+    coordination: Any = strategy.coordination
+    pusher = coordination.pusher
     begin, meet = pusher._begin_alike, pusher._meet
     began, stretches = [0], list[Stretch]()
 
