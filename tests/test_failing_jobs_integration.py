@@ -75,6 +75,7 @@ def begin(commands: Commands, fails: str = "nobody", **env: str) -> tuple[Progra
 
 
 @pytest.mark.usefixtures("no_segments_left")
+@pytest.mark.slow
 def test_a_worker_that_raises(commands: Commands) -> None:
     job, _ = begin(commands, "worker 1")
     ended = job.end()

@@ -44,9 +44,12 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
 @pytest.mark.parametrize(
     ("workers", "what", "code", "last"),
     [
-        ("3", "too many", 2, "split=[...]: modules that the forward pass calls one after"),
+        pytest.param(
+            *("3", "too many", 2, "split=[...]: modules that the forward pass calls one after"),
+            marks=pytest.mark.slow,
+        ),
         ("2", "error", 1, "ValueError: labels of another world"),
-        ("2", "kill", 69, LOST),
+        pytest.param("2", "kill", 69, LOST, marks=pytest.mark.slow),
     ],
 )
 def test_the_cause_of_an_end_is_read_last(
@@ -65,6 +68,7 @@ def test_the_cause_of_an_end_is_read_last(
     assert sum("Traceback" in line for line in lines) == (what == "error")
 
 
+@pytest.mark.slow
 def test_a_refusal_ends_a_recipe_with_2(commands: Commands) -> None:
     options = '{"schedule": "interleaved", "stages_per_task": 40}'
     words = ("train", "gpt", "--strategy", "pipeline", "--workers", "2", "--epochs", "1")
