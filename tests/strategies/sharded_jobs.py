@@ -6,6 +6,7 @@ import copy
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cache
 from typing import Any
 
 import torch
@@ -36,10 +37,11 @@ Between = Callable[[nn.Module, int], None]
 """What a loop does to a model after a step, by the step's number."""
 
 
+@cache
 def by_torch(
     kind: str, optimizer: str, clip: float | None = None, between: Between | None = None
 ) -> list[float]:
-    """The losses of a plain loop."""
+    """The losses of a plain loop; the same for all replicas and stages."""
     net, (x, y), loss = build(kind), KINDS[kind][1](), KINDS[kind][2]
     made = OPTIMIZERS[optimizer](net.parameters())
     found: list[float] = []
