@@ -31,8 +31,11 @@ CASES: list[Any] = [
     ),
     pytest.param("cats", "Adam", 4, {"microbatches": 2, "stages": 2}, marks=pytest.mark.slow),
     ("gpt", "Adam", 2, {"schedule": "zero_bubble"}),  # tied weights, in both stages
-    ("gpt", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
-    ("gpt", "Adam", 4, {"stages": 2}),
+    pytest.param(
+        *("gpt", "SGD", 4, {"split": ["blocks.0.mlp_norm", "blocks.1", "blocks.3"]}),
+        marks=pytest.mark.slow,
+    ),
+    pytest.param("gpt", "Adam", 4, {"stages": 2}, marks=pytest.mark.slow),
     ("encoder", "Adam", 2, {}),
     ("frozen", "Adam", 2, {"split": ["layers.4"]}),
     ("keeps", "SGD", 2, {"schedule": "interleaved", "microbatches": 3}),

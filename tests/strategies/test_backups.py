@@ -44,7 +44,11 @@ def same(left: Any, right: Any) -> None:
         assert left == right
 
 
-@crossed("options", {"deterministic": {}, "random": {"deterministic": False, "steps": 4}})
+def test_what_is_random_goes_on_too(replicas: Replicas, tmp_path: Path, case: Case) -> None:
+    goes_on(replicas, tmp_path, case, {"deterministic": False, "steps": 4})
+
+
+@every_strategy
 def test_it_goes_on_at_the_next_step(
     replicas: Replicas, tmp_path: Path, case: Case, options: dict[str, Any]
 ) -> None:

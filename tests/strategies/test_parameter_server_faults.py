@@ -130,6 +130,7 @@ def test_a_worker_that_is_started_again_leaves_the_learning_rate_alone(tmp_path:
         scheduled(found, 2)
 
 
+@pytest.mark.slow
 def test_a_chief_that_is_busy_leaves_the_schedule_to_go_on(tmp_path: Path) -> None:
     """It waits in its first batch, while the other worker makes more steps than were foreseen."""
     asked = Asked(optimizer="SGD", schedule="cycle", examples=5000, batch=2, epochs=1,
