@@ -7,11 +7,20 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from tests.replicas import ReplicaError, Replicas
 from tests.strategies import backup_jobs
-from tests.strategies.test_contracts import CASES, Case, close, crossed, is_coupled, servers
+from tests.strategies.test_contracts import (
+    CASES,
+    Case,
+    close,
+    crossed,
+    is_coupled,
+    named,
+    servers,
+)
 
 AFTER = 10  # steps, of which an epoch has 6; a backup is due after each third, or epoch
 
@@ -44,14 +53,8 @@ def same(left: Any, right: Any) -> None:
         assert left == right
 
 
-def test_what_is_random_goes_on_too(replicas: Replicas, tmp_path: Path, case: Case) -> None:
-    goes_on(replicas, tmp_path, case, {"deterministic": False, "steps": 4})
-
-
-@every_strategy
-def test_it_goes_on_at_the_next_step(
-    replicas: Replicas, tmp_path: Path, case: Case, options: dict[str, Any]
-) -> None:
+def goes_on(replicas: Replicas, tmp_path: Path, case: Case, options: dict[str, Any]) -> None:
+    """That a training of these options goes on after a loss as if nothing had been."""
     if options and (servers(case) or ":" in case[0] or case[0] == "pipeline"):
         options = {"steps": 4}  # who draws what is nobody's promise there: stages go by their time
     whole = run(replicas, case, **options)
@@ -72,3 +75,25 @@ def test_it_goes_on_at_the_next_step(
         other = run(replicas, CASES[0], folder=str(tmp_path / "other"))[0]
         for name in ("weights", "losses", "history", "rate") if not servers(case) else ("weights",):
             close(other[name], whole[0][name])
+
+
+@crossed("options", {"deterministic": {}})
+def test_it_goes_on_at_the_next_step(
+    replicas: Replicas, tmp_path: Path, case: Case, options: dict[str, Any]
+) -> None:
+    goes_on(replicas, tmp_path, case, options)
+
+
+def marks(case: Case) -> tuple[pytest.MarkDecorator, ...]:
+    """One form each of a few strategies is enough for the quick tests."""
+    quick = [*CASES[:2], *(next(c for c in CASES if c[0] == n) for n in ("sharded", "local_sgd"))]
+    return () if case in quick else (pytest.mark.slow,)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=marks(case), id=named(case)) for case in CASES]
+)
+def test_what_is_drawn_at_random_goes_on_too(
+    replicas: Replicas, tmp_path: Path, case: Case
+) -> None:
+    goes_on(replicas, tmp_path, case, {"deterministic": False, "steps": 4})
