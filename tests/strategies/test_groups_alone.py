@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from spartito.ps.protocol.rules import Rules
+from spartito.strategies.decoupled import tell_of_statistics
 from tests.replicas import Replicas
 from tests.strategies import alone_jobs as jobs
+from tests.strategies.decoupled_jobs import normalized
 from tests.strategies.test_contracts import close
 
 
@@ -46,3 +49,22 @@ def test_each_counts_for_one_of_all(
     expected = jobs.replayed(groups, batch, options.get("outer", "average"), inner)
     for _, _, weights in found:
         close(weights, expected)
+
+
+@pytest.mark.parametrize(
+    ("rules", "norm", "warns"),
+    [
+        (Rules(2, every=4), True, True),
+        (Rules(2, every=4), False, False),
+        (Rules(2, every=4, quorum=2), True, False),
+        (Rules(2, every=4, grace=1.0), True, False),
+        (Rules(1, every=4), True, False),
+        (Rules(2), True, False),
+    ],
+    ids=str,
+)
+def test_it_is_said_that_statistics_do_not_fit_what_nobody_computes_with(
+    caplog: pytest.LogCaptureFixture, rules: Rules, norm: bool, warns: bool
+) -> None:
+    tell_of_statistics(rules, normalized(norm))
+    assert ("quorum=2, or a grace" in caplog.text) is warns

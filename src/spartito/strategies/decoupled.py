@@ -6,9 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import isfinite, nan
 
+from torch import nn
 from torch.optim import Optimizer
 
 from spartito.cluster.spec import ClusterSpec, Task, split_address
+from spartito.engine.batchnorm import has_batchnorm
 from spartito.errors import UserError
 from spartito.local.outer import Outer, choose, make_outer
 from spartito.local.plan import (
@@ -122,6 +124,23 @@ def check_length(every: int, steps: int | None, accumulate: int) -> None:
             every,
             updates,
             "s"[: updates != 1],
+        )
+
+
+def tell_of_statistics(rules: Rules, model: nn.Module) -> None:
+    """Say that nobody computes with the merged model whose running statistics are evaluated.
+
+    Args:
+        rules: Those of the job.
+        model: What is trained.
+    """
+    alone = rules.every > 0 and rules.workers > 1 and rules.quorum == 1 and not rules.grace
+    if alone and has_batchnorm(model):
+        warn(
+            "BatchNorm in groups that are merged one by one: the running statistics are of the "
+            "groups' models, so early on the merged model validates worse than its weights are. "
+            "quorum=%d, or a grace of seconds for groups of about one speed, has them meet",
+            rules.workers,
         )
 
 

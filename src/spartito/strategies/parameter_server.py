@@ -41,6 +41,7 @@ from spartito.strategies.decoupled import (
     apart,
     check_length,
     members_of,
+    tell_of_statistics,
 )
 from spartito.strategies.distributed import Distributed, StepResult
 from spartito.strategies.ending import serve_and_end, uncaught
@@ -238,6 +239,8 @@ class ParameterServerStrategy(InGroups):
         if deterministic:
             self._rules.check_deterministic(has_batchnorm(model))
         self._enter_group(self._options)
+        if self.is_chief:
+            tell_of_statistics(self._rules, model)
         if clip_norm is not None and means:
             self._rules = self._rules.clipping_means(clip_norm, self._rules.spans)
         found = super().prepare(
