@@ -99,3 +99,24 @@ def test_it_may_save_what_the_servers_have_but_not_train_on(tmp_path: Path) -> N
         assert ended.code == 0, ended.text
         assert "again: chief 0" in ended.text
         assert (tmp_path / "rescued").exists()
+
+
+@pytest.mark.slow
+def test_after_an_interrupt_of_the_chief_alone_workers_end_and_servers_stay(tmp_path: Path) -> None:
+    """Until its script ends: it may save at any time."""
+    with commands_in(tmp_path) as commands:
+        text = RESCUING.replace('ZeroDivisionError("in a callback")', "KeyboardInterrupt")
+        text = text.replace("except ZeroDivisionError", "except KeyboardInterrupt")
+        script = commands.write("train.py", text)
+        cluster = cluster_of(chief=1, worker=2, ps=1)
+        tasks = [("chief", 0), ("worker", 0), ("worker", 1), ("ps", 0)]
+        env = [{**tf_config(cluster, *task), "SPARTITO_STRATEGY": "parameter_server"}
+               for task in tasks]  # fmt: skip
+        chief, *workers, server = [commands.start(sys.executable, script, env=each) for each in env]
+        for worker in workers:
+            ended = worker.end()
+            assert ended.code == LOST, ended.text
+            assert "chief 0" in ended.err
+            assert "ended the job: it was interrupted" in ended.err
+        commands.write("go", "")
+        assert (chief.end().code, server.end().code) == (0, 0)
