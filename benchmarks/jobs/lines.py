@@ -28,6 +28,7 @@ LOCAL: dict[str, dict[str, Any]] = {
     "local 4bit": {"every": EVERY, "compress": "4bit"},
     "overlap": {"every": EVERY, "overlap": True},
     "overlap 4bit": {"every": EVERY, "overlap": 3 * EVERY // 4, "compress": "4bit"},
+    "overlap long": {"every": EVERY, "overlap": EVERY - 1, "compress": "4bit"},
     "no meetings": {"every": 10**9},
 }
 """local_sgd, a group on each machine; without meetings it is what computing takes."""
