@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -61,10 +60,14 @@ CALLS: dict[str, Call] = {
     "ring": _next_in_ring,
     "any_source": lambda: dist.recv(torch.ones(3)),
     "ddp": lambda: _train(DistributedDataParallel(nn.Linear(3, 3))),
-    "fsdp": lambda: _train(
-        FullyShardedDataParallel(nn.Linear(3, 3), device_id=torch.device("cpu"))
-    ),
+    "fsdp": lambda: _train(_sharded(nn.Linear(3, 3))),
 }
+
+
+def _sharded(model: nn.Module) -> nn.Module:
+    from torch.distributed.fsdp import FullyShardedDataParallel  # half a second, where it is used
+
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
 
 
 def _train(model: nn.Module) -> None:
