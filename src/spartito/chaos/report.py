@@ -56,11 +56,12 @@ def page(results: Sequence[Mapping[str, Any]]) -> str:
 def summary(results: Sequence[Mapping[str, Any]]) -> str:
     """One sentence on all of them."""
     broken = sum(bool(result["broken"]) for result in results)
-    strategies = len({result["strategy"] for result in results})
+    count = len({result["strategy"] for result in results})
+    strategies = "1 strategy" if count == 1 else f"{count} strategies"
     left_out = sum(result["lost"] for result in results if kinds(result) == ["nan"])
     lost = sum(result["lost"] for result in results) - left_out
     said = (
-        f"{len(results) - broken} of {len(results)} runs under {strategies} strategies ended as "
+        f"{len(results) - broken} of {len(results)} runs under {strategies} ended as "
         f"promised; {lost} steps were lost."
     )
     if left_out:
