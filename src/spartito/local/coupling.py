@@ -189,14 +189,8 @@ class Coupling:
         flight, self.flight = self.flight, None
         assert flight is not None, "begun"
         numbers = flight.numbers
-
-        def merge() -> None:
-            self._land(flight)
-            if not flight.merged:  # it was written by an earlier version
-                self._merge(flight)
-
         began = perf_counter()
-        self._values.across(merge, numbers)
+        self._values.across(lambda: self._land(flight), numbers)
         self._blocked += perf_counter() - began
         self._values.give(self._start, mixing)
         self._is_mixed = mixing > 0
@@ -291,9 +285,6 @@ class Coupling:
             state |= {"outer": outer, "start": self._named(self._start)}
         if (flight := self.flight) is not None:
             state |= {"due": flight.due, "numbers": flight.numbers.tolist()}
-            state["merged"] = flight.merged
-            if self._outer is not None and not flight.merged:
-                state["moved"] = self._named(flight.moved)
         return state
 
     def load(self, common: Mapping[str, Any], own: Mapping[str, Any] | None) -> None:
@@ -327,9 +318,6 @@ class Coupling:
             numbers = torch.tensor(common["numbers"], dtype=torch.float64)
             self.flight = flight = Flight(own["in_flight"], numbers, common["due"], landed=True)
             self._keep_square(flight)
-            flight.merged = common.get("merged", False)
-            if self._outer is not None and not flight.merged:
-                flight.moved = self._flat(common["moved"])
         nbytes = sum(own["nbytes"].values()) if self.is_leader else 0
         self.meetings = Meetings(common["meetings"], common["drift"], nbytes)
 
@@ -390,7 +378,7 @@ class Coupling:
 
     def _merge(self, flight: Flight) -> None:
         """On who speaks, let the outer optimizer use what all groups have moved."""
-        numbers, moved, flight.merged = flight.numbers, flight.moved, True
+        numbers, moved = flight.numbers, flight.moved
         total = numbers[1].item()
         if not total:  # nobody had an example
             return

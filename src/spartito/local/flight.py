@@ -97,8 +97,7 @@ class Flight:
         due: After which update it is used.
         moved: On a leader, flat: the group's values until it departs, then how far they are from
             the start, then what `depart` was told to make of the sum.
-        landed: Whether the exchange is over, here.
-        merged: Whether the outer optimizer has used it, on a leader.
+        landed: Whether the exchange is over, here, and the outer optimizer has used its sum.
     """
 
     weight: Number
@@ -106,7 +105,6 @@ class Flight:
     due: int
     moved: Tensor = field(default_factory=lambda: torch.empty(0))
     landed: bool = False
-    merged: bool = False
     _nbytes: int = 0
     _number: int = 0
 
