@@ -52,6 +52,19 @@ def test_what_is_left_out_is_bounded(code: Any, numbers: list[float]) -> None:
 
 
 @pytest.mark.parametrize("code", CODES.values(), ids=CODES)
+def test_torchs_default_dtype_changes_nothing(code: Any) -> None:
+    given_values = torch.randn(300, generator=torch.Generator().manual_seed(1))
+    expected = code.unpack(code.pack(given_values), 300)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = code.unpack(code.pack(given_values), 300)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert found.dtype == torch.float32
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("code", CODES.values(), ids=CODES)
 def test_what_is_not_finite_does_not_disappear(code: Any) -> None:
     for wrong in (math.nan, math.inf):
         given_values = torch.tensor([1.0, wrong, *[0.5] * 40])

@@ -90,7 +90,7 @@ class Quantized:
             packed[2 * blocks :].view(torch.int8).float().view(blocks, self.block * self.bits // 8)
         )
         if self.bits == 4:
-            both = torch.empty(blocks, self.block)
+            both = counts.new_empty(blocks, self.block)
             lower, upper = both.chunk(2, 1)
             torch.mul(counts, 1 / 16, out=upper).round_()  # the lower bits are 7/16 of it at most
             torch.add(counts, upper, alpha=-16, out=lower)
@@ -125,7 +125,7 @@ class TopK:
     def unpack(self, packed: Tensor, numel: int) -> Tensor:
         """0 where nothing was kept."""
         indices, kept = packed.chunk(2)
-        rows = torch.zeros(-(-numel // self.block), self.block)
+        rows = torch.zeros(-(-numel // self.block), self.block, dtype=torch.float32)
         where = indices.view(torch.int16).long().view(-1, self._kept)
         rows.scatter_(1, where, kept.view(torch.bfloat16).float().view(-1, self._kept))
         return rows.view(-1)[:numel]
