@@ -107,11 +107,19 @@ class Coupling:
         self.begin(0)
         return self.end()
 
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+    def outer_states(self) -> dict[int, Any]:
+        """What the outer optimizer keeps of each parameter, by the parameter's id."""
+        if self._outer is None:
+            return {}
+        state, pairs = self._outer.state, zip(self._values.parameters, self._copies, strict=False)
+        return {id(parameter): state[own] for parameter, own in pairs if own in state}
+
+    def follow(self, parameters: Sequence[nn.Parameter], states: Mapping[int, Any]) -> None:
         """Take the parameters that learn from now on; all tasks call it before an update.
 
         Args:
             parameters: Those of the optimizer. New ones have equal values in all groups.
+            states: The `outer_states` of all fragments: a layer may have been in another one.
 
         Raises:
             UserError: If the outer optimizer cannot have them.
@@ -119,9 +127,6 @@ class Coupling:
         values = self._values
         if same(parameters, values.parameters):
             return
-        state = {} if self._outer is None else self._outer.state
-        before = zip(map(id, values.parameters), self._copies, strict=False)
-        states = {key: state[own] for key, own in before if own in state}
         values.follow(parameters)
         self._begin()
         for parameter, own in zip(values.parameters, self._copies, strict=False):
@@ -157,7 +162,7 @@ class Coupling:
         self.flight = flight = Flight(since.weight, numbers, due)
         if not self._values.speaks:
             return
-        flight.moved = self._taken()
+        flight.moved = self._taken(fresh=self._may_keep_gradients)
 
         def move() -> None:
             numbers[1], square = self._moved(flight.moved, share)
@@ -352,6 +357,12 @@ class Coupling:
 
     def _fill_start(self) -> None:
         copy(self._copies, self._values.tensors)
+
+    @property
+    def _may_keep_gradients(self) -> bool:
+        """Whether the outer optimizer may go on with a gradient itself: none of torch's does."""
+        outer = self._outer
+        return outer is not None and not type(outer).__module__.startswith("torch.optim.")
 
     def _taken(self, fresh: bool = False) -> Tensor:
         """On who speaks, the group's values as they are now, flat.

@@ -108,8 +108,9 @@ class Fragments:
         asked = self.meet_all()  # what is taken out would stay apart
         self._parameters = list(parameters)
         divided = self._divided(strict)
+        states = {key: its for part in self._parts for key, its in part.outer_states().items()}
         for part, own in zip(self._parts, divided, strict=True):
-            part.follow(own)
+            part.follow(own, states)
             part.since.asked = asked
 
     def count(self, weight: Number, asked: bool) -> None:

@@ -73,10 +73,14 @@ class Hierarchy:
         """As `Coupling.take_blocked`."""
         return self._near.take_blocked() + self._far.take_blocked()
 
-    def follow(self, parameters: Sequence[nn.Parameter]) -> None:
+    def outer_states(self) -> dict[int, Any]:
+        """As `Coupling.outer_states`."""
+        return self._far.outer_states()
+
+    def follow(self, parameters: Sequence[nn.Parameter], states: Mapping[int, Any]) -> None:
         """As `Coupling.follow`."""
-        self._near.follow(parameters)
-        self._far.follow(parameters)
+        self._near.follow(parameters, {})
+        self._far.follow(parameters, states)
 
     def count(self, weight: Number, asked: bool) -> None:
         """As `Coupling.count`."""

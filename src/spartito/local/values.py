@@ -234,7 +234,7 @@ class Replicas(Values):
         self.fill(values)
 
     def _mix(self, own: Sequence[Tensor], values: Sequence[Tensor], part: float) -> None:
-        if all(mine.dtype == value.dtype for mine, value in zip(own, values, strict=True)):
+        if own and all(a.dtype == b.dtype for a, b in zip(own, values, strict=True)):
             torch._foreach_lerp_(list(own), list(values), part)  # in one pass, where they lie
         else:
             super()._mix(own, values, part)
