@@ -83,7 +83,7 @@ class Lane:
     def __init__(self, group: Collective) -> None:
         self.group = group
         self._sums = self._begun = self._ended = 0
-        self._waited = 0.0
+        self._waited, self._counted = 0.0, (0, 0)  # bytes that are in another group's traffic
         self._work: queue.SimpleQueue[Work | None] = queue.SimpleQueue()
         self._done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
@@ -142,11 +142,12 @@ class Lane:
     def count_for(self, group: Collective) -> None:
         """Count what was sent and received, and the last `wait`, as the traffic of ``group``."""
         own, total = self.group.traffic, group.traffic
-        total.sent += own.sent
-        total.received += own.received
+        # The thread may count on meanwhile: it alone writes there.
+        counted, self._counted = self._counted, (own.sent, own.received)
+        total.sent += self._counted[0] - counted[0]
+        total.received += self._counted[1] - counted[1]
         total.waited += self._waited
         total.compression_error = own.compression_error
-        own.sent = own.received = 0
         self._waited = 0.0
 
     def close(self) -> None:
