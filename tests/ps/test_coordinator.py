@@ -169,6 +169,25 @@ def test_an_end_of_the_chiefs_training_is_told_to_all_who_ask_or_come() -> None:
             link.close()
 
 
+def test_it_is_told_only_when_the_chief_has_done_what_it_still_wants_to_do() -> None:
+    """Nobody gets more work, or what the chief publishes meanwhile."""
+    with co.serving(2) as (coordinator, port), ThreadPoolExecutor(2) as pool:
+        links = [co.link(port, index) for index in range(2)]
+        coordinator.open(0, co.plan())
+        error = TaskLostError("worker 9 ended the job: ValueError: no", "Look.")
+        coordinator.give_up(error, quiet=True)
+        assert coordinator.take(0, 0, 0, None, wait=False) == Pause()
+        asked = [pool.submit(links[0].take, 0, 0, None), pool.submit(links[1].published, 1)]
+        coordinator.publish(1, b"[]")
+        coordinator.publish(2, b"[]")
+        assert not any(one.done() for one in asked)
+        coordinator.give_up(error)
+        for one in asked:
+            assert isinstance(one.exception(10.0), TaskLostError)
+        for link in links:
+            link.close()
+
+
 def test_an_abandoned_lease_is_done_again_and_counted_once() -> None:
     with co.serving(2) as (coordinator, port):
         link = co.link(port, 1)

@@ -80,6 +80,13 @@ strategy.close()
 """
 
 
+# A disk that takes longer than a launcher has patience with those that outlive a task.
+SLOWLY = """
+    trainer.save("rescued", about=lambda: time.sleep(9) or {})
+    open("go", "w")
+"""
+
+
 @pytest.mark.slow
 def test_it_may_save_what_the_servers_have_but_not_train_on(tmp_path: Path) -> None:
     with commands_in(tmp_path) as commands:
@@ -99,6 +106,21 @@ def test_it_may_save_what_the_servers_have_but_not_train_on(tmp_path: Path) -> N
         assert ended.code == 0, ended.text
         assert "again: chief 0" in ended.text
         assert (tmp_path / "rescued").exists()
+
+
+@pytest.mark.slow
+def test_others_stay_while_it_saves_so_that_no_launcher_ends_it(tmp_path: Path) -> None:
+    """Who launched them ends all tasks soon after the first that fails."""
+    text = RESCUING.replace('    trainer.save("rescued")\n', SLOWLY).replace(
+        "groups=2, every=2", ""
+    )
+    with commands_in(tmp_path) as commands:
+        script = commands.write("train.py", text)
+        run = ["run", "--strategy", "parameter_server", "--workers", "2", "--ps", "1", script]
+        ended = commands.start(sys.executable, "-m", "spartito", *run).end()
+        assert "[worker 0] saved" in ended.text
+        assert "ended the job: ZeroDivisionError: in a callback" in ended.text
+        assert (tmp_path / "rescued" / "manifest.json").exists()
 
 
 @pytest.mark.slow

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -81,6 +82,8 @@ class Chief:
         self._watch: Joinable | None = None
         self._ending: Joinable | None = None
         self._failure: TaskLostError | None = None
+        self._leave: Callable[[], None] = lambda: None
+        self._works = 0
 
     def begin(self) -> None:
         """Let the workers come: the servers have their values.
@@ -178,38 +181,59 @@ class Chief:
             with self.planner.lock:
                 self._tell(self.planner.write(step))
 
-    def fail(self, error: TaskLostError, links: Sequence[Link], spares: bool) -> None:
+    @contextmanager
+    def at_work(self) -> Generator[None]:
+        """A block in which the chief's script has it do something, as to save."""
+        self._works += 1
+        try:
+            yield
+        finally:
+            self.control.used = self.coordinator.runtime.now()
+            self._works -= 1
+
+    def fail(
+        self, error: TaskLostError, links: Sequence[Link], spares: bool, leave: Callable[[], None]
+    ) -> None:
         """A training of the chief has failed, and with it the job; its process may live on.
 
-        Workers hear of it when they next ask for anything, servers `RESCUE_SECONDS` after the chief
-        last wanted anything of them: it may still save what they have.
+        All hear of it `RESCUE_SECONDS` after the chief was last at work, and get no more work until
+        then: it may still save, and a launcher ends it soon after the first of them.
 
         Args:
             error: What all others raise.
             links: The chief's other connections to the servers.
             spares: Whether servers stay until `close`.
+            leave: Tells those of the chief's own group.
         """
         if self._failure is None:
-            self._failure = error
-            self.coordinator.give_up(error)
-            if not spares:
-                end = partial(self._end_servers, error, links)
-                self._ending = self.coordinator.runtime.start(end, "spartito-ending")
+            self._failure, self._leave = error, leave
+            self.coordinator.give_up(error, quiet=True)
+            end = partial(self._end_others, error, () if spares else links, spares)
+            self._ending = self.coordinator.runtime.start(end, "spartito-ending")
 
-    def _end_servers(self, error: TaskLostError, links: Sequence[Link]) -> None:
+    def _end_others(self, error: TaskLostError, links: Sequence[Link], spares: bool) -> None:
         coordinator, now = self.coordinator, self.coordinator.runtime.now
         began = now()
         while not self._over.wait(WATCH_SECONDS / 4):
             quiet = now() - max(began, self.control.used)
-            if quiet >= min(RESCUE_SECONDS, coordinator.timeout):
-                self.control.end(error)
-                for link in links:
-                    link.end(error)
-                self._appointments.close(end=True, why=str(error))
+            if not self._works and quiet >= min(RESCUE_SECONDS, coordinator.timeout):
+                self._end_workers(error)
+                if not spares:
+                    self.control.end(error)
+                    for link in links:
+                        link.end(error)
+                    self._appointments.close(end=True, why=str(error))
                 return
+
+    def _end_workers(self, error: TaskLostError) -> None:
+        self.coordinator.give_up(error)
+        leave, self._leave = self._leave, lambda: None
+        leave()
 
     def close(self) -> None:
         """End the job: the workers leave, then the servers end."""
+        if self._failure is not None:
+            self._end_workers(self._failure)
         self.coordinator.close()
         self.book.remove()
         self._over.set()

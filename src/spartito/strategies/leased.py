@@ -6,9 +6,11 @@ import json
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from spartito.cluster.spec import ClusterSpec
@@ -151,6 +153,12 @@ class LeasedCoordination(Coordination):
         return decoupled.figures(self.chief.coordinator.meetings.take(), self.shards)
 
     @contextmanager
+    def during(self, purpose: str, optimizer: Optimizer | None = None) -> Generator[None]:
+        busy = nullcontext() if self.chief is None else self.chief.at_work()
+        with busy, super().during(purpose, optimizer):
+            yield
+
+    @contextmanager
     def training(self) -> Generator[None]:
         before, self._trains = self._trains, True
         self.inside.gave_up = False
@@ -218,9 +226,8 @@ class LeasedCoordination(Coordination):
                     "It is the chief: look at its last lines.",
                 )
                 links = self.pusher.servers.links if self.pusher is not None else ()
-                self.chief.fail(lost, links, spares=isinstance(error, KeyboardInterrupt))
-                self.inside.fail(lost)
-                self.inside = Inside.alone()
+                leave, self.inside = partial(self.inside.fail, lost), Inside.alone()
+                self.chief.fail(lost, links, isinstance(error, KeyboardInterrupt), leave)
         elif self.pusher and self.work and (what := told(error)):
             self.work.fail(what)
             self.inside.gave_up = True  # others would wait for as long as this process lives

@@ -315,7 +315,7 @@ class Coordinator(Readings):
 
     def _look(self, worker: int, stream: int, epoch: int) -> Work:
         over = self._ended and isinstance(self._failure, UserError)
-        if failure := self.given_up or (self._failure if over else None):
+        if failure := self.told or (self._failure if over else None):
             raise failure
         queue = self._queues.get(stream)
         if self._ended or stream in self._stopped:
@@ -324,7 +324,7 @@ class Coordinator(Readings):
             if queue is not None and not self._ended:
                 redo = queue.granted(worker) or queue.unheard(worker)
             return redo or Complete(epoch, stop=True)
-        if queue is None or self._expect_all or self._failure is not None:
+        if queue is None or self._expect_all or self._failure or self.given_up:
             return Pause()
         if queue.is_complete(epoch):
             return Complete(epoch)
@@ -414,7 +414,7 @@ class Coordinator(Readings):
     def _look_after(self) -> None:
         while not self._over.wait(min(LOOK_SECONDS, self.lease_seconds / 4)):
             with self._changed:
-                found = [] if self._ended else self._find_silent()
+                found = [] if self._ended or self.quiet else self._find_silent()
             for worker, why, leases in found:
                 warn("%s: its work goes to others", why)
                 self._tell_lost(worker, leases)

@@ -141,7 +141,7 @@ class WorkerListener:
         while True:
             message = wire.receive()
             self._coordinator.hear(worker, session)
-            if isinstance(message, ASKS) and (failure := self._coordinator.given_up):
+            if isinstance(message, ASKS) and (failure := self._coordinator.refusal()):
                 raise failure
             match message:
                 case Take(stream, epoch, report, wait):
@@ -161,9 +161,10 @@ class WorkerListener:
                     wire.send(Decision(merge, merge is None and states.asks(worker)))
                 case Ask(key):
                     value = self._coordinator.key_values.published(key, patience)
+                    if failure := self._coordinator.refusal():  # it was published for others
+                        raise failure
                     if value is None and self._coordinator.ended:
-                        over = UserError("the job has ended", "Start a new one.")
-                        raise self._coordinator.given_up or over
+                        raise UserError("the job has ended", "Start a new one.")
                     wire.send(Value(value is not None, states.asks(worker)), value or b"")
                 case Given():
                     states.take(worker, message, bytes(wire.payload))

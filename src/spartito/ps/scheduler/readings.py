@@ -47,12 +47,33 @@ class Readings:
         self._reached: dict[int, tuple[Reached, bytes]] = {}
         self.given_up: TaskLostError | None = None
         """What all workers hear, as the chief's own training has failed."""
+        self.quiet = False
+        """Whether they do not hear it yet."""
 
-    def give_up(self, error: TaskLostError) -> None:
-        """The chief's training has failed: whoever asks for anything gets this ``error``."""
+    def give_up(self, error: TaskLostError, quiet: bool = False) -> None:
+        """The chief's training has failed: whoever asks for anything gets this ``error``.
+
+        Args:
+            error: What went wrong; the first one counts.
+            quiet: Whether who asks waits until this is called again without it.
+        """
         with self._changed:
-            self.given_up = self.given_up or error
+            self.given_up, self.quiet = self.given_up or error, quiet
             self._changed.notify_all()
+
+    @property
+    def told(self) -> TaskLostError | None:
+        """What all workers hear by now."""
+        return None if self.quiet else self.given_up
+
+    def refusal(self) -> TaskLostError | None:
+        """What who asks for anything gets instead, if anything, once it may be known."""
+        began = self.runtime.now()
+        with self._changed:
+            # Who asks has the error before its own limit is over.
+            while self.quiet and self.runtime.now() - began < self.timeout / 2:
+                self._changed.wait(LOOK_SECONDS)
+            return self.given_up
 
     def check(self, began: float | None = None) -> None:
         """Raise what went wrong."""
