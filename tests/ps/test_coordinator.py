@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -177,7 +177,9 @@ def test_it_is_told_only_when_the_chief_has_done_what_it_still_wants_to_do() -> 
         error = TaskLostError("worker 9 ended the job: ValueError: no", "Look.")
         coordinator.give_up(error, quiet=True)
         assert coordinator.take(0, 0, 0, None, wait=False) == Pause()
-        asked = [pool.submit(links[0].take, 0, 0, None), pool.submit(links[1].published, 1)]
+        asked: list[Future[Any]] = [
+            pool.submit(links[0].take, 0, 0, None), pool.submit(links[1].published, 1)
+        ]  # fmt: skip
         coordinator.publish(1, b"[]")
         coordinator.publish(2, b"[]")
         assert not any(one.done() for one in asked)

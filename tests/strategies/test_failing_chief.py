@@ -116,8 +116,8 @@ def test_others_stay_while_it_saves_so_that_no_launcher_ends_it(tmp_path: Path) 
     )
     with commands_in(tmp_path) as commands:
         script = commands.write("train.py", text)
-        run = ["run", "--strategy", "parameter_server", "--workers", "2", "--ps", "1", script]
-        ended = commands.start(sys.executable, "-m", "spartito", *run).end()
+        run = ["run", "--strategy", "parameter_server", "--workers", "2", "--ps", "1"]
+        ended = commands.start(sys.executable, "-m", "spartito", *run, script).end()
         assert "[worker 0] saved" in ended.text
         assert "ended the job: ZeroDivisionError: in a callback" in ended.text
         assert (tmp_path / "rescued" / "manifest.json").exists()
