@@ -109,17 +109,23 @@ def test_it_may_save_what_the_servers_have_but_not_train_on(tmp_path: Path) -> N
 
 
 @pytest.mark.slow
-def test_others_stay_while_it_saves_so_that_no_launcher_ends_it(tmp_path: Path) -> None:
-    """Who launched them ends all tasks soon after the first that fails."""
-    text = RESCUING.replace('    trainer.save("rescued")\n', SLOWLY).replace(
-        "groups=2, every=2", ""
-    )
+@pytest.mark.parametrize("options", ["", "groups=2, every=2, quorum=2"])
+def test_others_stay_while_it_saves_so_that_no_launcher_ends_it(
+    tmp_path: Path, options: str
+) -> None:
+    """Who launched them ends all tasks soon after the first that fails.
+
+    Groups that wait for each other come to no meeting any more: it saves without their states.
+    """
+    text = RESCUING.replace('    trainer.save("rescued")\n', SLOWLY)
+    text = text.replace("groups=2, every=2", options)
     with commands_in(tmp_path) as commands:
         script = commands.write("train.py", text)
         run = ["run", "--strategy", "parameter_server", "--workers", "2", "--ps", "1"]
         ended = commands.start(sys.executable, "-m", "spartito", *run, script).end()
         assert "[worker 0] saved" in ended.text
         assert "ended the job: ZeroDivisionError: in a callback" in ended.text
+        assert ("without the groups' own states" in ended.text) == bool(options)
         assert (tmp_path / "rescued" / "manifest.json").exists()
 
 

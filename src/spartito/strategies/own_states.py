@@ -103,7 +103,10 @@ def together(coordination: LeasedCoordination, own: OwnOptimizer) -> Iterator[li
     assert chief is not None
     coordinator, coordination.met = chief.coordinator, NOWHERE
     seconds = coordinator.timeout if coordinator.is_open else coordinator.lease_seconds
-    with coordinator.meetings.states.collected(seconds, coordinator.check) as given:
+    check: Callable[[], None] = coordinator.check
+    if coordinator.given_up is not None:  # they come to no meeting any more
+        seconds, check = 0.0, lambda: None
+    with coordinator.meetings.states.collected(seconds, check) as given:
         found = {worker: (one.at, one.state) for worker, one in given.items()}
         where = {at for at, _ in found.values()}
         here: dict[int, State] = {}
