@@ -18,6 +18,11 @@ from torch import nn
 import spartito as sp
 
 class Show(sp.Callback):
+    def set_trainer(self, trainer):
+        super().set_trainer(trainer)
+        if strategy.is_evaluator:  # which hears signals from here on
+            print(strategy.task, "is there", flush=True)
+
     def on_train_batch_end(self, batch, logs):
         if self.trainer.is_chief:
             print("step", self.trainer.step, logs["loss"].hex(), flush=True)
@@ -95,6 +100,7 @@ def test_an_evaluator_ends_with_the_others_that_are_told_to(tmp_path: Path) -> N
         script = commands.write("train.py", SCRIPT)
         words = ["run", "--workers", "2", "--strategy", "mirrored", "--evaluator", str(script)]
         program = commands.start(*SPARTITO, *words)
+        program.wait_for("evaluator .* is there")
         assert begun(tmp_path / "kept")
         program.send(signal.SIGTERM)
         told = program.end()
