@@ -49,19 +49,30 @@ def waits_for(file: str | Path) -> str:
 
 @dataclass
 class Job:
-    """A supervisor under test and the pids that its tasks printed."""
+    """A supervisor under test, the pids that its tasks printed, and the lines that were read."""
 
     popen: subprocess.Popen[bytes]
     pids: list[int] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
 
     def wait_for_pids(self, count: int) -> None:
         """Read lines until ``count`` tasks said ``pid N``."""
-        assert self.popen.stdout is not None
         while len(self.pids) < count:
-            line = self.popen.stdout.readline()
-            assert line, "the job ended before all tasks were there"
-            if found := re.search(rb"pid (\d+)", line):
-                self.pids.append(int(found[1]))
+            self._line()
+
+    def printed(self, words: str) -> str:
+        """The next line on stdout that has ``words``; those of several tasks come in any order."""
+        while words not in (line := self._line()):
+            pass
+        return line
+
+    def _line(self) -> str:
+        assert self.popen.stdout is not None
+        line = self.popen.stdout.readline().decode(errors="replace")
+        assert line, f"the job ended:\n{''.join(self.lines)}"
+        self.lines.append(line)
+        self.pids += [int(pid) for pid in re.findall(r"pid (\d+)", line)]
+        return line
 
     def end(self) -> tuple[int, str, str]:
         """The exit code, and the rest of stdout and stderr."""
@@ -113,6 +124,7 @@ def supervised(folder: Path) -> Iterator[Start]:
         for job in jobs:
             if job.popen.poll() is None:
                 job.popen.terminate()
+                job.popen.send_signal(signal.SIGCONT)  # it may stand still
             for stream in (job.popen.stdout, job.popen.stderr):
                 if stream is not None:
                     stream.close()

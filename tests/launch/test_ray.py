@@ -42,8 +42,8 @@ if strategy.task.index == 0:
 WAITS = """
 import json, os, time
 config = json.loads(os.environ["TF_CONFIG"])
-print(config["task"]["index"], "pid", os.getpid(), flush=True)
 try:
+    print(config["task"]["index"], "pid", os.getpid(), flush=True)
     time.sleep(100)
 except KeyboardInterrupt:
     print("heard", flush=True)

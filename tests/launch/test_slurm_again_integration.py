@@ -25,8 +25,10 @@ pytestmark = [
 
 TRAIN = """
 import os
+import signal
 import subprocess
 import sys
+import time
 import torch
 import spartito as sp
 
@@ -36,7 +38,13 @@ class Ends(sp.Callback):
         mine = self.trainer.is_chief and again < int(sys.argv[1])
         if mine and self.trainer.step == 4 + 5 * again:
             # As Slurm does before the time is over: all processes of the step get it, so this too.
-            subprocess.run(["scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"]])
+            # Slurm sends it when it likes: without waiting, the training may end before.
+            heard, before = [], signal.getsignal(signal.SIGUSR1)
+            signal.signal(signal.SIGUSR1, lambda *told: (before(*told), heard.append(told)))
+            subprocess.run(["scancel", "--signal=USR1", os.environ["SLURM_JOB_ID"]], check=True)
+            while not heard:
+                time.sleep(0.01)
+            signal.signal(signal.SIGUSR1, before)
         print("step", self.trainer.step, flush=True)
 
 torch.set_default_dtype(torch.float64)

@@ -107,9 +107,7 @@ def test_what_a_killed_task_did_last_is_known_to_all(
     )
     job = start(dies, tells, policies=[{"vital": False}, {}])
     assert "worker 0 was killed by SIGKILL (at step 41, in 'data')" in said(job, "go on without")
-    job.wait_for_pids(2)
-    assert job.popen.stdout is not None
-    line = job.popen.stdout.readline().decode()
+    line = job.printed("last seen")
     path = tmp_path / "stacks" / "worker-1.txt"
     assert re.search(r"\(last seen at step 41, in 'data', \d+ s ago\)", line), line
     assert line.endswith(f"  The stacks of this task are in {path}.\n")

@@ -131,9 +131,11 @@ def test_what_stands_for_a_far_task_is_told_of_a_pause(start: Start, tmp_path: P
     )
     job = start(hears + SLEEPS, SLEEPS, policies=[{"remote": True}, {}])
     job.wait_for_pids(2)
-    for number in (signal.SIGTSTP, signal.SIGCONT):
-        job.popen.send_signal(number)
-        wait_until(told[number.name].exists)
+    job.popen.send_signal(signal.SIGTSTP)
+    wait_until(told["SIGTSTP"].exists)
+    wait_until(lambda: stands_still(job.popen.pid))  # it stops last; SIGCONT before is none
+    job.popen.send_signal(signal.SIGCONT)
+    wait_until(told["SIGCONT"].exists)
     job.popen.terminate()
     assert job.end()[0] == 143
 

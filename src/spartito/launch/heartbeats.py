@@ -21,8 +21,8 @@ from spartito.names import ENV_HEARTBEAT, ENV_STACKS
 MEMORY = "/dev/shm"
 SHOWN = 4
 """Frames of a stack in a message."""
-STACKS_SECONDS = 0.5
-"""For a task to write its stacks."""
+STACKS_SECONDS = 3.0
+"""For a task to write its stacks, on a busy machine too."""
 
 
 class Watched(Protocol):
