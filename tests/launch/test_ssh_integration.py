@@ -23,6 +23,7 @@ from tests.commands import (
     running,
     tf_config,
 )
+from tests.launch.held import Held
 from tests.launch.jobs import LISTS
 from tests.launch.ssh_hosts import Site, machines, why_not
 from tests.launch.supervised import SLEEPS
@@ -315,10 +316,12 @@ def test_the_machine_of_rank_0_is_lost_and_the_other_goes_on(
     out = tmp_path / "out"
     words = ["--strategy", "multi_worker_mirrored", "--workers", "2", "--epochs", "6"]
     words += ["--recover", "--min-workers", "2", "--wait", "0.5", "--out", str(out)]
-    job = site.start(commands, "train", "mnist", "--hosts", "node1,node2", *words)
-    job.wait_for("epoch 2/6")
+    held = Held(tmp_path / "held", 250)  # two epochs
+    job = site.start(commands, "train", "mnist", "--hosts", "node1,node2", *words, env=held.env)
+    held.wait(250, *(f"worker-{rank}" for rank in range(4)))
     try:
         site.one.cut()
+        held.let_go(250)
         job.wait_for(r"goes on after .*: worker 2, worker 3")
         got = ended(job)
     finally:
