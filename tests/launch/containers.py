@@ -123,6 +123,12 @@ class Job:
         words = ["docker", "exec", self.container(service), "python", "-c", KILL]
         subprocess.run(words, capture_output=True, timeout=60)
 
+    def codes(self) -> list[int]:
+        """The exit codes with which its containers have ended so far, restarts included."""
+        mine = f"label=com.docker.compose.project={self.name}"
+        words = ["--since", "1h", "--until", "0s", "--filter", mine, "--filter", "event=die"]
+        return [int(code) for code in docker("events", *words, "--format", EXIT_CODE).split()]
+
     def pause(self, service: str) -> None:
         """Freeze the container."""
 
@@ -172,6 +178,8 @@ class Job:
             popen.stdout.close()
 
 
+EXIT_CODE = "{{.Actor.Attributes.exitCode}}"
+
 KILL = """
 import os, pathlib
 for one in sorted(int(p.name) for p in pathlib.Path("/proc").iterdir() if p.name.isdigit()):
@@ -189,14 +197,23 @@ class Following:
         self.popen = popen
         self.seen: list[str] = []
 
-    def until(self, sign: str) -> str:
-        """The next line with ``sign``; the test's time limit ends the wait."""
+    def until(self, *signs: str) -> None:
+        """Read on until each of ``signs`` was in a line; the test's time limit ends the wait.
+
+        They may come in any order, as the lines of several tasks do.
+        """
         assert self.popen.stdout is not None
-        for line in self.popen.stdout:
-            self.seen.append(line)
-            if sign in line:
-                return line
-        raise AssertionError(f"it ended without {sign!r}:\n{''.join(self.seen)}")
+        missing = set(signs)
+        try:
+            for line in self.popen.stdout:
+                self.seen.append(line)
+                missing -= {sign for sign in missing if sign in line}
+                if not missing:
+                    return
+            raise AssertionError(f"it ended without {sorted(missing)}")
+        finally:
+            if missing:
+                print("".join(self.seen))
 
     def end(self) -> tuple[int, str]:
         """Its exit code, and all that it printed; the test's time limit ends the wait."""

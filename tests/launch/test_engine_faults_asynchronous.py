@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Callable
 
 import pytest
@@ -68,8 +69,7 @@ def test_a_worker_is_paused_then_cut_and_a_server_crashes(container_job: Make) -
         following.until("[worker 0] epoch")
 
     job.crash("ps-0")
-    following.until("[ps 0] spartito: ps 0 (ps-0:29500) goes on from its snapshot")
-    following.until("work items are done again")
+    following.until("goes on from its snapshot", "ps 0 (ps-0:29500) was started again")
     following.until("[worker 0] epoch")
     assert "".join(following.seen).count("is started again") == 1  # nobody else
 
@@ -79,8 +79,7 @@ def test_a_worker_crashes_then_is_killed_for_good(container_job: Make) -> None:
     following = job.start("up")
     following.until("[worker 1] has work")
     job.crash("worker-1")
-    following.until("worker 1 ended and is started again")
-    following.until("[worker 1] has work")
+    following.until("worker 1 ended and is started again", "[worker 1] has work")
     docker("kill", job.container("worker-1"))
     job.open_gate(1)
     code, text = following.end()
@@ -91,6 +90,19 @@ def test_a_worker_crashes_then_is_killed_for_good(container_job: Make) -> None:
     assert next((job.run_folder / "checkpoints").glob("*/model.safetensors")).stat().st_size > 0
     assert (job.run_folder / "evaluations.jsonl").read_text().strip()
     assert job.remains == []
+
+
+def test_down_asks_all_tasks_at_once(container_job: Make) -> None:
+    """A server serves as long as its chief is there, which would be asked after it."""
+    job = container_job(*SERVED, "--", "1000", script=SCRIPT)
+    following = job.start("up")
+    job.open_gate(2)
+    following.until("epoch 1/")
+    assert job.does("down")[0] == 0
+    assert job.remains == []
+    codes = job.codes()
+    assert len(codes) == 3
+    assert 128 + signal.SIGKILL not in codes
 
 
 COMES_LATE = """

@@ -117,9 +117,9 @@ def test_containers_are_killed_and_the_others_go_on(container_job: Make) -> None
     for epoch, service in enumerate(("worker-1", "store", "worker-0", "worker-1"), 1):
         following.until(f"epoch {epoch}/6")
         docker("kill", job.container(service))
-        following.until(f"{service.replace('-', ' ')} was killed by signal 9; it is started again")
-        if service != "store":
-            following.until("goes on after" if service != "worker-0" else "takes part")
+        back = {"store": [], "worker-0": ["takes part"]}.get(service, ["goes on after"])
+        name = service.replace("-", " ")
+        following.until(f"{name} was killed by signal 9; it is started again", *back)
     following.until("epoch 5/6")
     job.pause("worker-0")
     following.until("worker 0 stands still; it is started again")

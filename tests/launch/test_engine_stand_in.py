@@ -33,6 +33,7 @@ COMMANDS = (
     r"image inspect --format {{json .Config.Labels}} \S+",
     r"ps --all --quiet --no-trunc --filter label=com.docker.compose.project=NAME",
     r"inspect worker-0",
+    r"stop -t \d+ worker-0",
     r"wait worker-0",
     r"logs( --timestamps)?( --follow)?( --since \S+)? worker-0",
     r"build --file \S+ --tag x --label spartito.version=1( --build-arg BASE=\S+)? \S+",

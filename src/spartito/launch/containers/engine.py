@@ -203,6 +203,7 @@ class Engine:
         """
         words = ("down", "--volumes", "--remove-orphans", "--timeout", str(seconds))
         try:
+            self._stop_tasks(job, seconds)
             self.run_compose(job, *words)
         except UserError:
             raise
@@ -210,6 +211,16 @@ class Engine:
             # The composer fails where somebody else removes the job at the same time.
             if self._has(job):
                 self.run_compose(job, *words)
+
+    def _stop_tasks(self, job: JobFile, seconds: int) -> None:
+        """Ask all tasks at once to stop; who depends on nobody would hear of it last."""
+        running = [
+            state.id
+            for state in self.states(job)
+            if state.service in job.tasks and state.status in ("running", "restarting")
+        ]
+        if running:
+            self.ask("stop", "-t", str(seconds), *running, limit=seconds + ASK_SECONDS)
 
     def _has(self, job: JobFile) -> bool:
         """Whether anything of the job is there."""
