@@ -21,6 +21,7 @@ from spartito.collectives import versions
 from tests.backend.jobs import live_on
 
 Call = Callable[[], object]
+LONG = 60.0  # seconds that no passing test comes near
 
 
 def joined(rank: int, size: int, port: int, limit: float, backend: str = "spartito") -> None:
@@ -76,9 +77,10 @@ def _train(model: nn.Module) -> None:
 
 
 def waits(pipe: Connection, rank: int, size: int, port: int, limit: float, call: str) -> Any:
-    """Meet once; when told, make a call that needs all. Returns its error."""
-    joined(rank, size, port, limit)
+    """Meet once; when told, make a call that needs all, within ``limit``. Returns its error."""
+    joined(rank, size, port, LONG)
     dist.barrier()
+    dist.group.WORLD.set_timeout(timedelta(seconds=limit))  # type: ignore[union-attr]
     pipe.send_bytes(pickle.dumps("together"))
     pipe.recv()
     return error_of(CALLS[call])

@@ -60,6 +60,11 @@ class SpartitoGroup(Identity):
         super().__init__(rank, size, store, timeout)
         self._operations = operations
 
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Change how long a wait for another rank may take, from now on."""
+        super().set_timeout(timeout)
+        self._operations.limit_to(timeout.total_seconds())
+
     def allreduce(self, tensors: Tensors, opts: Any = None) -> Done:
         """Reduce a tensor over the group, in place."""
         tensors = _listed(tensors)

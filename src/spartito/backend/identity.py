@@ -108,7 +108,8 @@ class Identity(_ProcessGroup):  # type: ignore[misc]
         """Change how long a wait for another rank may take."""
         self._timeout = timeout
 
-    _set_default_timeout = set_timeout
+    def _set_default_timeout(self, timeout: timedelta) -> None:
+        self.set_timeout(timeout)
 
     def _start_coalescing(self, device: torch.device) -> None:
         pass

@@ -115,6 +115,10 @@ class SeveralMachines:
         """Want a message of this size from rank ``source``, None is any."""
         return self._wire.receive(tensor, source, tag)
 
+    def limit_to(self, seconds: float) -> None:
+        """Let each wait for another rank take no longer than ``seconds`` from now on."""
+        self._wire.timeout = seconds
+
     def leave(self, error: BaseException) -> None:
         """Make no more calls: who waits for this rank raises ``error``."""
         self._wire.leave(error)

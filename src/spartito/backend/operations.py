@@ -55,6 +55,9 @@ class Operations(Protocol):
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Receive:
         """Want a message of this size from rank ``source``, None is any."""
 
+    def limit_to(self, seconds: float) -> None:
+        """Let each wait for another rank take no longer than ``seconds`` from now on."""
+
     def leave(self, error: BaseException) -> None:
         """Make no more calls: who waits for this rank raises ``error``."""
 
@@ -101,6 +104,9 @@ class Alone:
     def receive(self, tensor: Tensor, source: int | None, tag: int) -> Receive:
         """Refuse: there is nobody."""
         raise RefusedCallError("a message in a group of one rank", "There is nobody to wait for.")
+
+    def limit_to(self, seconds: float) -> None:
+        """Do nothing."""
 
     def leave(self, error: BaseException) -> None:
         """Do nothing."""

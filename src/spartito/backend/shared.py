@@ -163,6 +163,10 @@ class SharedMemoryOperations:
                     memory.wait([peer])
                     part[:] = slots[peer][rank * step :][: len(part)]
 
+    def limit_to(self, seconds: float) -> None:
+        """Let each wait for another rank take no longer than ``seconds`` from now on."""
+        self.memory.timeout = seconds
+
     def leave(self, error: BaseException) -> None:
         """Make no more calls: who waits for this rank raises ``error``."""
         self.memory.leave(error)
