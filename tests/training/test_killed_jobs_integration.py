@@ -39,7 +39,9 @@ y = x[:, :3].argmax(1)
 data = sp.data.arrays(x, y).shuffle().batch(8)
 backup = sp.callbacks.BackupAndRestore("kept", every=7, share=None)
 try:
-    trainer.fit(data, epochs=int(sys.argv[1]), validation_data=(x, y), callbacks=[Show(), backup], verbose=0)
+    trainer.fit(
+        data, epochs=int(sys.argv[1]), validation_data=(x, y), callbacks=[Show(), backup], verbose=0
+    )
 except sp.PreemptedError:
     print(strategy.task, "leaves", flush=True)
     raise
