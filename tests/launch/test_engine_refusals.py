@@ -233,7 +233,7 @@ def based(image: str, change: str) -> subprocess.CompletedProcess[str]:
     try:
         stage = (ROOT / "docker" / "Dockerfile").read_text().partition("\nFROM base AS system")[0]
         assert "FROM ${BASE} AS base" in stage
-        words = ["docker", "build", "--quiet", "--build-arg", f"BASE={tag}", "-"]
+        words = ["docker", "build", "--quiet", "--force-rm", "--build-arg", f"BASE={tag}", "-"]
         return subprocess.run(words, input=stage, text=True, capture_output=True, timeout=LIMIT)
     finally:
         docker("rmi", "--no-prune", tag)

@@ -5,13 +5,11 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 PROC = Path("/proc")
-ENDING = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,20 +68,6 @@ def end_all(name: str, value: str) -> None:
         for one in found:
             with suppress(ProcessLookupError):
                 os.kill(one.pid, signal.SIGKILL)
-
-
-@contextmanager
-def interrupts_held() -> Iterator[None]:
-    """What asks this process to end (SIGINT, SIGTERM) waits for the end of the block."""
-    came: list[int] = []
-    old = {one: signal.signal(one, lambda number, _: came.append(number)) for one in ENDING}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-        for each in came:
-            signal.raise_signal(each)
 
 
 def _pairs(variables: list[bytes]) -> list[tuple[str, str]]:

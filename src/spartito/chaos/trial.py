@@ -13,12 +13,13 @@ from pathlib import Path
 
 from spartito.chaos.inject import Injected, Target, inject
 from spartito.chaos.inside import ENV, FAULTS, fired
-from spartito.chaos.processes import end_all, interrupts_held, marked, tasks_of
+from spartito.chaos.processes import end_all, marked, tasks_of
 from spartito.chaos.sandbox import Sandbox
 from spartito.chaos.schedule import KINDS, LAUNCHER, Fault, Schedule, written
 from spartito.chaos.traces import Traces, reached, read_traces
 from spartito.errors import EXIT_TASK_LOST
 from spartito.failpoints import ENV_STEP_HOOK
+from spartito.launch.interrupts import interrupts_held
 from spartito.launch.reaper import Reaper
 
 LOG = "log"

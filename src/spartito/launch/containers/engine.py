@@ -16,6 +16,7 @@ from typing import Any
 from spartito.errors import SpartitoError, UserError
 from spartito.launch.containers.compose import STOP_SECONDS
 from spartito.launch.containers.file import JobFile
+from spartito.launch.interrupts import interrupts_held
 
 ASK_SECONDS = 30.0
 """How long a query of the engine may take."""
@@ -331,30 +332,36 @@ def run(
     or the time limit, ends it with all that it has started, as the composer is by ``docker``.
     """
     pipe = None if shown else subprocess.PIPE
+    popen: subprocess.Popen[str] | None = None
     try:
-        with subprocess.Popen(
-            words,
-            stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
-            stdout=pipe,
-            stderr=pipe,
-            text=True,
-            cwd=folder,
-            env=env,
-            start_new_session=True,
-        ) as popen:
-            try:
-                out, err = popen.communicate(given, limit)
-            except BaseException:
-                with suppress(ProcessLookupError):
-                    os.killpg(popen.pid, signal.SIGKILL)
-                raise
-    except subprocess.TimeoutExpired:
-        raise SpartitoError(
-            f"{' '.join(words[:3])} did not end within {limit:g} s",
-            "Does the engine still run? Try: docker ps",
-        ) from None
-    except OSError as error:
-        raise UserError(f"{words[0]} cannot be started: {error.strerror}") from error
+        with interrupts_held():  # nothing runs that we do not know of
+            popen = subprocess.Popen(
+                words,
+                stdin=subprocess.DEVNULL if given is None else subprocess.PIPE,
+                stdout=pipe,
+                stderr=pipe,
+                text=True,
+                cwd=folder,
+                env=env,
+                start_new_session=True,
+            )
+        out, err = popen.communicate(given, limit)
+    except BaseException as error:
+        if popen is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
+        if isinstance(error, subprocess.TimeoutExpired):
+            raise SpartitoError(
+                f"{' '.join(words[:3])} did not end within {limit:g} s",
+                "Does the engine still run? Try: docker ps",
+            ) from None
+        if isinstance(error, OSError):
+            raise UserError(f"{words[0]} cannot be started: {error.strerror}") from error
+        raise
+    finally:
+        if popen is not None:
+            with popen:  # closes its pipes, and waits
+                pass
     return popen.returncode, out or "", err or ""
 
 
