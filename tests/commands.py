@@ -127,11 +127,17 @@ class Program:
         return "".join(self._out + self._err)
 
     def kill(self) -> None:
-        """End it and all that it started."""
-        for pid in running(self.mark):
+        """End it and all that it started, also what starts while we look."""
+        assert eventually(self._killed), f"processes are left of {self.popen.args!r}"
+        self.popen.wait()
+
+    def _killed(self) -> bool:
+        """Whether nothing was left to kill."""
+        pids = running(self.mark)
+        for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        self.popen.wait()
+        return not pids
 
 
 class Commands:
@@ -195,8 +201,8 @@ def outputs() -> Iterator[tuple[str, str]]:
 
 
 @contextlib.contextmanager
-def nothing_left() -> Iterator[None]:
-    """What is mapped in shared memory during the block goes.
+def nothing_left() -> Iterator[set[Path]]:
+    """What is mapped in shared memory during the block goes; gives what was seen to be others'.
 
     Other suites and workers of pytest have files there too, and leave some where they kill who
     shares memory: what one of their processes was seen to hold is not looked at.
@@ -215,7 +221,7 @@ def nothing_left() -> Iterator[None]:
     watching = threading.Thread(target=watch, daemon=True)
     watching.start()
     try:
-        yield
+        yield others
         new = set(left())
         assert eventually(lambda: new.isdisjoint(left())), f"left: {left()}"
     finally:

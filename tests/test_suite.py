@@ -89,11 +89,16 @@ def test_an_unknown_kind_cannot_be_required() -> None:
         skips.required({skips.ENV: "netns,doker"})
 
 
+def comes() -> None:
+    pass
+
+
 def stands_still() -> None:
     time.sleep(300)
 
 
 def test_a_job_that_does_not_end_shows_where_each_replica_stands(replicas: Replicas) -> None:
+    replicas(comes, 2)  # this module is imported there
     with pytest.raises(TimeoutError) as caught:
         replicas(stands_still, 2, timeout=5)
     for replica in ("replica 0", "replica 1"):
@@ -108,10 +113,10 @@ def test_a_replica_that_ends_is_named(replicas: Replicas) -> None:
 
 
 LEAVES = """
-import fcntl, sys, time
+import fcntl, sys
 file = open(sys.argv[1], "w")
 fcntl.flock(file, fcntl.LOCK_SH)
-time.sleep(0.5)
+sys.stdin.read()
 """
 
 
@@ -125,8 +130,11 @@ def test_what_is_left_in_shared_memory_is_seen_unless_others_left_it(
     env = os.environ if own else {**os.environ, commands.SUITE: "another"}
     try:
         told = pytest.raises(AssertionError, match=left.name) if own else nullcontext()
-        with told, commands.nothing_left():
+        with told, commands.nothing_left() as others:
             words = [sys.executable, "-S", "-c", LEAVES, str(left)]
-            subprocess.run(words, env=env, check=True, timeout=60)
+            with subprocess.Popen(words, env=env, stdin=subprocess.PIPE) as program:
+                assert eventually(lambda: left in others if not own else left.exists(), 60)
+                program.communicate(timeout=60)
+            assert program.returncode == 0
     finally:
         left.unlink(missing_ok=True)

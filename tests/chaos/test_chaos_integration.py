@@ -9,7 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands import SPARTITO, Commands, commands_in, nothing_left
+from tests.commands import SPARTITO, Commands, Ended, commands_in, nothing_left
+
+pytestmark = pytest.mark.timeout(900)
+
+LONG = 800.0
+"""Seconds that no passing test comes near: each has several jobs, one after the other."""
+
+PATIENT = ("--slack", "200", "--longest", "240")
+"""A promise in seconds is that of a machine that does nothing else."""
 
 
 @pytest.fixture
@@ -18,17 +26,22 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
         yield programs
 
 
+def survive(commands: Commands, command: str, target: str, *words: str) -> Ended:
+    """The command, on a machine that may have other work."""
+    return commands.start(*SPARTITO, command, target, *PATIENT, *words).end(LONG)
+
+
 @pytest.mark.slow
 def test_a_worker_that_is_killed(commands: Commands) -> None:
     words = ["chaos", "mnist", "--strategy", "mirrored", "--schedule", "kill@worker:1#40"]
     with nothing_left():
-        ended = commands.spartito(*words, "--out", "out", "--", "--epochs=1")
+        ended = survive(commands, *words, "--out", "out", "--", "--epochs=1")
     assert ended.code == 0, ended.text
     (result,) = map(json.loads, (commands.directory / "out/results.jsonl").read_text().splitlines())
     assert (result["code"], result["broken"], result["lost"]) == (69, [], 0)
     assert (result["restarts"], result["difference"]) == (1, 0.0)
     assert "| kill | worker 1 | 40 | 69 |" in (commands.directory / "out/survival.md").read_text()
-    again = commands.spartito(*words, "--out", "out", "--", "--epochs=1")
+    again = survive(commands, *words, "--out", "out", "--", "--epochs=1")
     assert (again.code, again.out.count("\n")) == (0, 1)  # it has that result already
     assert not list((commands.directory / "out/temporary").iterdir())
 
@@ -41,7 +54,7 @@ def test_a_worker_of_groups_over_servers(commands: Commands, kind: str) -> None:
     words = ["chaos", "mnist", "--strategy", "parameter_server", "--strategy-options", apart]
     words += ["--chief", "--ps", "1", "--schedule", f"{kind}@worker:1#40", "--limit", "20"]
     with nothing_left():
-        ended = commands.spartito(*words, "--out", "out", "--", "--epochs=1")
+        ended = survive(commands, *words, "--out", "out", "--", "--epochs=1")
     assert ended.code == 0, ended.text
     (result,) = map(json.loads, (commands.directory / "out/results.jsonl").read_text().splitlines())
     assert (result["broken"], result["doubled"]) == ([], 0)
@@ -56,7 +69,7 @@ def test_a_worker_inside_a_group_that_is_killed(commands: Commands) -> None:
     words = ["chaos", "mnist", "--strategy", "local_sgd", "--strategy-options", apart]
     words += ["--workers", "4", "--schedule", "kill@worker:3#40", "--limit", "20"]
     with nothing_left():
-        ended = commands.spartito(*words, "--out", "out", "--", "--epochs=1")
+        ended = survive(commands, *words, "--out", "out", "--", "--epochs=1")
     assert ended.code == 0, ended.text
     (result,) = map(json.loads, (commands.directory / "out/results.jsonl").read_text().splitlines())
     assert (result["code"], result["broken"]) == (69, [])
@@ -98,9 +111,8 @@ def test_mistakes_are_told_before_anything_starts(
 def test_faults_of_several_kinds(commands: Commands) -> None:
     faults = "kill@worker:1#160,exception@worker:0#150,pause@worker:1#160,torn@worker:0#300"
     words = ["chaos", "mnist", "--strategy", "central_storage", "--limit", "20"]
-    ended = commands.start(
-        *SPARTITO, *words, "--schedule", faults, "--out", "out", "--", "--epochs=3"
-    ).end()
+    words += ["--schedule", faults]
+    ended = survive(commands, *words, "--out", "out", "--", "--epochs=3")
     assert ended.code == 0, ended.text
     assert "4 of 4 cells end as promised" in ended.out
 
@@ -109,7 +121,7 @@ def test_faults_of_several_kinds(commands: Commands) -> None:
 def test_who_lives_goes_on(commands: Commands) -> None:
     words = ["chaos", "mnist", "--strategy", "multi_worker_mirrored", "--recover"]
     words += ["--schedule", "kill@worker:1#160,kill@worker:0#170+kill@worker:1#250"]
-    ended = commands.start(*SPARTITO, *words, "--limit", "20", "--out", "out").end()
+    ended = survive(commands, *words, "--limit", "20", "--out", "out")
     assert ended.code == 0, ended.text
     results = (commands.directory / "out/results.jsonl").read_text().splitlines()
     assert [json.loads(line)["restarts"] for line in results] == [0] * 2

@@ -45,6 +45,13 @@ def test_a_job_that_keeps_its_promise() -> None:
     assert verdict.difference == 0.0
 
 
+def test_a_machine_with_other_work_may_take_longer() -> None:
+    late = replace(SURVIVED, outcomes=(replace(FELL, ended=60.4), WENT_ON))
+    (broken,) = judge(KILL, MIRRORED, REFERENCE, late).broken
+    assert broken == "60.0 s until it was over, 10 are promised"
+    assert judge(KILL, replace(MIRRORED, slack=55.0), REFERENCE, late).broken == ()
+
+
 def test_a_step_that_another_task_has_ended_is_not_lost() -> None:
     traces = {"worker:0": [*steps(1, 3), *steps(5, 6)], "worker:1": steps(1, 6)}
     went_on = replace(PLAIN, fired=(0.35,), traces=traces)

@@ -25,7 +25,7 @@ from spartito.errors import TaskLostError, install_excepthook
 
 install_excepthook()
 with Rendezvous(
-    resolve(), torch.device("cpu"), 2.0, recovery=Recovery(min_workers=1, wait=1.0)
+    resolve(), torch.device("cpu"), 15.0, recovery=Recovery(min_workers=1, wait=1.0)
 ) as meeting:
     if meeting.joins:
         meeting.regroup(None)

@@ -145,7 +145,7 @@ def test_the_store_tells_of_the_death_of_a_task_that_others_cannot_see() -> None
 def test_one_that_was_frozen_comes_back_as_a_newcomer() -> None:
     """The others have gone on: nothing that it does reaches them before it is let in."""
     with kept() as store, running() as group:
-        args = (3, free_port(), store, "sockets", Recovery(min_workers=2, wait=0.2), 2.0)
+        args = (3, free_port(), store, "sockets", Recovery(min_workers=2, wait=0.2), 5.0)
         start(group, range(3), *args)
         for rank in range(3):
             assert group.result(rank)[0] == 3

@@ -64,6 +64,10 @@ def commands(tmp_path: Path) -> Iterator[Commands]:
         yield found
 
 
+def comes() -> None:
+    pass
+
+
 def stands_here() -> None:
     time.sleep(300)
 
@@ -71,7 +75,7 @@ def stands_here() -> None:
 @pytest.fixture
 def pool(replicas: Replicas) -> Replicas:
     """Two processes that have started."""
-    replicas(os.getpid, 2)
+    replicas(comes, 2)
     return replicas
 
 
@@ -80,7 +84,7 @@ def test_a_time_limit_shows_where_replicas_stand(pool: Replicas) -> None:
     pool(stands_here, 2)
 
 
-@pytest.mark.timeout(5, func_only=True)
+@pytest.mark.timeout(10, func_only=True)
 def test_a_time_limit_shows_where_programs_stand(commands: Commands) -> None:
     script = "import time\ndef program_stands_here(): time.sleep(300)\nprogram_stands_here()"
     commands.start(sys.executable, "-c", script).popen.wait()

@@ -69,6 +69,7 @@ class Suite:
         rounds: how many are drawn for each strategy; None: every one of them.
         steps: when; None: in the middle of what the job does without faults.
         limit: seconds in which a task that stands still has to be named.
+        slack: seconds that a job may take longer than promised.
         longest: seconds of one run.
         minutes: after which no further run with a fault begins; None: no limit.
         sample: a file of the data, for ``corrupt``.
@@ -90,6 +91,7 @@ class Suite:
     rounds: int | None = None
     steps: range | None = None
     limit: float = 10.0
+    slack: float = 0.0
     longest: float = 120.0
     minutes: float | None = None
     sample: Path | None = None
@@ -216,6 +218,7 @@ class _Under:
             self.info.needs_servers,
             "--recover" in words,
             self.suite.limit,
+            self.suite.slack,
         )
 
     def all_cells(self) -> None:

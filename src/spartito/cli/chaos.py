@@ -69,6 +69,10 @@ def chaos(
     limit: Annotated[
         int, number("--limit", "Seconds until a task that stands still is named.", 1)
     ] = 10,
+    slack: Annotated[
+        int,
+        number("--slack", "Seconds more than promised that a machine with other work may take.", 0),
+    ] = 0,
     longest: Annotated[
         int, number("--longest", "Seconds after which a run counts as one that hangs.", 10)
     ] = 120,
@@ -109,6 +113,7 @@ def chaos(
         rounds=rounds,
         steps=_range(steps),
         limit=limit,
+        slack=slack,
         longest=longest,
         minutes=minutes,
         sample=sample,
