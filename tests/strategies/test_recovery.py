@@ -30,13 +30,14 @@ from spartito.errors import UserError
 from spartito.registry import strategy_info
 from spartito.strategies import strategy as named_strategy
 from spartito.strategies.recovering import ElsewhereError, Standing, share_state
+from tests import stacks
 from tests.collectives.group import spec
 from tests.commands import eventually
 from tests.processes import context
 from tests.replicas import Replicas
 from tests.strategies.jobs import blobs
 
-LIMIT = 60.0
+LIMIT = 120.0
 SECRET = "known to the tasks alone"
 
 
@@ -54,8 +55,8 @@ class Plan:
     recovery: Recovery = field(default_factory=lambda: Recovery(wait=30))
     strategy: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
-    slow: float = 0.0
-    """Seconds that each step takes more while not all are there."""
+    alone_until: int | None = None
+    """The step in which those who have gone on alone wait until the others are back."""
     asks: tuple[int, int] | None = None
     """Who asks for an end after which step, and dies once all have heard of it."""
     spots: Mapping[tuple[int, int], Spot] = field(default_factory=dict)
@@ -76,8 +77,10 @@ class Killed(sp.Callback):
             if self.plan.training.get("backup"):  # it is written beside the training
                 assert eventually(lambda: any(self.folder.glob("backup/fit-1/step-*")))
             self.die_once()
-        if self.trainer.strategy.cluster.world_size < self.plan.workers:
-            time.sleep(self.plan.slow)
+        until, strategy = self.plan.alone_until, self.trainer.strategy
+        if strategy.cluster.world_size < self.plan.workers and until is not None:
+            # They come in after this step, however long their start took.
+            assert self.trainer.step < until or eventually(lambda: strategy.groups.somebody_waits)
 
     def on_train_batch_end(self, batch: int, logs: Any) -> None:
         if self.plan.asks is None or self.rank != self.plan.asks[0]:
@@ -198,7 +201,7 @@ def run(plan: Plan, folder: Path) -> list[Any]:
         end = time.monotonic() + LIMIT
         while pipes:
             ready = connection.wait(pipes.values(), max(0.0, end - time.monotonic()))
-            assert ready, "the job does not end"
+            assert ready, f"the job does not end:\n{stacks.of(_running(processes))}"
             for rank in [rank for rank, pipe in pipes.items() if pipe in ready]:
                 pipe = pipes.pop(rank)
                 try:
@@ -214,6 +217,11 @@ def run(plan: Plan, folder: Path) -> list[Any]:
             process.join()
         server.close()
     return found
+
+
+def _running(processes: Mapping[int, Any]) -> dict[str, int]:
+    """The tasks that have not ended, by name."""
+    return {f"worker {r}": one.pid for r, one in processes.items() if one.is_alive()}
 
 
 def numbers(value: Any) -> Iterator[float]:
@@ -288,7 +296,7 @@ def test_the_others_go_on_alone_and_take_in_who_comes_later(tmp_path: Path) -> N
     """The global batch stays global: 2, then 1 (the chief is gone), then 2 tasks."""
     training = {"optimizer": "SGD", "dropout": 0.0, "epochs": 12}
     alone = Recovery(min_workers=1, wait=0.1)
-    plan = Plan(2, frozenset({(0, 5)}), recovery=alone, training=training, slow=0.2)
+    plan = Plan(2, frozenset({(0, 5)}), recovery=alone, training=training, alone_until=20)
     later = run(plan, tmp_path / "later")
     expected = run(Plan(2, training=training), tmp_path / "whole")[0]
     assert [result["tasks"] for result in later] == [2, 2]

@@ -141,7 +141,7 @@ def test_one_goes_on_alone_and_takes_in_who_comes_later(tmp_path: Path) -> None:
     training = {"optimizer": "Adam", "dropout": 0.0, "epochs": 12}
     options = {"name": "sharded", "block_bytes": 200}
     plan = Plan(
-        2, recovery=Recovery(1, 0.1), strategy=options, training=training, slow=0.02,
+        2, recovery=Recovery(1, 0.1), strategy=options, training=training, alone_until=20,
         spots={(0, 5): WRITTEN},
     )  # fmt: skip
     later = run(plan, tmp_path / "later")
