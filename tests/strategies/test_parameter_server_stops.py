@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,11 @@ def test_a_stopped_worker_is_named_and_comes_back(tmp_path: Path) -> None:
     with job(tmp_path, asked, worker=2, ps=1, lease=1.0) as found:
         found.held("worker 1", "worker 0")
         found.signal(signal.SIGSTOP, "worker 1")
-        assert eventually(
-            lambda: found.said("worker 0", "worker 1 has not been heard of for 1 s: its work")
-        )
+        silent = "worker 1 has not been heard of for 1 s: its work"
+        assert eventually(lambda: found.said("worker 0", silent)), found.text
         found.go("worker 1")
         found.signal(signal.SIGCONT, "worker 1")
-        assert eventually(lambda: found.said("worker 0", "worker 1 is back"))
+        assert eventually(lambda: found.said("worker 0", "worker 1 is back")), found.text
         found.go("worker 0")
         found.finish()
         applied_once(found, 1)
@@ -46,15 +47,24 @@ def test_a_stopped_worker_does_not_hold_up_a_group(tmp_path: Path) -> None:
         applied_once(found, 1)
 
 
-def frozen_worker(folder: Path) -> Any:
-    """A job with bound 2 on two servers, whose worker 1 freezes in its third batch.
+@contextmanager
+def frozen_worker(folder: Path) -> Iterator[Job]:
+    """A job with bound 2 on two servers, whose worker 1 is frozen in its second batch, and lost.
 
-    The epoch is long: worker 0 does its own slice and comes to its 30th batch meanwhile, so
-    nobody has computed the work item that worker 1 holds.
+    Worker 0 stands in its first batch until then: else it might be through before the other is
+    there. The epoch is long: worker 0 does its own slice and comes to its 30th batch meanwhile,
+    so nobody has computed the work item that worker 1 holds.
     """
-    holds = {"worker 1": 3, "worker 0": 30}
+    holds = {"worker 1": 2, "worker 0": (1, 30)}
     asked = Asked(options={"max_staleness": 2}, holds=holds, epochs=1, examples=384)
-    return job(folder, asked, worker=2, ps=2, lease=1.0)
+    with job(folder, asked, worker=2, ps=2, lease=1.0) as found:
+        found.held("worker 0", "worker 1")
+        found.signal(signal.SIGSTOP, "worker 1")
+        found.go("worker 0")
+        found.held("worker 0")
+        silent = "worker 1 has not been heard of for 1 s: its work"
+        assert eventually(lambda: found.said("worker 0", silent)), found.text
+        yield found
 
 
 def bounded(found: Job) -> None:
@@ -66,12 +76,9 @@ def bounded(found: Job) -> None:
 
 def test_a_worker_that_comes_back_is_held_to_the_bound_by_every_server(tmp_path: Path) -> None:
     with frozen_worker(tmp_path) as found:
-        found.held("worker 1")
-        found.signal(signal.SIGSTOP, "worker 1")
-        found.held("worker 0")
         found.go("worker 1")
         found.signal(signal.SIGCONT, "worker 1")
-        assert eventually(lambda: found.said("worker 0", "worker 1 is back"))
+        assert eventually(lambda: found.said("worker 0", "worker 1 is back")), found.text
         found.go("worker 0")
         found.finish()
         bounded(found)
@@ -80,9 +87,6 @@ def test_a_worker_that_comes_back_is_held_to_the_bound_by_every_server(tmp_path:
 def test_a_worker_that_was_replaced_pushes_nowhere(tmp_path: Path) -> None:
     """Its successor holds a pull when the old process wakes up with a gradient."""
     with frozen_worker(tmp_path) as found:
-        found.held("worker 1")
-        found.signal(signal.SIGSTOP, "worker 1")
-        found.held("worker 0")
         old = found.members["worker 1"]
         found.start("worker 1", asked=Asked(**{**found.asked.__dict__, "holds": {"worker 1": 1}}))
         found.held("worker 1")
