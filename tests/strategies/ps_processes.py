@@ -233,5 +233,8 @@ def job(
             for role, count in counts.items():
                 made.start(*(f"{role} {index}" for index in range(count)))
         yield made
+    except BaseException as error:
+        error.add_note(f"What the tasks have printed:\n{made.text}")
+        raise
     finally:
         made.close()
