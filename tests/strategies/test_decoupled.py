@@ -116,7 +116,7 @@ def test_a_group_and_the_chief_are_killed_and_others_take_over(tmp_path: Path) -
 
 def test_what_is_too_old_is_done_again(tmp_path: Path) -> None:
     apart = {"groups": 2, "every": 3, "max_staleness": 1}
-    holds = {"worker 1": 2, "worker 0": (1, 20)}
+    holds: dict[str, int | tuple[int, ...]] = {"worker 1": 2, "worker 0": (1, 20)}
     asked = Asked(options=apart, holds=holds, epochs=3, examples=192)
     with job(tmp_path, asked, worker=2, ps=1) as found:
         found.held(*holds)  # both have the first values

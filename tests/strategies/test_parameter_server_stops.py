@@ -55,7 +55,7 @@ def frozen_worker(folder: Path) -> Iterator[Job]:
     there. The epoch is long: worker 0 does its own slice and comes to its 30th batch meanwhile,
     so nobody has computed the work item that worker 1 holds.
     """
-    holds = {"worker 1": 2, "worker 0": (1, 30)}
+    holds: dict[str, int | tuple[int, ...]] = {"worker 1": 2, "worker 0": (1, 30)}
     asked = Asked(options={"max_staleness": 2}, holds=holds, epochs=1, examples=384)
     with job(folder, asked, worker=2, ps=2, lease=1.0) as found:
         found.held("worker 0", "worker 1")
