@@ -20,7 +20,7 @@ from tests.commands import LEAN, eventually
 from tests.skips import skip
 
 IMAGE, BUILT = "spartito-test", "spartito-test-built"
-LEANER = f"FROM {BUILT}\nCOPY sitecustomize.py /lean/\nENV PYTHONPATH=/lean\n"
+LEANER = f"FROM {BUILT}\nCOPY *.py /lean/\nENV PYTHONPATH=/lean\n"
 """The image as it is built, but for the compiler that each task would import for nothing."""
 
 BASE = "spartito-base"

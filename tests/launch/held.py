@@ -26,10 +26,21 @@ class Held:
             "SPARTITO_TEST_HELD": f"{inside or folder}:{listed}",
         }
 
+    def tell(self, compose: Path) -> None:
+        """Tell the tasks of this file of a job in containers."""
+        said = "".join(f"  {name}: '{value}'\n" for name, value in self.env.items())
+        begin = "x-environment: &environment\n"
+        text = compose.read_text()
+        assert begin in text
+        compose.write_text(text.replace(begin, begin + said))
+
+    def came(self, step: int, *tasks: str) -> bool:
+        """Whether ``tasks``, as ``worker-0``, wait before ``step``, or have."""
+        return all((self.folder / f"{step}-{task}").exists() for task in tasks)
+
     def wait(self, step: int, *tasks: str) -> None:
-        """Until ``tasks``, as ``worker-0``, wait before ``step``."""
-        there = [self.folder / f"{step}-{task}" for task in tasks]
-        came = eventually(lambda: all(path.exists() for path in there), LIMIT)
+        """Until ``tasks`` wait before ``step``."""
+        came = eventually(lambda: self.came(step, *tasks), LIMIT)
         assert came, f"before step {step}: {sorted(path.name for path in self.folder.glob('*'))}"
 
     def let_go(self, step: int) -> None:

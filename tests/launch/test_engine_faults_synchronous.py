@@ -15,6 +15,7 @@ import pytest
 
 from tests.commands import LEAN
 from tests.launch.containers import LIMIT, Following, Job, docker
+from tests.launch.held import Held
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(300)]
 
@@ -22,6 +23,8 @@ Make = Callable[..., Job]
 WORKERS = 2
 EPOCHS = 3  # sums of floats drift apart later
 FAULT_SECONDS = 10
+STEPS = 125
+"""Of an epoch."""
 
 SCRIPT = f"""
 import os
@@ -113,15 +116,20 @@ def test_containers_are_killed_and_the_others_go_on(container_job: Make) -> None
     """A worker, the chief, the store, and one that is paused: the numbers are as without."""
     words = ("--workers", "2", "--recover", "--", "--epochs=6")
     job, quiet = container_job(*words), container_job(*words)
+    lost = {STEPS: "worker-1", 2 * STEPS: "store", 3 * STEPS: "worker-0", 4 * STEPS: "worker-1"}
+    held = Held(job.run_folder / "held", *lost, 5 * STEPS, inside="/runs/held")
+    held.tell(job.file)
     following = job.start("up")
-    for epoch, service in enumerate(("worker-1", "store", "worker-0", "worker-1"), 1):
-        following.until(f"epoch {epoch}/6")
+    for step, service in lost.items():
+        held.wait(step, "worker-0", "worker-1")
         docker("kill", job.container(service))
+        held.let_go(step)
         back = {"store": [], "worker-0": ["takes part"]}.get(service, ["goes on after"])
         name = service.replace("-", " ")
         following.until(f"{name} was killed by signal 9; it is started again", *back)
-    following.until("epoch 5/6")
+    held.wait(5 * STEPS, "worker-0", "worker-1")
     job.pause("worker-0")
+    held.let_go(5 * STEPS)
     following.until("worker 0 stands still; it is started again")
     code, text = following.end()
     assert code == 0, text
