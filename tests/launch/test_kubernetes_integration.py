@@ -15,6 +15,7 @@ import yaml
 from spartito.cli import main
 from tests.commands import SPARTITO, commands_in
 from tests.launch.containers import IMAGE
+from tests.launch.held import Held
 from tests.launch.pods import Player
 
 pytestmark = [pytest.mark.docker, pytest.mark.timeout(600)]
@@ -74,8 +75,21 @@ def losses(run: Path) -> list[float]:
     return [row["loss"] for row in rows]
 
 
-def after_an_epoch(player: Player) -> Callable[[], bool]:
-    return lambda: len(losses(player.runs / "digits")) >= 1
+def begin(player: Player, *later: int) -> Held:
+    """Start a job; its workers wait after the first epoch, and before steps that come ``later``."""
+    held = Held(player.runs / "held", STEPS, *later, inside="/runs/held")
+    for job in player.jobs:
+        job.container["env"] += [{"name": name, "value": held.env[name]} for name in held.env]
+    player.start()
+    meet(player, held, STEPS, "worker-0", "worker-1")
+    assert player.are_ready
+    return held
+
+
+def meet(player: Player, held: Held, step: int, *tasks: str) -> None:
+    """Play on until ``tasks`` wait before ``step``."""
+    player.follow(until=lambda: held.came(step, *tasks))
+    assert held.came(step, *tasks), player.said
 
 
 def starts(player: Player) -> dict[str, int]:
@@ -91,14 +105,12 @@ def test_a_synchronous_job(
     play: Play, local: Callable[[str], list[float]], kind: str, fault: str
 ) -> None:
     player = play("mnist", f"--kind={kind}", *LOCAL["synchronous"])
-    player.start()
-    player.follow(until=after_an_epoch(player))
-    assert player.are_ready
-    if fault != "none":
-        if fault == "killed":
-            player.crash("worker", 0)
-        else:
-            player.delete("worker", 1, evicted=fault == "evicted")
+    held = begin(player)
+    if fault == "killed":
+        player.crash("worker", 0)
+    elif fault != "none":  # who is told to end lets both go on
+        player.delete("worker", 1, evicted=fault == "evicted")
+    held.let_go(STEPS)
     assert player.follow(), player.said
     codes = {state_of: state.codes for state_of, state in player.states.items()}
     if fault == "none":
@@ -115,9 +127,7 @@ def test_a_synchronous_job(
 @pytest.mark.slow
 def test_parameter_servers(play: Play, local: Callable[[str], list[float]]) -> None:
     player = play("mnist", "--kind=job", *LOCAL["servers"])
-    player.start()
-    player.follow(until=after_an_epoch(player))
-    assert player.are_ready
+    begin(player).let_go(STEPS)
     assert player.follow(), player.said
     assert set(starts(player).values()) == {1}
     # Pushes of one round are added up as they come.
@@ -130,10 +140,11 @@ def test_parameter_servers_of_which_a_worker_is_deleted_and_one_is_killed(
     play: Play, local: Callable[[str], list[float]]
 ) -> None:
     player = play("mnist", "--kind=job", *LOCAL["servers"])
-    player.start()
-    player.follow(until=after_an_epoch(player))
+    held = begin(player, 2 * STEPS)
     player.delete("worker", 1)  # comes back, and finds a checkpoint of the running job
+    meet(player, held, 2 * STEPS, "worker-0")
     player.crash("ps", 1)
+    held.let_go(2 * STEPS)
     assert player.follow(), player.said
     lost = {"worker 1", "ps 1"}
     assert {name for name, count in starts(player).items() if count == 2} == lost
@@ -149,10 +160,9 @@ def test_parameter_servers_of_which_a_worker_is_deleted_and_one_is_killed(
 @pytest.mark.slow
 def test_others_go_on_without_a_pod_that_is_replaced(play: Play) -> None:
     player = play("mnist", "--kind=jobset", "--recover", *LOCAL["synchronous"])
-    player.start()
-    player.follow(until=after_an_epoch(player))
-    assert player.are_ready
+    held = begin(player)
     player.crash("worker", 1)
+    held.let_go(STEPS)
     assert player.follow(), player.said
     assert starts(player) == {"worker 0": 1, "worker 1": 2, "store 0": 1}
     assert len(losses(player.runs / "digits")) == 3
