@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from spartito.checkpoint.manager import CheckpointManager
 from spartito.cluster.recovery import Recovery
 from spartito.ps.server.update_log import entries
 from spartito.storage import load_tensors
@@ -78,17 +79,23 @@ def test_a_killed_worker_that_is_started_again_gets_work(tmp_path: Path) -> None
 def test_a_worker_that_finds_a_newer_checkpoint_begins_where_the_chief_did(
     tmp_path: Path, recipe: bool
 ) -> None:
-    """Both wait in the last epoch, and the one before it is in the checkpoint."""
+    """Both go batch by batch until there is one: alone, each would work on in the next epoch."""
+    batches = tuple(range(1, 37))
     asked = Asked(callbacks="save", checkpoints=str(tmp_path / "run" / "checkpoints"),
-                  recipe=recipe, holds={"worker 0": 26, "worker 1": 26})  # fmt: skip
+                  recipe=recipe, holds={"worker 0": batches, "worker 1": batches})  # fmt: skip
     with job(tmp_path, asked, worker=2, ps=1) as found:
         found.held("worker 0", "worker 1")
+        gone = 0
+        while not CheckpointManager(asked.checkpoints).all():
+            found.go("worker 0", "worker 1")
+            found.held("worker 0", "worker 1")
+            gone += 1
         found.kill("worker 1")
         load = "" if recipe else asked.checkpoints
         again = replace(found.asked, holds={"worker 1": 2}, load=load)
         found.start("worker 1", asked=again)
         found.held("worker 1")  # it computes its second batch
-        found.go("worker 0", "worker 1")
+        found.go("worker 1", *["worker 0"] * (len(batches) - gone))
         found.finish()
         applied_once(found, 1)
         assert found.result("worker 1")["histories"] == found.result("worker 0")["histories"]

@@ -118,21 +118,24 @@ def test_a_stopped_server_is_named_within_the_time_limit(tmp_path: Path, shared:
 
 @pytest.mark.parametrize("bound", [None, 0])
 def test_without_a_chief_all_others_end(tmp_path: Path, bound: int | None) -> None:
-    asked = Asked(options={"max_staleness": bound}, holds={"worker 0": 5})
+    asked = Asked(options={"max_staleness": bound}, holds={"worker 0": 5, "worker 1": 5})
     with job(tmp_path, asked, worker=2, ps=1) as found:
-        found.held("worker 0")
+        found.held("worker 0", "worker 1")  # else that one may be through with everything
         found.shorten(*found.members)
         found.kill("worker 0")
+        found.go("worker 1")
         assert found.ends("worker 1", "ps 0") == [LOST, LOST], found.text
         for name in ("worker 1", "ps 0"):
             assert found.said(name, "error: worker 0 .* is gone"), found.text
 
 
 def test_a_stopped_chief_is_named_by_all(tmp_path: Path) -> None:
-    with job(tmp_path, Asked(holds={"worker 0": 5}), worker=2, ps=1) as found:
-        found.held("worker 0")
+    asked = Asked(holds={"worker 0": 5, "worker 1": 5})
+    with job(tmp_path, asked, worker=2, ps=1) as found:
+        found.held("worker 0", "worker 1")
         found.shorten(*found.members)
         found.signal(signal.SIGSTOP, "worker 0")
+        found.go("worker 1")
         assert found.ends("worker 1", "ps 0") == [LOST, LOST], found.text
         assert found.said("worker 1", "error: worker 0 .* did not reply within 3 s")
         assert found.said("ps 0", "error: worker 0 .* was not heard of")
