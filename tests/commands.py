@@ -14,6 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -188,6 +189,9 @@ class Commands:
             program.kill()
 
 
+HELD = ExitStack()
+"""The ports of the test that runs, until its tasks listen there; closed at its end."""
+
 OPEN: set[Commands] = set()
 """Whose programs may still run."""
 
@@ -300,5 +304,5 @@ def cluster_of(**counts: int) -> dict[str, list[str]]:
 
 
 def addresses(count: int) -> list[str]:
-    """Free addresses of the loopback."""
-    return [f"127.0.0.1:{port}" for port in free_ports(count)]
+    """Free addresses of the loopback, for tasks of this test: no other program finds them free."""
+    return [f"127.0.0.1:{port}" for port in free_ports(count, held=HELD)]

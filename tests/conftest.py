@@ -114,6 +114,12 @@ def replicas() -> Iterator[Replicas]:
     pool.close()
 
 
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
+    """The ports that a test has held for its tasks are anybody's."""
+    commands.HELD.close()
+
+
 @pytest.fixture
 def no_segments_left() -> Iterator[None]:
     """A test that leaves nothing in shared memory."""

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from spartito.cluster.directory import Card, from_directory
+from spartito.cluster.ports import _is_free
 from spartito.cluster.spec import split_address
 from spartito.errors import TaskLostError, UserError
 
@@ -54,8 +55,9 @@ def test_a_host_name_that_means_an_address_of_another(
     spec = from_directory({**one, "SPARTITO_WORKERS": "1"})
     assert spec is not None
     host, port = split_address(spec.addresses["worker"][0])
-    with socket.socket() as server:
-        server.bind((host, port))
+    assert not _is_free(socket.AF_INET, host, int(port))  # until this process ends
+    with socket.create_server((host, int(port))):  # as a task listens
+        pass
 
 
 def test_three_jobs_find_each_other_twice_in_one_directory(tmp_path: Path) -> None:

@@ -27,7 +27,7 @@ def on_replicas(job: Job, world_size: int, *args: Any) -> list[Any]:
 
 
 def _mirrored(_: Connection, rank: int, world_size: int, port: int, job: Job, *args: Any) -> Any:
-    strategy = sp.MirroredStrategy(cluster=spec(rank, world_size, port), timeout=30)
+    strategy = sp.MirroredStrategy(cluster=spec(rank, world_size, port), timeout=60)
     try:
         return job(strategy, *args)
     finally:

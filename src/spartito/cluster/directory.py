@@ -7,11 +7,13 @@ that an earlier job left behind counts for nothing, and no clocks are compared.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import secrets
 import socket
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 
@@ -50,6 +52,10 @@ COUNTS = {
 
 TRIES = 50  # ports of which one must be free
 LOOK_SECONDS = 0.1  # between two looks into the directory
+
+_held = ExitStack()
+"""Until this process ends, for the others may come hours later: nobody else takes our port."""
+atexit.register(_held.close)
 
 
 def applies(env: Mapping[str, str]) -> bool:
@@ -200,9 +206,9 @@ def _ports(allowed: range | None, number: int, count: int) -> Sequence[int]:
 
 
 def _own_address(host: str, ports: Sequence[int]) -> str:
-    """An address by which other machines reach this one, and a port that is free now."""
+    """An address by which other machines reach this one, and a port that is free and stays so."""
     host = host or _own_host()
-    return address(host, free_port(host, ports))
+    return address(host, free_port(host, ports, _held))
 
 
 def _own_host() -> str:

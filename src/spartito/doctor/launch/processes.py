@@ -6,7 +6,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 
 import msgspec
@@ -45,12 +45,15 @@ def examine_here(
     if workers < 1:
         raise UserError(f"--workers {workers} is less than 1")
     base = with_secret({n: value for n, value in variables.items() if n not in LAUNCHED})
-    here = Position(0, 1, "127.0.0.1", free_port(allowed=port_range(variables)))
-    processes = [
-        Process(f"worker {index}", command, own)
-        for index, own in enumerate(environments(base, here, workers))
-    ]
-    return _examine(processes, as_json)
+    with ExitStack() as held:
+        port = free_port(allowed=port_range(variables), held=held)
+        processes = [
+            Process(f"worker {index}", command, own)
+            for index, own in enumerate(
+                environments(base, Position(0, 1, "127.0.0.1", port), workers)
+            )
+        ]
+        return _examine(processes, as_json)
 
 
 def examine_hosts(
