@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -174,6 +175,8 @@ def test_silence_ends_the_task() -> None:
         assert remote.stdin is not None
         assert remote.stdout is not None
         print(agent.first_line({}), end="", file=remote.stdin, flush=True)
+        while not select.select([remote.stdout], [], [], 1.0)[0]:
+            print(0, file=remote.stdin, flush=True)  # the task is just starting
         pid = int(remote.stdout.readline().split()[1])
         assert remote.wait(60) == 128 + signal.SIGKILL
     assert not is_alive(pid)
