@@ -193,6 +193,20 @@ def test_the_client_side_keeps_speaking(commands: Commands) -> None:
     assert (ended.code, ended.out) == (0, "three\n")
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGCONT])
+def test_a_signal_just_after_the_end_changes_no_exit_code(
+    commands: Commands, number: signal.Signals
+) -> None:
+    late = (
+        "import os, signal, sys\nfrom spartito.launch.hosts import client\nclose = os.close\n"
+        f"def closing(fd):\n    close(fd)\n    signal.raise_signal({int(number)})\n"
+        "os.close = closing\nsys.exit(client.main(sys.argv[1:]))"
+    )
+    words = ("-c", late, "b", "0", "sh", "-c", "exit 3")
+    ended = commands.python(*words, env={client.FIRST_LINE: "{}"})
+    assert (ended.code, ended.err) == (3, "")
+
+
 def test_a_task_is_gone_before_ssh_gives_its_connection_up() -> None:
     """So one that is started again finds its port free."""
     told = dict(option.split("=") for option in OPTIONS)

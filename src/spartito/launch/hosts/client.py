@@ -116,9 +116,9 @@ def _run(words: Sequence[str], first: str, seconds: int) -> tuple[int, int]:
     signal.setitimer(signal.ITIMER_REAL, HEARTBEAT, HEARTBEAT)
     code = ssh.wait()
     signal.setitimer(signal.ITIMER_REAL, 0)
-    if code == OF_SSH:
-        for number in ENDING:
-            signal.signal(number, signal.SIG_DFL)
+    for number in PASSED_ON:  # there is nobody left to pass them on to
+        ends = code == OF_SSH and number in ENDING
+        signal.signal(number, signal.SIG_DFL if ends else signal.SIG_IGN)
     os.close(line)
     return code, told
 
