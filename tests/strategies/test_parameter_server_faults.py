@@ -140,9 +140,9 @@ def test_a_worker_that_is_started_again_leaves_the_learning_rate_alone(tmp_path:
 @pytest.mark.slow
 def test_a_chief_that_is_busy_leaves_the_schedule_to_go_on(tmp_path: Path) -> None:
     """It waits in its first batch, while the other worker makes more steps than were foreseen."""
-    asked = Asked(optimizer="SGD", schedule="cycle", examples=5000, batch=2, epochs=1,
-                  holds={"worker 0": 1, "worker 1": 4800})  # fmt: skip
-    with job(tmp_path, asked, worker=2, ps=1) as found:
+    asked = Asked(optimizer="SGD", schedule="cycle", examples=8600, batch=2, epochs=1,
+                  holds={"worker 0": 1, "worker 1": 8400})  # fmt: skip
+    with job(tmp_path, asked, worker=2, ps=1, timeout=LIMIT) as found:
         found.held("worker 0", "worker 1")
         found.go("worker 0", "worker 1")
         found.finish()

@@ -16,9 +16,10 @@ from spartito.ps.protocol.options import settings
 from spartito.ps.protocol.timetable import Row, Timetable
 
 BEGIN = 256
-"""Steps that the chief looks ahead at first, and whenever something was not as foreseen."""
+"""Steps that the chief looks ahead whenever something was not as foreseen."""
 AHEAD = 4096
-"""Steps that it looks ahead from then on; it looks further when half of them are over."""
+"""Steps that it looks ahead at first, as its first batch may take longer than a thousand of others,
+and when there is time; it looks further when half of them are over."""
 BEHIND = 64
 """Steps before the present one that are told again: for a server that is not so far yet."""
 MOST = 1 << 14
@@ -79,9 +80,10 @@ class Planner:
                 return self._extended(step, max(step - BEHIND, self._table.first))
             if self.ahead:
                 self._waits, self.ahead = step + self.ahead, 0
+            size = self._ahead if self._followed is None else self._first
             self._followed, self._forecast = self.schedule, self._foresee(self._waits - step)
             now = settings(self._optimizer)
-            rows = self._rows([now, *islice(self._forecast, self._first)])
+            rows = self._rows([now, *islice(self._forecast, size)])
             self._table = Timetable(step, rows)
             return Timetable(step, _cut_off(rows))
 
