@@ -11,6 +11,7 @@ import signal
 import socket
 import struct
 import sys
+from contextlib import suppress
 
 HEAD = struct.Struct("!Bi")
 END = 0
@@ -19,11 +20,19 @@ PASSED_ON = ("SIGINT", "SIGTERM", "SIGHUP", "SIGTSTP", "SIGCONT")
 
 def main(path: str, index: str) -> int:
     """Print what comes until the end does; returns the task's exit code, or falls by its signal."""
+    numbers = [getattr(signal, name) for name in PASSED_ON]
+    signal.pthread_sigmask(signal.SIG_BLOCK, numbers)  # until they can be passed on
     connection = socket.socket(socket.AF_UNIX)
     connection.connect(path)
     connection.sendall(f"{index}\n".encode())
-    for name in PASSED_ON:
-        signal.signal(getattr(signal, name), lambda number, _: connection.sendall(b"%d\n" % number))
+
+    def pass_on(number: int, _: object) -> None:
+        with suppress(OSError):  # the task has ended
+            connection.sendall(b"%d\n" % number)
+
+    for number in numbers:
+        signal.signal(number, pass_on)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
     stream = connection.makefile("rb")
     while len(head := stream.read(HEAD.size)) == HEAD.size:
         target, value = HEAD.unpack(head)
