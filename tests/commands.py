@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO
 
-from spartito.cluster.ports import free_ports
+from spartito.cluster import ports
 from tests import stacks
 
 LIMIT = 240.0
@@ -304,5 +304,15 @@ def cluster_of(**counts: int) -> dict[str, list[str]]:
 
 
 def addresses(count: int) -> list[str]:
-    """Free addresses of the loopback, for tasks of this test: no other program finds them free."""
-    return [f"127.0.0.1:{port}" for port in free_ports(count, held=HELD)]
+    """Free addresses of the loopback, as `free_ports`."""
+    return [f"127.0.0.1:{port}" for port in free_ports(count)]
+
+
+def free_ports(count: int) -> list[int]:
+    """Free ports of the loopback, for tasks of this test: no other program finds them free."""
+    return ports.free_ports(count, held=HELD)
+
+
+def free_port() -> int:
+    """As `free_ports`, one."""
+    return free_ports(1)[0]

@@ -9,6 +9,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -33,6 +34,7 @@ class Replicas:
     def __init__(self) -> None:
         self._pool: list[tuple[Any, Connection]] = []
         self._is_usable = True
+        self._held = ExitStack()  # ports, which no other program finds free
 
     def __call__(
         self,
@@ -86,7 +88,8 @@ class Replicas:
             self.close()
         while len(self._pool) < world_size + servers:
             self._start()
-        cluster = _cluster(world_size, servers)
+        self._held.close()
+        cluster = _cluster(world_size, servers, self._held)
         members = self._pool[: world_size + servers]
         self._is_usable = False  # until all have the job
         for rank, (_, pipe) in enumerate(members):
@@ -113,6 +116,7 @@ class Replicas:
 
     def close(self) -> None:
         """End all processes."""
+        self._held.close()
         for process, pipe in self._pool:
             pipe.close()
             process.kill()
@@ -128,8 +132,9 @@ class Replicas:
         self._pool.append((process, ours))
 
 
-def _cluster(world_size: int, servers: int) -> dict[str, list[str]]:
-    addresses = [f"127.0.0.1:{port}" for port in free_ports(world_size + servers)]
+def _cluster(world_size: int, servers: int, held: ExitStack) -> dict[str, list[str]]:
+    ports = free_ports(world_size + servers, held=held)
+    addresses = [f"127.0.0.1:{port}" for port in ports]
     return {"worker": addresses[:world_size], "ps": addresses[world_size:]}
 
 

@@ -16,9 +16,8 @@ import pytest
 
 from spartito.cli import main
 from spartito.cli.top import metrics, record
-from spartito.cluster.ports import free_port
 from spartito.status import Status, statuses
-from tests.commands import Commands, commands_in
+from tests.commands import Commands, commands_in, free_port
 
 CONFIG = {"fit": {"batch_size": 64}, "cluster": {"replicas": 2}}
 NOW = time.time()  # of the collection: a suite may take long after it

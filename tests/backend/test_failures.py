@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from spartito.cluster.ports import free_port
 from tests.backend import failing, jobs
 from tests.collectives.group import Group, running
-from tests.commands import nothing_left
+from tests.commands import free_port, nothing_left
 from tests.replicas import Replicas
 
 LONG = 60.0  # a limit that no passing test comes near

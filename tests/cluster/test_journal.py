@@ -10,13 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from spartito.cluster.ports import free_port
 from spartito.cluster.secret import NO_SECRET
 from spartito.cluster.store.client import FencedError, StoreError
 from spartito.cluster.store.journal import Journal
 from spartito.cluster.store.server import Server
 from tests.cluster.stores import KEY, client, served
-from tests.commands import eventually
+from tests.commands import eventually, free_port
 
 HOLDS = """
 import socket, sys, time

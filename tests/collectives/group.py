@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from spartito.cluster.ports import free_port
 from spartito.cluster.spec import ClusterSpec, Task
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import Rendezvous
 from tests import stacks
+from tests.commands import free_port
 from tests.processes import context
 
 Job = Callable[..., Any]

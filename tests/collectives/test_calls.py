@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from spartito.cluster.ports import free_ports
 from spartito.collectives.calls import DTYPES, OPERATIONS, PURPOSES, CurrentCall, describe, encode
 from tests.collectives import jobs
 from tests.collectives.group import running
+from tests.commands import free_ports
 
 WAYS = {"auto": 2, "process_group": 3, "sockets": 3, "on aab": 3, "on abb": 3}
 

@@ -13,7 +13,6 @@ import pytest
 import torch
 
 from spartito.cluster.limits import time_limit
-from spartito.cluster.ports import free_port
 from spartito.collectives.collective import MAX_PIGGYBACKED
 from spartito.collectives.rendezvous import connect
 from spartito.collectives.segment import Segment
@@ -22,6 +21,7 @@ from spartito.collectives.store import ask
 from spartito.errors import TaskLostError, UserError
 from tests.collectives import jobs
 from tests.collectives.group import Group, running, spec
+from tests.commands import free_port
 from tests.skips import skip
 
 LONG = 60.0  # a limit that no passing test comes near

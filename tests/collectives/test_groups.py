@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from spartito.cluster.ports import free_port
 from spartito.collectives.collective import Collective
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from tests.collectives.group import rendezvous, running, spec
+from tests.commands import free_port
 
 CPU = torch.device("cpu")
 LONG = 60.0  # a limit that no passing test comes near

@@ -12,10 +12,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.cluster.ports import free_port, free_ports
 from spartito.collectives.placement import Placement
 from tests.collectives import jobs, result_jobs
 from tests.collectives.group import Group, running
+from tests.commands import free_port, free_ports
 
 LONG = 60.0  # a limit that no passing test comes near
 SHORT = 3.0  # one that a frozen task lets pass; all have met by then

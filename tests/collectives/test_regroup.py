@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from spartito.cluster import identity
-from spartito.cluster.ports import free_port
 from spartito.cluster.recovery import Recovery
 from spartito.cluster.secret import NO_SECRET
 from spartito.cluster.store.server import Server
 from spartito.collectives.rendezvous import Rendezvous
 from spartito.errors import SpartitoError, TaskLostError
 from tests.collectives.group import Group, running, spec
+from tests.commands import free_port
 
 LONG = 60.0  # a limit that no passing test comes near
 WAYS = ["auto", "sockets", "on aab"]

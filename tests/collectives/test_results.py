@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from spartito.cluster.ports import free_port, free_ports
 from spartito.collectives.collective import IdentityCollective, add_piggybacked
 from tests.collectives import result_jobs
 from tests.collectives.group import running
+from tests.commands import free_port, free_ports
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])

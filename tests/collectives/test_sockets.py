@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.ports import free_port
 from spartito.collectives import sockets
 from spartito.collectives.sockets import dial, listen, open_listener
 from spartito.errors import TaskLostError, UserError
+from tests.commands import free_port
 
 LONG = 60.0
 ELSEWHERE = "192.0.2.1"  # an address for documentation: no machine has it

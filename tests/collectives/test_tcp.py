@@ -17,7 +17,6 @@ from torch.distributed import HashStore
 
 from spartito.cluster.connection import rest
 from spartito.cluster.endpoints import DRAWN, Endpoint
-from spartito.cluster.ports import free_port
 from spartito.cluster.secret import Key
 from spartito.collectives.calls import encode
 from spartito.collectives.peers import RANK, connect_all
@@ -29,6 +28,7 @@ from spartito.errors import MismatchedCallsError, TaskLostError, UserError
 from tests.callers import call, read_to_end
 from tests.collectives.group import join, running, spec
 from tests.collectives.result_jobs import values
+from tests.commands import free_port
 
 LONG = 60.0  # a limit that no passing test comes near
 NAMES = ["worker 0", "worker 1"]

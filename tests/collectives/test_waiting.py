@@ -7,11 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from spartito.cluster.ports import free_port
 from spartito.collectives.waiting import HalfTime
 from tests.collectives import jobs
 from tests.collectives.group import running
-from tests.commands import eventually
+from tests.commands import eventually, free_port
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 import spartito as sp
-from spartito.cluster.ports import free_port
 from spartito.strategies import Strategy
 from tests.collectives.group import running, spec
+from tests.commands import free_port
 
 Job = Callable[..., Any]
 
