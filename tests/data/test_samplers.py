@@ -156,6 +156,7 @@ def prepare(worker: int) -> None:
     info.dataset.ready = True
 
 
+@pytest.mark.filterwarnings("ignore:This DataLoader will create")  # more than one core has
 def test_worker_processes_are_kept() -> None:
     for persistent in (False, True):
         loader = DataLoader(
