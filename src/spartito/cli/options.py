@@ -31,9 +31,12 @@ def whole(option: str, least: int | None = None) -> Callable[[str], int]:
         try:
             number = int(text)
         except ValueError:
-            raise UserError(f"{option} {text} is not a whole number") from None
+            likely = max(2, least or 0)
+            raise UserError(
+                f"{option} {text} is not a whole number", f"As {option} {likely}."
+            ) from None
         if least is not None and number < least:
-            raise UserError(f"{option} {number} is less than {least}")
+            raise UserError(f"{option} {number} is less than {least}", f"Give {least} or more.")
         return number
 
     return read
