@@ -33,7 +33,7 @@ class Patience:
     """From Ctrl-C or SIGTERM to SIGKILL: a script may write a last checkpoint."""
     remind: float = 3.0
     """From Ctrl-C until it is said that a second one ends those that go on."""
-    cause: float = 2.0
+    cause: float = 5.0
     """For the task that failed first, once another reports that it lost a peer."""
     report: float = 0.0
     """From a failure to SIGTERM for the others, while they may report it to other machines."""
