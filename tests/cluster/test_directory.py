@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from spartito.cluster.directory import Card, from_directory
-from spartito.cluster.ports import _is_free
+from spartito.cluster.ports import _is_free, free_port
 from spartito.cluster.spec import split_address
 from spartito.errors import TaskLostError, UserError
 
@@ -58,6 +58,20 @@ def test_a_host_name_that_means_an_address_of_another(
     assert not _is_free(socket.AF_INET, host, int(port))  # until this process ends
     with socket.create_server((host, int(port))):  # as a task listens
         pass
+
+
+def test_who_tries_again_needs_no_more_ports(tmp_path: Path) -> None:
+    port = free_port()
+    ports = {"SPARTITO_PORTS": f"{port}-{port}", "SPARTITO_TASK": "worker 0"}
+    two = {"SPARTITO_WORKERS": "2", "SPARTITO_TIMEOUT": "0.1"}
+    for _ in range(2):
+        with pytest.raises(TaskLostError, match="did not come"):
+            from_directory({"SPARTITO_CLUSTER_DIR": str(tmp_path), **ports, **two})
+    for name in "ab":  # a job after the other
+        one = {"SPARTITO_CLUSTER_DIR": str(tmp_path / name), "SPARTITO_WORKERS": "1"}
+        spec = from_directory(ports | one)
+        assert spec is not None
+        assert split_address(spec.addresses["worker"][0])[1] == port
 
 
 def test_three_jobs_find_each_other_twice_in_one_directory(tmp_path: Path) -> None:

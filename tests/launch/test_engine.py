@@ -11,7 +11,7 @@ import pytest
 
 from spartito.errors import SpartitoError
 from spartito.launch.containers.compose import compose_file
-from spartito.launch.containers.engine import Engine
+from spartito.launch.containers.engine import SERVICE, Engine
 from spartito.launch.containers.file import JobFile, read_job
 from tests.launch.containers import Job, docker
 from tests.launch.jobs import plan_containers
@@ -161,6 +161,17 @@ LISTING = """#!/bin/sh
 """
 
 
+WORKER = {"Config": {"Labels": {SERVICE: "worker-0"}}}
+
+STOPPING = """#!/bin/sh
+case $1 in
+inspect) echo '{found}' ;;
+stop) touch {stopping}; echo "Error: No such container: x" >&2; exit 1 ;;
+*) echo x ;;
+esac
+"""
+
+
 def composed(folder: Path, failing: int, left: str) -> tuple[Engine, JobFile, Path]:
     """An engine that still has ``left``, with a composer whose first calls fail."""
     (folder / "compose.yaml").write_text(compose_file(plan_containers("mnist", workers=2)))
@@ -180,6 +191,16 @@ def test_what_another_removes_at_the_same_time(
     engine, job, calls = composed(tmp_path, failing, left)
     engine.down(job)
     assert calls.read_text().count("\n") == tries
+
+
+def test_what_another_removes_while_it_is_asked_to_stop(tmp_path: Path) -> None:
+    engine, job, calls = composed(tmp_path, 1, "x")
+    stopping = tmp_path / "stopping"
+    found = json.dumps([{"Id": "x", "State": {"Status": "running", "ExitCode": 0}} | WORKER])
+    (tmp_path / "docker").write_text(STOPPING.format(found=found, stopping=stopping))
+    engine.down(job)
+    assert stopping.exists()
+    assert calls.read_text().count("\n") == 2
 
 
 def test_what_cannot_be_removed(tmp_path: Path) -> None:

@@ -38,6 +38,38 @@ def test_what_is_ignored_stays_so() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
+def test_one_that_comes_at_the_end_of_the_block_swallows_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    put, done = signal.signal, []
+
+    def end(number: int, _: object) -> None:
+        done.append(number)
+        raise Interrupted(number)
+
+    def late(number: int, handler: Any) -> Any:
+        """As the first of the handlers is back, its signal comes."""
+        old = put(number, handler)
+        if handler is end and not done:
+            signal.raise_signal(number)
+        return old
+
+    before = {number: signal.signal(number, end) for number in ENDING}
+    try:
+        with pytest.raises(Interrupted), interrupts_held():
+            monkeypatch.setattr(signal, "signal", late)
+        assert len(done) == 1
+        for number in set(ENDING) - set(done):
+            with pytest.raises(Interrupted):
+                signal.raise_signal(number)
+            assert signal.getsignal(number) is end
+        assert set(done) == set(ENDING)
+    finally:
+        monkeypatch.undo()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("came", ENDING)
 def test_a_program_of_the_engine_that_is_just_starting_ends_with_us(
     came: signal.Signals, monkeypatch: pytest.MonkeyPatch

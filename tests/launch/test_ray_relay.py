@@ -18,12 +18,12 @@ from tests.launch.supervised import LIMIT
 
 
 @contextmanager
-def relayed(folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
+def relayed(folder: Path, *before: str) -> Iterator[tuple[subprocess.Popen[bytes], socket.socket]]:
     """A relay that has just connected, and our end of its socket."""
     with socket.socket(socket.AF_UNIX) as server:
         server.bind(str(folder / "s"))
         server.listen()
-        words = [sys.executable, "-S", relay.__file__, str(folder / "s"), "5"]
+        words = [sys.executable, "-S", *before, relay.__file__, str(folder / "s"), "5"]
         with subprocess.Popen(words, stderr=subprocess.PIPE) as started:
             server.settimeout(LIMIT)
             connection, _ = server.accept()
@@ -57,4 +57,24 @@ def test_a_signal_just_after_the_end_changes_no_exit_code(
         started.send_signal(signal.SIGCONT)
         assert started.stderr is not None
         assert started.stderr.read() == b""
+        assert started.wait(LIMIT) == 3
+
+
+LATE = """
+import runpy, signal, sys
+class Late:
+    raised, number = staticmethod(signal.raise_signal), int(sys.argv[1])
+    def __del__(self):
+        self.raised(self.number)
+sys.late = Late()  # goes when Python has put the default handlers back
+del sys.argv[:2]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_nor_does_one_that_comes_as_it_leaves(tmp_path: Path, number: signal.Signals) -> None:
+    late = ("-c", LATE, str(int(number)))
+    with relayed(tmp_path, *late) as (started, connection):
+        connection.sendall(relay.HEAD.pack(relay.END, 3))
         assert started.wait(LIMIT) == 3

@@ -12,6 +12,7 @@ import errno
 import secrets
 import socket
 import time
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import cache
@@ -53,9 +54,9 @@ COUNTS = {
 TRIES = 50  # ports of which one must be free
 LOOK_SECONDS = 0.1  # between two looks into the directory
 
-_held = ExitStack()
-"""Until this process ends, for the others may come hours later: nobody else takes our port."""
-atexit.register(_held.close)
+_held: defaultdict[Task, ExitStack] = defaultdict(ExitStack)
+"""The port of each task that we are, which nobody else takes, as the others may come hours later:
+until this process ends, or joins as that task once more."""
 
 
 def applies(env: Mapping[str, str]) -> bool:
@@ -133,7 +134,7 @@ def _join(
     end = time.monotonic() + limit
     host, allowed = listens
     ports = _ports(allowed, expected.index(task), len(expected))
-    card = Card(given or _own_address(host, ports), secrets.token_hex(8), {})
+    card = Card(given or _own_address(host, ports, _emptied(task)), secrets.token_hex(8), {})
     split_address(card.address)
     others = [other for other in expected if other != task]
     try:
@@ -205,10 +206,18 @@ def _ports(allowed: range | None, number: int, count: int) -> Sequence[int]:
     return (*allowed[start:], *allowed[:start])
 
 
-def _own_address(host: str, ports: Sequence[int]) -> str:
-    """An address by which other machines reach this one, and a port that is free and stays so."""
+def _emptied(task: Task) -> ExitStack:
+    """What holds the port of ``task``, without that of an earlier job."""
+    if task not in _held:
+        atexit.register(_held[task].close)
+    _held[task].close()
+    return _held[task]
+
+
+def _own_address(host: str, ports: Sequence[int], held: ExitStack) -> str:
+    """An address by which other machines reach this one, and a port that is ``held``."""
     host = host or _own_host()
-    return address(host, free_port(host, ports, _held))
+    return address(host, free_port(host, ports, held))
 
 
 def _own_host() -> str:

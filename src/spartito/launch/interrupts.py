@@ -6,6 +6,7 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import current_thread, main_thread
+from typing import Any
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -17,15 +18,25 @@ def interrupts_held() -> Iterator[None]:
     Handlers of Python run in the main thread alone, so in another one there is nothing to do.
     """
     came: list[int] = []
-    old = {}
-    for one in ENDING if current_thread() is main_thread() else ():
-        before = signal.getsignal(one)
-        if before not in (None, signal.SIG_IGN):  # None: not set by Python
-            old[one] = before
-            signal.signal(one, lambda number, _: came.append(number))
+    old: dict[int, Any] = {}
+    is_over = False
+
+    def hold(number: int, _: object) -> None:
+        if is_over:  # another one was raised before all handlers were back
+            signal.signal(number, old[number])
+            signal.raise_signal(number)
+        else:
+            came.append(number)
+
     try:
+        for one in ENDING if current_thread() is main_thread() else ():
+            before = signal.getsignal(one)
+            if before not in (None, signal.SIG_IGN):  # None: not set by Python
+                old[one] = before
+                signal.signal(one, hold)
         yield
     finally:
+        is_over = True
         for number, handler in old.items():
             signal.signal(number, handler)
         for told in came:

@@ -214,14 +214,18 @@ class Engine:
                 self.run_compose(job, *words)
 
     def _stop_tasks(self, job: JobFile, seconds: int) -> None:
-        """Ask all tasks at once to stop; who depends on nobody would hear of it last."""
+        """Ask all tasks at once to stop; who depends on nobody would hear of it last.
+
+        What cannot be done, as where somebody else removes them, is left to the composer.
+        """
         running = [
             state.id
             for state in self.states(job)
             if state.service in job.tasks and state.status in ("running", "restarting")
         ]
         if running:
-            self.ask("stop", "-t", str(seconds), *running, limit=seconds + ASK_SECONDS)
+            with suppress(SpartitoError):
+                self.ask("stop", "-t", str(seconds), *running, limit=seconds + ASK_SECONDS)
 
     def _has(self, job: JobFile) -> bool:
         """Whether anything of the job is there."""

@@ -37,6 +37,8 @@ def main(path: str, index: str) -> int:
     while len(head := stream.read(HEAD.size)) == HEAD.size:
         target, value = HEAD.unpack(head)
         if target == END:
+            for number in numbers:  # Python would have them end it, or stop it, on its way out
+                signal.signal(number, signal.SIG_IGN)
             return value if value >= 0 else fall(-value)
         rest = memoryview(stream.read(value))
         while rest:
