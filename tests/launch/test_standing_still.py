@@ -8,6 +8,7 @@ import signal
 import struct
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from spartito.collectives.torch_store import OfTorch
 from spartito.errors import TaskLostError
 from spartito.heartbeat import SIZE, Beat, file_of, keep_files, last_words, stands
 from spartito.launch.heartbeats import Heartbeats
+from tests.commands import eventually
 from tests.launch.supervised import WAITS, Job, Start
 
 SOURCE = Path(spartito.__file__).parents[1]
@@ -157,6 +159,54 @@ def test_the_others_know_of_a_task_that_it_stands_still(monkeypatch: pytest.Monk
             one.send_signal(signal.SIGCONT)
         assert not stands("worker 0")
     finally:
+        beats.close()
+
+
+@dataclass
+class Alone:
+    """A task of no supervisor."""
+
+    name: str
+    pid: int
+    missed: str = ""
+    starts: int = 1
+    code: int | None = None
+    awaited: bool = False
+    gives_up: float | None = None
+
+    def end(self) -> None:
+        """Nobody asks for it here."""
+
+
+def test_a_wait_for_stacks_changes_nothing_that_is_said_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("spartito.launch.heartbeats.STACKS_SECONDS", 1.2)
+    lines: list[str] = []
+    beats = Heartbeats(lines.append, notice=0.2)
+    stops = "import signal\nos.kill(os.getpid(), signal.SIGSTOP)"
+    mute = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, [STACKS_SIGNAL])\n" + STEPS
+    scripts = {"worker 0": stops, "worker 1": mute + WAITS, "worker 2": mute + WAITS}
+    popens: list[subprocess.Popen[bytes]] = []
+    try:
+        for name, script in scripts.items():
+            words = [sys.executable, "-c", TASK + script]
+            popens.append(subprocess.Popen(words, env=beats.begin(name, os.environ)))
+        tasks = [Alone(name, one.pid) for name, one in zip(scripts, popens, strict=True)]
+
+        def told() -> bool:
+            beats.look(tasks)
+            return sum("has not moved" in line for line in lines) == 2
+
+        assert eventually(told), lines
+        assert any("worker 0 is stopped" in line for line in lines), lines
+        monkeypatch.setattr(beats, "_next", 0.0)
+        beats.look(tasks)
+        assert not any("goes on" in line for line in lines), lines
+    finally:
+        for one in popens:
+            one.kill()
+            one.wait()
         beats.close()
 
 

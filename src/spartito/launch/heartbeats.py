@@ -15,14 +15,14 @@ from typing import Protocol
 from spartito.cluster.limits import notice_limit
 from spartito.cluster.secret import in_file
 from spartito.heartbeat import SIZE, Beat, file_of, life_of, stacks_file
-from spartito.launch.watch import Notice, Seen, Watch
+from spartito.launch.watch import Seen, Watch
 from spartito.names import ENV_HEARTBEAT, ENV_STACKS
 
 MEMORY = "/dev/shm"
 SHOWN = 4
 """Frames of a stack in a message."""
 STACKS_SECONDS = 3.0
-"""For a task to write its stacks, on a busy machine too."""
+"""For tasks to write their stacks, on a busy machine too."""
 
 
 class Watched(Protocol):
@@ -147,11 +147,15 @@ class Heartbeats:
             for task in tasks
         ]
         named = {task.name: task for task in tasks}
-        for notice in self._watch.look(now, seen):
+        notices = self._watch.look(now, seen)
+        before = {one.name: self._ask_stacks(one.name) for one in notices if one.stacks}
+        end = time.monotonic() + STACKS_SECONDS  # of all: the launcher does nothing else meanwhile
+        for notice in notices:
             if notice.ends:
                 named[notice.name].missed = notice.text
             else:
-                self._say(f"{notice.name} {notice.text}{self._stacks_of(notice)}")
+                stacks = self._stacks_of(notice.name, before.get(notice.name), end)
+                self._say(f"{notice.name} {notice.text}{stacks}")
             if notice.is_lost:
                 named[notice.name].end()
 
@@ -179,16 +183,23 @@ class Heartbeats:
             memory.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 
-    def _stacks_of(self, notice: Notice) -> str:
-        """Where the main thread is, and where the stacks of all threads are kept."""
-        beat = self.beat_of(notice.name)
-        if not notice.stacks or beat is None or not beat.stacks_signal:
-            return ""
-        path = stacks_file(file_of(self.folder, notice.name))
+    def _ask_stacks(self, name: str) -> int | None:
+        """Ask a task for its stacks; how long its file is before, None if it does not hear that."""
+        beat = self.beat_of(name)
+        if beat is None or not beat.stacks_signal:
+            return None
+        path = stacks_file(file_of(self.folder, name))
         before = path.stat().st_size if path.exists() else 0
         with suppress(ProcessLookupError, PermissionError):
             os.kill(beat.pid, beat.stacks_signal)
-        text = _grown(path, before)
+        return before
+
+    def _stacks_of(self, name: str, before: int | None, end: float) -> str:
+        """Where the main thread is, and where the stacks of all threads are kept."""
+        if before is None:
+            return ""
+        path = stacks_file(file_of(self.folder, name))
+        text = _grown(path, before, end)
         frames = [line.strip() for line in text.rpartition("Thread ")[2].splitlines()]
         shown = [line for line in frames if line.startswith("File ")][:SHOWN]
         kept = self._keep(path.name, text) if text else ""
@@ -207,15 +218,15 @@ class Heartbeats:
         return f"\n  the stacks of all its threads are in {path}"
 
 
-def _grown(path: Path, before: int) -> str:
+def _grown(path: Path, before: int, end: float) -> str:
     """What was written into the file since it had so many bytes, once that has come."""
-    end = time.monotonic() + STACKS_SECONDS
     text = ""
-    while time.monotonic() < end:
-        time.sleep(0.02)
+    while True:
         with suppress(OSError):
             now = path.read_bytes()[before:].decode(errors="replace")
             if now and now == text:  # it has ceased to grow
                 return now
             text = now
-    return text
+        if time.monotonic() > end:
+            return text
+        time.sleep(0.02)

@@ -135,7 +135,7 @@ class Watch:
             known = self._known.get(task.name)
             if known is None or known.start != task.start:
                 known = self._known[task.name] = _Known(task.start)
-            if asleep:
+            if asleep and not known.told_still:  # what was said of it holds until it moves
                 known.state, known.still_since = "", now
         notices = [notice for task in running for notice in self._of(task, now)]
         lost = [
