@@ -13,7 +13,7 @@ from torch.optim import lr_scheduler as lr
 
 from spartito.ps.protocol.options import set_options, settings
 from spartito.ps.protocol.timetable import Row, Timetable
-from spartito.ps.scheduler.planner import AHEAD, BEHIND, Planner
+from spartito.ps.scheduler.planner import AHEAD, BEGIN, BEHIND, Planner
 
 STEPS = 3 * AHEAD // 2
 Make = Callable[[Optimizer], Any]
@@ -125,6 +125,20 @@ class Unique(lr.LambdaLR):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError("there is only one")
+
+
+def test_another_schedule_is_told_as_far_as_the_first_and_a_surprise_less_far() -> None:
+    optimizer = groups(SGD)
+    planner = Planner(optimizer)
+    for step in (0, 10):  # as each call of `fit` may bring its own
+        planner.schedule = lr.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        found = planner.write(step)
+        assert found is not None
+        assert len(found.rows) == 1 + AHEAD
+    optimizer.param_groups[0]["lr"] = 0.7
+    found = planner.write(11)
+    assert found is not None
+    assert len(found.rows) == 1 + BEGIN
 
 
 def test_a_schedule_that_cannot_be_copied_is_told_step_by_step() -> None:

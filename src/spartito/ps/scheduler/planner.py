@@ -80,7 +80,7 @@ class Planner:
                 return self._extended(step, max(step - BEHIND, self._table.first))
             if self.ahead:
                 self._waits, self.ahead = step + self.ahead, 0
-            size = self._ahead if self._followed is None else self._first
+            size = self._first if self._followed is self.schedule else self._ahead
             self._followed, self._forecast = self.schedule, self._foresee(self._waits - step)
             now = settings(self._optimizer)
             rows = self._rows([now, *islice(self._forecast, size)])
