@@ -126,7 +126,8 @@ class Job:
     def codes(self) -> list[int]:
         """The exit codes with which its containers have ended so far, restarts included."""
         mine = f"label=com.docker.compose.project={self.name}"
-        words = ["--since", "1h", "--until", "0s", "--filter", mine, "--filter", "event=die"]
+        # The engine cuts times off to seconds: what ended in the present one is before the next.
+        words = ["--since=1h", "--until=-1s", "--filter", mine, "--filter", "event=die"]
         return [int(code) for code in docker("events", *words, "--format", EXIT_CODE).split()]
 
     def pause(self, service: str) -> None:
